@@ -1,0 +1,1 @@
+"""smcp_fx: makes convolutional networks as fast as asked."""

@@ -1,0 +1,89 @@
+"""What a network costs as a function of the channels it keeps.
+
+A `NetworkCost` is a cost bound to one network: a sum of terms, one a layer (or fused block), each a function
+of one or two widths, and each width an affine function of the groups' counts:
+
+    T(p) = constant + sum over terms of  price(c_in(p), c_out(p)),      c(p) = constant + sum of a_k * p_k
+
+(SMCP, "Derivation of the cost-constrained optimization problem"; a concat's c_in is a sum over several
+groups.) The allocator sees nothing else of the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smcp_fx.errors import InputError
+
+#: Widths (int arrays that broadcast against each other, channels) to costs (float64, the broadcast shape).
+Price = Callable[..., NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Width:
+    """Channels on one axis of a layer: ``constant + sum(per_unit * count of group)``."""
+
+    constant: int = 0
+    groups: tuple[tuple[str, int], ...] = ()
+
+    def channels(self, counts: Mapping[str, int]) -> int:
+        """Return the channels left when group ``k`` keeps ``counts[k]`` units."""
+        return self.constant + sum(per_unit * counts[group] for group, per_unit in self.groups)
+
+
+@dataclass(frozen=True)
+class CostTerm:
+    """The cost of one layer or fused block: ``price(*widths)``, widths in channels."""
+
+    name: str
+    widths: tuple[Width, ...]
+    price: Price = field(compare=False, repr=False)
+
+    def cost(self, counts: Mapping[str, int]) -> float:
+        """Return the cost at these counts, in the unit of the `NetworkCost` it belongs to."""
+        return float(self.price(*(np.asarray(width.channels(counts)) for width in self.widths)))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups this term depends on, each once, in order of first use."""
+        return tuple(dict.fromkeys(group for width in self.widths for group, _ in width.groups))
+
+
+@dataclass(frozen=True)
+class NetworkCost:
+    """Cost of one network for any permitted counts.
+
+    ``permitted[k]`` holds group k's permitted counts, ascending; the last is its full size. Groups without
+    a choice (pinned) are not listed: they are in the widths' constants.
+    """
+
+    unit: str
+    permitted: Mapping[str, tuple[int, ...]]
+    terms: tuple[CostTerm, ...]
+    constant: float = 0.0
+
+    def __post_init__(self) -> None:
+        for term in self.terms:
+            for group in term.groups:
+                if group not in self.permitted:
+                    raise InputError(
+                        f"cost term {term.name!r} depends on group {group!r}, which has no permitted counts"
+                    )
+
+    def cost(self, counts: Mapping[str, int]) -> float:
+        """Return T(p), all counts taken together, in ``unit``."""
+        return self.constant + sum(term.cost(counts) for term in self.terms)
+
+    @property
+    def full_counts(self) -> dict[str, int]:
+        """Every group at its full size."""
+        return {group: counts[-1] for group, counts in self.permitted.items()}
+
+    @property
+    def smallest_counts(self) -> dict[str, int]:
+        """Every group at its least permitted count."""
+        return {group: counts[0] for group, counts in self.permitted.items()}

@@ -1,0 +1,50 @@
+"""Everything smcp_fx raises on purpose.
+
+Each message names what is wrong, where (node, module path, shapes) and what to change. The command lines
+print the message as one paragraph and exit with ``exit_code``.
+"""
+
+from __future__ import annotations
+
+
+class SmcpError(Exception):
+    """Base of every error of this library; catching it catches them all."""
+
+    exit_code = 2
+
+
+class InputError(SmcpError, ValueError):
+    """An argument does not fit: a shape, a name, a range, a file of the wrong kind."""
+
+
+class TraceError(SmcpError):
+    """The model cannot be turned into a graph that computes the same."""
+
+
+class PassError(SmcpError):
+    """A graph pass found its input, or left its output, in a state its contract forbids."""
+
+
+class InfeasibleBudgetError(SmcpError, ValueError):
+    """No permitted choice of channels reaches the budget; ``smallest`` is the least reachable cost."""
+
+    def __init__(self, message: str, *, smallest: float, budget: float) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+        self.budget = budget
+
+
+class TableError(SmcpError):
+    """A latency table is missing, unreadable, of another version, or made on another device or runtime."""
+
+
+class BackendError(SmcpError):
+    """A runtime is missing, refuses the network, or computes something else than PyTorch does."""
+
+
+class CheckpointError(SmcpError):
+    """A saved model or checkpoint is missing, damaged or does not belong to this network."""
+
+
+class TrainingError(SmcpError):
+    """Training cannot go on: the loss is not finite, or the pruning loop is used against its contract."""
