@@ -1,1 +1,72 @@
-"""Runtimes."""
+"""Runtimes: everything that runs, measures or emits a network.
+
+`get_backend` is the way in; each runtime is imported only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from smcp_fx.backends.base import (
+    Backend,
+    BlockLatency,
+    Engine,
+    Fingerprint,
+    Measurement,
+    TimingConfig,
+    measure_interleaved,
+)
+from smcp_fx.errors import BackendError
+
+__all__ = [
+    "Backend",
+    "BlockLatency",
+    "Engine",
+    "Fingerprint",
+    "Measurement",
+    "TimingConfig",
+    "backend_names",
+    "get_backend",
+    "measure_interleaved",
+]
+
+#: name: (module, class, how to install what it needs)
+_BACKENDS = {
+    "onnxruntime": (
+        "smcp_fx.backends.onnxruntime_backend",
+        "OnnxRuntimeBackend",
+        "pip install onnxruntime onnx onnxscript",
+    ),
+    "torch": ("smcp_fx.backends.torch_backend", "TorchBackend", "pip install torch"),
+}
+
+
+def backend_names() -> tuple[str, ...]:
+    """Return the names that `get_backend` knows."""
+    return tuple(sorted(_BACKENDS))
+
+
+def get_backend(name: str, **options: Any) -> Backend:
+    """Return the backend ``name`` ("onnxruntime" or "torch") with its options (``threads``, ...).
+
+    `BackendError` when the name or an option is unknown or the runtime is not installed.
+    """
+    if name not in _BACKENDS:
+        raise BackendError(f"unknown backend {name!r}; there are: {', '.join(backend_names())}")
+    module, attribute, install = _BACKENDS[name]
+    try:
+        factory = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("smcp_fx"):
+            raise
+        raise BackendError(
+            f"backend {name!r} needs the package {error.name!r}, which is not installed: {install}"
+        ) from error
+    try:
+        backend: Backend = factory(**options)
+    except TypeError as error:
+        raise BackendError(
+            f"backend {name!r} does not take the options {sorted(options)}: {error}"
+        ) from error
+    return backend

@@ -1,1 +1,5 @@
-"""channels."""
+"""The channel graph: which channels of a network must be kept or removed together."""
+
+from smcp_fx.channels.graph import ChannelGraph, Group, build
+
+__all__ = ["ChannelGraph", "Group", "build"]

@@ -1,0 +1,176 @@
+"""The interface between smcp_fx and whatever runs a network: `Backend`, `Engine`, `Fingerprint`.
+
+A backend compiles a module into an engine; an engine runs and is timed. A latency is worth nothing without the
+`Fingerprint` that says on what it was measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from smcp_fx.backends.timing import QUICK, Measurement, Timer, TimingConfig, measure_timers
+from smcp_fx.errors import TableError
+
+if TYPE_CHECKING:
+    from smcp_fx.latency_table import Block
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """On what a latency was measured. Latencies of unequal fingerprints are never mixed.
+
+    ``settings``: whatever else changes a latency on this backend (driver, spinning, graph replay), by name.
+    """
+
+    backend: str
+    device: str
+    runtime: str
+    version: str
+    threads: int
+    precision: str
+    settings: tuple[tuple[str, str], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {**asdict(self), "settings": dict(self.settings)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Fingerprint:
+        """Return the fingerprint that `as_dict` wrote; `TableError` when fields are missing or unknown."""
+        try:
+            settings = tuple(sorted((str(k), str(v)) for k, v in dict(values["settings"]).items()))
+            return cls(**{**values, "settings": settings})
+        except (KeyError, TypeError, ValueError) as error:
+            raise TableError(f"not a device fingerprint: {dict(values)!r} ({error})") from error
+
+    def key(self) -> str:
+        """Return 16 hex digits that stand for this fingerprint."""
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}"
+        return f"{self.runtime} {self.version}, {self.precision}, {threads}, {self.device}"
+
+
+@dataclass(frozen=True)
+class BlockLatency:
+    """What a block costs: ``hot`` with its weights in cache, ``cold`` with its weights in memory.
+
+    ``cold`` is None where the backend does not tell the two apart.
+    """
+
+    hot: Measurement
+    cold: Measurement | None = None
+
+
+class Engine(ABC):
+    """A compiled network, with the example inputs that it is timed on. Use as a context manager, or close()."""
+
+    @abstractmethod
+    def run(self, inputs: Sequence[Array]) -> list[Array]:
+        """Return the network's outputs, in order."""
+
+    @abstractmethod
+    def timer(self, inputs: Sequence[Array] | None = None) -> Timer:
+        """Return a function that runs once on ``inputs`` (the example inputs) and returns the ms it took.
+
+        The device is synchronised; copies of inputs and outputs between host and device are not counted.
+        """
+
+    def latency(
+        self, inputs: Sequence[Array] | None = None, config: TimingConfig | None = None
+    ) -> Measurement:
+        """Measure one run: median and quartiles in ms."""
+        return measure_timers([self.timer(inputs)], config)[0]
+
+    def layer_latencies(self) -> dict[str, float] | None:
+        """Return the median ms of each node as the runtime's profiler names them, in order of execution.
+
+        None where the runtime has no profiler.
+        """
+        return None
+
+    def close(self) -> None:
+        """Free what the runtime holds."""
+        return None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Backend(ABC):
+    """Compiles networks and measures blocks on one device with fixed settings."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def fingerprint(self) -> Fingerprint:
+        """Return what the latencies of this backend depend on."""
+
+    @abstractmethod
+    def compile(
+        self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None
+    ) -> Engine:
+        """Compile ``module`` in eval mode; the file that the runtime loads, if any, is left at ``path``.
+
+        `BackendError` when the runtime cannot express it or computes something else.
+        """
+
+    def block_latency(
+        self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None
+    ) -> BlockLatency:
+        """Measure ``block`` at ``widths`` (channels). The plain way: compile it and time it alone."""
+        module, inputs = block.build(widths)
+        with self.compile(module, inputs) as engine:
+            return BlockLatency(engine.latency(config=config or QUICK))
+
+
+def measure_interleaved(
+    engines: Sequence[Engine],
+    inputs: Sequence[Sequence[Array] | None] | None = None,
+    config: TimingConfig | None = None,
+) -> list[Measurement]:
+    """Measure ``engines`` in turns (a b a b ...), so that their ratio is fair; one result each, in order."""
+    given = inputs if inputs is not None else [None] * len(engines)
+    return measure_timers([e.timer(i) for e, i in zip(engines, given, strict=True)], config)
+
+
+def to_arrays(tensors: Sequence[Tensor]) -> list[Array]:
+    """Return the tensors as contiguous arrays in host memory."""
+    return [np.ascontiguousarray(tensor.detach().cpu().numpy()) for tensor in tensors]
+
+
+def cpu_name() -> str:
+    """Return this machine's processor and its number of cores, as the kernel tells it."""
+    name = ""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        fields: dict[str, str] = {}
+        for line in info.read_text().splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+        name = fields.get("model name") or fields.get("Hardware") or ""
+        model = [fields[k] for k in ("cpu family", "model", "stepping") if k in fields]
+        if model:
+            name = f"{name} (family {'/'.join(model)})"
+    return name or platform.processor() or platform.machine()

@@ -1,0 +1,184 @@
+"""What the exporter leaves behind, taken out of an ONNX model; and opsets older than the exporter's.
+
+    ReduceMean over the image axes  ->  GlobalAveragePool   (runtimes have a fast kernel for it)
+    Identity, Cast to the same type, Transpose pairs that cancel  ->  nothing
+    nodes named after the module whose weight they hold; traces of the exporting machine dropped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from smcp_fx.errors import BackendError
+
+
+def clean_model(model: onnx.ModelProto) -> bool:
+    """Clean ``model`` in place and return whether anything changed; a second call changes nothing."""
+    changed = False
+    for step in (_drop_traces, _pool_globally, _drop_no_ops, _drop_unused_initializers, _name_after_modules):
+        changed = step(model) or changed
+    return changed
+
+
+def convert_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    """Return ``model`` in an older ``opset``; `BackendError` when one of its operations has no older form."""
+    try:
+        converted = onnx.version_converter.convert_version(model, opset)
+        for node in converted.graph.node:
+            if node.op_type.startswith("Reduce"):  # the converter forgets this attribute of opset 18
+                _drop_attributes(node, "noop_with_empty_axes")
+        converted.ir_version = min(converted.ir_version, 8)
+        onnx.checker.check_model(converted, full_check=True)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BackendError(f"the network cannot be written in ONNX opset {opset}: {reason}") from error
+    return converted
+
+
+def _drop_attributes(node: onnx.NodeProto, *names: str) -> None:
+    kept = [attribute for attribute in node.attribute if attribute.name not in names]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+
+
+def _drop_traces(model: onnx.ModelProto) -> bool:
+    """Drop stack traces and the like: they name paths of the exporting machine and make up most of the file."""
+    graph, changed = model.graph, False
+    for owner in (*graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer, graph):
+        if owner.metadata_props:
+            del owner.metadata_props[:]
+            changed = True
+    return changed
+
+
+def _constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+    found = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant":
+            found.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
+    return found
+
+
+def _types(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto.Tensor]:
+    values = (*graph.input, *graph.value_info, *graph.output)
+    return {value.name: value.type.tensor_type for value in values}
+
+
+def _pool_globally(model: onnx.ModelProto) -> bool:
+    """ReduceMean over axes 2 and 3 of a 4-D tensor, dimensions kept, is GlobalAveragePool."""
+    graph = model.graph
+    constants, types, changed = _constants(graph), _types(graph), False
+    for node in graph.node:
+        if node.op_type != "ReduceMean" or len(node.input) != 2 or node.input[1] not in constants:
+            continue
+        attributes = {a.name: a.i for a in node.attribute}
+        source = types.get(node.input[0])
+        if source is None or len(source.shape.dim) != 4 or not attributes.get("keepdims", 1):
+            continue
+        axes = {int(axis) % 4 for axis in numpy_helper.to_array(constants[node.input[1]])}
+        if axes == {2, 3}:
+            node.op_type = "GlobalAveragePool"
+            del node.attribute[:]
+            del node.input[1:]
+            changed = True
+    return changed
+
+
+def _drop_no_ops(model: onnx.ModelProto) -> bool:
+    """Drop Identity, Cast to the type the input has, and pairs of Transpose that cancel."""
+    graph, changed = model.graph, False
+    while True:
+        producer = {name: node for node in graph.node for name in node.output}
+        types = _types(graph)
+        for node in graph.node:
+            source = _no_op_source(node, producer, types)
+            if source is not None and _bypass(graph, node, source):
+                changed = True
+                break
+        else:
+            return changed
+
+
+def _no_op_source(
+    node: onnx.NodeProto, producer: dict[str, onnx.NodeProto], types: dict[str, onnx.TypeProto.Tensor]
+) -> str | None:
+    """Return the value that ``node`` merely passes on; None when it does something."""
+    if node.op_type == "Identity":
+        return str(node.input[0])
+    if node.op_type == "Cast":
+        to = next(a.i for a in node.attribute if a.name == "to")
+        source = types.get(node.input[0])
+        return str(node.input[0]) if source is not None and source.elem_type == to else None
+    if node.op_type == "Transpose":
+        order = _order(node)
+        if order and order == sorted(order):
+            return str(node.input[0])
+        before = producer.get(node.input[0])
+        if before is not None and before.op_type == "Transpose" and order:
+            first = _order(before)
+            if first and [first[axis] for axis in order] == list(range(len(order))):
+                return str(before.input[0])
+    return None
+
+
+def _order(node: onnx.NodeProto) -> list[int]:
+    return next((list(a.ints) for a in node.attribute if a.name == "perm"), [])
+
+
+def _bypass(graph: onnx.GraphProto, node: onnx.NodeProto, source: str) -> bool:
+    """Let everything that reads ``node`` read ``source``; False when the graph's interface forbids it."""
+    result = node.output[0]
+    if result in {output.name for output in graph.output}:
+        users = [n for n in graph.node if source in n.input and n is not node]
+        maker = next((n for n in graph.node if source in n.output), None)
+        outputs = {output.name for output in graph.output}
+        if maker is None or users or source in outputs:
+            return False
+        maker.output[list(maker.output).index(source)] = result
+        _drop_value_info(graph, source)
+    else:
+        for other in graph.node:
+            for position, name in enumerate(other.input):
+                if name == result:
+                    other.input[position] = source
+        _drop_value_info(graph, result)
+    graph.node.remove(node)
+    used = {name for n in graph.node for name in n.input} | {output.name for output in graph.output}
+    for other in [n for n in graph.node if n.op_type == "Transpose" and not used & set(n.output)]:
+        graph.node.remove(other)
+    return True
+
+
+def _drop_value_info(graph: onnx.GraphProto, name: str) -> None:
+    for value in [v for v in graph.value_info if v.name == name]:
+        graph.value_info.remove(value)
+
+
+def _drop_unused_initializers(model: onnx.ModelProto) -> bool:
+    graph = model.graph
+    used = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
+    unused = [tensor for tensor in graph.initializer if tensor.name not in used]
+    for tensor in unused:
+        graph.initializer.remove(tensor)
+    return bool(unused)
+
+
+def _name_after_modules(model: onnx.ModelProto) -> bool:
+    """A convolution or linear is named by its module's path, so that profiles read like the network."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    taken = {node.name for node in model.graph.node}
+    changed = False
+    for node in model.graph.node:
+        weight = node.input[1] if len(node.input) > 1 else ""
+        path = weight.removesuffix(".weight")
+        if weight in weights and path != weight and path not in taken:
+            node.name = path
+            taken.add(path)
+            changed = True
+    return changed
+
+

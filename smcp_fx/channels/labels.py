@@ -1,0 +1,54 @@
+"""Label tensors: which channel each element of a tensor belongs to.
+
+A label tensor has the shape of the tensor it describes and int64 elements. A positive label names a channel
+slot written by a producer; a negative one names a source whose elements always stay. A dimension along
+which the labels do not change is kept at stride 0, so that it costs no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def compress(labels: Tensor) -> Tensor:
+    """Return the same labels with every uniform dimension at stride 0."""
+    shape = labels.shape
+    if labels.numel() == 0:
+        return labels
+    core = labels
+    for dim in range(labels.dim()):
+        if shape[dim] == 1 or core.stride(dim) == 0:
+            core = core.narrow(dim, 0, 1)
+        else:
+            first = core.narrow(dim, 0, 1)
+            if bool((core == first).all()):
+                core = first
+    return core.expand(shape)
+
+
+def varied_dims(labels: Tensor) -> list[int]:
+    """Return the dimensions along which compressed labels change."""
+    return [d for d in range(labels.dim()) if labels.shape[d] > 1 and labels.stride(d) != 0]
+
+
+def narrow_uniform(labels: Tensor, keep: Sequence[int] = ()) -> Tensor:
+    """Return the labels with each uniform dimension at size 1, the dimensions in ``keep`` left alone."""
+    for dim in range(labels.dim()):
+        if dim not in keep and labels.shape[dim] > 1 and labels.stride(dim) == 0:
+            labels = labels.narrow(dim, 0, 1)
+    return labels
+
+
+def uniform(label: int, shape: Sequence[int]) -> Tensor:
+    """Return labels of the shape, all of them ``label``, in the memory of one."""
+    return torch.full((1,) * len(shape), label, dtype=torch.int64).expand(tuple(shape))
+
+
+def along(labels: Tensor, shape: Sequence[int], dim: int) -> Tensor:
+    """Return labels of the shape that follow the 1-D ``labels`` along ``dim``."""
+    view = [1] * len(shape)
+    view[dim] = labels.numel()
+    return labels.reshape(view).expand(tuple(shape))

@@ -1,0 +1,337 @@
+"""Run a traced graph on channel labels instead of numbers.
+
+Every producer's output channels get fresh labels. Operations that move data are executed on the labels as
+they are; element-wise operations tie the labels they bring together; consumers record the label of each
+input slot; an operation without a rule pins what it touches. The rules are in `rules_*.py`, each a function
+``rule(run, call) -> labels of the output``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels.labels import along, compress, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.operations import describe, operation_name
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What the example run showed of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ParameterRef:
+    """A parameter or buffer read by a `get_attr` node; labelled only when an operation needs its elements."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One node about to be executed on labels."""
+
+    node: fx.Node
+    name: str | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    module: nn.Module | None
+    value: Any  # the recorded output: TensorInfo in place of tensors
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the (first) output tensor."""
+        return next(v.shape for v in pytree.tree_leaves(self.value) if isinstance(v, TensorInfo))
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """Return an argument given by position or by name."""
+        if len(self.args) > position:
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution or linear: where its weight's input and output channels are, and their labels.
+
+    ``in_labels`` has one label per slot of ``weight``'s dimension ``in_dim``, ``out_labels`` of ``out_dim``
+    (grouped convolutions keep in_channels / groups resp. out_channels / groups slots on one of them).
+    """
+
+    node: str
+    path: str  # module path; the weight's name for functional calls
+    kind: str  # "dense", "depthwise"
+    weight: str
+    bias: str | None
+    in_dim: int
+    out_dim: int
+    groups: int
+    in_labels: Tensor
+    out_labels: Tensor
+    output_channels: Tensor  # labels of the output's channels, all of them
+    input_channels: Tensor
+    out_shape: tuple[int, ...]
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A batch norm: the labels of its channels, as they arrive."""
+
+    node: str
+    path: str
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """A chain of movements that amounts to ``index_select(root, axis, order)``."""
+
+    root: str
+    axis: int
+    order: Tensor
+    through: tuple[str, ...]
+
+
+@dataclass
+class Trail:
+    """What a propagation leaves behind, for the solver."""
+
+    labels: dict[str, Any] = field(default_factory=dict)  # node name -> pytree of label tensors and values
+    ties: list[Tensor] = field(default_factory=list)  # each [2, n]
+    pins: list[tuple[Tensor, int]] = field(default_factory=list)  # labels, index of reason
+    reasons: list[tuple[str, str]] = field(default_factory=list)  # (node, why)
+    slots: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dim -> labels
+    elements: dict[str, Tensor] = field(default_factory=dict)  # parameter -> labels of its shape
+    layers: list[Layer] = field(default_factory=list)
+    norms: list[Norm] = field(default_factory=list)
+    shuffles: dict[str, Shuffle] = field(default_factory=dict)
+    virtual: set[str] = field(default_factory=set)  # nodes exempt from rectangularity
+    origins: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # (node, nth) -> first, count
+    count: int = 1  # labels handed out, 0 unused
+
+
+Rule = Callable[["Propagation", Call], Any]
+
+
+class Propagation:
+    """One run of the graph on labels. ``seen`` maps labels of an earlier run to their units, if there was one."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        values: dict[str, Any],
+        rules: dict[str, Rule],
+        earlier: tuple[Trail, Tensor] | None = None,
+    ) -> None:
+        self.module = module
+        self.values = values
+        self.rules = rules
+        self.trail = Trail()
+        self.blind = False  # a rule pinned something because ties found later were not visible yet
+        self._asked: Counter[str] = Counter()
+        self._seen: Tensor | None = None
+        if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still speak of them
+            self.trail.ties = list(earlier[0].ties)
+            self.trail.origins = dict(earlier[0].origins)
+            self.trail.count = earlier[0].count
+            self._seen = earlier[1]
+        self._names = _canonical_names(module)
+
+    # ---- labels -----------------------------------------------------------------------------------------
+
+    def fresh(self, node: str, count: int) -> Tensor:
+        """Hand out ``count`` new labels on behalf of a node."""
+        key = (node, self._asked[node])
+        self._asked[node] += 1
+        first, known = self.trail.origins.get(key, (0, -1))
+        if known != count:
+            first = self.trail.count
+            self.trail.count += count
+            self.trail.origins[key] = (first, count)
+        return torch.arange(first, first + count)
+
+    def reason(self, node: str, why: str) -> int:
+        """Register a reason and return its index."""
+        self.trail.reasons.append((node, why))
+        return len(self.trail.reasons) - 1
+
+    def fixed(self, node: str, why: str) -> int:
+        """Return a negative label: a source whose elements always stay."""
+        return -1 - self.reason(node, why)
+
+    def pin(self, labels: Tensor, node: str, why: str) -> None:
+        """Keep these channels for good."""
+        kept = torch.unique(narrow_uniform(labels))
+        kept = kept[kept > 0]
+        if kept.numel():
+            self.trail.pins.append((kept, self.reason(node, why)))
+
+    def tie(self, left: Tensor, right: Tensor) -> None:
+        """Tie labels of equal shape element by element; what meets a fixed source is pinned."""
+        a, b = (t.reshape(-1) for t in torch.broadcast_tensors(left, right))
+        both = (a > 0) & (b > 0) & (a != b)
+        if bool(both.any()):
+            pair = torch.stack([torch.minimum(a, b)[both], torch.maximum(a, b)[both]])
+            self.trail.ties.append(torch.unique(pair, dim=1))
+        for one, other in ((a, b), (b, a)):
+            met = (one > 0) & (other < 0)
+            if bool(met.any()):
+                for source in torch.unique(other[met]).tolist():
+                    self.trail.pins.append((torch.unique(one[met & (other == source)]), -1 - source))
+
+    def tie_along(self, labels: Tensor, dim: int) -> Tensor:
+        """Tie the labels along a dimension and return them with that dimension uniform."""
+        core = narrow_uniform(labels, keep=[dim])
+        self.tie(core, core.narrow(dim, 0, 1).expand_as(core))
+        return compress(labels.narrow(dim, 0, 1).expand(labels.shape))
+
+    def units(self, labels: Tensor) -> Tensor:
+        """Labels as the ties of the earlier run show them (for uniformity tests only)."""
+        if self._seen is None:
+            return labels
+        core = narrow_uniform(labels)
+        known = self._seen[core.clamp(min=0, max=self._seen.numel() - 1)]
+        return compress(torch.where(core > 0, known, core).expand(labels.shape))
+
+    def varied(self, labels: Tensor) -> list[int]:
+        """Dimensions along which the labels change, ties of the earlier run seen through."""
+        return varied_dims(self.units(labels))
+
+    def of(self, value: Any) -> Tensor:
+        """Return the labels of a tensor argument, giving a parameter's elements labels on first use."""
+        if not isinstance(value, ParameterRef):
+            assert isinstance(value, Tensor)
+            return value
+        if value.name not in self.trail.elements:
+            count = 1
+            for size in value.shape:
+                count *= size
+            labels = (
+                uniform(self.fixed(value.name, "a parameter of one element"), value.shape)
+                if count == 1
+                else self.fresh(value.name, count).reshape(value.shape)
+            )
+            self.trail.elements[value.name] = labels
+        return self.trail.elements[value.name]
+
+    # ---- parameters -------------------------------------------------------------------------------------
+
+    def parameter(self, path: str) -> str:
+        """Return the one name of a parameter that several modules may share."""
+        return self._names.get(path, path)
+
+    def slot(self, parameter: str, dim: int, labels: Tensor) -> Tensor:
+        """Record a parameter's channel slots; a parameter met again has its slots tied. Returns its labels."""
+        slots = self.trail.slots.setdefault(parameter, {})
+        if dim in slots:
+            self.tie(slots[dim], labels)
+            return slots[dim]
+        slots[dim] = labels
+        return labels
+
+    # ---- the run ----------------------------------------------------------------------------------------
+
+    def run(self) -> Trail:
+        """Execute every node and return the trail."""
+        for node in self.module.graph.nodes:
+            self.trail.labels[node.name] = self._execute(node)
+        return self.trail
+
+    def _execute(self, node: fx.Node) -> Any:
+        value = self.values[node.name]
+        if node.op == "placeholder":
+            source = self.fixed(node.name, f"network input {node.name!r}")
+            return self.filled(value, source)
+        if node.op == "get_attr":
+            return self._attribute(str(node.target), value)
+        environment = self.trail.labels
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: environment[n.name])
+        if node.op == "output":
+            for leaf in tensor_leaves(args):
+                self.pin(self.of(leaf), node.name, "reaches the network's output")
+            return None
+        if not any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value)):
+            return value  # sizes and other numbers: as recorded
+        module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        call = Call(node, operation_name(node, module), tuple(args), dict(kwargs), module, value)
+        rule = self.rules.get(call.name or "")
+        result = self.unknown(call) if rule is None else rule(self, call)
+        return pytree.tree_map(lambda t: compress(t) if isinstance(t, Tensor) else t, result)
+
+    def _attribute(self, target: str, value: Any) -> Any:
+        if isinstance(value, TensorInfo):
+            return ParameterRef(self.parameter(target), value.shape)
+        return value
+
+    def filled(self, value: Any, label: int) -> Any:
+        """Labels for a recorded value: ``label`` everywhere."""
+        return pytree.tree_map(lambda v: uniform(label, v.shape) if isinstance(v, TensorInfo) else v, value)
+
+    def unknown(self, call: Call, why: str | None = None) -> Any:
+        """Pin everything the call touches; its output always stays."""
+        why = why or f"operation {describe(call.node)!r} has no channel rule"
+        for leaf in tensor_leaves((call.args, call.kwargs)):
+            if isinstance(leaf, ParameterRef):
+                self.fix_parameter(leaf, call.node.name, why)
+            else:
+                self.pin(leaf, call.node.name, why)
+        return self.filled(call.value, self.fixed(call.node.name, why))
+
+    def fix_parameter(self, parameter: ParameterRef, node: str, why: str) -> None:
+        """Keep all of a parameter, without labelling its elements."""
+        for labels in self.trail.slots.get(parameter.name, {}).values():
+            self.pin(labels, node, why)
+        if parameter.name in self.trail.elements:
+            self.pin(self.trail.elements[parameter.name], node, why)
+        else:
+            self.trail.elements[parameter.name] = uniform(self.fixed(node, why), parameter.shape)
+
+
+def tensor_leaves(tree: Any) -> list[Tensor | ParameterRef]:
+    """All label tensors and parameter references in a pytree (slices included)."""
+    found: list[Tensor | ParameterRef] = []
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, slice):
+            found += tensor_leaves((leaf.start, leaf.stop, leaf.step))
+        elif isinstance(leaf, (Tensor, ParameterRef)):
+            found.append(leaf)
+    return found
+
+
+def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
+    """Labels along ``dim``, 1-D, the other dimensions tied where they vary."""
+    for other in run.varied(labels):
+        if other != dim:
+            labels = run.tie_along(labels, other)
+    for other in range(labels.dim()):
+        if other != dim:
+            labels = labels.narrow(other, 0, 1)
+    return labels.reshape(-1)
+
+
+def place(labels: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
+    """1-D channel labels laid along ``dim`` of a tensor of the shape."""
+    return compress(along(labels, shape, dim % len(shape)))
+
+
+def _canonical_names(module: nn.Module) -> dict[str, str]:
+    names: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for pairs in (
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    ):
+        for name, tensor in pairs:
+            names[name] = first.setdefault(id(tensor), name)
+    return names

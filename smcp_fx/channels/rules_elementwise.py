@@ -1,0 +1,203 @@
+"""Channel rules of element-wise operations, reductions, softmax, pooling and interpolation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels.labels import compress, uniform, varied_dims
+from smcp_fx.channels.propagation import Call, Propagation, Rule, TensorInfo, tensor_leaves
+
+_ELEMENTWISE = """
+abs acos acosh add addcdiv addcmul alphadropout asin asinh atan atan2 atanh bfloat16 bitwiseand bitwisenot
+bitwiseor ceil celu clamp clone copysign cos cosh detach div double dropout dropout1d dropout2d
+dropout3d elu eq equal erf erfc exp exp2 expm1 featurealphadropout float floor floordivide floordiv fmax fmin
+fmod frac ge gelu gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot identity invert isfinite
+isinf isnan le leakyrelu lerp log log10 log1p log2 logaddexp logicaland logicalnot logicalor logicalxor
+logit logsigmoid lt maskedfill maximum minimum mish mod mul nantonum ne neg positive pos pow reciprocal relu
+relu6 remainder round rrelu rsqrt selu sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt
+square stochasticdepth sub swish tan tanh tanhshrink threshold to trunc type typeas where xlogy zeroslike
+oneslike emptylike randlike randnlike fulllike
+""".split()
+_REDUCTIONS = """
+mean sum amax amin prod std var norm logsumexp argmax argmin all any nansum nanmean median stdmean varmean
+""".split()
+_ALONG = "softmax logsoftmax softmin normalize cumsum cumprod logcumsumexp".split()
+
+
+def elementwise(run: Propagation, call: Call) -> Any:
+    """Broadcast the operands and tie what they bring together.
+
+    An operand of size 1 where another varies is read by all of those channels and must stay: it is pinned,
+    not tied (a spatial attention map times a feature map).
+    """
+    shape = call.shape
+    operands = [run.of(leaf) for leaf in tensor_leaves((call.args, call.kwargs))]
+    operands = [labels for labels in operands if labels.numel() > 1 or bool((labels > 0).any())]
+    if call.name == "dropout" or len(operands) == 1:
+        operands = operands[:1]
+    if not operands:
+        return run.filled(call.value, run.fixed(call.node.name, "made of constants"))
+    padded = [labels.reshape((1,) * (len(shape) - labels.dim()) + labels.shape) for labels in operands]
+    varied = {dim for labels in padded for dim in varied_dims(labels)}
+    taking_part = []
+    for labels in padded:
+        if any(labels.shape[dim] == 1 and shape[dim] > 1 for dim in varied):
+            run.pin(labels, call.node.name, f"one value read by every channel in {call.node.name!r}")
+        else:
+            taking_part.append(labels.expand(shape))
+    if not taking_part:
+        return run.unknown(call, f"every operand of {call.node.name!r} is spread over the others' channels")
+    if len(taking_part) == 1:
+        return _like(call, taking_part[0])
+    cores = [_core(labels, varied) for labels in taking_part]
+    size = torch.broadcast_shapes(*(core.shape for core in cores))
+    count = torch.Size(size).numel()
+    merged = run.fresh(call.node.name, count).reshape(size)
+    for core in cores:
+        run.tie(merged, core)
+    return _like(call, merged.expand(shape))
+
+
+def reduction(run: Propagation, call: Call) -> Any:
+    """Reduced dimensions must not tell channels apart: tie along them, or pin when nothing else varies."""
+    operand = call.argument(0, "input")
+    labels = run.of(operand)
+    if call.name in ("max", "min"):
+        other = call.argument(1, "other")
+        if isinstance(other, Tensor) or len(tensor_leaves((call.args, call.kwargs))) > 1:
+            return elementwise(run, call)
+    dims = call.argument(_dim_position(call), "dim", call.kwargs.get("axis"))
+    if dims is None:
+        dims = tuple(range(labels.dim()))
+    reduced = {int(dim) % max(labels.dim(), 1) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])}
+    reduced_labels = _mix(run, call, labels, reduced)
+    if reduced_labels is None:
+        return run.unknown(call, f"channels are mixed by {call.name!r}")
+    keep = bool(call.argument(_dim_position(call) + 1, "keepdim", False))
+    for dim in sorted(reduced, reverse=True):
+        reduced_labels = reduced_labels.narrow(dim, 0, 1)
+        if not keep:
+            reduced_labels = reduced_labels.squeeze(dim)
+    return _like(call, reduced_labels)
+
+
+def softmax(run: Propagation, call: Call) -> Any:
+    """Mixes along one dimension: as a reduction that keeps its shape."""
+    labels = run.of(call.argument(0, "input"))
+    position = 2 if call.name == "normalize" and call.module is None else 1
+    dim = call.module.dim if call.module is not None else call.argument(position, "dim")
+    if dim is None:
+        dim = 1 if call.name == "normalize" else -1
+    mixed = _mix(run, call, labels, {int(dim) % labels.dim()})
+    return run.unknown(call, f"channels are mixed by {call.name!r}") if mixed is None else _like(call, mixed)
+
+
+def pooling(run: Propagation, call: Call) -> Any:
+    """Works inside each channel: the spatial dimensions must not tell channels apart."""
+    labels = run.of(call.argument(0, "input"))
+    spatial = _spatial_rank(call)
+    for dim in run.varied(labels):
+        if dim >= labels.dim() - spatial:
+            labels = run.tie_along(labels, dim)
+    for dim in range(labels.dim() - spatial, labels.dim()):
+        labels = labels.narrow(dim, 0, 1)
+    return pytree.tree_map(
+        lambda v: compress(labels.expand(v.shape)) if isinstance(v, TensorInfo) else v, call.value
+    )
+
+
+def glu(run: Propagation, call: Call) -> Any:
+    """Halves along a dimension, one gating the other: the halves are tied."""
+    labels = run.of(call.argument(0, "input"))
+    dim = call.module.dim if call.module is not None else call.argument(1, "dim", -1)
+    value, gate = labels.chunk(2, dim)
+    run.tie(value, gate)
+    return compress(value)
+
+
+def _mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor | None:
+    """Tie along ``dims`` where they vary; None when they alone vary, so that tying would be one unit."""
+    varied = run.varied(labels)
+    inside = [dim for dim in varied if dim in dims]
+    if not inside:
+        for dim in varied_dims(labels):  # uniform only through ties of the earlier run
+            if dim in dims:
+                labels = run.tie_along(labels, dim)
+        return labels
+    run.blind = True
+    if all(dim in dims for dim in varied):
+        return None
+    for dim in inside:
+        labels = run.tie_along(labels, dim)
+    return labels
+
+
+def _like(call: Call, labels: Tensor) -> Any:
+    """The labels for every output tensor of the call, each in its own shape."""
+    return pytree.tree_map(
+        lambda v: labels.expand(v.shape) if isinstance(v, TensorInfo) else v, call.value
+    )
+
+
+def _core(labels: Tensor, varied: set[int]) -> Tensor:
+    for dim in range(labels.dim()):
+        if dim not in varied:
+            labels = labels.narrow(dim, 0, 1)
+    return labels
+
+
+def _dim_position(call: Call) -> int:
+    return 2 if call.name == "norm" else 1
+
+
+def _spatial_rank(call: Call) -> int:
+    digits = [c for c in call.name or "" if c.isdigit()]
+    if digits:
+        return int(digits[0])
+    return len(call.shape) - 2  # interpolate, upsample
+
+
+def constant(run: Propagation, call: Call) -> Any:
+    """Tensors made from nothing stay; they pin what they are added to channel by channel, no more."""
+    return pytree.tree_map(
+        lambda v: uniform(run.fixed(call.node.name, f"constant made by {call.node.name!r}"), v.shape)
+        if isinstance(v, TensorInfo)
+        else v,
+        call.value,
+    )
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, elementwise),
+    **dict.fromkeys([*_REDUCTIONS, "max", "min"], reduction),
+    **dict.fromkeys(_ALONG, softmax),
+    **{
+        f"{kind}pool{rank}d": pooling
+        for kind in ("avg", "max", "adaptiveavg", "adaptivemax", "lp")
+        for rank in (1, 2, 3)
+    },
+    **{f"maxpool{rank}dwithindices": pooling for rank in (1, 2, 3)},
+    "interpolate": pooling,
+    "upsample": pooling,
+    "upsamplingnearest2d": pooling,
+    "upsamplingbilinear2d": pooling,
+    "glu": glu,
+    "zeros": constant,
+    "ones": constant,
+    "full": constant,
+    "arange": constant,
+    "empty": constant,
+    "tensor": constant,
+    "newempty": constant,
+    "newzeros": constant,
+    "newones": constant,
+    "newfull": constant,
+    "rand": constant,
+    "randn": constant,
+    "linspace": constant,
+    "bernoulli": elementwise,
+}

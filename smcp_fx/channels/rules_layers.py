@@ -1,0 +1,253 @@
+"""Channel rules of layers with weights: convolutions, linears, normalisations, PReLU, embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smcp_fx.channels.labels import narrow_uniform
+from smcp_fx.channels.propagation import (
+    Call,
+    Layer,
+    Norm,
+    ParameterRef,
+    Propagation,
+    Rule,
+    channel_labels,
+    place,
+)
+
+
+def convolution(run: Propagation, call: Call) -> Any:
+    """Dense convolutions consume and produce; depthwise ones carry; grouped ones tie equal offsets."""
+    name = call.name or ""
+    transposed, rank = "transpose" in name, int(name[-2])
+    weights = _weights(run, call)
+    if weights is None:
+        return run.unknown(call, "a convolution whose weight is computed, not a parameter")
+    weight, bias = weights
+    groups = call.module.groups if call.module is not None else call.argument(6, "groups", 1)
+    labels = run.of(call.argument(0, "input"))
+    axis = labels.dim() - rank - 1
+    inputs = channel_labels(run, labels, axis)
+    channels, out_channels = inputs.numel(), call.shape[axis]
+    if groups == channels and channels > 1:
+        outputs = inputs.repeat_interleave(out_channels // channels)
+        per_slot = inputs if transposed else outputs
+        run.slot(weight.name, 0, per_slot)
+        kind, in_dim, out_dim, in_slots, out_slots = "depthwise", 0, 0, inputs, per_slot
+    else:
+        shared = weight.name in run.trail.slots
+        in_dim, out_dim = (0, 1) if transposed else (1, 0)
+        if shared:
+            known = run.trail.slots[weight.name][out_dim]
+            outputs = known.repeat(groups) if transposed and groups > 1 else known
+        else:
+            outputs = run.fresh(call.node.name, out_channels)
+        inputs = _inputs(run, call, inputs)
+        in_slots, out_slots = inputs, outputs
+        if groups > 1:
+            rows = inputs.reshape(groups, -1)
+            run.tie(rows, rows[:1].expand_as(rows))
+            columns = outputs.reshape(groups, -1)
+            run.tie(columns, columns[:1].expand_as(columns))
+            in_slots = inputs if transposed else rows[0]
+            out_slots = columns[0] if transposed else outputs
+        run.slot(weight.name, in_dim, in_slots)
+        run.slot(weight.name, out_dim, out_slots)
+        kind = "dense"
+    if bias is not None:
+        run.slot(bias.name, 0, outputs)
+    run.trail.layers.append(
+        Layer(
+            node=call.node.name,
+            path=_path(call, weight),
+            kind=kind,
+            weight=weight.name,
+            bias=bias.name if bias is not None else None,
+            in_dim=in_dim,
+            out_dim=out_dim,
+            groups=groups,
+            in_labels=in_slots,
+            out_labels=out_slots,
+            output_channels=outputs,
+            input_channels=inputs,
+            out_shape=call.shape,
+        )
+    )
+    return place(outputs, call.shape, axis)
+
+
+def linear(run: Propagation, call: Call) -> Any:
+    """Linears consume and produce along the last dimension, on tensors of any rank."""
+    weights = _weights(run, call)
+    if weights is None:
+        return run.unknown(call, "a linear whose weight is computed, not a parameter")
+    weight, bias = weights
+    labels = run.of(call.argument(0, "input"))
+    last = labels.dim() - 1
+    varied = run.varied(labels)
+    if varied and last not in varied:
+        # Mixes along a uniform dimension (tokens): the channels elsewhere pass, the weight stays whole.
+        for parameter in (weight, bias):
+            if parameter is not None:
+                run.fix_parameter(parameter, call.node.name, "mixes along a dimension without channels")
+        return narrow_uniform(labels).expand(*labels.shape[:-1], 1).expand(call.shape)
+    inputs = _inputs(run, call, channel_labels(run, labels, last))
+    if weight.name in run.trail.slots:
+        outputs = run.trail.slots[weight.name][0]
+    else:
+        outputs = run.fresh(call.node.name, call.shape[-1])
+    run.slot(weight.name, 1, inputs)
+    run.slot(weight.name, 0, outputs)
+    if bias is not None:
+        run.slot(bias.name, 0, outputs)
+    run.trail.layers.append(
+        Layer(
+            node=call.node.name,
+            path=_path(call, weight),
+            kind="dense",
+            weight=weight.name,
+            bias=bias.name if bias is not None else None,
+            in_dim=1,
+            out_dim=0,
+            groups=1,
+            in_labels=inputs,
+            out_labels=outputs,
+            output_channels=outputs,
+            input_channels=inputs,
+            out_shape=call.shape,
+        )
+    )
+    return place(outputs, call.shape, -1)
+
+
+def batch_norm(run: Propagation, call: Call) -> Any:
+    """Batch norm carries: each channel is normalised on its own. So do instance norms."""
+    labels = run.of(call.argument(0, "input"))
+    axis = 0 if call.name == "instancenorm" and labels.dim() == _unbatched_rank(call) else 1
+    channels = channel_labels(run, labels, axis)
+    if not _carry(run, call, channels, {1: "running_mean", 2: "running_var", 3: "weight", 4: "bias"}):
+        return run.unknown(call, "a batch norm whose statistics are computed, not buffers")
+    if call.name == "batchnorm" and call.module is not None:
+        run.trail.norms.append(Norm(call.node.name, str(call.node.target), channels))
+    return place(channels, call.shape, axis)
+
+
+def group_norm(run: Propagation, call: Call) -> Any:
+    """Ties the channels inside each normalisation group: whole groups go, which is exact."""
+    labels = run.of(call.argument(0, "input"))
+    groups = call.module.num_groups if call.module is not None else call.argument(1, "num_groups")
+    channels = channel_labels(run, labels, 1)
+    rows = channels.reshape(int(groups), -1)
+    run.tie(rows, rows[:, :1].expand_as(rows))
+    if not _carry(run, call, channels, {2: "weight", 3: "bias"}):
+        return run.unknown(call, "a group norm whose weights are computed, not parameters")
+    return place(channels, call.shape, 1)
+
+
+def layer_norm(run: Propagation, call: Call) -> Any:
+    """Mixes the normalised dimensions, which pins channels there; channels elsewhere pass."""
+    labels = run.of(call.argument(0, "input"))
+    shape = (
+        call.module.normalized_shape if call.module is not None else call.argument(1, "normalized_shape")
+    )
+    mixed = range(labels.dim() - len(tuple(shape)), labels.dim())
+    if any(dim in mixed for dim in run.varied(labels)):
+        run.blind = True
+        run.pin(labels, call.node.name, f"normalised over channels by {call.node.name!r}")
+    if call.module is None:
+        for parameter in (call.argument(2, "weight"), call.argument(3, "bias")):
+            if isinstance(parameter, ParameterRef):
+                run.fix_parameter(parameter, call.node.name, "weight of a layer norm")
+    return labels
+
+
+def prelu(run: Propagation, call: Call) -> Any:
+    """One slope a channel (dimension 1), or one for all."""
+    labels = run.of(call.argument(0, "input"))
+    weight = _own(run, call, "weight") if call.module is not None else call.argument(1, "weight")
+    if not isinstance(weight, ParameterRef):
+        return run.unknown(call, "a PReLU whose slopes are computed, not a parameter")
+    if weight.shape == (1,) or labels.dim() < 2:
+        return labels
+    channels = channel_labels(run, labels, 1)
+    run.slot(weight.name, 0, channels)
+    return place(channels, call.shape, 1)
+
+
+def embedding(run: Propagation, call: Call) -> Any:
+    """Produces channels along the last dimension."""
+    weight = _own(run, call, "weight") if call.module is not None else call.argument(1, "weight")
+    if not isinstance(weight, ParameterRef):
+        return run.unknown(call, "an embedding whose table is computed, not a parameter")
+    fresh = run.trail.slots.get(weight.name, {}).get(1)
+    channels = run.fresh(call.node.name, call.shape[-1]) if fresh is None else fresh
+    run.slot(weight.name, 1, channels)
+    return place(channels, call.shape, -1)
+
+
+def _inputs(run: Propagation, call: Call, labels: Tensor) -> Tensor:
+    """Give the slots that read a fixed source labels of their own, pinned for the source's reason."""
+    fixed = labels < 0
+    if not bool(fixed.any()):
+        return labels
+    labels = labels.clone()
+    own = run.fresh(f"{call.node.name}.input", int(fixed.sum()))
+    for source in torch.unique(labels[fixed]).tolist():
+        run.trail.pins.append((own[labels[fixed] == source], -1 - source))
+    labels[fixed] = own
+    return labels
+
+
+def _weights(run: Propagation, call: Call) -> tuple[ParameterRef, ParameterRef | None] | None:
+    if call.module is not None:
+        weight = _own(run, call, "weight")
+        return None if weight is None else (weight, _own(run, call, "bias"))
+    weight, bias = call.argument(1, "weight"), call.argument(2, "bias")
+    plain = isinstance(weight, ParameterRef) and (bias is None or isinstance(bias, ParameterRef))
+    if not plain or weight.name in run.trail.elements:
+        return None
+    return weight, bias
+
+
+def _own(run: Propagation, call: Call, attribute: str) -> ParameterRef | None:
+    tensor = getattr(call.module, attribute, None)
+    if not isinstance(tensor, Tensor):
+        return None
+    return ParameterRef(run.parameter(f"{call.node.target}.{attribute}"), tuple(tensor.shape))
+
+
+def _carry(run: Propagation, call: Call, channels: Tensor, names: dict[int, str]) -> bool:
+    """Record the slots of a normalisation's parameters; False when one of them is not a parameter."""
+    for position, name in names.items():
+        value = _own(run, call, name) if call.module is not None else call.argument(position, name)
+        if isinstance(value, ParameterRef):
+            run.slot(value.name, 0, channels)
+        elif value is not None:
+            return False
+    return True
+
+
+def _unbatched_rank(call: Call) -> int:
+    ranks = {nn.InstanceNorm1d: 2, nn.InstanceNorm2d: 3, nn.InstanceNorm3d: 4}
+    return ranks.get(type(call.module), -1)  # type: ignore[arg-type]
+
+
+def _path(call: Call, weight: ParameterRef) -> str:
+    return str(call.node.target) if call.module is not None else weight.name
+
+
+RULES: dict[str, Rule] = {
+    **{f"conv{rank}d": convolution for rank in (1, 2, 3)},
+    **{f"convtranspose{rank}d": convolution for rank in (1, 2, 3)},
+    "linear": linear,
+    "batchnorm": batch_norm,
+    "instancenorm": batch_norm,
+    "groupnorm": group_norm,
+    "layernorm": layer_norm,
+    "prelu": prelu,
+    "embedding": embedding,
+}

@@ -1,0 +1,177 @@
+"""Channel rules of operations that only move data: they are executed on the labels as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels.labels import compress, varied_dims
+from smcp_fx.channels.operations import operation_name
+from smcp_fx.channels.propagation import Call, Propagation, Rule, Shuffle, tensor_leaves
+
+_MOVES = """
+broadcastto channelshuffle chunk diagonal expand expandas flatten flip getitem indexselect movedim narrow
+permute pixelshuffle pixelunshuffle repeat repeatinterleave reshape reshapeas roll select split squeeze
+tensorsplit tile t transpose unbind unflatten unsqueeze view viewas rot90 hstack vstack unsafechunk
+unsafesplit atleast2d
+""".split()
+#: Moves of one tensor that keep every element: a chain of them may be a channel shuffle.
+_CHAIN = {"view", "reshape", "transpose", "permute", "flatten", "unflatten", "movedim", "contiguous", "t"}
+
+
+def execute(call: Call, args: Any, kwargs: Any) -> Any:
+    """Run the node's own operation on label tensors."""
+    if call.module is not None:
+        return call.module(*args, **kwargs)
+    if call.node.op == "call_method":
+        return getattr(args[0], str(call.node.target))(*args[1:], **kwargs)
+    assert callable(call.node.target)
+    return call.node.target(*args, **kwargs)
+
+
+def move(run: Propagation, call: Call) -> Any:
+    """Execute the movement on the labels."""
+    args, kwargs = labelled(run, (call.args, call.kwargs))
+    source = args[0]
+    if not isinstance(source, Tensor):
+        return source[args[1]] if call.name == "getitem" else run.unknown(call)
+    if len(tensor_leaves((args[1:], kwargs))) > (1 if call.name in ("expandas", "viewas", "reshapeas") else 0):
+        return run.unknown(call, f"{call.name!r} by a tensor whose values are not known")
+    result = execute(call, args, kwargs)
+    if call.name in _CHAIN:
+        _find_shuffle(run, call)
+        _refuse_batch(run, call, source, result)
+    return result
+
+
+def join(run: Propagation, call: Call) -> Any:
+    """cat and stack, uniform dimensions narrowed first so that they cost nothing."""
+    args, kwargs = labelled(run, (call.args, call.kwargs))
+    tensors = [t for t in (args[0] if args else kwargs["tensors"])]
+    dim = int(args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0)))
+    full = call.shape
+    if call.name == "stack":
+        tensors = [t.unsqueeze(dim) for t in tensors]
+    tensors = [t for t in tensors if t.numel()]
+    dim %= len(full)
+    varied = {d for t in tensors for d in varied_dims(t)} | {dim}
+    cores = []
+    for t in tensors:
+        for other in range(t.dim()):
+            if other not in varied:
+                t = t.narrow(other, 0, 1)
+        cores.append(t)
+    return torch.cat(cores, dim).expand(full)
+
+
+def pad(run: Propagation, call: Call) -> Any:
+    """Padding along uniform dimensions passes the labels; along the channels it adds slots that stay."""
+    labels = run.of(call.argument(0, "input"))
+    for dim, size in enumerate(call.shape):
+        if size == labels.shape[dim]:
+            continue
+        if dim in run.varied(labels):
+            mode = call.argument(2, "mode", "constant")
+            amounts = call.argument(1, "pad")
+            if call.module is not None or mode != "constant":
+                return run.unknown(call, "padding that copies channels")
+            before, after = amounts[2 * (labels.dim() - 1 - dim) :][:2]
+            fixed = run.fixed(call.node.name, f"padding added by {call.node.name!r}")
+            labels = F.pad(labels, [0, 0] * (labels.dim() - 1 - dim) + [before, after], value=fixed)
+        else:
+            labels = compress(labels).narrow(dim, 0, 1)
+            labels = labels.expand(*labels.shape[:dim], size, *labels.shape[dim + 1 :])
+    return labels
+
+
+def labelled(run: Propagation, tree: Any) -> Any:
+    """The arguments with parameters replaced by the labels of their elements."""
+    leaves, spec = pytree.tree_flatten(tree)
+    leaves = [run.of(leaf) if tensor_leaves(leaf) and not isinstance(leaf, slice) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _refuse_batch(run: Propagation, call: Call, source: Tensor, result: Tensor) -> None:
+    """Channels folded into the batch would bake the batch size into the sliced graph: pin them."""
+    if result.dim() > 1 and source.dim() > 1 and 0 in run.varied(result) and 0 not in run.varied(source):
+        run.pin(source, call.node.name, f"channels are folded into the batch by {call.node.name!r}")
+
+
+def _find_shuffle(run: Propagation, call: Call) -> None:
+    """Recognise a chain of movements that permutes one axis of its root and leaves the shape as it was.
+
+    The tensors between are then never seen by anyone, and need not stay rectangular when channels go: the
+    chain is replaced by one ``index_select``. Tying them instead would chain all units of a ShuffleNet into
+    one.
+    """
+    chain: list[fx.Node] = [call.node]
+    root = call.node.args[0]
+    environment = run.trail.labels
+    while isinstance(root, fx.Node) and isinstance(environment.get(root.name), Tensor):
+        labels = environment[root.name]
+        if len(chain) > 1 and labels.shape == torch.Size(call.shape) and _records(run, root, chain, labels):
+            return
+        if not _moves_only(run, root) or len(root.users) > 1 or not isinstance(root.args[0], fx.Node):
+            return
+        chain.insert(0, root)
+        root = root.args[0]
+
+
+def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tensor) -> bool:
+    order: tuple[int, Tensor] | None = None
+    for dim, size in enumerate(labels.shape):
+        view = [1] * labels.dim()
+        view[dim] = size
+        moved = torch.arange(size).reshape(view).expand(labels.shape)
+        for node in chain:
+            moved = _apply(run, node, moved)
+        moved = compress(moved)
+        if any(d != dim for d in varied_dims(moved)):
+            return False
+        line = moved[tuple(slice(None) if d == dim else 0 for d in range(moved.dim()))]
+        if not torch.equal(line, torch.arange(size)):
+            if order is not None:
+                return False
+            order = (dim, line.clone())
+    if order is None:
+        order = (1, torch.arange(labels.shape[1]))
+    run.trail.shuffles[chain[-1].name] = Shuffle(root.name, *order, tuple(n.name for n in chain[:-1]))
+    run.trail.virtual.update(node.name for node in chain[:-1])
+    return True
+
+
+def _apply(run: Propagation, node: fx.Node, moved: Tensor) -> Tensor:
+    first = node.args[0]
+    environment = run.trail.labels
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda n: moved if n is first else environment[n.name]
+    )
+    module = run.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    call = Call(node, None, tuple(args), dict(kwargs), module, None)
+    result = execute(call, args, kwargs)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _moves_only(run: Propagation, node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method", "call_module"):
+        return False
+    module = run.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return operation_name(node, module) in _CHAIN
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_MOVES, move),
+    "contiguous": move,
+    "cat": join,
+    "stack": join,
+    "pad": pad,
+    **{f"zeropad{rank}d": pad for rank in (1, 2, 3)},
+    **{f"constantpad{rank}d": pad for rank in (1, 2, 3)},
+    **{f"reflectionpad{rank}d": pad for rank in (1, 2, 3)},
+    **{f"replicationpad{rank}d": pad for rank in (1, 2, 3)},
+}

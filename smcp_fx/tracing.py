@@ -1,0 +1,260 @@
+"""From a PyTorch model to one fx graph that computes the same, in `train()` and in `eval()`.
+
+`torch.fx.symbolic_trace` freezes what `forward` reads of `self.training`. The model is therefore traced in
+both modes; where the two graphs differ only in such a flag, the flag becomes a node that reads the owning
+module's own `training` (so that `model.train()` and a frozen submodule behave as in the original).
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels.propagation import TensorInfo
+from smcp_fx.errors import InputError, TraceError
+
+#: max |eager - traced| may reach this share of the output's scale: both run the same kernels in the same order.
+_SAME = 1e-6
+
+
+def as_inputs(example_inputs: Tensor | tuple[Any, ...] | list[Any]) -> tuple[Any, ...]:
+    """Return the example inputs as a tuple of positional arguments."""
+    return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+
+
+def default_inputs(model: nn.Module) -> tuple[Any, ...]:
+    """Guess inputs the model accepts: its `example_input_array`, timm's `pretrained_cfg`, or an image.
+
+    The image has the first convolution's input channels, batch 2, and the smallest of 32, 64, 224, 299
+    pixels a side that the model takes. Raises `InputError` when none fits.
+    """
+    given = getattr(model, "example_input_array", None)
+    if given is not None:
+        return as_inputs(given)
+    config = getattr(model, "pretrained_cfg", None)
+    if isinstance(config, dict) and "input_size" in config:
+        return (torch.randn(2, *config["input_size"]),)
+    first = next((m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d))), None)
+    reasons = ["no convolution was found"]
+    if first is not None:
+        rank = len(first.kernel_size)
+        reasons = []
+        for side in (32, 64, 224, 299) if rank < 3 else (16, 32, 112):
+            image = torch.randn(2, first.in_channels, *(side,) * rank)
+            try:
+                run_eager(model, (image.to(first.weight),))
+            except Exception as error:
+                reasons.append(f"{tuple(image.shape)}: {_first_line(error)}")
+            else:
+                return (image.to(first.weight),)
+    raise InputError(
+        f"no example input fits {type(model).__name__} ({'; '.join(reasons)}). "
+        "Pass one: prepare(model, example_inputs=torch.randn(...))."
+    )
+
+
+def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any] | None = None) -> Any:
+    """Run the model (or ``run``) in eval mode without gradients; the model's modes are kept."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            return (run or model)(*inputs)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph that computes what the model does, and what its example run showed of every node.
+
+    ``values`` maps node names to recorded outputs, with a `TensorInfo` in place of each tensor.
+    """
+
+    module: fx.GraphModule
+    values: dict[str, Any]
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.values: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        self.values[n.name] = pytree.tree_map(
+            lambda v: TensorInfo(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v, result
+        )
+        return result
+
+
+def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Traced:
+    """Trace the model into a `GraphModule` that shares its parameters; the model's mode is kept.
+
+    Raises `InputError` when the model itself refuses the inputs, `TraceError` when fx refuses the model or
+    the graph computes something else than the model does on the inputs (naming the first module that
+    differs).
+    """
+    try:
+        expected = run_eager(model, inputs)
+    except Exception as error:
+        raise InputError(
+            f"{type(model).__name__} does not run on the example inputs {_describe(inputs)}: "
+            f"{_first_line(error)} Pass inputs of the shape the model was made for."
+        ) from error
+    training = model.training
+    graph = _one_graph(model, _trace_in_mode(model, False), _trace_in_mode(model, True))
+    traced = fx.GraphModule(model, graph, class_name=type(model).__name__)
+    # Modules as they are now: `_trace_in_mode` restores them, GraphModule's own flag is set from the model's.
+    traced.training = training
+    _restore_flags(model, traced)
+    recorder = _Recorder(traced)
+    found = run_eager(traced, inputs, recorder.run)
+    if not same_values(expected, found):
+        raise TraceError(
+            f"the traced graph of {type(model).__name__} computes something else than the model does: first "
+            f"difference at {_first_difference(model, traced, inputs)}. An in-place operation on a view "
+            "(`u += v` on a chunk) is the usual cause; write it out of place."
+        )
+    return Traced(traced, recorder.values)
+
+
+class _Tracer(fx.Tracer):
+    """The standard tracer; modules with hooks or parametrisations stay leaves, so that these run."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        changed = m._forward_hooks or m._forward_pre_hooks or nn.utils.parametrize.is_parametrized(m)
+        return bool(changed) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _trace_in_mode(model: nn.Module, training: bool) -> fx.Graph:
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        return _Tracer().trace(model)
+    except Exception as error:
+        where = next(
+            (
+                f"{frame.filename}:{frame.lineno} ({frame.line})"
+                for frame in reversed(traceback.extract_tb(error.__traceback__))
+                if "torch/fx" not in frame.filename and "smcp_fx" not in frame.filename
+            ),
+            "its forward",
+        )
+        raise TraceError(
+            f"torch.fx cannot trace {type(model).__name__}: {_first_line(error)} It stopped at {where}. "
+            "Control flow must not depend on tensors; move it out of forward, or wrap it with torch.fx.wrap."
+        ) from error
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _one_graph(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> fx.Graph:
+    """Merge the two modes' graphs: a constant that is False in one and True in the other becomes a node."""
+    pairs = list(zip(evaluated.nodes, trained.nodes, strict=False))
+    counterpart = {id(t): e for e, t in pairs}
+    same = len(evaluated.nodes) == len(trained.nodes)
+    for e, t in pairs:
+        if not same:
+            break
+        left, left_spec = pytree.tree_flatten((e.args, e.kwargs))
+        right, right_spec = pytree.tree_flatten((t.args, t.kwargs))
+        same = e.op == t.op and e.target == t.target and left_spec == right_spec
+        for index, (a, b) in enumerate(zip(left, right, strict=True) if same else ()):
+            if isinstance(b, fx.Node):
+                same = same and counterpart.get(id(b)) is a
+            elif a is False and b is True:
+                left[index] = _training_node(evaluated, e)
+            else:
+                same = same and type(a) is type(b) and a == b
+        if same:
+            e.args, e.kwargs = pytree.tree_unflatten(left, left_spec)
+    if not same:
+        raise TraceError(
+            f"{type(model).__name__} runs other operations in train() than in eval() (auxiliary heads, for "
+            "instance), which one graph cannot hold yet. Build it without them (torchvision: "
+            "aux_logits=False, aux_loss=False) or prepare the part that is the same in both."
+        )
+    return evaluated
+
+
+def _training_node(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A node that reads `training` of the innermost module whose forward made `node`."""
+    stack = node.meta.get("nn_module_stack") or {"": None}
+    owner = list(stack)[-1]
+    target = f"{owner}.training" if owner else "training"
+    for other in graph.nodes:
+        if other.op == "get_attr" and other.target == target:
+            return other
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first):
+        return graph.create_node("get_attr", target)
+
+
+def _restore_flags(model: nn.Module, traced: fx.GraphModule) -> None:
+    modes = {name: module.training for name, module in model.named_modules()}
+    for name, module in traced.named_modules():
+        if name:
+            module.training = modes.get(name, traced.training)
+
+
+def same_values(expected: Any, found: Any) -> bool:
+    """Tell whether two outputs (any pytree) hold the same tensors, up to rounding."""
+    left, left_spec = pytree.tree_flatten(expected)
+    right, right_spec = pytree.tree_flatten(found)
+    if left_spec != right_spec:
+        return False
+    for a, b in zip(left, right, strict=True):
+        if isinstance(a, Tensor) != isinstance(b, Tensor):
+            return False
+        if isinstance(a, Tensor):
+            if a.shape != b.shape:
+                return False
+            if not torch.allclose(a, b, rtol=0, atol=_SAME * _scale(a), equal_nan=True):
+                return False
+    return True
+
+
+def _scale(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() and value.is_floating_point() else 0.0
+
+
+def _first_difference(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...]) -> str:
+    """Name the first leaf module whose output differs between the model and its graph."""
+    outputs: dict[str, Any] = {}
+    original = copy.deepcopy(model)
+    for name, module in original.named_modules():
+        module.register_forward_hook(
+            lambda _m, _i, out, name=name: outputs.setdefault(name, copy.deepcopy(out))
+        )
+    run_eager(original, inputs)
+    for name, module in (duplicate := copy.deepcopy(traced)).named_modules():
+        if name in outputs and not list(module.children()):
+            module.register_forward_hook(
+                lambda _m, _i, out, name=name: found.append(name)
+                if not same_values(outputs[name], out)
+                else None
+            )
+    found: list[str] = []
+    run_eager(duplicate, inputs)
+    return f"module {found[0]!r}" if found else "an operation between modules"
+
+
+def _describe(inputs: tuple[Any, ...]) -> str:
+    shapes = [tuple(i.shape) if isinstance(i, Tensor) else type(i).__name__ for i in inputs]
+    return ", ".join(map(str, shapes)) or "(none)"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    line = text[0] if text else type(error).__name__
+    return line if line.endswith((".", "!", "?")) else line + "."
