@@ -189,8 +189,8 @@ def _one_graph(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> fx.G
 
 def _training_node(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """A node that reads `training` of the innermost module whose forward made `node`."""
-    stack = node.meta.get("nn_module_stack") or {"": None}
-    owner = list(stack)[-1]
+    stack = node.meta.get("nn_module_stack")
+    owner = list(stack.values())[-1][0] if stack else ""
     target = f"{owner}.training" if owner else "training"
     for other in graph.nodes:
         if other.op == "get_attr" and other.target == target:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.channels import rules_elementwise, rules_layers, rules_movement
-from smcp_fx.channels.propagation import Layer, Propagation, Rule, Trail
+from smcp_fx.channels.propagation import Layer, Norm, Propagation, Rule, Trail
 from smcp_fx.channels.units import Units, close
 from smcp_fx.cost_model import Width
 from smcp_fx.errors import InputError
@@ -61,9 +61,11 @@ class ChannelGraph:
         count = int(units.unit.max()) + 1 if units.unit.numel() else 0
         self.group_of_unit = torch.full((count,), -1, dtype=torch.int64)
         self.place_in_group = torch.zeros(count, dtype=torch.int64)
+        self.free_units = torch.zeros(count, dtype=torch.bool)
         for index, group in enumerate(self.groups):
             self.group_of_unit[group.units] = index
             self.place_in_group[group.units] = torch.arange(group.size)
+            self.free_units[group.units] = group.free
 
     def __getitem__(self, name: str) -> Group:
         """Return the group of this name; `InputError` lists near names when there is none."""
@@ -79,6 +81,15 @@ class ChannelGraph:
     def layers(self) -> list[Layer]:
         """Convolutions and linears in the order they run."""
         return self.trail.layers
+
+    @property
+    def norms(self) -> list[Norm]:
+        """Batch norms in the order they run."""
+        return self.trail.norms
+
+    def has_choice(self, labels: Tensor) -> bool:
+        """Tell whether any of these 1-D labels belongs to a free group."""
+        return bool(self.free_units[self.units.of(labels).clamp(min=0)][self.units.of(labels) >= 0].any())
 
     @functools.cached_property
     def free_share(self) -> float:
@@ -213,6 +224,14 @@ def _groups(trail: Trail, units: Units, multiple: int) -> list[Group]:
                     slots[int(unit)][(layer.path, side)] = int(count)
                     if side == "out":
                         produced.add(int(unit))
+    layered = {name for layer in trail.layers for name in (layer.weight, layer.bias)}
+    for name, dims in trail.slots.items():
+        if name in layered:
+            continue  # norms and the like: units that pass other norms must not share a count
+        for labels in dims.values():
+            for unit, count in zip(*torch.unique(units.of(labels), return_counts=True), strict=True):
+                if int(unit) in slots:
+                    slots[int(unit)][(name, "carry")] = int(count)
     for unit in slots:
         if unit not in produced and unit not in units.why:
             units.why[unit] = [("", "no layer produces it")]
@@ -224,7 +243,7 @@ def _groups(trail: Trail, units: Units, multiple: int) -> list[Group]:
     names: set[str] = set()
     order = {layer.path: index for index, layer in enumerate(trail.layers)}
     for (signature, pinned), members in sorted(
-        by_signature.items(), key=lambda item: min(order[path] + (side == "in") / 2 for (path, side), _ in item[0][0])
+        by_signature.items(), key=lambda item: min(order[path] + (side == "in") / 2 for (path, side), _ in item[0][0] if path in order)
     ):
         channels = dict(signature)
         consumers = tuple(path for path, side in channels if side == "in")

@@ -80,8 +80,10 @@ class Layer:
     out_labels: Tensor
     output_channels: Tensor  # labels of the output's channels, all of them
     input_channels: Tensor
+    in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
-    shared: bool = False
+    transposed: bool
+    weight_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)

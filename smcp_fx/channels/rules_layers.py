@@ -34,7 +34,7 @@ def convolution(run: Propagation, call: Call) -> Any:
     inputs = channel_labels(run, labels, axis)
     channels, out_channels = inputs.numel(), call.shape[axis]
     if groups == channels and channels > 1:
-        outputs = inputs.repeat_interleave(out_channels // channels)
+        outputs = _renamed(run, call, inputs.repeat_interleave(out_channels // channels))
         per_slot = inputs if transposed else outputs
         run.slot(weight.name, 0, per_slot)
         kind, in_dim, out_dim, in_slots, out_slots = "depthwise", 0, 0, inputs, per_slot
@@ -74,7 +74,10 @@ def convolution(run: Propagation, call: Call) -> Any:
             out_labels=out_slots,
             output_channels=outputs,
             input_channels=inputs,
+            in_shape=tuple(labels.shape),
             out_shape=call.shape,
+            transposed=transposed,
+            weight_shape=weight.shape,
         )
     )
     return place(outputs, call.shape, axis)
@@ -118,7 +121,10 @@ def linear(run: Propagation, call: Call) -> Any:
             out_labels=outputs,
             output_channels=outputs,
             input_channels=inputs,
+            in_shape=tuple(labels.shape),
             out_shape=call.shape,
+            transposed=False,
+            weight_shape=weight.shape,
         )
     )
     return place(outputs, call.shape, -1)
@@ -133,7 +139,7 @@ def batch_norm(run: Propagation, call: Call) -> Any:
         return run.unknown(call, "a batch norm whose statistics are computed, not buffers")
     if call.name == "batchnorm" and call.module is not None:
         run.trail.norms.append(Norm(call.node.name, str(call.node.target), channels))
-    return place(channels, call.shape, axis)
+    return place(_renamed(run, call, channels), call.shape, axis)
 
 
 def group_norm(run: Propagation, call: Call) -> Any:
@@ -200,6 +206,13 @@ def _inputs(run: Propagation, call: Call, labels: Tensor) -> Tensor:
         run.trail.pins.append((own[labels[fixed] == source], -1 - source))
     labels[fixed] = own
     return labels
+
+
+def _renamed(run: Propagation, call: Call, channels: Tensor) -> Tensor:
+    """The same channels under new labels, so that a label tells which layer wrote the values it stands for."""
+    fresh = run.fresh(call.node.name, channels.numel())
+    run.tie(fresh, channels)
+    return torch.where(channels > 0, fresh, channels)
 
 
 def _weights(run: Propagation, call: Call) -> tuple[ParameterRef, ParameterRef | None] | None:

@@ -1,0 +1,63 @@
+"""The contract every graph pass keeps.
+
+A pass is called with a `GraphModule`, changes it in place, and returns a `PassResult`: the same module,
+whether anything was modified, and a report of what was done and what was left alone, and why. What it
+requires is checked before, what it ensures after it ran, on its output. Run twice, it modifies nothing the
+second time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import fx
+
+from smcp_fx.errors import PassError
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """The module (the one given), whether the pass changed it, and notes for the reader."""
+
+    module: fx.GraphModule
+    modified: bool
+    report: tuple[str, ...] = ()
+
+
+class GraphPass(ABC):
+    """One transformation of a graph. Subclasses implement `apply`, and `requires`/`ensures` where needed."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return type(self).__name__
+
+    def requires(self, module: fx.GraphModule) -> None:  # noqa: B027
+        """Raise `PassError` when the input is not what the pass works on."""
+
+    @abstractmethod
+    def apply(self, module: fx.GraphModule) -> PassResult:
+        """Change the module and say what was done."""
+
+    def ensures(self, module: fx.GraphModule) -> None:  # noqa: B027
+        """Raise `PassError` when the output is not what the pass promises."""
+
+    def __call__(self, module: fx.GraphModule) -> PassResult:
+        """Check, apply, check."""
+        self.requires(module)
+        result = self.apply(module)
+        if not isinstance(result, PassResult):
+            raise PassError(f"{self.name} returned {type(result).__name__}, not a PassResult")
+        if result.module is not module:
+            raise PassError(f"{self.name} works in place, yet returned another module")
+        if result.modified:
+            module.graph.lint()
+            module.recompile()
+        self.ensures(result.module)
+        return result
+
+
+def run_pipeline(module: fx.GraphModule, passes: list[GraphPass]) -> list[PassResult]:
+    """Run the passes in order on the module and return their results."""
+    return [one(module) for one in passes]

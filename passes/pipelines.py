@@ -1,0 +1,37 @@
+"""The two pipelines, to be read from top to bottom."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.config import PruningConfig
+from smcp_fx.passes.base import GraphPass
+from smcp_fx.passes.fold_batch_norm_scalers import FoldBatchNormScalers
+from smcp_fx.passes.fold_masks import FoldMasks
+from smcp_fx.passes.insert_batch_norm_scalers import InsertBatchNormScalers
+from smcp_fx.passes.insert_soft_masks import InsertSoftMasks
+from smcp_fx.passes.slice_channels import SliceChannels
+
+
+def prepare_pipeline(channels: ChannelGraph, config: PruningConfig) -> list[GraphPass]:
+    """From a traced model to one that trains with masks."""
+    passes: list[GraphPass] = [
+        # Consumers' weights times masks; gradients go straight through.
+        InsertSoftMasks(channels, config.mask),
+    ]
+    if config.batch_norm_scaling:
+        # Batch norms behind masked convolutions, scaled by the share of channels kept.
+        passes.append(InsertBatchNormScalers(channels, config.gamma_gradient))
+    return passes
+
+
+def convert_pipeline(channels: ChannelGraph, keep: Tensor) -> list[GraphPass]:
+    """From a model with masks to a plain, smaller one; ``keep``: a bool for every unit."""
+    return [
+        # Masks become zeros in the weights, scales part of the batch norms: a plain graph again.
+        FoldMasks(),
+        FoldBatchNormScalers(),
+        # What nothing reads any more goes.
+        SliceChannels(channels, keep),
+    ]

@@ -1,0 +1,330 @@
+"""Constants that tracing baked into a graph, rewritten for the channels that are kept.
+
+Sizes on the channel axis of view, reshape, expand and unflatten become the new size; chunk becomes split;
+split sizes, slices and indices are counted anew; a channel shuffle whose channels thinned out becomes one
+index_select; a size that is used as a number (``y * c ** -0.5``) stays what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.labels import compress, varied_dims
+from smcp_fx.channels.operations import operation_name
+from smcp_fx.channels.propagation import ParameterRef
+from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
+from smcp_fx.errors import PassError
+
+_SIZES = {"view", "reshape", "expand", "broadcastto", "unflatten"}
+_SPLITS = {"split", "chunk", "tensorsplit", "unsafesplit", "unsafechunk"}
+
+
+class Sliced:
+    """Label tensors less the channels that go."""
+
+    def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
+        self.channels = channels
+        self.keep = keep
+
+    def kept(self, labels: Tensor) -> Tensor:
+        """A bool for each element: does it stay?"""
+        units = self.channels.units.of(labels)
+        return (units < 0) | self.keep[units.clamp(min=0)]
+
+    def positions(self, labels: Tensor) -> Tensor:
+        """Positions of the kept ones among 1-D labels."""
+        return self.kept(labels).nonzero().flatten()
+
+    def axis(self, labels: Tensor) -> tuple[int, Tensor] | None:
+        """The dimension along which something goes, and the kept positions there; None when all stays."""
+        kept = compress(self.kept(labels))
+        if bool(kept.all()):
+            return None
+        dims = varied_dims(kept)
+        if len(dims) != 1:
+            raise PassError(f"a tensor of shape {tuple(labels.shape)} would become ragged")
+        for other in range(kept.dim()):
+            if other != dims[0]:
+                kept = kept.narrow(other, 0, 1)
+        return dims[0], kept.reshape(-1).nonzero().flatten()
+
+    def slice(self, labels: Tensor) -> Tensor:
+        """The labels that stay."""
+        found = self.axis(labels)
+        return labels if found is None else compress(labels.index_select(*found))
+
+
+def rewrite_graph(module: fx.GraphModule, sliced: Sliced) -> list[str]:
+    """Rewrite every constant that the kept channels change; returns what was rewritten."""
+    rewriter = _Rewriter(module, sliced)
+    for node in list(module.graph.nodes):
+        rewriter.visit(node)
+    for node in reversed(rewriter.dead):
+        if not node.users:
+            module.graph.erase_node(node)
+    return rewriter.report
+
+
+class _Rewriter:
+    def __init__(self, module: fx.GraphModule, sliced: Sliced) -> None:
+        self.module = module
+        self.sliced = sliced
+        self.trail = sliced.channels.trail
+        self.old: dict[str, Any] = self.trail.labels
+        self.new: dict[str, Any] = {}
+        self.dead: list[fx.Node] = []
+        self.report: list[str] = []
+
+    def visit(self, node: fx.Node) -> None:
+        name = node.name
+        old = self.old.get(name)
+        if node.op in ("placeholder", "output"):
+            self.new[name] = old
+            return
+        if node.op == "get_attr":
+            labels = self.trail.elements.get(old.name) if isinstance(old, ParameterRef) else old
+            self.new[name] = self.sliced.slice(labels) if isinstance(labels, Tensor) else old
+            return
+        if name in self.trail.virtual and self._is_thinned(node):
+            self.new[name] = None  # unseen by anyone once its chain is replaced
+            self.dead.append(node)
+            return
+        if not any(isinstance(v, Tensor) for v in pytree.tree_leaves(old)):
+            self.new[name] = self._number(node, old)
+            return
+        expected = pytree.tree_map(lambda v: self.sliced.slice(v) if isinstance(v, Tensor) else v, old)
+        self.new[name] = expected
+        target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        operation = operation_name(node, target)
+        if name in self.trail.shuffles and self._is_thinned(node):
+            self._shuffle(node)
+        elif operation in MOVEMENTS and operation not in ("cat", "stack", "pad"):
+            self._move(node, operation or "", expected)
+        else:
+            self._freeze_numbers(node)
+
+    # ---- numbers ----------------------------------------------------------------------------------------
+
+    def _number(self, node: fx.Node, recorded: Any) -> Any:
+        """Recompute a size or another number on the sliced shapes; the recorded value where that fails."""
+        try:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.new[n.name])
+            if any(v is None for v in args):
+                return recorded
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            if node.op == "call_function" and callable(node.target):
+                return node.target(*args, **kwargs)
+        except Exception:  # a number that cannot be recomputed from shapes does not depend on them
+            return recorded
+        return recorded
+
+    def _freeze_numbers(self, node: fx.Node) -> None:
+        """Numbers that came from a channel count and are used in arithmetic keep their original value."""
+        for source in node.all_input_nodes:
+            old, new = self.old.get(source.name), self.new.get(source.name)
+            if isinstance(old, (int, float)) and not isinstance(old, bool) and old != new:
+                node.args = _replace(node.args, source, old)
+                node.kwargs = _replace(node.kwargs, source, old)
+                self.report.append(f"{node.name}: {source.name} stays {old}, the original channel count")
+
+    # ---- movements --------------------------------------------------------------------------------------
+
+    def _is_thinned(self, node: fx.Node) -> bool:
+        """Does anything go in the chain of movements that this node belongs to?"""
+        for end, shuffle in self.trail.shuffles.items():
+            if node.name == end or node.name in shuffle.through:
+                return self.sliced.axis(self.old[end]) is not None
+        return False
+
+    def _shuffle(self, node: fx.Node) -> None:
+        shuffle = self.trail.shuffles[node.name]
+        root = next(n for n in self.module.graph.nodes if n.name == shuffle.root)
+        kept_in = self.sliced.axis(self.old[root.name])
+        kept_out = self.sliced.axis(self.old[node.name])
+        assert kept_in is not None and kept_out is not None
+        self._select(node, root, shuffle.axis, kept_in[1], shuffle.order[kept_out[1]])
+
+    def _select(self, node: fx.Node, source: fx.Node, dim: int, kept: Tensor, wanted: Tensor) -> None:
+        """Turn the node into ``index_select(source, dim, ...)`` that fetches old positions ``wanted``."""
+        place = torch.full((int(kept.max()) + 1,), -1, dtype=torch.int64)
+        place[kept] = torch.arange(kept.numel())
+        name = f"{node.name}_index"
+        self.module.register_buffer(name, place[wanted])
+        with self.module.graph.inserting_before(node):
+            index = self.module.graph.create_node("get_attr", name)
+        node.op, node.target = "call_function", torch.index_select
+        node.args, node.kwargs = (source, dim, index), {}
+        self.report.append(f"{node.name}: now an index_select of {wanted.numel()} channels")
+
+    def _move(self, node: fx.Node, operation: str, expected: Any) -> None:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or not isinstance(self.old.get(source.name), (Tensor, ParameterRef)):
+            return  # an element of a tuple of tensors
+        old = self.old[source.name]
+        before = self.trail.elements[old.name] if isinstance(old, ParameterRef) else old
+        outputs = [v for v in pytree.tree_leaves(self.old[node.name]) if isinstance(v, Tensor)]
+        if all(self.sliced.axis(v) is None for v in (before, *outputs)):
+            return
+        rewrite = _REWRITES.get(operation)
+        if rewrite is not None and rewrite(self, node, before, outputs):
+            self.report.append(f"{node.name}: {operation} rewritten")
+        if self._agrees(node, expected):
+            return
+        kept_in, kept_out = self.sliced.axis(before), self.sliced.axis(outputs[0])
+        order = self._order(node, before) if len(outputs) == 1 else None
+        if kept_in is None or kept_out is None or order is None or kept_in[0] != kept_out[0]:
+            raise PassError(
+                f"{node.name!r} ({operation}) cannot be rewritten for the channels kept: input "
+                f"{tuple(before.shape)}, output {tuple(outputs[0].shape)}. Exclude the layer that feeds it."
+            )
+        self._select(node, source, kept_in[0], kept_in[1], order[kept_out[1]])
+
+    def _agrees(self, node: fx.Node, expected: Any) -> bool:
+        """Execute the rewritten node on the kept labels: does it give the labels expected of it?"""
+        try:
+            found = self._execute(node, lambda n: self.new[n.name])
+        except (RuntimeError, IndexError, ValueError):
+            return False
+        left, right = pytree.tree_leaves(found), pytree.tree_leaves(expected)
+        return len(left) == len(right) and all(
+            not isinstance(b, Tensor) or (isinstance(a, Tensor) and torch.equal(a, b))
+            for a, b in zip(left, right, strict=True)
+        )
+
+    def _execute(self, node: fx.Node, environment: Callable[[fx.Node], Any]) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), environment)
+        if node.op == "call_module":
+            return self.module.get_submodule(str(node.target))(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+    def _order(self, node: fx.Node, before: Tensor) -> Tensor | None:
+        """For an operation that permutes or selects along one axis: the old position of each output."""
+        found = self.sliced.axis(before)
+        if found is None:
+            return None
+        dim, _ = found
+        view = [1] * before.dim()
+        view[dim] = before.shape[dim]
+        ruler = torch.arange(before.shape[dim]).reshape(view).expand(before.shape)
+        source = node.args[0]
+        try:
+            moved = self._execute(node, lambda n: ruler if n is source else self.old[n.name])
+        except (RuntimeError, IndexError, ValueError):
+            return None
+        moved = compress(moved)
+        if varied_dims(moved) not in ([dim], []) or moved.dim() != before.dim():
+            return None
+        for other in range(moved.dim()):
+            if other != dim:
+                moved = moved.narrow(other, 0, 1)
+        return moved.reshape(-1)
+
+
+def _replace(tree: Any, source: fx.Node, value: Any) -> Any:
+    return fx.node.map_arg(tree, lambda n: value if n is source else n)
+
+
+# ---- one function an operation: True when the node's arguments changed --------------------------------------
+
+
+def _sizes(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
+    found = run.sliced.axis(outputs[0])
+    if found is None:
+        return False
+    dim, kept = found
+    as_tuple = len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
+    is_unflatten = len(node.args) == 3 and isinstance(node.args[2], (tuple, list))
+    if is_unflatten:
+        base, sizes = int(node.args[1]) % before.dim(), list(node.args[2])  # type: ignore[arg-type, call-overload]
+    elif as_tuple:
+        base, sizes = 0, list(node.args[1])  # type: ignore[arg-type]
+    else:
+        base, sizes = 0, list(node.args[1:])
+    place = dim - base
+    if not 0 <= place < len(sizes) or sizes[place] == -1 or isinstance(sizes[place], torch.Size):
+        return False
+    sizes[place] = kept.numel()
+    if is_unflatten:
+        node.args = (*node.args[:2], tuple(sizes))
+    else:
+        node.args = (node.args[0], tuple(sizes)) if as_tuple else (node.args[0], *sizes)
+    return True
+
+
+def _splits(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
+    found = run.sliced.axis(before)
+    if found is None:
+        return False
+    dim = found[0]
+    given = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    if isinstance(given, fx.Node):
+        given = run.old[given.name]
+    if int(given) % before.dim() != dim:  # type: ignore[call-overload]
+        return False
+    sizes = [run.sliced.slice(out).shape[dim] for out in outputs]
+    if 0 in sizes:
+        raise PassError(f"{node.name!r}: a piece of the split would keep no channel")
+    node.op, node.target = "call_function", torch.split
+    node.args, node.kwargs = (node.args[0], sizes, dim), {}
+    return True
+
+
+def _index(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
+    found = run.sliced.axis(before)
+    if found is None:
+        return False
+    dim, kept = found
+    given = node.args[1]
+    parts = list(given) if isinstance(given, (tuple, list)) else [given]
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        taken = sum(p is not None and p is not Ellipsis for p in parts)
+        parts[at : at + 1] = [slice(None)] * (before.dim() - taken)
+    axis = -1
+    for place, part in enumerate(parts):
+        axis += part is not None
+        if axis != dim:
+            continue
+        if isinstance(part, slice) and part.step in (None, 1):
+            start, stop, _ = slice(*_numbers(run, (part.start, part.stop, None))).indices(before.shape[dim])
+            parts[place] = slice(int((kept < start).sum()), int((kept < stop).sum()), None)
+        elif isinstance(part, int):
+            parts[place] = int((kept < part % before.shape[dim]).sum())
+        else:
+            return False
+        node.args = (node.args[0], tuple(parts))
+        return True
+    return False
+
+
+def _numbers(run: _Rewriter, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(run.old[v.name] if isinstance(v, fx.Node) else v for v in values)
+
+
+def _narrow(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
+    found = run.sliced.axis(before)
+    args = _numbers(run, tuple(node.args[1:4]))
+    if found is None or len(args) < 3 or args[0] % before.dim() != found[0]:
+        return False
+    dim, kept = found
+    start, stop = int((kept < args[1]).sum()), int((kept < args[1] + args[2]).sum())
+    node.args = (node.args[0], dim, start, stop - start)
+    return True
+
+
+_REWRITES: dict[str, Callable[[_Rewriter, fx.Node, Tensor, list[Tensor]], bool]] = {
+    **dict.fromkeys(_SIZES, _sizes),
+    **dict.fromkeys(_SPLITS, _splits),
+    "getitem": _index,
+    "narrow": _narrow,
+}

@@ -1,0 +1,172 @@
+"""Remove the channels that are not kept: from parameters, modules and the graph's constants.
+
+    before   conv1.weight [64, 3, 7, 7]   split(x, [32, 32], 1)   view(b, 64, -1)
+    after    conv1.weight [40, 3, 7, 7]   split(x, [16, 24], 1)   view(b, 40, -1)
+
+Every movement of data is then executed again, on the labels of the channels that were kept, and must give
+what it gave before, less the removed channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.labels import varied_dims
+from smcp_fx.errors import PassError
+from smcp_fx.masking import mark_of
+from smcp_fx.passes.base import GraphPass, PassResult
+from smcp_fx.passes.rewrite_constants import Sliced, rewrite_graph
+
+
+class SliceChannels(GraphPass):
+    """Keeps the units where ``keep`` is true: a bool a unit, the pinned ones' ignored."""
+
+    def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
+        self.channels = channels
+        self.keep = keep.cpu() | ~channels.free_units
+
+    def requires(self, module: fx.GraphModule) -> None:
+        """No mask or scale is left in the graph; every group keeps a unit."""
+        if any(mark_of(node) is not None for node in module.graph.nodes):
+            raise PassError("SliceChannels needs FoldMasks and FoldBatchNormScalers to have run")
+        for group in self.channels.groups:
+            if not bool(self.keep[group.units].any()):
+                raise PassError(f"group {group.name!r} would keep nothing")
+
+    def apply(self, module: fx.GraphModule) -> PassResult:
+        """Slice parameters and modules, then rewrite constants."""
+        sliced = Sliced(self.channels, self.keep)
+        report = self._slice_parameters(module, sliced)
+        if not report:
+            return PassResult(module, False)
+        report += self._resize_modules(module, sliced)
+        report += rewrite_graph(module, sliced)
+        return PassResult(module, True, tuple(report))
+
+    def ensures(self, module: fx.GraphModule) -> None:
+        """Modules say the shapes their weights have."""
+        check_shapes(module)
+
+    def _slice_parameters(self, module: fx.GraphModule, sliced: Sliced) -> list[str]:
+        indices: dict[str, dict[int, Tensor]] = {}
+        trail = self.channels.trail
+        for name, slots in trail.slots.items():
+            indices[name] = {dim: sliced.positions(labels) for dim, labels in slots.items()}
+        for name, labels in trail.elements.items():
+            for dim in varied_dims(labels):
+                line = labels
+                for other in range(labels.dim()):
+                    if other != dim:
+                        line = line.narrow(other, 0, 1)
+                if varied_dims(self.channels.units.of(labels)) == [dim]:
+                    indices.setdefault(name, {})[dim] = sliced.positions(line.reshape(-1))
+        report = []
+        replaced: dict[int, Tensor] = {}
+        owners = _owners(module)
+        for name, dims in indices.items():
+            for owner, attribute in owners.get(name, []):
+                old = getattr(owner, attribute)
+                if id(old) not in replaced:
+                    new = old.detach()
+                    for dim, positions in dims.items():
+                        if positions.numel() < old.shape[dim]:
+                            new = new.index_select(dim, positions.to(new.device))
+                    if new.shape == old.shape:
+                        continue
+                    report.append(f"{name}: {tuple(old.shape)} -> {tuple(new.shape)}")
+                    new = new.clone(memory_format=torch.preserve_format)
+                    is_parameter = isinstance(old, nn.Parameter)
+                    replaced[id(old)] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+                setattr(owner, attribute, replaced[id(old)])
+        return report
+
+    def _resize_modules(self, module: fx.GraphModule, sliced: Sliced) -> list[str]:
+        report = []
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                target = module.get_submodule(str(node.target))
+                before = target.extra_repr()
+                _resize(target)
+                if target.extra_repr() != before:
+                    report.append(f"{node.target}: {before} -> {target.extra_repr()}")
+        nodes = {node.name: node for node in module.graph.nodes}
+        for layer in self.channels.layers:
+            node = nodes.get(layer.node)
+            if layer.kind == "depthwise" and node is not None and node.op != "call_module":
+                groups = sliced.positions(layer.input_channels).numel()
+                if groups != layer.groups:
+                    _set_argument(node, 6, "groups", groups)
+        return report
+
+
+def _owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Every place a tensor is held, under its first name (shared tensors have several places)."""
+    first: dict[int, str] = {}
+    owners: dict[str, list[tuple[nn.Module, str]]] = {}
+    for kind in ("named_parameters", "named_buffers"):
+        for name, tensor in getattr(module, kind)(remove_duplicate=False):
+            path, _, attribute = name.rpartition(".")
+            canonical = first.setdefault(id(tensor), name)
+            owners.setdefault(canonical, []).append((module.get_submodule(path), attribute))
+    return owners
+
+
+def _resize(module: nn.Module) -> None:
+    """Make a module's fields say what its tensors' shapes say."""
+    weight = getattr(module, "weight", None)
+    if isinstance(module, nn.modules.conv._ConvNd) and isinstance(weight, Tensor):
+        first, second = weight.shape[:2]
+        depthwise = module.groups == module.in_channels and module.groups > 1
+        if module.transposed:
+            module.groups = first if depthwise else module.groups
+            module.in_channels, module.out_channels = first, second * module.groups
+        else:
+            multiplier = module.out_channels // module.in_channels if depthwise else 1
+            module.groups = first // multiplier if depthwise else module.groups
+            module.out_channels, module.in_channels = first, second * module.groups
+    elif isinstance(module, nn.Linear) and isinstance(weight, Tensor):
+        module.out_features, module.in_features = weight.shape
+    elif isinstance(module, nn.modules.batchnorm._NormBase):
+        size = next((t.shape[0] for t in (weight, module.running_mean) if isinstance(t, Tensor)), None)
+        module.num_features = module.num_features if size is None else size
+    elif isinstance(module, nn.GroupNorm) and isinstance(weight, Tensor):
+        per_group = module.num_channels // module.num_groups
+        module.num_channels, module.num_groups = weight.shape[0], weight.shape[0] // per_group
+    elif isinstance(module, nn.PReLU):
+        module.num_parameters = module.weight.numel()
+    elif isinstance(module, nn.Embedding):
+        module.embedding_dim = module.weight.shape[1]
+
+
+def _set_argument(node: fx.Node, position: int, name: str, value: Any) -> None:
+    if len(node.args) > position:
+        node.args = (*node.args[:position], value, *node.args[position + 1 :])
+    else:
+        node.kwargs = {**node.kwargs, name: value}
+
+
+def check_shapes(module: fx.GraphModule) -> None:
+    """Raise `PassError` where a module's fields and its weight's shape disagree."""
+    for path, part in module.named_modules():
+        weight = getattr(part, "weight", None)
+        expected: tuple[int, ...] | None = None
+        if isinstance(part, nn.modules.conv._ConvNd):
+            expected = (
+                (part.in_channels, part.out_channels // part.groups)
+                if part.transposed
+                else (part.out_channels, part.in_channels // part.groups)
+            )
+        elif isinstance(part, nn.Linear):
+            expected = (part.out_features, part.in_features)
+        elif isinstance(part, nn.modules.batchnorm._NormBase):
+            expected = (part.num_features,)
+        if (
+            expected is not None
+            and isinstance(weight, Tensor)
+            and tuple(weight.shape[: len(expected)]) != expected
+        ):
+            raise PassError(f"{path!r} says {expected}, its weight has shape {tuple(weight.shape)}")

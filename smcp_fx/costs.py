@@ -1,0 +1,150 @@
+"""FLOPs and parameters of a network as functions of the channels it keeps.
+
+FLOPs are counted as the pruning literature does: one multiply-add of a convolution or linear is one FLOP,
+one image at a time (ResNet-50: 4.09 G).
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.labels import varied_dims
+from smcp_fx.channels.propagation import Layer
+from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
+from smcp_fx.errors import InputError
+from smcp_fx.tracing import Traced
+
+
+class CostModel(Protocol):
+    """Anything that can price a network: a latency table, for instance."""
+
+    def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
+        """Bind the cost to one network."""
+        ...
+
+
+class FlopsCost:
+    """Multiply-adds of the convolutions and linears, one image."""
+
+    def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
+        """Bind to a network."""
+        terms = [
+            CostTerm(layer.path, _weight_widths(channels, layer), _times(_positions(layer)))
+            for layer in channels.layers
+        ]
+        return _network("FLOPs", channels, terms, 0.0)
+
+
+class ParamsCost:
+    """Parameters of the whole network (buffers not counted)."""
+
+    def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
+        """Bind to a network."""
+        terms, constant = [], 0.0
+        for name, parameter in traced.module.named_parameters():
+            slots = channels.trail.slots.get(name, {})
+            dims = {dim: channels.width(labels) for dim, labels in slots.items()}
+            elements = channels.trail.elements.get(name)
+            if elements is not None and not dims:
+                dims = _element_widths(channels, elements)
+            widths = tuple(width for _, width in sorted(dims.items()) if width.groups)
+            rest = prod(size for dim, size in enumerate(parameter.shape) if dim not in dims)
+            rest *= prod(width.constant for width in dims.values() if not width.groups)
+            if widths:
+                terms.append(CostTerm(name, widths, _times(rest)))
+            else:
+                constant += parameter.numel()
+        return _network("parameters", channels, terms, constant)
+
+
+NAMED: dict[str, Any] = {"flops": FlopsCost, "params": ParamsCost}
+
+
+
+def _network(unit: str, channels: ChannelGraph, terms: list[CostTerm], constant: float) -> NetworkCost:
+    permitted = {group.name: group.permitted for group in channels.groups if group.free}
+    kept: list[CostTerm] = []
+    for term in terms:
+        if term.groups:
+            kept.append(term)
+        else:
+            constant += term.cost({})
+    return NetworkCost(unit, permitted, tuple(kept), constant)
+
+
+def _times(factor: float) -> Price:
+    def price(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
+        result = np.asarray(float(factor))
+        for width in widths:
+            result = result * width
+        return result
+
+    return price
+
+
+def _weight_widths(channels: ChannelGraph, layer: Layer) -> tuple[Width, ...]:
+    """Kept slots of the weight's channel dimensions: their product times the kernel is the kept weight."""
+    if layer.kind == "depthwise":
+        return (channels.width(layer.out_labels),)
+    return channels.width(layer.in_labels), channels.width(layer.out_labels)
+
+
+def _positions(layer: Layer) -> float:
+    """Multiply-adds a weight takes part in, for one image, times the weight's elements a channel pair."""
+    dims = {layer.out_dim} if layer.kind == "depthwise" else {layer.in_dim, layer.out_dim}
+    kernel = prod(size for dim, size in enumerate(layer.weight_shape) if dim not in dims)
+    shape = layer.in_shape if layer.transposed else layer.out_shape
+    channels = layer.input_channels if layer.transposed else layer.output_channels
+    batch = shape[0] if len(shape) > 1 else 1
+    return kernel * prod(shape) / (batch * channels.numel())
+
+
+def _element_widths(channels: ChannelGraph, elements: Tensor) -> dict[int, Width]:
+    varied = varied_dims(channels.units.of(elements))
+    if len(varied) != 1:
+        return {}
+    line = elements
+    for dim in range(elements.dim()):
+        if dim != varied[0]:
+            line = line.narrow(dim, 0, 1)
+    return {varied[0]: channels.width(line.reshape(-1))}
+
+
+_PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def absolute_target(target: float | str, full: float, unit: str) -> float:
+    """Return a target in the cost's unit.
+
+    ``target`` is a fraction of ``full`` in (0, 1], or an absolute cost with its unit: "1.2 GFLOPs",
+    "3.5 ms", "2 M parameters". Raises `InputError` for anything else.
+    """
+    if isinstance(target, str):
+        match = re.fullmatch(r"\s*([0-9.eE+-]+?)\s*([KMGT]?)\s*([A-Za-z]+)\s*", target)
+        if match is None or match[3].lower().rstrip("s") != unit.lower().rstrip("s"):
+            raise InputError(f"target {target!r} is not a cost in {unit}, such as '{full / 2:.4g} {unit}'")
+        value = float(match[1]) * _PREFIX[match[2]]
+    else:
+        if not 0 < target <= 1:
+            raise InputError(
+                f"target {target} is no fraction of the unpruned cost in (0, 1]; give an absolute cost with "
+                f"its unit, such as '{full / 2:.4g} {unit}'"
+            )
+        value = float(target) * full
+    return value
+
+
+def bind(cost: str | CostModel, traced: Traced, channels: ChannelGraph) -> NetworkCost:
+    """Bind "flops", "params" or a cost model to a network."""
+    if isinstance(cost, str):
+        if cost not in NAMED:
+            raise InputError(f"cost must be one of {', '.join(NAMED)} or a cost model, not {cost!r}")
+        cost = NAMED[cost]()
+    return cost.network_cost(traced, channels)

@@ -1,0 +1,94 @@
+"""The functions that masked graphs call, and the marks they leave on nodes.
+
+    before   conv1 = call_module[conv1](x)
+    after    weight = get_attr[conv1.weight];  mask = get_attr[smcp.mask_conv1]
+             masked = soft_mask(weight, mask);  module = get_attr[conv1]
+             conv1 = forward_with_weight(module, masked, x)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+#: Name of the submodule of a prepared model that holds masks, scales, importances and the schedule's place.
+STATE = "smcp"
+#: Key of this library's metadata in `node.meta`.
+META = "smcp"
+
+MaskMode = Literal["soft", "hard", "permanent"]
+GammaGradient = Literal["chain", "direct"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a pass did to a node: ``kind`` "mask" or "scale", and the module path it took the call from."""
+
+    kind: Literal["mask", "scale"]
+    path: str | None  # None: a functional call, whose weight argument was replaced
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, mask: Tensor) -> Tensor:
+        return weight * mask
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _DirectScale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gamma: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return gamma * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return gradients[0] / scale, None
+
+
+def soft_mask(weight: Tensor, mask: Tensor) -> Tensor:
+    """Return ``weight * mask``; the gradient goes straight through to all of ``weight`` (SMCP eq. 1, 2)."""
+    return _StraightThrough.apply(weight, mask)  # type: ignore[no-any-return]
+
+
+def hard_mask(weight: Tensor, mask: Tensor) -> Tensor:
+    """Return ``weight * mask``; masked weights get no gradient."""
+    return weight * mask
+
+
+def scale_gamma(gamma: Tensor, scale: Tensor) -> Tensor:
+    """Return ``gamma * scale`` (SMCP eq. 4); ``gamma`` gets ``scale`` times the gradient (chain rule)."""
+    return gamma * scale
+
+
+def scale_gamma_direct(gamma: Tensor, scale: Tensor) -> Tensor:
+    """Return ``gamma * scale``; ``gamma`` gets the gradient over ``scale``, as if it had been scaled itself."""
+    return _DirectScale.apply(gamma, scale)  # type: ignore[no-any-return]
+
+
+def forward_with_weight(module: nn.Module, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call ``module`` with another tensor in place of its ``weight``."""
+    kind = type(module)
+    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        return module._conv_forward(args[0], weight, module.bias)  # type: ignore[operator]
+    if kind is nn.Linear:
+        return F.linear(args[0], weight, module.bias)  # type: ignore[arg-type]
+    return torch.func.functional_call(module, {"weight": weight}, args, kwargs)
+
+
+MASKS = {"soft": soft_mask, "hard": hard_mask, "permanent": hard_mask}
+SCALES = {"chain": scale_gamma, "direct": scale_gamma_direct}
+
+
+def mark_of(node: fx.Node) -> Mark | None:
+    """Return the mark a pass left on a node."""
+    mark = node.meta.get(META)
+    return mark if isinstance(mark, Mark) else None
