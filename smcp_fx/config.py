@@ -33,8 +33,10 @@ class PruningConfig:
         ("abs_of_sum", "sum_of_abs"),
     )
     momentum: float = option(0.9, "weight of the past in the importance gathered between two solves, in [0, 1)")
-    memory: float = option(0.5, "weight of the importances before the last solve; 0 forgets them (the paper)")
-    hysteresis: float = option(0.1, "advantage, as a share of importance, of channels that are kept already")
+    memory: float = option(0.95, "weight of the importances before the last solve; 0 forgets them (the paper)")
+    tolerance: float = option(
+        0.008, "share of the reachable importance that may be given up to leave masks as they are; 0: none (the paper)"
+    )
     batch_norm_scaling: bool = option(True, "scale batch norms by the share of input channels kept")
     gamma_gradient: GammaGradient = option(
         "chain", "gradient of a scaled batch norm's weight: chain rule, or as if scaled itself", ("chain", "direct")
@@ -48,7 +50,7 @@ class PruningConfig:
     def __post_init__(self) -> None:
         if self.multiple < 1:
             raise InputError(f"multiple must be at least 1, not {self.multiple}")
-        for name in ("momentum", "memory", "hysteresis"):
+        for name in ("momentum", "memory", "tolerance"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} must be in [0, 1), not {getattr(self, name)}")
         for name, kinds in (

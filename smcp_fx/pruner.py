@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from smcp_fx.allocation import Allocation, allocate
 from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs import absolute_target
@@ -20,6 +21,9 @@ from smcp_fx.schedule import Schedule
 
 if TYPE_CHECKING:
     from smcp_fx.prepare import PreparedModel
+
+#: Bonuses, as shares of a channel's importance, among which the largest harmless one is searched.
+_BONUSES = tuple(2.0**exponent for exponent in range(-7, 5))
 
 
 @dataclass(frozen=True)
@@ -121,20 +125,21 @@ class Pruner:
         return {g.name: int(masks[g.name].sum()) for g in self._model.channels.groups if g.free}
 
     def _scores(self) -> Tensor:
-        """Momentum average since the last solve, blended with what was known before it."""
+        """Momentum average since the last solve, blended with what was known before it.
+
+        Each is a share of its sum, so that solves count alike whatever the loss (and its gradients) were.
+        """
         state = self._state
         gathers = int(state.gathers)
         if gathers == 0:
             return state.remembered.clone()
-        fresh = state.gathered / (1 - self.config.momentum**gathers)
+        fresh = state.gathered / state.gathered.sum().clamp(min=torch.finfo(torch.float32).tiny)
         if int(state.solves) == 0:
             return fresh
         memory = self.config.memory
         return memory * state.remembered + (1 - memory) * fresh
 
     def _solve(self, target: float, step: int) -> Solve:
-        from smcp_fx.allocation import allocate
-
         began = time.perf_counter()
         state, config = self._state, self.config
         scores = self._scores()
@@ -144,29 +149,17 @@ class Pruner:
                 "every importance is zero, so nothing tells which channels matter: train with "
                 "prepared.pruner.step() for some steps before solving, and check that gradients reach the weights"
             )
-        favoured = scores * (1 + config.hysteresis * state.keep)
         cost = self.cost
         if config.mask == "permanent":
-            favoured = torch.where(state.keep, scores, torch.zeros_like(scores))
+            scores = torch.where(state.keep, scores, torch.zeros_like(scores))
             cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
-        values, ranked = {}, {}
-        for name, permitted in cost.permitted.items():
-            ordered, ranked[name] = torch.sort(state.of_group(favoured, name), descending=True, stable=True)
-            total = torch.cumsum(ordered.double().cpu(), 0)
-            values[name] = total[torch.tensor(permitted) - 1].numpy()
         try:
-            found = allocate(
-                values, cost, target, config.allocation, current=self.counts, start=self._start(cost.permitted)
-            )
+            keep, found = self._settled(scores, cost, target)
         except InfeasibleBudgetError as error:
             raise self._explained(error) from error
-        masks = {}
-        for name, count in found.counts.items():
-            mask = torch.zeros_like(state.of_group(state.keep, name))
-            mask[ranked[name][:count]] = True
-            masks[name] = mask
-        before = self._model.masks
-        self._model.set_masks(masks)
+        before = state.keep.clone()
+        state.keep.copy_(keep)
+        state.refresh()
         if config.mask == "permanent":
             self._zero_pruned()
         total = float(scores.sum())
@@ -175,8 +168,10 @@ class Pruner:
             target=target,
             cost=found.cost,
             importance_kept=float(scores[state.keep].sum()) / total,
-            bound=min(found.bound / float(favoured.sum()), 1.0),
-            changed={name: int((mask != before[name]).sum()) for name, mask in masks.items()},
+            bound=min(found.bound / total, 1.0),
+            changed={
+                name: int(state.of_group(before != state.keep, name).sum()) for name in cost.permitted
+            },
             units=state.keep.numel(),
             seconds=time.perf_counter() - began,
         )
@@ -186,6 +181,42 @@ class Pruner:
         state.gathers.zero_()
         state.solves += 1
         return record
+
+    def _settled(self, scores: Tensor, cost: NetworkCost, target: float) -> tuple[Tensor, Allocation]:
+        """The choice that changes least among those within ``tolerance`` of the best.
+
+        Channels that are kept already get a bonus, the largest of a few that gives up no more than the
+        tolerance: importances are noisy, and masks that follow the noise keep the network from learning.
+        """
+        chosen, found = self._choose(scores, cost, target)
+        floor = (1 - self.config.tolerance) * float(scores[chosen].sum())
+        low, high = 0, len(_BONUSES) if self.config.tolerance else 0  # how much is given up grows with the bonus
+        while low < high:
+            middle = (low + high) // 2
+            favoured = torch.where(self._state.keep, scores * (1 + _BONUSES[middle]), scores)
+            keep, other = self._choose(favoured, cost, target)
+            if float(scores[keep].sum()) >= floor:
+                chosen, found = keep, dataclasses.replace(other, bound=found.bound)
+                low = middle + 1
+            else:
+                high = middle
+        return chosen, found
+
+    def _choose(self, scores: Tensor, cost: NetworkCost, target: float) -> tuple[Tensor, Allocation]:
+        """The best counts for these scores, and in each group its best units."""
+        state = self._state
+        values, ranked = {}, {}
+        for name, permitted in cost.permitted.items():
+            ordered, ranked[name] = torch.sort(state.of_group(scores, name), descending=True, stable=True)
+            total = torch.cumsum(ordered.double().cpu(), 0)
+            values[name] = total[torch.tensor(permitted) - 1].numpy()
+        found = allocate(
+            values, cost, target, self.config.allocation, current=self.counts, start=self._start(cost.permitted)
+        )
+        keep = torch.zeros_like(state.keep)
+        for name, count in found.counts.items():
+            state.of_group(keep, name)[ranked[name][:count]] = True
+        return keep, found
 
     def _start(self, permitted: Mapping[str, tuple[int, ...]]) -> dict[str, int] | None:
         counts = self.counts
