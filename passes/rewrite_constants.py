@@ -84,8 +84,10 @@ class _Rewriter:
     def visit(self, node: fx.Node) -> None:
         name = node.name
         old = self.old.get(name)
-        if node.op in ("placeholder", "output"):
-            self.new[name] = old
+        if node.op == "output":
+            return
+        if node.op == "placeholder":
+            self.new[name] = pytree.tree_map(lambda v: self.sliced.slice(v) if isinstance(v, Tensor) else v, old)
             return
         if node.op == "get_attr":
             labels = self.trail.elements.get(old.name) if isinstance(old, ParameterRef) else old

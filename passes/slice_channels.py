@@ -40,49 +40,36 @@ class SliceChannels(GraphPass):
     def apply(self, module: fx.GraphModule) -> PassResult:
         """Slice parameters and modules, then rewrite constants."""
         sliced = Sliced(self.channels, self.keep)
-        report = self._slice_parameters(module, sliced)
-        if not report:
-            return PassResult(module, False)
+        indices = self._indices(sliced)
+        report = _slice_parameters(module, indices)
+        if not report and any(self._goes(name, dims) for name, dims in indices.items()):
+            return PassResult(module, False)  # sliced already: every parameter has its final shape
         report += self._resize_modules(module, sliced)
         report += rewrite_graph(module, sliced)
-        return PassResult(module, True, tuple(report))
+        return PassResult(module, bool(report), tuple(report))
 
     def ensures(self, module: fx.GraphModule) -> None:
         """Modules say the shapes their weights have."""
         check_shapes(module)
 
-    def _slice_parameters(self, module: fx.GraphModule, sliced: Sliced) -> list[str]:
-        indices: dict[str, dict[int, Tensor]] = {}
+    def _indices(self, sliced: Sliced) -> dict[str, dict[int, Tensor]]:
+        """For each parameter, the kept positions along each of its channel dimensions."""
         trail = self.channels.trail
+        indices: dict[str, dict[int, Tensor]] = {}
         for name, slots in trail.slots.items():
             indices[name] = {dim: sliced.positions(labels) for dim, labels in slots.items()}
         for name, labels in trail.elements.items():
-            for dim in varied_dims(labels):
-                line = labels
-                for other in range(labels.dim()):
-                    if other != dim:
-                        line = line.narrow(other, 0, 1)
-                if varied_dims(self.channels.units.of(labels)) == [dim]:
-                    indices.setdefault(name, {})[dim] = sliced.positions(line.reshape(-1))
-        report = []
-        replaced: dict[int, Tensor] = {}
-        owners = _owners(module)
-        for name, dims in indices.items():
-            for owner, attribute in owners.get(name, []):
-                old = getattr(owner, attribute)
-                if id(old) not in replaced:
-                    new = old.detach()
-                    for dim, positions in dims.items():
-                        if positions.numel() < old.shape[dim]:
-                            new = new.index_select(dim, positions.to(new.device))
-                    if new.shape == old.shape:
-                        continue
-                    report.append(f"{name}: {tuple(old.shape)} -> {tuple(new.shape)}")
-                    new = new.clone(memory_format=torch.preserve_format)
-                    is_parameter = isinstance(old, nn.Parameter)
-                    replaced[id(old)] = nn.Parameter(new, old.requires_grad) if is_parameter else new
-                setattr(owner, attribute, replaced[id(old)])
-        return report
+            varied = varied_dims(self.channels.units.of(labels))
+            if len(varied) == 1:
+                indices.setdefault(name, {})[varied[0]] = sliced.positions(line(labels, varied[0]))
+        return indices
+
+    def _goes(self, name: str, dims: dict[int, Tensor]) -> bool:
+        slots, elements = self.channels.trail.slots.get(name, {}), self.channels.trail.elements.get(name)
+        sizes = {dim: labels.numel() for dim, labels in slots.items()}
+        if elements is not None:
+            sizes = {**dict(enumerate(elements.shape)), **sizes}
+        return any(positions.numel() < sizes[dim] for dim, positions in dims.items())
 
     def _resize_modules(self, module: fx.GraphModule, sliced: Sliced) -> list[str]:
         report = []
@@ -101,6 +88,36 @@ class SliceChannels(GraphPass):
                 if groups != layer.groups:
                     _set_argument(node, 6, "groups", groups)
         return report
+
+
+def line(labels: Tensor, dim: int) -> Tensor:
+    """The labels along one dimension, at index 0 of the others, 1-D."""
+    for other in range(labels.dim()):
+        if other != dim:
+            labels = labels.narrow(other, 0, 1)
+    return labels.reshape(-1)
+
+
+def _slice_parameters(module: nn.Module, indices: dict[str, dict[int, Tensor]]) -> list[str]:
+    report = []
+    replaced: dict[int, Tensor] = {}
+    owners = _owners(module)
+    for name, dims in indices.items():
+        for owner, attribute in owners.get(name, []):
+            old = getattr(owner, attribute)
+            if id(old) not in replaced:
+                new = old.detach()
+                for dim, positions in dims.items():
+                    if positions.numel() < old.shape[dim]:
+                        new = new.index_select(dim, positions.to(new.device))
+                if new.shape == old.shape:
+                    continue
+                report.append(f"{name}: {tuple(old.shape)} -> {tuple(new.shape)}")
+                new = new.clone(memory_format=torch.preserve_format)
+                is_parameter = isinstance(old, nn.Parameter)
+                replaced[id(old)] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+            setattr(owner, attribute, replaced[id(old)])
+    return report
 
 
 def _owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

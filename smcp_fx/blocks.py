@@ -1,0 +1,365 @@
+"""Cut a network into the blocks that an engine runs as one: what a latency table has rows of.
+
+A block is a convolution or linear with what engines fuse behind it (batch norm, activations, an addition), or
+one other operation that costs time. It has at most two free widths: the channels it reads and does not hand
+on, and those it hands on. It can be built at any of them with random weights, by the same slicing that makes
+the final model.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.graph import RULES
+from smcp_fx.channels.labels import along, compress, varied_dims
+from smcp_fx.channels.operations import describe, operation_name
+from smcp_fx.channels.propagation import Propagation, TensorInfo
+from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
+from smcp_fx.channels.units import close
+from smcp_fx.cost_model import Width
+from smcp_fx.errors import PassError
+from smcp_fx.tracing import Traced
+
+_ANCHORS = {f"conv{kind}{rank}d" for kind in ("", "transpose") for rank in (1, 2, 3)} | {"linear"}
+_FOLLOWERS = set(
+    "batchnorm add mul dropout identity stochasticdepth relu relu6 leakyrelu hardtanh clamp sigmoid "
+    "hardsigmoid hardswish silu gelu elu tanh prelu".split()
+)
+_MOVES = set(MOVEMENTS) - {"cat", "stack", "pad"}
+#: Fields of modules that say how many channels there are, or that do not matter at inference.
+_UNSIGNED = set(
+    "in_channels out_channels in_features out_features num_features num_channels num_groups num_parameters "
+    "normalized_shape embedding_dim training eps momentum track_running_stats inplace p".split()
+)
+
+
+@dataclass(frozen=True)
+class Port:
+    """A tensor that enters or leaves a block: its node, the channel axis if any, and its local units there."""
+
+    node: str
+    axis: int | None
+    units: Tensor = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class FusedBlock:
+    """One block of one network; implements `smcp_fx.latency_table.Block`.
+
+    ``widths`` say how its free widths follow from the network's counts, ``grids`` which values (channels,
+    ascending) they can take. ``signature`` is equal for blocks that differ in nothing but their widths.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    signature: str
+    widths: tuple[Width, ...]
+    grids: tuple[tuple[int, ...], ...]
+    module: fx.GraphModule = field(repr=False)
+    channels: ChannelGraph = field(repr=False)  # of the block alone
+    inputs: tuple[Port, ...] = field(repr=False)
+    shapes: tuple[TensorInfo, ...] = field(repr=False)
+    lines: tuple[Tensor, ...] = field(repr=False)  # for each free width, the local units along it
+
+    def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        """Return the block at these widths in eval mode, its weights random, and example inputs."""
+        from smcp_fx.passes.slice_channels import SliceChannels
+
+        keep = torch.ones(self.channels.free_units.numel(), dtype=torch.bool)
+        for line, width in zip(self.lines, widths, strict=True):
+            _thin(line, width, keep, self.name)
+        module = copy.deepcopy(self.module)
+        SliceChannels(self.channels, keep)(module)
+        inputs = []
+        for port, info in zip(self.inputs, self.shapes, strict=True):
+            shape = list(info.shape)
+            if port.axis is not None:
+                shape[port.axis] = int(keep[port.units].sum())
+            inputs.append(torch.rand(shape).to(info.dtype))
+        with torch.no_grad():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                if tensor.is_floating_point():
+                    tensor.uniform_(0.01, 0.1)
+        return module.eval(), tuple(inputs)
+
+    @property
+    def full_widths(self) -> tuple[int, ...]:
+        """The widths in the unpruned network."""
+        return tuple(grid[-1] for grid in self.grids)
+
+
+def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
+    """Cut a traced network into blocks; every operation on tensors is in exactly one."""
+    return [_block(traced, channels, nodes) for nodes in _partition(traced)]
+
+
+# ---- which nodes go together --------------------------------------------------------------------------------
+
+
+def _partition(traced: Traced) -> list[list[fx.Node]]:
+    blocks: list[list[fx.Node]] = []
+    home: dict[fx.Node, int] = {}
+    for node in traced.module.graph.nodes:
+        if not _computes(traced, node):
+            continue
+        operation = _operation(traced, node)
+        target = None
+        # The latest of the blocks that end in this node's operands takes it in: engines fuse an addition
+        # with the convolution that runs last before it.
+        for source in sorted((n for n in node.all_input_nodes if n in home), key=lambda n: -home[n]):
+            block = blocks[home[source]]
+            if not isinstance(traced.values[source.name], TensorInfo):
+                target = home[source]  # an element of several outputs belongs to what made them
+                break
+            if block[-1] is source and _tensor_users(traced, source) == 1 and _joins(traced, block, operation):
+                target = home[source]
+                break
+        if target is None:
+            target = len(blocks)
+            blocks.append([])
+        blocks[target].append(node)
+        home[node] = target
+    return blocks
+
+
+def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
+    operations = [_operation(traced, node) for node in block]
+    if all(name in _MOVES for name in operations):
+        return operation in _MOVES or operation == "linear"
+    return operation in _FOLLOWERS and (operations[0] in _ANCHORS | _FOLLOWERS or "linear" in operations)
+
+
+def _computes(traced: Traced, node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method", "call_module"):
+        return False
+    return any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(traced.values[node.name]))
+
+
+def _tensor_users(traced: Traced, node: fx.Node) -> int:
+    return sum(user.op == "output" or _computes(traced, user) for user in node.users)
+
+
+def _operation(traced: Traced, node: fx.Node) -> str | None:
+    module = traced.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return operation_name(node, module)
+
+
+# ---- one block ------------------------------------------------------------------------------------------------
+
+
+def _block(traced: Traced, channels: ChannelGraph, nodes: list[fx.Node]) -> FusedBlock:
+    inside = set(nodes)
+    numbers = _numbers(traced, nodes)
+    sources = [n for n in dict.fromkeys(s for node in nodes for s in node.all_input_nodes) if n not in inside]
+    tensors = [s for s in sources if s.op != "get_attr" and isinstance(traced.values[s.name], TensorInfo)]
+    ends = [n for n in nodes if any(user not in inside for user in n.users)] or nodes[-1:]
+    module, values = _subgraph(traced, nodes, tensors, ends, numbers)
+    axes = {s.name: _axis(channels, s.name) for s in tensors}
+    local = _local_channels(module, values, axes)
+    inputs = tuple(Port(s.name, axes[s.name], _units_at(local, s.name, axes[s.name])) for s in tensors)
+    outputs = [(end.name, axis) for end in ends if (axis := _axis(channels, end.name)) is not None]
+    handed_on = _distinct([_units_at(local, name, axis) for name, axis in outputs])
+    known = {int(u) for line in handed_on for u in line}
+    read = [port for port in inputs if port.axis is not None and not set(port.units.tolist()) <= known]
+    out_widths = [_width(channels, name, axis) for name, axis in outputs][: len(handed_on)]
+    in_widths = [_width(channels, port.node, port.axis or 0) for port in read]
+    lines, widths = [], []
+    for parts, found in (([p.units for p in read], in_widths), (handed_on, out_widths)):
+        total = _sum(found)
+        if total.groups:
+            lines.append(torch.cat(_distinct(parts)))
+            widths.append(total)
+    paths = [str(n.target) for n in nodes if n.op == "call_module"]
+    return FusedBlock(
+        name=paths[0] if paths else nodes[0].name,
+        nodes=tuple(n.name for n in nodes),
+        signature=_signature(traced, nodes, tensors, axes, channels),
+        widths=tuple(widths),
+        grids=tuple(_grid(channels, width) for width in widths),
+        module=module,
+        channels=local,
+        inputs=inputs,
+        shapes=tuple(traced.values[s.name] for s in tensors),
+        lines=tuple(lines),
+    )
+
+
+class _BlockPropagation(Propagation):
+    """Labels for a block on its own: its inputs' channels are as free as any, its outputs pin nothing."""
+
+    def __init__(self, module: fx.GraphModule, values: dict[str, Any], axes: dict[str, int | None]) -> None:
+        super().__init__(module, values, RULES)
+        self._axes = axes
+
+    def _execute(self, node: fx.Node) -> Any:
+        axis = self._axes.get(node.name)
+        if node.op == "placeholder" and axis is not None:
+            shape = self.values[node.name].shape
+            return compress(along(self.fresh(node.name, shape[axis]), shape, axis))
+        return None if node.op == "output" else super()._execute(node)
+
+
+def _local_channels(
+    module: fx.GraphModule, values: dict[str, Any], axes: dict[str, int | None]
+) -> ChannelGraph:
+    trail = _BlockPropagation(module, values, axes).run()
+    local = ChannelGraph(trail, close(trail), 1)
+    local.free_units = torch.ones_like(local.free_units)
+    return local
+
+
+def _subgraph(
+    traced: Traced, nodes: list[fx.Node], inputs: list[fx.Node], ends: list[fx.Node], numbers: dict[fx.Node, Any]
+) -> tuple[fx.GraphModule, dict[str, Any]]:
+    """The nodes as a module of their own; numbers computed elsewhere become constants."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = dict(numbers)
+    for source in inputs:
+        copies[source] = graph.placeholder(source.name)
+    for node in traced.module.graph.nodes:
+        if node in nodes:
+            for source in node.all_input_nodes:
+                if source not in copies:
+                    copies[source] = graph.node_copy(source)
+            args = fx.node.map_arg(node.args, lambda n: copies[n])
+            kwargs = fx.node.map_arg(node.kwargs, lambda n: copies[n])
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+    graph.output(copies[ends[0]] if len(ends) == 1 else tuple(copies[e] for e in ends))
+    module = fx.GraphModule(traced.module, graph)
+    values = {n.name: traced.values[o.name] for o, n in copies.items() if isinstance(n, fx.Node)}
+    return module, {**values, "output": None}
+
+
+def _numbers(traced: Traced, nodes: list[fx.Node]) -> dict[fx.Node, Any]:
+    """Sources that are numbers (sizes) rather than tensors or attributes, with their recorded values."""
+    found = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            value = traced.values[source.name]
+            if source.op != "get_attr" and not any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value)):
+                found[source] = value
+            elif source.op == "get_attr" and isinstance(value, bool):
+                found[source] = False  # a training flag: blocks run in eval mode
+    return found
+
+
+def _axis(channels: ChannelGraph, node: str) -> int | None:
+    labels = channels.trail.labels.get(node)
+    if not isinstance(labels, Tensor):
+        return None
+    varied = varied_dims(channels.units.of(labels))
+    return varied[0] if varied else None
+
+
+def _units_at(channels: ChannelGraph, node: str, axis: int | None) -> Tensor:
+    labels = channels.trail.labels.get(node)
+    if axis is None or not isinstance(labels, Tensor):
+        return torch.empty(0, dtype=torch.int64)
+    return _along(channels.units.of(labels), axis)
+
+
+def _along(tensor: Tensor, axis: int) -> Tensor:
+    for dim in range(tensor.dim()):
+        if dim != axis:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor.reshape(-1)
+
+
+def _width(channels: ChannelGraph, node: str, axis: int) -> Width:
+    return channels.width(_along(channels.trail.labels[node], axis))
+
+
+def _sum(widths: Sequence[Width]) -> Width:
+    groups: dict[str, int] = {}
+    for width in widths:
+        for group, per_unit in width.groups:
+            groups[group] = groups.get(group, 0) + per_unit
+    return Width(sum(width.constant for width in widths), tuple(groups.items()))
+
+
+def _distinct(lines: list[Tensor]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for line in lines:
+        if not any(torch.equal(line, other) for other in found):
+            found.append(line)
+    return found
+
+
+def _grid(channels: ChannelGraph, width: Width) -> tuple[int, ...]:
+    """Every value an affine width can take, ascending."""
+    sums = {width.constant}
+    for group, per_unit in width.groups:
+        sums = {total + per_unit * count for total in sums for count in channels[group].permitted}
+    return tuple(sorted(sums))
+
+
+def _thin(line: Tensor, width: int, keep: Tensor, name: str) -> None:
+    """Keep ``width`` slots along a line of units, evenly spread, so that every part of a concat keeps some."""
+    order = list(dict.fromkeys(line.tolist()))
+    per_unit = int((line == order[0]).sum())
+    wanted, rest = divmod(width, per_unit)
+    if rest or not 0 < wanted <= len(order):
+        raise PassError(f"block {name!r} cannot be built {width} channels wide ({len(order)} units of {per_unit})")
+    chosen = {order[index * len(order) // wanted] for index in range(wanted)}
+    for unit in order:
+        keep[unit] = unit in chosen
+
+
+def _signature(
+    traced: Traced,
+    nodes: list[fx.Node],
+    inputs: list[fx.Node],
+    axes: dict[str, int | None],
+    channels: ChannelGraph,
+) -> str:
+    """Canonical JSON of everything but the widths; sizes that are written into the graph count."""
+    place: dict[fx.Node, str] = {n: f"input{i}" for i, n in enumerate(inputs)}
+    place.update({n: f"node{i}" for i, n in enumerate(nodes)})
+    steps = []
+    for node in nodes:
+        operation = _operation(traced, node) or describe(node)
+        step: dict[str, Any] = {"operation": operation}
+        step["from"] = [place.get(n, n.op) for n in node.all_input_nodes]
+        if node.op == "call_module":
+            step["module"] = _fields(traced.module.get_submodule(str(node.target)))
+        arguments = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: place.get(n, n.op)))
+        step["arguments"] = arguments
+        if operation in _MOVES or operation not in RULES:
+            step["shape"] = [
+                list(v.shape) for v in pytree.tree_leaves(traced.values[node.name]) if isinstance(v, TensorInfo)
+            ]
+        steps.append(step)
+    shapes = []
+    for node in inputs:
+        info = traced.values[node.name]
+        axis = axes[node.name]
+        shapes.append([*("c" if d == axis else s for d, s in enumerate(info.shape)), str(info.dtype)])
+    fixed = [
+        list(labels.shape)
+        for layer in channels.layers
+        if layer.node in {n.name for n in nodes}
+        for labels in (layer.in_labels, layer.out_labels)
+        if not channels.width(labels).groups
+    ]
+    return json.dumps({"steps": steps, "inputs": shapes, "fixed": fixed}, sort_keys=True, separators=(",", ":"))
+
+
+def _fields(module: nn.Module) -> dict[str, str]:
+    fields = {"class": type(module).__name__}
+    depthwise = getattr(module, "groups", 1) == getattr(module, "in_channels", 0)
+    for name, value in sorted(vars(module).items()):
+        simple = isinstance(value, (int, float, str, bool, tuple, type(None)))
+        if simple and not name.startswith("_") and name not in _UNSIGNED:
+            fields[name] = "depthwise" if name == "groups" and depthwise and value > 1 else repr(value)
+    fields["bias"] = str(getattr(module, "bias", None) is not None)
+    return fields
+
