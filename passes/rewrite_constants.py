@@ -87,7 +87,9 @@ class _Rewriter:
         if node.op == "output":
             return
         if node.op == "placeholder":
-            self.new[name] = pytree.tree_map(lambda v: self.sliced.slice(v) if isinstance(v, Tensor) else v, old)
+            self.new[name] = pytree.tree_map(
+                lambda v: self.sliced.slice(v) if isinstance(v, Tensor) else v, old
+            )
             return
         if node.op == "get_attr":
             labels = self.trail.elements.get(old.name) if isinstance(old, ParameterRef) else old
@@ -167,7 +169,9 @@ class _Rewriter:
 
     def _move(self, node: fx.Node, operation: str, expected: Any) -> None:
         source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or not isinstance(self.old.get(source.name), (Tensor, ParameterRef)):
+        if not isinstance(source, fx.Node) or not isinstance(
+            self.old.get(source.name), (Tensor, ParameterRef)
+        ):
             return  # an element of a tuple of tensors
         old = self.old[source.name]
         before = self.trail.elements[old.name] if isinstance(old, ParameterRef) else old
@@ -247,7 +251,7 @@ def _sizes(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor])
     as_tuple = len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
     is_unflatten = len(node.args) == 3 and isinstance(node.args[2], (tuple, list))
     if is_unflatten:
-        base, sizes = int(node.args[1]) % before.dim(), list(node.args[2])  # type: ignore[arg-type, call-overload]
+        base, sizes = int(node.args[1]) % before.dim(), list(node.args[2])  # type: ignore[arg-type]
     elif as_tuple:
         base, sizes = 0, list(node.args[1])  # type: ignore[arg-type]
     else:
@@ -268,10 +272,10 @@ def _splits(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]
     if found is None:
         return False
     dim = found[0]
-    given = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    given: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     if isinstance(given, fx.Node):
         given = run.old[given.name]
-    if int(given) % before.dim() != dim:  # type: ignore[call-overload]
+    if int(given) % before.dim() != dim:
         return False
     sizes = [run.sliced.slice(out).shape[dim] for out in outputs]
     if 0 in sizes:

@@ -1,9 +1,10 @@
 """smcp_fx makes convolutional networks as fast as asked.
 
-    prepared = smcp_fx.prepare(model, example_inputs, target=0.3)
-    ...                       # train as usual; prepared.pruner.step() before each optimizer.step()
-    smaller = smcp_fx.convert(prepared)
+prepared = smcp_fx.prepare(model, example_inputs, target=0.3)
+...                       # train as usual; prepared.pruner.step() before each optimizer.step()
+smaller = smcp_fx.convert(prepared)
 """
+
 from __future__ import annotations
 
 from smcp_fx.channels import ChannelGraph

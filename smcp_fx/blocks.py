@@ -31,14 +31,18 @@ from smcp_fx.tracing import Traced
 
 _ANCHORS = {f"conv{kind}{rank}d" for kind in ("", "transpose") for rank in (1, 2, 3)} | {"linear"}
 _FOLLOWERS = set(
-    "batchnorm add mul dropout identity stochasticdepth relu relu6 leakyrelu hardtanh clamp sigmoid "
-    "hardsigmoid hardswish silu gelu elu tanh prelu".split()
+    """
+batchnorm add mul dropout identity stochasticdepth relu relu6 leakyrelu hardtanh clamp sigmoid
+hardsigmoid hardswish silu gelu elu tanh prelu
+""".split()
 )
 _MOVES = set(MOVEMENTS) - {"cat", "stack", "pad"}
 #: Fields of modules that say how many channels there are, or that do not matter at inference.
 _UNSIGNED = set(
-    "in_channels out_channels in_features out_features num_features num_channels num_groups num_parameters "
-    "normalized_shape embedding_dim training eps momentum track_running_stats inplace p".split()
+    """
+in_channels out_channels in_features out_features num_features num_channels num_groups num_parameters
+normalized_shape embedding_dim training eps momentum track_running_stats inplace p
+""".split()
 )
 
 
@@ -120,7 +124,11 @@ def _partition(traced: Traced) -> list[list[fx.Node]]:
             if not isinstance(traced.values[source.name], TensorInfo):
                 target = home[source]  # an element of several outputs belongs to what made them
                 break
-            if block[-1] is source and _tensor_users(traced, source) == 1 and _joins(traced, block, operation):
+            if (
+                block[-1] is source
+                and _tensor_users(traced, source) == 1
+                and _joins(traced, block, operation)
+            ):
                 target = home[source]
                 break
         if target is None:
@@ -218,7 +226,11 @@ def _local_channels(
 
 
 def _subgraph(
-    traced: Traced, nodes: list[fx.Node], inputs: list[fx.Node], ends: list[fx.Node], numbers: dict[fx.Node, Any]
+    traced: Traced,
+    nodes: list[fx.Node],
+    inputs: list[fx.Node],
+    ends: list[fx.Node],
+    numbers: dict[fx.Node, Any],
 ) -> tuple[fx.GraphModule, dict[str, Any]]:
     """The nodes as a module of their own; numbers computed elsewhere become constants."""
     graph = fx.Graph()
@@ -245,7 +257,9 @@ def _numbers(traced: Traced, nodes: list[fx.Node]) -> dict[fx.Node, Any]:
     for node in nodes:
         for source in node.all_input_nodes:
             value = traced.values[source.name]
-            if source.op != "get_attr" and not any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value)):
+            if source.op != "get_attr" and not any(
+                isinstance(v, TensorInfo) for v in pytree.tree_leaves(value)
+            ):
                 found[source] = value
             elif source.op == "get_attr" and isinstance(value, bool):
                 found[source] = False  # a training flag: blocks run in eval mode
@@ -308,7 +322,9 @@ def _thin(line: Tensor, width: int, keep: Tensor, name: str) -> None:
     per_unit = int((line == order[0]).sum())
     wanted, rest = divmod(width, per_unit)
     if rest or not 0 < wanted <= len(order):
-        raise PassError(f"block {name!r} cannot be built {width} channels wide ({len(order)} units of {per_unit})")
+        raise PassError(
+            f"block {name!r} cannot be built {width} channels wide ({len(order)} units of {per_unit})"
+        )
     chosen = {order[index * len(order) // wanted] for index in range(wanted)}
     for unit in order:
         keep[unit] = unit in chosen
@@ -335,7 +351,9 @@ def _signature(
         step["arguments"] = arguments
         if operation in _MOVES or operation not in RULES:
             step["shape"] = [
-                list(v.shape) for v in pytree.tree_leaves(traced.values[node.name]) if isinstance(v, TensorInfo)
+                list(v.shape)
+                for v in pytree.tree_leaves(traced.values[node.name])
+                if isinstance(v, TensorInfo)
             ]
         steps.append(step)
     shapes = []
@@ -350,7 +368,9 @@ def _signature(
         for labels in (layer.in_labels, layer.out_labels)
         if not channels.width(labels).groups
     ]
-    return json.dumps({"steps": steps, "inputs": shapes, "fixed": fixed}, sort_keys=True, separators=(",", ":"))
+    return json.dumps(
+        {"steps": steps, "inputs": shapes, "fixed": fixed}, sort_keys=True, separators=(",", ":")
+    )
 
 
 def _fields(module: nn.Module) -> dict[str, str]:
@@ -362,4 +382,3 @@ def _fields(module: nn.Module) -> dict[str, str]:
             fields[name] = "depthwise" if name == "groups" and depthwise and value > 1 else repr(value)
     fields["bias"] = str(getattr(module, "bias", None) is not None)
     return fields
-

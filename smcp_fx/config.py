@@ -32,19 +32,30 @@ class PruningConfig:
         "a channel's importance over its layers: |sum| (the paper's theorem) or sum of | | (its formula)",
         ("abs_of_sum", "sum_of_abs"),
     )
-    momentum: float = option(0.9, "weight of the past in the importance gathered between two solves, in [0, 1)")
-    memory: float = option(0.95, "weight of the importances before the last solve; 0 forgets them (the paper)")
+    momentum: float = option(
+        0.9, "weight of the past in the importance gathered between two solves, in [0, 1)"
+    )
+    memory: float = option(
+        0.95, "weight of the importances before the last solve; 0 forgets them (the paper)"
+    )
     tolerance: float = option(
-        0.008, "share of the reachable importance that may be given up to leave masks as they are; 0: none (the paper)"
+        0.008,
+        "share of the reachable importance that may be given up to leave masks as they are; 0: none (the paper)",
     )
     batch_norm_scaling: bool = option(True, "scale batch norms by the share of input channels kept")
     gamma_gradient: GammaGradient = option(
-        "chain", "gradient of a scaled batch norm's weight: chain rule, or as if scaled itself", ("chain", "direct")
+        "chain",
+        "gradient of a scaled batch norm's weight: chain rule, or as if scaled itself",
+        ("chain", "direct"),
     )
-    keep_first_convolution: bool = option(False, "never prune the first convolution's outputs (the paper's setting)")
+    keep_first_convolution: bool = option(
+        False, "never prune the first convolution's outputs (the paper's setting)"
+    )
     exclude: tuple[str, ...] = option((), "modules whose output channels stay")
     allocation: AllocationMethod = option(
-        "coupled", "how counts are chosen: all taken together, or by the paper's linearisation", ("coupled", "paper")
+        "coupled",
+        "how counts are chosen: all taken together, or by the paper's linearisation",
+        ("coupled", "paper"),
     )
 
     def __post_init__(self) -> None:

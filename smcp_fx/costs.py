@@ -67,7 +67,6 @@ class ParamsCost:
 NAMED: dict[str, Any] = {"flops": FlopsCost, "params": ParamsCost}
 
 
-
 def _network(unit: str, channels: ChannelGraph, terms: list[CostTerm], constant: float) -> NetworkCost:
     permitted = {group.name: group.permitted for group in channels.groups if group.free}
     kept: list[CostTerm] = []
@@ -146,5 +145,7 @@ def bind(cost: str | CostModel, traced: Traced, channels: ChannelGraph) -> Netwo
     if isinstance(cost, str):
         if cost not in NAMED:
             raise InputError(f"cost must be one of {', '.join(NAMED)} or a cost model, not {cost!r}")
-        cost = NAMED[cost]()
-    return cost.network_cost(traced, channels)
+        model: CostModel = NAMED[cost]()
+    else:
+        model = cost
+    return model.network_cost(traced, channels)

@@ -1,9 +1,9 @@
 """Where to measure a block's latency, and what it is in between.
 
-A block's latency over its two widths (channels in, channels out) has cliffs along each axis (the runtime works in
-steps of 16 channels, or 64), whose height changes smoothly along the other. So it is measured along a few whole
-lines of each axis and *blended* (Gordon's transfinite interpolation; error of the order of the two axes' errors
-multiplied):
+A block's latency over its two widths (channels in, channels out) has cliffs along each axis (the runtime
+works in steps of 16 channels, or 64), whose height changes smoothly along the other. So it is measured along
+a few whole lines of each axis and *blended* (Gordon's transfinite interpolation; error of the order of the
+two axes' errors multiplied):
 
     T(x, y) = Px T + Py T - Px Py T
 
@@ -14,6 +14,7 @@ alone: measuring what it wants and asking again ends at the surface, whoever mea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,14 +32,17 @@ Floats = NDArray[np.float64]
 class SamplingConfig:
     """How finely to sample. Errors are relative.
 
-    ``tolerance``: a midpoint that interpolation misses by more splits its interval. ``probes`` held-out points a
-    round, ``rounds`` at most: another follows, with more lines, while the probes' median error is above
-    ``median_error`` or their largest above ``largest_error``.
+    ``tolerance``: a midpoint that interpolation misses by more splits its interval. ``probes`` held-out
+    points a round, ``rounds`` at most: another follows, with more lines, while the probes' median error is
+    above ``median_error`` or their largest above ``largest_error``. Misses within ``floor_ms``, or within the
+    measurements' own noise, are none; nor are those within ``share`` of the block's largest latency.
     """
 
     tolerance: float = 0.03
+    floor_ms: float = 0.004
+    share: float = 0.005
     probes: int = 6
-    rounds: int = 3
+    rounds: int = 2
     median_error: float = 0.03
     largest_error: float = 0.10
 
@@ -61,7 +65,7 @@ class Axis:
     lines: tuple[int, ...]
 
     def canonical(self, widths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the widths that stand for ``widths``: the ends of their steps (the first width for itself)."""
+        """Return the widths that stand for ``widths``: the ends of their steps (the first for itself)."""
         rounded = np.minimum(-(-widths // self.step) * self.step, self.last)
         return np.where(widths == self.first, widths, rounded)
 
@@ -126,8 +130,12 @@ class _Wanted(Exception):  # noqa: N818 - control flow, not an error
 
 
 class _Known:
-    def __init__(self, values: Mapping[Point, float]) -> None:
-        self.values = values
+    def __init__(self, values: Mapping[Point, float], noise: Mapping[Point, float]) -> None:
+        self.values, self._noise = values, noise
+
+    def noise(self, *points: Point) -> float:
+        """Return the largest noise among ``points``, ms."""
+        return max(self._noise.get(point, 0.0) for point in points)
 
     def need(self, points: Iterable[Point]) -> None:
         """Go on only when all ``points`` are known."""
@@ -141,9 +149,16 @@ class _Known:
 
 
 def plan_samples(
-    grids: Grids, known: Mapping[Point, float], config: SamplingConfig | None = None, seed: int = 0
+    grids: Grids,
+    known: Mapping[Point, float],
+    config: SamplingConfig | None = None,
+    seed: int = 0,
+    noise: Mapping[Point, float] | None = None,
 ) -> Plan:
-    """Return what to measure next of a block with these ``grids``, given ``known`` (widths to ms)."""
+    """Return what to measure next of a block with these ``grids``, given ``known`` (widths to ms).
+
+    ``noise``: how far a known latency may be off, ms (half its interquartile range).
+    """
     config = config or SamplingConfig()
     if len(grids) > 2:
         raise InputError(f"a block with {len(grids)} free widths cannot be sampled; 2 at most")
@@ -151,7 +166,7 @@ def plan_samples(
         if not grid or list(grid) != sorted(set(grid)) or grid[0] < 1:
             raise InputError(f"a width's values must be positive and ascending, and are {grid}")
     try:
-        surface, probes = _sample(grids, _Known(known), config, np.random.default_rng(seed))
+        surface, probes = _sample(grids, _Known(known, noise or {}), config, np.random.default_rng(seed))
     except _Wanted as wanted:
         return Plan(wanted.points)
     return Plan((), surface, probes)
@@ -180,6 +195,10 @@ def _sample(
         probes = _draw_probes(grids, surface, config.probes, generator)
         known.need(probes)
         errors = held_out_errors(surface, probes, known.values)
+        for position, probe in enumerate(probes):
+            floor = max(config.floor_ms, config.share * known.values[top], 2 * known.noise(probe))
+            if errors[position] * known.values[probe] <= floor:
+                errors[position] = 0.0
         if len(errors) == 0 or round_ == config.rounds - 1:
             break
         if np.median(errors) <= config.median_error and errors.max() <= config.largest_error:
@@ -195,7 +214,8 @@ def held_out_errors(surface: Surface, probes: Sequence[Point], known: Mapping[Po
         return np.zeros(0)
     measured = np.array([known[p] for p in probes])
     predicted = surface(*np.array(probes, dtype=np.int64).T)
-    return np.abs(predicted - measured) / measured
+    errors: Floats = np.abs(predicted - measured) / measured
+    return errors
 
 
 def _sample_axis(grids: Grids, axis: int, known: _Known, config: SamplingConfig) -> Axis:
@@ -208,22 +228,23 @@ def _sample_axis(grids: Grids, axis: int, known: _Known, config: SamplingConfig)
     chosen = _initial(values)
     known.need(_point(axis, values[i], top) for i in chosen)
     at = known.line(axis, top)
-    open_intervals = [(a, b) for a, b in zip(chosen, chosen[1:], strict=False) if b - a > 1]
+    open_intervals = [(a, b) for a, b in itertools.pairwise(chosen) if b - a > 1]
     while open_intervals:
         middles = [(a + b) // 2 for a, b in open_intervals]
         known.need(_point(axis, values[m], top) for m in middles)
         split: list[tuple[int, int]] = []
         for (a, b), m in zip(open_intervals, middles, strict=True):
             guess = np.interp(values[m], [values[a], values[b]], [at(values[a]), at(values[b])])
-            if abs(guess - at(values[m])) > config.tolerance * at(values[m]):
+            noise = known.noise(*(_point(axis, values[i], top) for i in (a, m, b)))
+            floor = max(config.floor_ms, config.share * at(values[-1]), 2 * noise)
+            limit = max(config.tolerance * at(values[m]), floor)
+            if abs(guess - at(values[m])) > limit:
                 chosen.append(m)
                 split += [pair for pair in ((a, m), (m, b)) if pair[1] - pair[0] > 1]
         open_intervals = split
     lines = sorted({0, min(1, len(values) - 1), len(values) - 1})
     samples = sorted({*chosen, *lines})
-    return Axis(
-        grid[0], grid[-1], step, tuple(values[i] for i in samples), tuple(values[i] for i in lines)
-    )
+    return Axis(grid[0], grid[-1], step, tuple(values[i] for i in samples), tuple(values[i] for i in lines))
 
 
 def _initial(values: Sequence[int]) -> list[int]:
@@ -241,13 +262,11 @@ def _find_step(grid: Sequence[int], axis: int, top: Point, known: _Known) -> int
 
     With steps of q, widths q*k - (q - spacing) and q*k cost the same, while q*(k - 1) costs clearly less.
     """
-    spacing = grid[0]
-    if any(value % spacing for value in grid):
-        return 1
+    spacing = int(np.diff(grid).min()) if len(grid) > 1 else 1
     present, found = set(grid), 1
     for factor in (2, 4, 8):
         step = factor * spacing
-        triples = [(step * (k - 1), step * (k - 1) + spacing, step * k) for k in (2, 3, 5)]
+        triples = [(step * (k - 1), step * (k - 1) + spacing, step * k) for k in (2, 3, 4, 5)]
         triples = [t for t in triples if present.issuperset(t)]
         if len(triples) < 2:
             return found
@@ -255,7 +274,8 @@ def _find_step(grid: Sequence[int], axis: int, top: Point, known: _Known) -> int
         at = known.line(axis, top)
         rises = [(at(high) - at(below), at(high) - at(low), at(high)) for below, low, high in triples]
         clear = [(rise, within) for rise, within, total in rises if rise > 0.08 * total]
-        if len(clear) < 2 or any(abs(within) > 0.25 * rise for rise, within in clear):
+        outliers = sum(abs(within) > 0.25 * rise for rise, within in clear)
+        if len(clear) < 2 or outliers > len(clear) // 4:  # one of four may be a disturbed measurement
             return found
         found = step
     return found

@@ -1,7 +1,7 @@
 """The latency table's file: SQLite, one row a block, widths and fingerprint, committed as it is measured.
 
-A row is *claimed* before it is measured, so that two processes never measure the same one; a claim whose process is
-gone is free again. `kill -9` therefore loses the row under way and nothing else.
+A row is *claimed* before it is measured, so that two processes never measure the same one; a claim whose
+process is gone is free again. `kill -9` therefore loses the row under way and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from smcp_fx.backends.base import BlockLatency, Fingerprint, Measurement
+from smcp_fx.backends.base import BlockLatency, Fingerprint
+from smcp_fx.backends.timing import Measurement
 from smcp_fx.errors import TableError
 from smcp_fx.latency_sampling import Point
 
@@ -96,7 +97,8 @@ class LatencyStore:
         with self._reported():
             found = self._database.execute(
                 f"SELECT widths, {_HOT}, {_COLD} FROM latency JOIN block ON block.id = block "
-                "JOIN fingerprint f ON f.id = fingerprint WHERE signature = ? AND key = ? AND state = 'measured'",
+                "JOIN fingerprint f ON f.id = fingerprint "
+                "WHERE signature = ? AND key = ? AND state = 'measured'",
                 (signature, fingerprint.key()),
             ).fetchall()
         return {_widths(row[0]): _latency(row[1:]) for row in found}
@@ -106,7 +108,8 @@ class LatencyStore:
         with self._reported():
             found = self._database.execute(
                 "SELECT widths, error FROM latency JOIN block ON block.id = block "
-                "JOIN fingerprint f ON f.id = fingerprint WHERE signature = ? AND key = ? AND state = 'failed'",
+                "JOIN fingerprint f ON f.id = fingerprint "
+                "WHERE signature = ? AND key = ? AND state = 'failed'",
                 (signature, fingerprint.key()),
             ).fetchall()
         return {_widths(widths): str(error) for widths, error in found}
@@ -133,7 +136,9 @@ class LatencyStore:
             if fingerprint is None or key == fingerprint.key()
         ]
 
-    def claim(self, name: str, signature: str, fingerprint: Fingerprint, points: Sequence[Point]) -> Point | None:
+    def claim(
+        self, name: str, signature: str, fingerprint: Fingerprint, points: Sequence[Point]
+    ) -> Point | None:
         """Claim the first of ``points`` that is neither known nor claimed; None when there is none."""
         with self._transaction() as run:
             key = (self._fingerprint_id(fingerprint), self._block_id(name, signature))
@@ -158,7 +163,8 @@ class LatencyStore:
                     )
                     continue
                 run(
-                    "INSERT OR REPLACE INTO latency (fingerprint, block, widths, state, owner, attempts, changed) "
+                    "INSERT OR REPLACE INTO latency "
+                    "(fingerprint, block, widths, state, owner, attempts, changed) "
                     "VALUES (?, ?, ?, 'claimed', ?, ?, ?)",
                     (*key, widths, self._owner, attempts + 1, time.time()),
                 )
@@ -212,6 +218,7 @@ class LatencyStore:
 
     def _open(self) -> None:
         run = self._database.execute
+        run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = NORMAL")
         run("BEGIN IMMEDIATE")  # two processes may create the file at the same moment
         try:
@@ -246,7 +253,9 @@ class LatencyStore:
         return int(found.fetchone()[0])
 
     def _block_id(self, name: str, signature: str) -> int:
-        self._database.execute("INSERT OR IGNORE INTO block (signature, name) VALUES (?, ?)", (signature, name))
+        self._database.execute(
+            "INSERT OR IGNORE INTO block (signature, name) VALUES (?, ?)", (signature, name)
+        )
         found = self._database.execute("SELECT id FROM block WHERE signature = ?", (signature,))
         return int(found.fetchone()[0])
 
@@ -268,7 +277,9 @@ class LatencyStore:
                 f"{self.path} is no latency table, or a damaged one ({error}); move it away and measure anew"
             ) from error
         except OSError as error:
-            raise TableError(f"cannot open the latency table {self.path}: {error.strerror or error}") from error
+            raise TableError(
+                f"cannot open the latency table {self.path}: {error.strerror or error}"
+            ) from error
 
     @contextmanager
     def _transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
@@ -283,7 +294,7 @@ class LatencyStore:
 
 
 def _process_name(pid: int) -> str:
-    """Return host/pid/start: unique to a process, so that a reused pid is not taken for it; start 0 if gone."""
+    """Return host/pid/start, so that a reused pid is not taken for the process; start 0 if it is gone."""
     try:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -1,8 +1,8 @@
 """The latency table: what the fused blocks of networks cost on one device, measured once and kept.
 
-    table = LatencyTable("table.sqlite")
-    report = table.measure(blocks, backend)              # fills what is missing, adaptively
-    price = table.price(block, backend.fingerprint())    # price(c_in, c_out) in ms, vectorised
+table = LatencyTable("table.sqlite")
+report = table.measure(blocks, backend)              # fills what is missing, adaptively
+price = table.price(block, backend.fingerprint())    # price(c_in, c_out) in ms, vectorised
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class HeldOutError:
 class LatencyTable:
     """Latencies of blocks in one SQLite file, shared by models, runs and processes.
 
-    ``cold_share``: how the two states of a row are weighed where a backend tells them apart: 0 for weights that
-    are in cache when the block runs (a small network), 1 for weights that come from memory (a large one).
+    ``cold_share``: how the two states of a row are weighed where a backend tells them apart: 0 for weights
+    that are in cache when the block runs (a small network), 1 for weights that come from memory (a large
+    one).
     """
 
     def __init__(
@@ -154,9 +155,7 @@ class LatencyTable:
                     done = (position + 1.0 - 0.5 * min(1.0, len(plan.wanted) / 20)) / len(unique)
                     elapsed = time.monotonic() - start
                     progress(Progress(block.name, measured, done, elapsed * (1 - done) / done))
-        return MeasureReport(
-            measured, reused, time.monotonic() - start, tuple(failed), tuple(unstable)
-        )
+        return MeasureReport(measured, reused, time.monotonic() - start, tuple(failed), tuple(unstable))
 
     def price(self, block: Block, fingerprint: Fingerprint) -> Price:
         """Return the block's latency in ms as a function of its widths (int arrays that broadcast).
@@ -222,8 +221,10 @@ class LatencyTable:
         return hot + self.cold_share * (latency.cold.median_ms - hot)
 
     def _plan(self, block: Block, fingerprint: Fingerprint) -> tuple[Plan, dict[Point, str]]:
-        known = self._known(block, fingerprint)
-        plan = plan_samples(block.grids, known, self.sampling, _seed(block.signature))
+        rows = self.store.measured(block.signature, fingerprint)
+        known = {point: self._ms(latency) for point, latency in rows.items()}
+        noise = {point: (row.hot.q3_ms - row.hot.q1_ms) / 2 for point, row in rows.items()}
+        plan = plan_samples(block.grids, known, self.sampling, _seed(block.signature), noise)
         return plan, self.store.failures(block.signature, fingerprint) if plan.wanted else {}
 
     def _measure_row(

@@ -1,9 +1,9 @@
 """The functions that masked graphs call, and the marks they leave on nodes.
 
-    before   conv1 = call_module[conv1](x)
-    after    weight = get_attr[conv1.weight];  mask = get_attr[smcp.mask_conv1]
-             masked = soft_mask(weight, mask);  module = get_attr[conv1]
-             conv1 = forward_with_weight(module, masked, x)
+before   conv1 = call_module[conv1](x)
+after    weight = get_attr[conv1.weight];  mask = get_attr[smcp.mask_conv1]
+         masked = soft_mask(weight, mask);  module = get_attr[conv1]
+         conv1 = forward_with_weight(module, masked, x)
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs import CostModel, absolute_target, bind
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.masking import META, STATE
-from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
 from smcp_fx.passes.base import run_pipeline
+from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
 from smcp_fx.pruner import Pruner
 from smcp_fx.schedule import Schedule
 from smcp_fx.state import PruningState
@@ -76,7 +76,7 @@ class PreparedModel(fx.GraphModule):
             setattr(root, part, copy.deepcopy(getattr(self, part), memo))
         state = root.get_submodule(STATE)
         assert isinstance(state, PruningState)
-        copied = PreparedModel(root, copy.deepcopy(self.graph), self.plan, state, self._get_name())
+        copied = PreparedModel(root, copy.deepcopy(self.graph), self.plan, state, type(self).__name__)
         _copy_modes(self, copied)
         copied.pruner.correction = self.pruner.correction
         copied.pruner.history = list(self.pruner.history)
@@ -158,7 +158,7 @@ def convert(prepared: PreparedModel) -> fx.GraphModule:
     if not isinstance(prepared, PreparedModel):
         raise InputError(f"convert needs what prepare returned, not {type(prepared).__name__}")
     copied = copy.deepcopy(prepared)
-    module = fx.GraphModule(copied, copied.graph, class_name=prepared._get_name())
+    module = fx.GraphModule(copied, copied.graph, class_name=type(prepared).__name__)
     _copy_modes(prepared, module)
     run_pipeline(module, convert_pipeline(prepared.channels, prepared.smcp.units_kept()))
     if hasattr(module, STATE):
@@ -174,5 +174,3 @@ def _copy_modes(source: nn.Module, target: nn.Module) -> None:
     modes = {name: module.training for name, module in source.named_modules()}
     for name, module in target.named_modules():
         module.training = modes.get(name, source.training)
-
-

@@ -31,7 +31,8 @@ class Solve:
     """One solve: what was aimed at, what it costs, what it keeps, and what it changed.
 
     Costs are in the cost model's unit; ``importance_kept`` is the share of all importance that is kept,
-    ``bound`` the most any choice within the target could keep; ``changed`` counts units, by group.
+    ``bound`` the most any choice within the target could keep; ``changed`` counts units whose mask changed, by
+    group, ``returned`` those that came back.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Solve:
     importance_kept: float
     bound: float
     changed: dict[str, int]
+    returned: int
     units: int
     seconds: float
 
@@ -110,6 +112,15 @@ class Pruner:
         wanted = self.target if target is None else absolute_target(target, self.full_cost, self.cost.unit)
         return self._solve(wanted / self.correction, int(self._state.steps))
 
+    def check_target(self) -> None:
+        """Raise `InfeasibleBudgetError` now if no permitted choice reaches the final target."""
+        state = self._state
+        flat = torch.ones_like(state.gathered)
+        try:
+            self._choose(flat, self.cost, self.target)
+        except InfeasibleBudgetError as error:
+            raise self._explained(error) from error
+
     # ---- what a solve rests on --------------------------------------------------------------------------
 
     @property
@@ -169,9 +180,8 @@ class Pruner:
             cost=found.cost,
             importance_kept=float(scores[state.keep].sum()) / total,
             bound=min(found.bound / total, 1.0),
-            changed={
-                name: int(state.of_group(before != state.keep, name).sum()) for name in cost.permitted
-            },
+            changed={name: int(state.of_group(before != state.keep, name).sum()) for name in cost.permitted},
+            returned=int((state.keep & ~before).sum()),
             units=state.keep.numel(),
             seconds=time.perf_counter() - began,
         )
@@ -190,7 +200,10 @@ class Pruner:
         """
         chosen, found = self._choose(scores, cost, target)
         floor = (1 - self.config.tolerance) * float(scores[chosen].sum())
-        low, high = 0, len(_BONUSES) if self.config.tolerance else 0  # how much is given up grows with the bonus
+        low, high = (
+            0,
+            len(_BONUSES) if self.config.tolerance else 0,
+        )  # how much is given up grows with the bonus
         while low < high:
             middle = (low + high) // 2
             favoured = torch.where(self._state.keep, scores * (1 + _BONUSES[middle]), scores)
@@ -211,7 +224,12 @@ class Pruner:
             total = torch.cumsum(ordered.double().cpu(), 0)
             values[name] = total[torch.tensor(permitted) - 1].numpy()
         found = allocate(
-            values, cost, target, self.config.allocation, current=self.counts, start=self._start(cost.permitted)
+            values,
+            cost,
+            target,
+            self.config.allocation,
+            current=self.counts,
+            start=self._start(cost.permitted),
         )
         keep = torch.zeros_like(state.keep)
         for name, count in found.counts.items():

@@ -101,7 +101,9 @@ class PruningState(nn.Module):
                     f"not {mask.dtype} of shape {tuple(mask.shape)}"
                 )
             if not bool(mask.any()):
-                raise InputError(f"the mask of group {name!r} keeps nothing; keep at least one of {group.size} units")
+                raise InputError(
+                    f"the mask of group {name!r} keeps nothing; keep at least one of {group.size} units"
+                )
             if not group.free:
                 if not bool(mask.all()):
                     raise InputError(f"group {name!r} must stay whole: {'; '.join(group.pinned)}")
@@ -133,7 +135,7 @@ class PruningState(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> PruningState:
         # Importances are sums over many steps: they stay in float32 when the model goes to half precision.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name in ("gathered", "remembered"):
             setattr(self, name, getattr(self, name).float())
         return self

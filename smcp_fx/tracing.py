@@ -194,7 +194,8 @@ def _training_node(graph: fx.Graph, node: fx.Node) -> fx.Node:
     target = f"{owner}.training" if owner else "training"
     for other in graph.nodes:
         if other.op == "get_attr" and other.target == target:
-            return other
+            found: fx.Node = other
+            return found
     first = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first):
         return graph.create_node("get_attr", target)
@@ -240,9 +241,9 @@ def _first_difference(model: nn.Module, traced: fx.GraphModule, inputs: tuple[An
     for name, module in (duplicate := copy.deepcopy(traced)).named_modules():
         if name in outputs and not list(module.children()):
             module.register_forward_hook(
-                lambda _m, _i, out, name=name: found.append(name)
-                if not same_values(outputs[name], out)
-                else None
+                lambda _m, _i, out, name=name: (
+                    found.append(name) if not same_values(outputs[name], out) else None
+                )
             )
     found: list[str] = []
     run_eager(duplicate, inputs)

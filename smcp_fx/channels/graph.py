@@ -109,7 +109,8 @@ class ChannelGraph:
 
     def width(self, labels: Tensor) -> Width:
         """Channels kept among these 1-D labels, as a function of the groups' counts."""
-        constant, per_group = 0, defaultdict(int)
+        constant = 0
+        per_group: dict[int, int] = defaultdict(int)
         for unit in self.units.of(labels).tolist():
             index = int(self.group_of_unit[unit]) if unit >= 0 else -1
             if index < 0 or not self.groups[index].free:
@@ -243,27 +244,38 @@ def _groups(trail: Trail, units: Units, multiple: int) -> list[Group]:
     names: set[str] = set()
     order = {layer.path: index for index, layer in enumerate(trail.layers)}
     for (signature, pinned), members in sorted(
-        by_signature.items(), key=lambda item: min(order[path] + (side == "in") / 2 for (path, side), _ in item[0][0] if path in order)
+        by_signature.items(),
+        key=lambda item: min(
+            order[path] + (side == "in") / 2 for (path, side), _ in item[0][0] if path in order
+        ),
     ):
         channels = dict(signature)
         consumers = tuple(path for path, side in channels if side == "in")
         producers = tuple(path for path, side in channels if side == "out")
-        base = producers[0] if producers else f"input of {consumers[0]}" if consumers else next(iter(channels))[0]
+        base = (
+            producers[0]
+            if producers
+            else f"input of {consumers[0]}"
+            if consumers
+            else next(iter(channels))[0]
+        )
         name, number = base, 1
         while name in names:
             number += 1
             name = f"{base}#{number}"
         names.add(name)
-        sides = {key: count for key, count in channels.items() if key[1] != "carry"}
+        kept_sides = {key: count for key, count in channels.items() if key[1] != "carry"}
         groups.append(
             Group(
                 name=name,
                 size=len(members),
                 consumers=consumers,
                 producers=producers,
-                permitted=(len(members),) if pinned else permitted_counts(len(members), sides.values(), multiple),
+                permitted=(len(members),)
+                if pinned
+                else permitted_counts(len(members), kept_sides.values(), multiple),
                 pinned=pinned,
-                channels=sides,
+                channels=kept_sides,
                 units=torch.tensor(members),
             )
         )

@@ -59,6 +59,12 @@ class Call:
             return self.args[position]
         return self.kwargs.get(name, default)
 
+    def option(self, position: int, name: str, default: Any = None) -> Any:
+        """Return a setting: the module's field of that name, or the function's argument."""
+        if self.module is not None:
+            return getattr(self.module, name)
+        return self.argument(position, name, default)
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -119,7 +125,9 @@ class Trail:
     norms: list[Norm] = field(default_factory=list)
     shuffles: dict[str, Shuffle] = field(default_factory=dict)
     virtual: set[str] = field(default_factory=set)  # nodes exempt from rectangularity
-    origins: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # (node, nth) -> first, count
+    origins: dict[tuple[str, int], tuple[int, int]] = field(
+        default_factory=dict
+    )  # (node, nth) -> first, count
     count: int = 1  # labels handed out, 0 unused
 
 
@@ -143,7 +151,9 @@ class Propagation:
         self.blind = False  # a rule pinned something because ties found later were not visible yet
         self._asked: Counter[str] = Counter()
         self._seen: Tensor | None = None
-        if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still speak of them
+        if (
+            earlier is not None
+        ):  # the same nodes get the same labels, so that the earlier ties still speak of them
             self.trail.ties = list(earlier[0].ties)
             self.trail.origins = dict(earlier[0].origins)
             self.trail.count = earlier[0].count
@@ -181,7 +191,7 @@ class Propagation:
 
     def tie(self, left: Tensor, right: Tensor) -> None:
         """Tie labels of equal shape element by element; what meets a fixed source is pinned."""
-        a, b = (t.reshape(-1) for t in torch.broadcast_tensors(left, right))
+        a, b = (t.reshape(-1) for t in torch.broadcast_tensors(left, right))  # type: ignore[no-untyped-call]
         both = (a > 0) & (b > 0) & (a != b)
         if bool(both.any()):
             pair = torch.stack([torch.minimum(a, b)[both], torch.maximum(a, b)[both]])

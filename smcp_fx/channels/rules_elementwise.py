@@ -12,20 +12,23 @@ from smcp_fx.channels.labels import compress, uniform, varied_dims
 from smcp_fx.channels.propagation import Call, Propagation, Rule, TensorInfo, tensor_leaves
 
 _ELEMENTWISE = """
-abs acos acosh add addcdiv addcmul alphadropout asin asinh atan atan2 atanh bfloat16 bitwiseand bitwisenot
-bitwiseor ceil celu clamp clone copysign cos cosh detach div double dropout dropout1d dropout2d
-dropout3d elu eq equal erf erfc exp exp2 expm1 featurealphadropout float floor floordivide floordiv fmax fmin
-fmod frac ge gelu gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot identity invert isfinite
-isinf isnan le leakyrelu lerp log log10 log1p log2 logaddexp logicaland logicalnot logicalor logicalxor
-logit logsigmoid lt maskedfill maximum minimum mish mod mul nantonum ne neg positive pos pow reciprocal relu
-relu6 remainder round rrelu rsqrt selu sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt
-square stochasticdepth sub swish tan tanh tanhshrink threshold to trunc type typeas where xlogy zeroslike
-oneslike emptylike randlike randnlike fulllike
+abs acos acosh add addcdiv addcmul alphadropout asin asinh atan atan2 atanh bfloat16 bitwiseand
+bitwisenot bitwiseor ceil celu clamp clone copysign cos cosh detach div double dropout dropout1d
+dropout2d dropout3d elu eq equal erf erfc exp exp2 expm1 featurealphadropout float floor floordivide
+floordiv fmax fmin fmod frac ge gelu gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot
+identity invert isfinite isinf isnan le leakyrelu lerp log log10 log1p log2 logaddexp logicaland
+logicalnot logicalor logicalxor logit logsigmoid lt maskedfill maximum minimum mish mod mul nantonum ne
+neg positive pos pow reciprocal relu relu6 remainder round rrelu rsqrt selu sigmoid sign silu sin sinc
+sinh softplus softshrink softsign sqrt square stochasticdepth sub swish tan tanh tanhshrink threshold to
+trunc type typeas where xlogy zeroslike oneslike emptylike randlike randnlike fulllike
 """.split()
 _REDUCTIONS = """
-mean sum amax amin prod std var norm logsumexp argmax argmin all any nansum nanmean median stdmean varmean
+mean sum amax amin prod std var norm logsumexp argmax argmin all any nansum nanmean median stdmean
+varmean
 """.split()
-_ALONG = "softmax logsoftmax softmin normalize cumsum cumprod logcumsumexp".split()
+_ALONG = """
+softmax logsoftmax softmin normalize cumsum cumprod logcumsumexp
+""".split()
 
 
 def elementwise(run: Propagation, call: Call) -> Any:
@@ -54,7 +57,7 @@ def elementwise(run: Propagation, call: Call) -> Any:
     if len(taking_part) == 1:
         return _like(call, taking_part[0])
     cores = [_core(labels, varied) for labels in taking_part]
-    size = torch.broadcast_shapes(*(core.shape for core in cores))
+    size = torch.broadcast_shapes(*(core.shape for core in cores))  # type: ignore[no-untyped-call]
     count = torch.Size(size).numel()
     merged = run.fresh(call.node.name, count).reshape(size)
     for core in cores:
@@ -73,7 +76,9 @@ def reduction(run: Propagation, call: Call) -> Any:
     dims = call.argument(_dim_position(call), "dim", call.kwargs.get("axis"))
     if dims is None:
         dims = tuple(range(labels.dim()))
-    reduced = {int(dim) % max(labels.dim(), 1) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])}
+    reduced = {
+        int(dim) % max(labels.dim(), 1) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])
+    }
     reduced_labels = _mix(run, call, labels, reduced)
     if reduced_labels is None:
         return run.unknown(call, f"channels are mixed by {call.name!r}")
@@ -89,7 +94,7 @@ def softmax(run: Propagation, call: Call) -> Any:
     """Mixes along one dimension: as a reduction that keeps its shape."""
     labels = run.of(call.argument(0, "input"))
     position = 2 if call.name == "normalize" and call.module is None else 1
-    dim = call.module.dim if call.module is not None else call.argument(position, "dim")
+    dim = call.option(position, "dim")
     if dim is None:
         dim = 1 if call.name == "normalize" else -1
     mixed = _mix(run, call, labels, {int(dim) % labels.dim()})
@@ -113,7 +118,7 @@ def pooling(run: Propagation, call: Call) -> Any:
 def glu(run: Propagation, call: Call) -> Any:
     """Halves along a dimension, one gating the other: the halves are tied."""
     labels = run.of(call.argument(0, "input"))
-    dim = call.module.dim if call.module is not None else call.argument(1, "dim", -1)
+    dim = int(call.option(1, "dim", -1))
     value, gate = labels.chunk(2, dim)
     run.tie(value, gate)
     return compress(value)
@@ -138,9 +143,7 @@ def _mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor
 
 def _like(call: Call, labels: Tensor) -> Any:
     """The labels for every output tensor of the call, each in its own shape."""
-    return pytree.tree_map(
-        lambda v: labels.expand(v.shape) if isinstance(v, TensorInfo) else v, call.value
-    )
+    return pytree.tree_map(lambda v: labels.expand(v.shape) if isinstance(v, TensorInfo) else v, call.value)
 
 
 def _core(labels: Tensor, varied: set[int]) -> Tensor:
@@ -164,9 +167,11 @@ def _spatial_rank(call: Call) -> int:
 def constant(run: Propagation, call: Call) -> Any:
     """Tensors made from nothing stay; they pin what they are added to channel by channel, no more."""
     return pytree.tree_map(
-        lambda v: uniform(run.fixed(call.node.name, f"constant made by {call.node.name!r}"), v.shape)
-        if isinstance(v, TensorInfo)
-        else v,
+        lambda v: (
+            uniform(run.fixed(call.node.name, f"constant made by {call.node.name!r}"), v.shape)
+            if isinstance(v, TensorInfo)
+            else v
+        ),
         call.value,
     )
 

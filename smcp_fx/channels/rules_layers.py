@@ -28,7 +28,7 @@ def convolution(run: Propagation, call: Call) -> Any:
     if weights is None:
         return run.unknown(call, "a convolution whose weight is computed, not a parameter")
     weight, bias = weights
-    groups = call.module.groups if call.module is not None else call.argument(6, "groups", 1)
+    groups = int(call.option(6, "groups", 1))
     labels = run.of(call.argument(0, "input"))
     axis = labels.dim() - rank - 1
     inputs = channel_labels(run, labels, axis)
@@ -145,9 +145,9 @@ def batch_norm(run: Propagation, call: Call) -> Any:
 def group_norm(run: Propagation, call: Call) -> Any:
     """Ties the channels inside each normalisation group: whole groups go, which is exact."""
     labels = run.of(call.argument(0, "input"))
-    groups = call.module.num_groups if call.module is not None else call.argument(1, "num_groups")
+    groups = int(call.option(1, "num_groups"))
     channels = channel_labels(run, labels, 1)
-    rows = channels.reshape(int(groups), -1)
+    rows = channels.reshape(groups, -1)
     run.tie(rows, rows[:, :1].expand_as(rows))
     if not _carry(run, call, channels, {2: "weight", 3: "bias"}):
         return run.unknown(call, "a group norm whose weights are computed, not parameters")
@@ -157,9 +157,7 @@ def group_norm(run: Propagation, call: Call) -> Any:
 def layer_norm(run: Propagation, call: Call) -> Any:
     """Mixes the normalised dimensions, which pins channels there; channels elsewhere pass."""
     labels = run.of(call.argument(0, "input"))
-    shape = (
-        call.module.normalized_shape if call.module is not None else call.argument(1, "normalized_shape")
-    )
+    shape = call.option(1, "normalized_shape")
     mixed = range(labels.dim() - len(tuple(shape)), labels.dim())
     if any(dim in mixed for dim in run.varied(labels)):
         run.blind = True

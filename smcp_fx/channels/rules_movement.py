@@ -14,10 +14,10 @@ from smcp_fx.channels.operations import operation_name
 from smcp_fx.channels.propagation import Call, Propagation, Rule, Shuffle, tensor_leaves
 
 _MOVES = """
-broadcastto channelshuffle chunk diagonal expand expandas flatten flip getitem indexselect movedim narrow
-permute pixelshuffle pixelunshuffle repeat repeatinterleave reshape reshapeas roll select split squeeze
-tensorsplit tile t transpose unbind unflatten unsqueeze view viewas rot90 hstack vstack unsafechunk
-unsafesplit atleast2d
+broadcastto channelshuffle chunk diagonal expand expandas flatten flip getitem indexselect movedim
+narrow permute pixelshuffle pixelunshuffle repeat repeatinterleave reshape reshapeas roll select split
+squeeze tensorsplit tile t transpose unbind unflatten unsqueeze view viewas rot90 hstack vstack
+unsafechunk unsafesplit atleast2d
 """.split()
 #: Moves of one tensor that keep every element: a chain of them may be a channel shuffle.
 _CHAIN = {"view", "reshape", "transpose", "permute", "flatten", "unflatten", "movedim", "contiguous", "t"}
@@ -39,7 +39,9 @@ def move(run: Propagation, call: Call) -> Any:
     source = args[0]
     if not isinstance(source, Tensor):
         return source[args[1]] if call.name == "getitem" else run.unknown(call)
-    if len(tensor_leaves((args[1:], kwargs))) > (1 if call.name in ("expandas", "viewas", "reshapeas") else 0):
+    if len(tensor_leaves((args[1:], kwargs))) > (
+        1 if call.name in ("expandas", "viewas", "reshapeas") else 0
+    ):
         return run.unknown(call, f"{call.name!r} by a tensor whose values are not known")
     result = execute(call, args, kwargs)
     if call.name in _CHAIN:
@@ -51,7 +53,7 @@ def move(run: Propagation, call: Call) -> Any:
 def join(run: Propagation, call: Call) -> Any:
     """cat and stack, uniform dimensions narrowed first so that they cost nothing."""
     args, kwargs = labelled(run, (call.args, call.kwargs))
-    tensors = [t for t in (args[0] if args else kwargs["tensors"])]
+    tensors = list(args[0] if args else kwargs["tensors"])
     dim = int(args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0)))
     full = call.shape
     if call.name == "stack":
@@ -91,7 +93,9 @@ def pad(run: Propagation, call: Call) -> Any:
 def labelled(run: Propagation, tree: Any) -> Any:
     """The arguments with parameters replaced by the labels of their elements."""
     leaves, spec = pytree.tree_flatten(tree)
-    leaves = [run.of(leaf) if tensor_leaves(leaf) and not isinstance(leaf, slice) else leaf for leaf in leaves]
+    leaves = [
+        run.of(leaf) if tensor_leaves(leaf) and not isinstance(leaf, slice) else leaf for leaf in leaves
+    ]
     return pytree.tree_unflatten(leaves, spec)
 
 

@@ -1,0 +1,99 @@
+"""What a compile run is asked for; the command line derives its flags from these fields."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from smcp_fx.config import PruningConfig, option
+from smcp_fx.errors import InputError
+from smcp_fx.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """One run of the compiler."""
+
+    model: str = option(
+        "torchvision:resnet18",
+        "torchvision:NAME, timm:NAME, or path/to/file.py:factory (called without arguments)",
+    )
+    weights: str | None = option(
+        None,
+        "state dict to start from (.safetensors, or .pt without code); training the dense model is then skipped",
+    )
+    data: str = option(
+        "digits",
+        "digits (scikit-learn's), imagefolder:PATH (with train/ and val/ or test/ below it), or "
+        "path/to/file.py:factory returning (train, test) datasets",
+    )
+    target: str = option("0.4", "fraction of the dense cost to reach, or an absolute cost such as '12 ms'")
+    cost: str = option("latency", "what the target is in", ("latency", "flops", "params"))
+    backend: str = option(
+        "onnxruntime", "what the latency is measured in", ("onnxruntime", "torch", "tensorrt")
+    )
+    threads: int = option(1, "threads of the measured runtime")
+    batch: int = option(32, "batch size that the latency is measured at")
+    train_batch: int = option(64, "batch size of training")
+    dense_epochs: float = option(8, "epochs the dense model is trained for, when no weights are given")
+    epochs: float = option(16, "epochs of pruning and fine-tuning; the schedule scales to any number")
+    lr: float = option(0.05, "peak learning rate of the dense training; pruning peaks at two thirds of it")
+    weight_decay: float = option(1e-4, "weight decay")
+    warmup: float | None = option(None, "epochs before pruning starts (K_w); default: the paper's share")
+    ramp: float | None = option(None, "epochs until the target is reached (K_t); default: the paper's share")
+    cooldown: float | None = option(
+        None, "epochs with fixed masks at the end (K_c); default: the paper's share"
+    )
+    every: int | None = option(
+        None, "steps between two solves (r); default: about 24 solves, at most 80 steps"
+    )
+    table: str | None = option(None, "latency table to use and extend (default: table.sqlite beside --out)")
+    out: str = option("runs/compile", "folder for the files")
+    seed: int = option(0, "seed of everything random")
+    resume: bool = option(False, "go on with an interrupted run in --out")
+    allow_missed: bool = option(False, "exit with success although the measured target was missed")
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "batch", "train_batch"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if self.epochs <= 0 or self.dense_epochs < 0 or self.lr <= 0:
+            raise InputError("--epochs and --lr must be positive, --dense-epochs at least 0")
+
+    @property
+    def wanted(self) -> float | str:
+        """The target as `smcp_fx.prepare` takes it."""
+        try:
+            return float(self.target)
+        except ValueError:
+            return self.target
+
+    @property
+    def folder(self) -> Path:
+        """The output folder."""
+        return Path(self.out)
+
+    def schedule(self, steps_per_epoch: int) -> Schedule:
+        """The pruning schedule for data of this many steps an epoch."""
+        default = Schedule.scaled(self.epochs, steps_per_epoch, self.every)
+        return Schedule(
+            self.epochs,
+            steps_per_epoch,
+            default.warmup if self.warmup is None else self.warmup,
+            default.ramp if self.ramp is None else self.ramp,
+            default.cooldown if self.cooldown is None else self.cooldown,
+            default.every,
+        )
+
+
+#: Settings that may change between a run and its resumption without changing its result.
+_FREE = {"resume", "out", "allow_missed"}
+
+
+def as_record(settings: CompileSettings, config: PruningConfig) -> dict[str, Any]:
+    """What a resumed run must have been started with, as JSON values."""
+    chosen = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in _FREE}
+    record: dict[str, Any] = json.loads(json.dumps({"settings": chosen, "config": asdict(config)}))
+    return record
