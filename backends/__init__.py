@@ -13,10 +13,9 @@ from smcp_fx.backends.base import (
     BlockLatency,
     Engine,
     Fingerprint,
-    Measurement,
-    TimingConfig,
     measure_interleaved,
 )
+from smcp_fx.backends.timing import Measurement, TimingConfig
 from smcp_fx.errors import BackendError
 
 __all__ = [

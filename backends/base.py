@@ -1,7 +1,7 @@
 """The interface between smcp_fx and whatever runs a network: `Backend`, `Engine`, `Fingerprint`.
 
-A backend compiles a module into an engine; an engine runs and is timed. A latency is worth nothing without the
-`Fingerprint` that says on what it was measured.
+A backend compiles a module into an engine; an engine runs and is timed. A latency is worth nothing without
+the `Fingerprint` that says on what it was measured.
 """
 
 from __future__ import annotations
@@ -79,7 +79,13 @@ class BlockLatency:
 
 
 class Engine(ABC):
-    """A compiled network, with the example inputs that it is timed on. Use as a context manager, or close()."""
+    """A compiled network, with the example inputs that it is timed on. Use as a context manager, or close().
+
+    ``cpu_bound``: it computes in the calling thread alone, so that a disturbed run can be told from a slow
+    one.
+    """
+
+    cpu_bound: bool = False
 
     @abstractmethod
     def run(self, inputs: Sequence[Array]) -> list[Array]:
@@ -96,7 +102,7 @@ class Engine(ABC):
         self, inputs: Sequence[Array] | None = None, config: TimingConfig | None = None
     ) -> Measurement:
         """Measure one run: median and quartiles in ms."""
-        return measure_timers([self.timer(inputs)], config)[0]
+        return measure_timers([self.timer(inputs)], config, cpu_bound=self.cpu_bound)[0]
 
     def layer_latencies(self) -> dict[str, float] | None:
         """Return the median ms of each node as the runtime's profiler names them, in order of execution.
@@ -152,7 +158,8 @@ def measure_interleaved(
 ) -> list[Measurement]:
     """Measure ``engines`` in turns (a b a b ...), so that their ratio is fair; one result each, in order."""
     given = inputs if inputs is not None else [None] * len(engines)
-    return measure_timers([e.timer(i) for e, i in zip(engines, given, strict=True)], config)
+    timers = [engine.timer(i) for engine, i in zip(engines, given, strict=True)]
+    return measure_timers(timers, config, cpu_bound=all(engine.cpu_bound for engine in engines))
 
 
 def to_arrays(tensors: Sequence[Tensor]) -> list[Array]:

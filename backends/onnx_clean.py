@@ -1,17 +1,14 @@
 """What the exporter leaves behind, taken out of an ONNX model; and opsets older than the exporter's.
 
-    ReduceMean over the image axes  ->  GlobalAveragePool   (runtimes have a fast kernel for it)
-    Identity, Cast to the same type, Transpose pairs that cancel  ->  nothing
-    nodes named after the module whose weight they hold; traces of the exporting machine dropped
+ReduceMean over the image axes  ->  GlobalAveragePool   (runtimes have a fast kernel for it)
+Identity, Cast to the same type, Transpose pairs that cancel  ->  nothing
+nodes named after the module whose weight they hold; traces of the exporting machine dropped
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from smcp_fx.errors import BackendError
 
@@ -46,7 +43,7 @@ def _drop_attributes(node: onnx.NodeProto, *names: str) -> None:
 
 
 def _drop_traces(model: onnx.ModelProto) -> bool:
-    """Drop stack traces and the like: they name paths of the exporting machine and make up most of the file."""
+    """Drop stack traces and the like: they name paths of the exporting machine and fill the file."""
     graph, changed = model.graph, False
     for owner in (*graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer, graph):
         if owner.metadata_props:
@@ -180,5 +177,3 @@ def _name_after_modules(model: onnx.ModelProto) -> bool:
             taken.add(path)
             changed = True
     return changed
-
-

@@ -48,12 +48,12 @@ def export_onnx(
     """Write ``model`` in eval mode as an ONNX file and return its path.
 
     The batch (the first axis of every input) stays open unless ``dynamic_batch`` is False. ``metadata`` goes
-    into the file, values that are no strings as JSON. ``check`` runs the file in ONNX Runtime on random inputs
-    of the examples' shapes, and of another batch, and compares with the module. The file gets its name only
-    after that; whatever fails, nothing is left behind.
+    into the file, values that are no strings as JSON. ``check`` runs the file in ONNX Runtime on random
+    inputs of the examples' shapes, and of another batch, and compares with the module. The file gets its
+    name only after that; whatever fails, nothing is left behind.
 
-    Errors: `BackendError` for an operation ONNX cannot express (named with its module), for outputs that differ,
-    and for a disk that is full; `InputError` for an opset or example inputs that cannot be used.
+    Errors: `BackendError` for an operation ONNX cannot express (named with its module), for outputs that
+    differ, and for a disk that is full; `InputError` for an opset or example inputs that cannot be used.
     """
     path = Path(path)
     proto = export_model_proto(model, example_inputs, opset=opset, dynamic_batch=dynamic_batch)
@@ -126,7 +126,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def random_inputs(inputs: Sequence[Tensor], batch: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
-    """Return inputs like ``inputs``, normally distributed (integers: drawn from theirs), with ``batch`` rows."""
+    """Return inputs like ``inputs``, normally distributed (integers: drawn from theirs), ``batch`` rows."""
     generator = torch.Generator().manual_seed(seed)
     out = []
     for tensor in inputs:
@@ -172,7 +172,9 @@ def _export_program(
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         advice = (
-            " If the network only works for one batch size, pass dynamic_batch=False." if dynamic_batch else ""
+            " If the network only works for one batch size, pass dynamic_batch=False."
+            if dynamic_batch
+            else ""
         )
         shown = [tuple(tensor.shape) for tensor in inputs]
         raise BackendError(
@@ -189,9 +191,13 @@ def _explain(error: BaseException, program: torch.export.ExportedProgram) -> str
         cause = cause.__cause__ or cause.__context__
     text = "\n".join(chain)
     node = re.search(r"translating node %(\w+)", text)
-    operation = re.search(r"OpOverload\(op='([\w.]+)'", text) or re.search(r"target=torch\.ops\.([\w.]+)", text)
+    operation = re.search(r"OpOverload\(op='([\w.]+)'", text) or re.search(
+        r"target=torch\.ops\.([\w.]+)", text
+    )
     if node is None and operation is None:
-        return f"ONNX cannot express the network: {chain[-1].strip().splitlines()[0] if chain[-1] else error!r}"
+        return (
+            f"ONNX cannot express the network: {chain[-1].strip().splitlines()[0] if chain[-1] else error!r}"
+        )
     module = _module_of(node.group(1), program) if node is not None else None
     where = "" if module is None else f" in module {module!r}" if module else " in the network's own forward"
     name = operation.group(1) if operation is not None else node.group(1) if node is not None else "?"
@@ -221,7 +227,7 @@ def _compare_with_module(
     batches: list[int | None] = [None]
     if dynamic_batch:
         batches.append(3 if example_inputs[0].shape[0] != 3 else 2)
-    with OnnxRuntimeEngine(file, example_inputs) as engine:
+    with contextlib.closing(OnnxRuntimeEngine(file, example_inputs)) as engine:
         for seed, batch in enumerate(batches):
             inputs = random_inputs(example_inputs, batch, seed)
             with eval_mode(model), torch.no_grad():
@@ -232,16 +238,18 @@ def _compare_with_module(
 def compare_outputs(found: Sequence[Array], expected: Sequence[Array], names: Sequence[str]) -> None:
     """Raise `BackendError` with both values where an ONNX file's outputs differ from the module's."""
     if len(found) != len(expected):
-        raise BackendError(f"the ONNX file has {len(found)} outputs, the module {len(expected)}; no file written")
+        raise BackendError(
+            f"the ONNX file has {len(found)} outputs, the module {len(expected)}; no file written"
+        )
     for name, a, b in zip(names, found, expected, strict=True):
         if a.shape != b.shape:
             raise BackendError(
-                f"output {name!r} has shape {a.shape} in ONNX Runtime and {b.shape} in PyTorch; no file written"
+                f"output {name!r} has shape {a.shape} in ONNX Runtime, {b.shape} in PyTorch; no file written"
             )
         if not np.all(np.isfinite(b)):
             raise BackendError(
-                f"output {name!r} of the module is not finite on random inputs, so the ONNX file cannot be "
-                "checked; no file written. Look for overflow or uninitialised statistics, or pass check=False."
+                f"output {name!r} of the module is not finite on random inputs, so the ONNX file cannot "
+                "be checked; no file written. Look for overflow, or pass check=False."
             )
         relative, absolute, value, reference = largest_difference(a, b)
         limit = TOLERANCES.get(str(b.dtype), 0.0)
@@ -260,10 +268,14 @@ def flatten_outputs(outputs: Any) -> list[Tensor]:
 
 
 def _serialise(proto: onnx.ModelProto) -> bytes:
+    data: bytes = b""
     try:
-        return proto.SerializeToString()
+        data = proto.SerializeToString()
     except Exception as error:
-        raise BackendError(f"the ONNX model cannot be written as one file (2 GiB at most): {error}") from error
+        raise BackendError(
+            f"the ONNX model cannot be written as one file (2 GiB at most): {error}"
+        ) from error
+    return data
 
 
 @contextlib.contextmanager

@@ -1,15 +1,17 @@
 """The measurement loop: warm up until stable, repeat, take the median and the quartiles.
 
 Several timers are measured *interleaved* (a b c a b c ...), so that a slow moment of the machine hits all of
-them alike and their ratio stays fair. A set of samples whose spread is above the limit is thrown away and
-taken again; if no attempt is calm, the calmest is returned and marked unstable.
+them alike and their ratio stays fair. A run during which the thread was kept off its core (another process
+had it) is dropped, or counts by the time it had its core if there are no others. A set of samples whose
+spread is above the limit is thrown away and taken again; if no attempt is calm, the calmest is returned and
+marked unstable.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +23,7 @@ Timer = Callable[[], float]
 
 @dataclass(frozen=True)
 class Measurement:
-    """Median and quartiles of repeated runs, in ms; ``stable`` says whether the spread was within its limit."""
+    """Median and quartiles of repeated runs, in ms; ``stable``: the spread was within its limit."""
 
     median_ms: float
     q1_ms: float
@@ -37,11 +39,13 @@ class Measurement:
 
 @dataclass(frozen=True)
 class TimingConfig:
-    """How long to measure. Repeats stop at ``max_repeats``, or at ``min_repeats`` once ``budget_ms`` is spent.
+    """How long to measure: ``max_repeats`` runs, fewer once ``budget_ms`` is spent, ``min_repeats`` at least.
 
     ``spread_limit``: interquartile range over median above which the samples are taken again, ``attempts``
-    times at most. ``warmup_tolerance``: the warm-up ends when the median of the last ``warmup_window`` runs is
-    within it of the median of the ones before, or after ``warmup_ms``.
+    times at most. ``warmup_tolerance``: the warm-up ends when the median of the last ``warmup_window`` runs
+    is within it of the median of the ones before, or after ``warmup_ms``. ``droppable``: disturbed runs that
+    are dropped, per repeat wanted; beyond that the machine is too busy to measure on, and the result is
+    unstable.
     """
 
     min_repeats: int = 7
@@ -52,6 +56,7 @@ class TimingConfig:
     warmup_window: int = 2
     warmup_tolerance: float = 0.05
     warmup_ms: float = 1000.0
+    droppable: float = 3.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_repeats <= self.max_repeats:
@@ -66,36 +71,84 @@ class TimingConfig:
 
 
 #: For one block among hundreds: the table's sums average the noise out, so a row may be quick.
-QUICK = TimingConfig(min_repeats=3, max_repeats=25, budget_ms=15.0, attempts=2, warmup_window=1, warmup_ms=50.0)
+QUICK = TimingConfig(
+    min_repeats=3,
+    max_repeats=5,
+    budget_ms=8.0,
+    spread_limit=0.08,
+    attempts=2,
+    droppable=1.0,
+    warmup_window=1,
+    warmup_ms=50.0,
+)
 
 
-def summarise(samples_ms: Sequence[float], spread_limit: float) -> Measurement:
-    """Return the median and quartiles of ``samples_ms``; stable when the spread is within ``spread_limit``."""
-    q1, median, q3 = (float(q) for q in np.percentile(np.asarray(samples_ms, dtype=np.float64), [25, 50, 75]))
-    measurement = Measurement(median, q1, q3, len(samples_ms), stable=True)
+#: A thread that had less of its core than this, as a share of the time that passed, was disturbed.
+_UNDISTURBED = 0.95
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run: how long it took, and whether its thread was kept off its core meanwhile.
+
+    Of a disturbed run ``ms`` is the time that the thread had its core.
+    """
+
+    ms: float
+    disturbed: bool = False
+
+
+def take_sample(timer: Timer, cpu_bound: bool) -> Sample:
+    """Run ``timer`` once. A disturbance shows only where all is computed in this thread (``cpu_bound``)."""
+    cpu, wall = time.thread_time(), time.perf_counter()
+    ms = timer()
+    wall, cpu = 1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - cpu)
+    if cpu_bound and cpu < _UNDISTURBED * wall - 0.002:
+        return Sample(min(ms, cpu), disturbed=True)
+    return Sample(ms)
+
+
+def stopwatch(run: Callable[[], object]) -> Timer:
+    """Return a timer of ``run`` by the wall clock."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start)
+
+    return once
+
+
+def summarise(samples: Sequence[Sample], spread_limit: float) -> Measurement:
+    """Return median and quartiles; stable when the spread is within its limit and most runs undisturbed."""
+    times = np.asarray([sample.ms for sample in samples], dtype=np.float64)
+    q1, median, q3 = (float(q) for q in np.percentile(times, [25, 50, 75]))
+    calm = 2 * sum(sample.disturbed for sample in samples) <= len(samples)
+    measurement = Measurement(median, q1, q3, len(samples), stable=calm)
     if measurement.spread <= spread_limit:
         return measurement
-    return Measurement(median, q1, q3, len(samples_ms), stable=False)
+    return replace(measurement, stable=False)
 
 
 def warm_up(timer: Timer, config: TimingConfig) -> int:
     """Run ``timer`` until two windows of runs in a row agree, and return the number of runs."""
-    window, runs = config.warmup_window, 0
+    window = config.warmup_window
     samples: list[float] = []
     start = time.perf_counter()
     while True:
         samples.append(timer())
-        runs += 1
         if len(samples) >= 2 * window:
             before = float(np.median(samples[-2 * window : -window]))
             last = float(np.median(samples[-window:]))
             if abs(last - before) <= config.warmup_tolerance * before:
-                return runs
+                return len(samples)
         if 1e3 * (time.perf_counter() - start) >= config.warmup_ms:
-            return runs
+            return len(samples)
 
 
-def measure_timers(timers: Sequence[Timer], config: TimingConfig | None = None) -> list[Measurement]:
+def measure_timers(
+    timers: Sequence[Timer], config: TimingConfig | None = None, *, cpu_bound: bool = False
+) -> list[Measurement]:
     """Measure all ``timers`` interleaved, one `Measurement` each, in their order.
 
     All of them have the same number of repeats. When one is unstable the whole set is taken again, since
@@ -108,21 +161,28 @@ def measure_timers(timers: Sequence[Timer], config: TimingConfig | None = None) 
         warm_up(timer, config)
     best: list[Measurement] = []
     for _ in range(config.attempts):
-        result = _attempt(timers, config)
-        if not best or max(m.spread for m in result) < max(m.spread for m in best):
+        result = _attempt(timers, config, cpu_bound)
+        if not best or _unrest(result) < _unrest(best):
             best = result
         if all(m.stable for m in result):
             break
     return best
 
 
-def _attempt(timers: Sequence[Timer], config: TimingConfig) -> list[Measurement]:
-    samples: list[list[float]] = [[] for _ in timers]
-    spent_ms = 0.0
-    while len(samples[0]) < config.min_repeats or (
-        len(samples[0]) < config.max_repeats and spent_ms < config.budget_ms * len(timers)
+def _unrest(result: Sequence[Measurement]) -> tuple[bool, float]:
+    return not all(m.stable for m in result), max(m.spread for m in result)
+
+
+def _attempt(timers: Sequence[Timer], config: TimingConfig, cpu_bound: bool) -> list[Measurement]:
+    rounds: list[list[Sample]] = []
+    spent_ms, dropped = 0.0, 0
+    while len(rounds) < config.min_repeats or (
+        len(rounds) < config.max_repeats and spent_ms < config.budget_ms * len(timers)
     ):
-        for taken, timer in zip(samples, timers, strict=True):
-            taken.append(timer())
-            spent_ms += taken[-1]
-    return [summarise(taken, config.spread_limit) for taken in samples]
+        taken = [take_sample(timer, cpu_bound) for timer in timers]
+        if any(s.disturbed for s in taken) and dropped < config.droppable * config.min_repeats:
+            dropped += 1
+            continue
+        rounds.append(taken)
+        spent_ms += sum(sample.ms for sample in taken)
+    return [summarise(samples, config.spread_limit) for samples in zip(*rounds, strict=True)]

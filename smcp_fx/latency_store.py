@@ -206,11 +206,14 @@ class LatencyStore:
                     (self._owner, json.dumps(point), fingerprint.key(), signature),
                 )
 
-    def forget_failures(self, signature: str, fingerprint: Fingerprint) -> int:
-        """Drop the failed rows of one block, so that they are tried again; return how many."""
+    def forget(
+        self, signature: str, fingerprint: Fingerprint, *, failed: bool = False, unstable: bool = False
+    ) -> int:
+        """Drop the failed, or the unstable, rows of one block, so that they are measured again; return how many."""
         with self._transaction() as run:
             return run(
-                "DELETE FROM latency WHERE state = 'failed' "
+                f"DELETE FROM latency WHERE ({int(failed)} AND state = 'failed' OR {int(unstable)} AND "
+                "state = 'measured' AND (hot_stable = 0 OR cold_stable = 0)) "
                 "AND fingerprint = (SELECT id FROM fingerprint WHERE key = ?) "
                 "AND block = (SELECT id FROM block WHERE signature = ?)",
                 (fingerprint.key(), signature),

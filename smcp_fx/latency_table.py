@@ -121,12 +121,15 @@ class LatencyTable:
         backend: Backend,
         progress: Callable[[Progress], None] | None = None,
         config: TimingConfig | None = None,
+        *,
         retry_failed: bool = False,
+        retry_unstable: bool = False,
     ) -> MeasureReport:
         """Measure what is missing for `price` to hold on the blocks' grids; every row is kept as it comes.
 
         Adaptive: see `plan_samples`. Rows that another process has claimed are waited for. A block whose
-        measurement fails is marked, and the rest goes on.
+        measurement fails is marked, and the rest goes on. ``retry_failed`` and ``retry_unstable`` measure such
+        rows of earlier runs again.
         """
         unique = list({(b.signature, b.grids): b for b in blocks}.values())
         fingerprint = backend.fingerprint()
@@ -134,8 +137,8 @@ class LatencyTable:
         failed: list[tuple[str, Point, str]] = []
         unstable: list[tuple[str, Point, float]] = []
         for position, block in enumerate(unique):
-            if retry_failed:
-                self.store.forget_failures(block.signature, fingerprint)
+            if retry_failed or retry_unstable:
+                self.store.forget(block.signature, fingerprint, failed=retry_failed, unstable=retry_unstable)
             reused += len(self.store.measured(block.signature, fingerprint))
             while True:
                 plan, failures = self._plan(block, fingerprint)

@@ -1,8 +1,8 @@
 """A bound `NetworkCost` as tables: one a pair of widths, in place of one callable a layer.
 
-A *variable* is what indexes a table's axis: a group's count, or the sum of several groups' channels where they
-are concatenated. Widths that differ by a constant or a factor (a flatten in front of a linear layer) share
-their variable, and layers with the same pair of variables share one table.
+A *variable* is what indexes a table's axis: a group's count, or the sum of several groups' channels where
+they are concatenated. Widths that differ by a constant or a factor (a flatten in front of a linear layer)
+share their variable, and layers with the same pair of variables share one table.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Problem:
-    """Maximise the sum of values subject to the sum of tables; variable k < len(groups) is group k's count."""
+    """The groups, their costs' tables and the variables that index them; variable k is group k's count."""
 
     groups: tuple[str, ...]
     variables: tuple[Variable, ...]
@@ -84,18 +84,24 @@ def tabulate(cost: NetworkCost) -> Problem:
         grid = np.asarray(counts, np.int64)
         if grid.ndim != 1 or not len(grid) or (np.diff(grid) <= 0).any():
             raise InputError(
-                f"the permitted counts of group {name!r} must be one or more ascending integers, got {counts!r}"
+                f"the permitted counts of group {name!r} must be ascending integers, not {counts!r}"
             )
         variables.append(Variable(((k, 1),), grid))
     ids = {variable.members: k for k, variable in enumerate(variables)}
 
-    def variable_of(width: Width) -> tuple[int | None, int]:
+    def variable_of(width: Width) -> tuple[int | None, int, int]:
+        """Return (variable, factor, constant) of a width; groups without a choice are in the constant."""
         members: dict[int, int] = {}
+        constant = width.constant
         for group, per_unit in width.groups:
-            members[number[group]] = members.get(number[group], 0) + per_unit
+            k = number[group]
+            if len(variables[k].grid) == 1:
+                constant += per_unit * int(variables[k].grid[0])
+            else:
+                members[k] = members.get(k, 0) + per_unit
         items = sorted((k, a) for k, a in members.items() if a != 0)
         if not items:
-            return None, 0
+            return None, 0, constant
         factor = math.gcd(*(a for _, a in items))
         form = tuple((k, a // factor) for k, a in items)
         if len(form) == 1 and form[0][1] == -1:
@@ -103,21 +109,23 @@ def tabulate(cost: NetworkCost) -> Problem:
         if form not in ids:
             ids[form] = len(variables)
             variables.append(Variable(form, sum_grid([(variables[k].grid, a) for k, a in form])))
-        return ids[form], factor
+        return ids[form], factor, constant
 
     merged: dict[tuple[int, ...], Array] = {}
     constant = cost.constant
     for term in cost.terms:
         if len(term.widths) > 2:
-            raise InputError(f"cost term {term.name!r} has {len(term.widths)} widths; at most two are supported")
+            raise InputError(
+                f"cost term {term.name!r} has {len(term.widths)} widths; at most two are supported"
+            )
         scope: list[int] = []
         axes: list[Ints] = []
         for width in term.widths:
-            variable, factor = variable_of(width)
+            variable, factor, offset = variable_of(width)
             shape = [1, 1]
-            values = np.full(1, width.constant, np.int64)
+            values = np.full(1, offset, np.int64)
             if variable is not None:
-                values = width.constant + factor * variables[variable].grid
+                values = offset + factor * variables[variable].grid
                 if variable not in scope:
                     scope.append(variable)
                 shape[scope.index(variable)] = len(values)
@@ -155,7 +163,7 @@ def value_arrays(problem: Problem, values: Mapping[str, object]) -> list[Array]:
     """Return the values as one array a group.
 
     Raises:
-        InputError: a group is missing or unknown, or its values are not finite or not one per permitted count.
+        InputError: a group is missing or unknown, or its values are not a finite number per permitted count.
     """
     unknown, missing = set(values) - set(problem.groups), set(problem.groups) - set(values)
     if unknown or missing:

@@ -15,6 +15,9 @@ import torch
 #: A 1-D ``numpy.ndarray`` or ``torch.Tensor``; all arrays of one solve are of one kind, on one device.
 Array = Any
 
+#: Cells of an outer sum formed at once (a byte and a float64 each); larger ones go row by row.
+_LARGEST_OUTER = 1 << 21
+
 
 class ArrayOps(Protocol):
     """Operations whose spelling differs between NumPy and torch; all arrays are 1-D."""
@@ -23,7 +26,7 @@ class ArrayOps(Protocol):
         """Return ``x`` (sequence, array or tensor) as float64 on this device."""
 
     def ints(self, x: Any) -> Array:
-        """Return ``x`` (sequence, array or tensor) as int64 on this device; floats are truncated."""
+        """Return ``x`` (sequence, array or tensor) as a fresh int64 array on this device."""
 
     def host(self, x: Array) -> np.ndarray[Any, Any]:
         """Return ``x`` as a NumPy array, in one copy if it lives on another device."""
@@ -50,7 +53,7 @@ class ArrayOps(Protocol):
         """Return for each ``x`` the number of elements of ``ascending`` that are at most ``x``."""
 
     def segment_max(self, x: Array, starts: Array, group: Array) -> Array:
-        """Return the maximum of each run of ``x``; run g starts at ``starts[g]``, ``group`` labels elements."""
+        """Return the maximum of each run of ``x``: run g starts at ``starts[g]``, ``group`` has its label."""
 
     def where(self, mask: Array, x: Any, y: Any) -> Array:
         """Return ``x`` where ``mask`` holds, else ``y``."""
@@ -74,7 +77,7 @@ class ArrayOps(Protocol):
         """Return ``n`` uniform float64 numbers in [0, 1), the same for the same seed."""
 
     def outer_at_most(self, x: Array, y: Array, limit: float) -> tuple[Array, Array]:
-        """Return the index pairs (i, j) with ``x[i] + y[j] <= limit``."""
+        """Return the index pairs (i, j) with ``x[i] + y[j] <= limit`` (up to rounding)."""
 
 
 class NumpyOps:
@@ -135,8 +138,11 @@ class NumpyOps:
         return np.random.default_rng(seed).random(n)
 
     def outer_at_most(self, x: Array, y: Array, limit: float) -> tuple[Array, Array]:
-        i, j = np.nonzero(np.add.outer(x, y) <= limit)
-        return i, j
+        if len(x) * len(y) <= _LARGEST_OUTER:
+            i, j = np.nonzero(np.add.outer(x, y) <= limit)
+            return i, j
+        rows = [np.flatnonzero(x <= limit - b) for b in y.tolist()]
+        return np.concatenate(rows), np.repeat(np.arange(len(y)), [len(row) for row in rows])
 
 
 class TorchOps:
@@ -149,7 +155,7 @@ class TorchOps:
         return torch.as_tensor(x, dtype=torch.float64, device=self.device)
 
     def ints(self, x: Any) -> Array:
-        return torch.as_tensor(x, device=self.device).to(torch.int64)
+        return torch.as_tensor(x, device=self.device).to(torch.int64, copy=True)
 
     def host(self, x: Array) -> np.ndarray[Any, Any]:
         return np.asarray(x.cpu().numpy())
@@ -205,8 +211,11 @@ class TorchOps:
         return self.floats(np.random.default_rng(seed).random(n))
 
     def outer_at_most(self, x: Array, y: Array, limit: float) -> tuple[Array, Array]:
-        pairs = (x[:, None] + y[None, :] <= limit).nonzero()
-        return pairs[:, 0], pairs[:, 1]
+        if len(x) * len(y) <= _LARGEST_OUTER:
+            pairs = (x[:, None] + y[None, :] <= limit).nonzero()
+            return pairs[:, 0], pairs[:, 1]
+        rows = [self.flatnonzero(x <= limit - y[j]) for j in range(len(y))]
+        return torch.cat(rows), torch.cat([torch.full_like(row, j) for j, row in enumerate(rows)])
 
 
 def ops_for(device: torch.device) -> ArrayOps:

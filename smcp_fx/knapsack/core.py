@@ -1,9 +1,12 @@
-"""What is left of an instance once hopeless options are gone, in exact integers, and its greedy filling."""
+"""What is left of an instance once hopeless options are gone, in exact integers, and its greedy fillings."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
 
 from smcp_fx.knapsack.arrays import Array
 from smcp_fx.knapsack.dual import Groups
@@ -20,7 +23,11 @@ class Core:
     ``values`` and ``costs`` (int64, grid steps) are an option's minus those of its group's base option, and
     ``room`` is what the base leaves of the capacity. Both sides are divided by their greatest common divisor:
     ``room`` is as tight as the grid allows, and different values differ by at least one. ``options`` are flat
-    indices into the instance; groups left with a single option are not listed.
+    indices into the instance. Groups with a single option left are not listed but ``settled``: their flat
+    indices, and their value, count towards every choice of the core.
+
+    Costs on no grid are rounded. ``room`` is then as much larger as that can matter, so that no fitting
+    choice is shut out, and ``safe_room`` as much smaller, so that every choice within it fits.
     """
 
     groups: Groups
@@ -28,6 +35,9 @@ class Core:
     costs: Array
     options: Array
     room: int
+    safe_room: int
+    settled: Array
+    settled_value: int
     value_step: float
 
     def restrict(self, kept: Array) -> Core:
@@ -40,42 +50,72 @@ class Core:
             options=self.options[kept],
         )
 
+    def shrink(self, kept: Array) -> tuple[Core, Array]:
+        """Like `restrict`, with groups of one option settled; returns the listed options' old indices too."""
+        ops = self.groups.ops
+        owner = self.groups.group[kept]
+        alone = ops.bincount(owner, self.groups.count)[owner] == 1
+        single, several = kept[alone], kept[~alone]
+        core = replace(
+            self.restrict(several),
+            room=self.room - int(self.costs[single].sum()),
+            settled=ops.concat([self.settled, self.options[single]]),
+            settled_value=self.settled_value + int(self.values[single].sum()),
+        )
+        return core, several
+
 
 def build_core(problem: Problem, base: Array, kept: Array) -> Core:
     """Quantise the options ``kept`` (flat, ascending, the base's among them) relative to ``base``."""
-    ops, n = problem.groups.ops, problem.groups.count
+    ops = problem.groups.ops
     owner = problem.groups.group[kept]
-    size = ops.bincount(owner, n)
+    size = ops.bincount(owner, problem.groups.count)
+    settled = base[ops.flatnonzero(size == 1)]
+    base_of = base[ops.flatnonzero(size > 1)]
     kept = kept[size[owner] > 1]
-    free = ops.flatnonzero(size > 1)
-    groups = problem.groups.restrict(kept) if len(kept) else Groups(ops, free, free)
-    base_of = base[free]
-    values = quantise(ops, ops.concat([problem.values[kept], problem.values[base_of]]), max(1, len(free)))
-    costs = quantise(ops, ops.concat([problem.costs[kept], problem.costs[base_of]]), max(1, len(free)))
-    dv = values.steps[: len(kept)] - values.steps[len(kept) :][groups.group]
-    dc = costs.steps[: len(kept)] - costs.steps[len(kept) :][groups.group]
-    _, base_cost = problem.evaluate(base)
-    room = math.floor((problem.limit - base_cost) / costs.size)
+    groups = problem.groups.restrict(kept)
+    n, m = len(base_of), len(kept)
+    values = quantise(ops, ops.concat([problem.values[kept], problem.values[base_of]]), n)
+    costs = quantise(ops, ops.concat([problem.costs[kept], problem.costs[base_of]]), n)
+    dv = values.steps[:m] - values.steps[m:][groups.group]
+    dc = costs.steps[:m] - costs.steps[m:][groups.group]
     value_gcd, cost_gcd = max(1, ops.gcd(dv)), max(1, ops.gcd(dc))
+    room = math.floor(problem.room(base) / Fraction(costs.size))
+    margin = 0 if costs.exact else n + 1
     return Core(
-        groups,
-        ops.floor_div(dv, value_gcd),
-        ops.floor_div(dc, cost_gcd),
-        kept,
-        room // cost_gcd,
-        values.size * value_gcd,
+        groups=groups,
+        values=ops.floor_div(dv, value_gcd),
+        costs=ops.floor_div(dc, cost_gcd),
+        options=kept,
+        room=(room + margin) // cost_gcd,
+        safe_room=max(0, (room - margin) // cost_gcd),
+        settled=settled,
+        settled_value=0,
+        value_step=values.size * value_gcd,
     )
 
 
-def fill_greedily(core: Core, chosen: Array, room: int, by_ratio: bool) -> tuple[Array, int]:
-    """Take moves to a better option of one group while one fits.
+def fill_ties(core: Core, tied: Array) -> Array:
+    """Choose among the options ``tied`` (a mask, one at least a group), between which the bound is blind.
 
-    ``chosen`` (indices into the core, one a group) leaves ``room``. The next move is the one of most value,
-    or, ``by_ratio``, of most value per cost. Returns the choice and the value gained.
+    Starts from the cheapest and takes the dearest of as many groups, in order, as fit.
+    """
+    ops, groups = core.groups.ops, core.groups
+    costs = ops.floats(core.costs)
+    _, cheapest = groups.best(ops.where(tied, -costs, -np.inf))
+    _, dearest = groups.best(ops.where(tied, costs, -np.inf))
+    rise = ops.cumsum(core.costs[dearest] - core.costs[cheapest])
+    return ops.where(rise <= core.room - int(core.costs[cheapest].sum()), dearest, cheapest)
+
+
+def fill_greedily(core: Core, chosen: Array, by_ratio: bool) -> Array:
+    """Take moves to a better option of one group while one fits; ``chosen``: one option a group, fitting.
+
+    The next move is the one of most value, or, ``by_ratio``, of most value per cost.
     """
     ops, group = core.groups.ops, core.groups.group
     chosen = ops.ints(chosen)
-    gained = 0
+    room = core.room - int(core.costs[chosen].sum())
     for _ in range(_MAX_MOVES):
         costs = core.costs - core.costs[chosen][group]
         values = core.values - core.values[chosen][group]
@@ -89,6 +129,5 @@ def fill_greedily(core: Core, chosen: Array, room: int, by_ratio: bool) -> tuple
             score = score / ops.where(price > 0, price, 1e-30)
         best = fitting[score.argmax()]
         room -= int(costs[best])
-        gained += int(values[best])
         chosen[group[best]] = best
-    return chosen, gained
+    return chosen

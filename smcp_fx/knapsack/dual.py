@@ -21,6 +21,9 @@ import numpy as np
 
 from smcp_fx.knapsack.arrays import Array, ArrayOps
 
+#: Instances of more options than this drop, after this many cuts, what no multiplier left can choose.
+_NARROW_FROM, _NARROW_AFTER = 1 << 14, 3
+
 #: Secant cuts end by themselves (7 to 18 on networks); past this many the bound is merely a little looser.
 _MAX_PASSES = 64
 
@@ -47,6 +50,14 @@ class Groups:
             hits = self.ops.concat([hits[:1], hits[1:][owner[1:] != owner[:-1]]])
         return top, hits
 
+    def cheapest(self, values: Array, costs: Array) -> tuple[Array, Array]:
+        """Return each group's least cost, and the most valuable of the options that have it."""
+        ops = self.ops
+        negated = ops.where(values > -np.inf, -costs, -np.inf)
+        least = ops.segment_max(negated, self.starts, self.group)
+        _, picked = self.best(ops.where(negated == least[self.group], values, -np.inf))
+        return -least, picked
+
     def restrict(self, kept: Array) -> Groups:
         """Return the groups left when only the options ``kept`` (ascending, of any groups) remain."""
         owner = self.group[kept]
@@ -58,8 +69,8 @@ class Groups:
 class Dual:
     """A bound: every feasible choice has value <= ``bound`` - sum of its options' ``loss``.
 
-    ``slack_price`` is the multiplier; ``under`` and ``over`` hold one option a group, the relaxed optimum on
-    either side of the capacity (``under`` fits it; ``over`` is None when nothing needs to be given up).
+    ``multiplier`` is the price of a unit of cost, and ``under`` one option a group: the dearest relaxed
+    optimum found that fits the capacity.
     """
 
     bound: float
@@ -69,35 +80,70 @@ class Dual:
 
 
 def solve_dual(groups: Groups, values: Array, costs: Array, capacity: float) -> Dual:
-    """Minimise z(a) by secant cuts. ``values`` and ``costs`` are float64; the cheapest choice must fit."""
-    top, under = groups.best(values)
-    if float(costs[under].sum()) <= capacity:
-        return Dual(float(top.sum()), top[groups.group] - values, 0.0, under)
-    over_value, over_cost = float(top.sum()), float(costs[under].sum())
-    cheapest, _ = groups.best(-costs)
-    affordable = groups.ops.where(-costs == cheapest[groups.group], values, -np.inf)
-    top, under = groups.best(affordable)
-    under_value, under_cost = float(top.sum()), -float(cheapest.sum())
-    multiplier = 0.0
-    bound, loss = float("inf"), values
-    for _ in range(_MAX_PASSES):
+    """Minimise z(a) by secant cuts.
+
+    ``values`` and ``costs`` are float64; a value of -inf strikes an option out. The cheapest choice must fit.
+    """
+    top, over = groups.best(values)
+    if float(costs[over].sum()) <= capacity:
+        return Dual(float(top.sum()), top[groups.group] - values, 0.0, over)
+    _, under = groups.cheapest(values, costs)
+    over_value, over_cost = float(top.sum()), float(costs[over].sum())
+    under_value, under_cost = float(values[under].sum()), float(costs[under].sum())
+    # The options among which the multiplier is still sought, and where each stands among all.
+    sought = _Sought(groups, values, costs, None)
+    best, multiplier = float("inf"), 0.0
+    for number in range(_MAX_PASSES):
         if over_cost <= under_cost:
             break
         cut = max(0.0, (over_value - under_value) / (over_cost - under_cost))
-        score = values - cut * costs
-        top, picked = groups.best(score)
+        top, picked = sought.groups.best(sought.values - cut * sought.costs)
         total = float(top.sum())
-        if total + cut * capacity < bound:
-            bound, multiplier = total + cut * capacity, cut
-            loss = top[groups.group] - score
-        value, cost = float(values[picked].sum()), float(costs[picked].sum())
+        if total + cut * capacity < best:
+            best, multiplier = total + cut * capacity, cut
+        value, cost = float(sought.values[picked].sum()), float(sought.costs[picked].sum())
+        if sought.origin is not None:
+            picked = sought.origin[picked]
         line = under_value - cut * under_cost
-        if total - line <= 1e-14 * (abs(under_value) + cut * abs(under_cost)):
-            if under_cost < cost <= capacity:
-                under = picked
-            break
-        if cost <= capacity:
+        settled = total - line <= 1e-14 * (abs(under_value) + cut * abs(under_cost))
+        if cost > capacity:
+            over, over_value, over_cost = picked, value, cost
+        elif not settled or cost > under_cost:
             under, under_value, under_cost = picked, value, cost
-        else:
-            over_value, over_cost = value, cost
-    return Dual(bound, loss, multiplier, under)
+        if settled:
+            break
+        if number == _NARROW_AFTER and len(values) > _NARROW_FROM:
+            sought = _narrow(groups, values, costs, under, over)
+    score = values - multiplier * costs
+    top = groups.ops.segment_max(score, groups.starts, groups.group)
+    return Dual(float(top.sum()) + multiplier * capacity, top[groups.group] - score, multiplier, under)
+
+
+@dataclass(frozen=True)
+class _Sought:
+    groups: Groups
+    values: Array
+    costs: Array
+    origin: Array | None
+
+
+def _narrow(groups: Groups, values: Array, costs: Array, under: Array, over: Array) -> _Sought:
+    """Keep the options that are best for some multiplier between those of ``under`` and ``over``.
+
+    A group whose ends coincide keeps that option alone. In the others, a third option is best somewhere in
+    between only if it is where the ends' lines cross, because the best is at least their maximum.
+    """
+    ops = groups.ops
+    ends = ops.where(costs[over] > costs[under], costs[over] - costs[under], np.inf)
+    crossing = (values[over] - values[under]) / ends
+    level = values[under] - crossing * costs[under]
+    # Rounding may cost an option here: the bound is then a little looser, never wrong.
+    mask = values - crossing[groups.group] * costs >= level[groups.group]
+    mask[under] = True
+    mask[over] = True
+    same = ops.flatnonzero(under == over)
+    if len(same):
+        only = ops.where(under == over, under, -1)[groups.group]
+        mask &= (only < 0) | (only == ops.arange(len(values)))
+    kept = ops.flatnonzero(mask)
+    return _Sought(groups.restrict(kept), values[kept], costs[kept], kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,30 @@ CAPACITY_TOLERANCE = 1e-12
 #: Sums of quantised values and costs stay below this, so that they and their differences fit int64.
 _LARGEST_SUM = 2.0**60
 
+#: Sums of values and of costs stay below this, far from overflow.
+_LARGEST_TOTAL = 1e300
+
+#: Values this much smaller than the greatest difference (times groups) would drown in its rounding.
+_CONTRAST = 2.0**-20
+
 #: Decimal grids 1, 0.1, ... are tried down to this many digits before a grid of powers of two is taken.
 _MOST_DIGITS = 9
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A checked instance: options end to end, float64; ``limit`` is the capacity with its tolerance."""
+    """A checked instance: options end to end, float64; ``limit`` is the capacity with its tolerance.
+
+    ``worth`` is the values, -inf where no choice with that option can be the best; the other options' values
+    and costs are at most ``largest_value`` and ``largest_cost`` in magnitude.
+    """
 
     groups: Groups
     values: Array
     costs: Array
+    worth: Array
+    largest_value: float
+    largest_cost: float
     starts: np.ndarray[Any, Any]
     capacity: float
     limit: float
@@ -39,6 +53,12 @@ class Problem:
         """Return the correctly rounded value and cost of one option a group (flat indices)."""
         host = self.groups.ops.host
         return math.fsum(host(self.values[picked]).tolist()), math.fsum(host(self.costs[picked]).tolist())
+
+    def room(self, picked: Array) -> Fraction:
+        """Return what one option a group leaves of the limit, to twice float64's precision."""
+        terms = [self.limit, *(-self.groups.ops.host(self.costs[picked])).tolist()]
+        rounded = math.fsum(terms)
+        return Fraction(rounded) + Fraction(math.fsum([*terms, -rounded]))
 
 
 @dataclass(frozen=True)
@@ -62,8 +82,9 @@ def read_problem(
     limit_base = _read_capacity(capacity)
     try:
         ops = ops_for(torch.device(device))
-    except RuntimeError as error:
-        raise InputError(f"device {device!r} is not a torch device: {error}") from None
+        ops.arange(1)
+    except (AssertionError, RuntimeError) as error:
+        raise InputError(f"device {str(device)!r} cannot be used by torch: {error}") from None
     if len(values) != len(costs):
         raise InputError(
             f"values has {len(values)} groups and costs has {len(costs)}: pass one pair of arrays a group"
@@ -78,20 +99,31 @@ def read_problem(
             f"group {g} has {sizes[g]} values and {cost_sizes[g]} costs: each option needs one of both"
         )
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-    _check_finite(ops, flat_values, starts, "values")
-    _check_finite(ops, flat_costs, starts, "costs")
+    largest_value = _check_finite(ops, flat_values, starts, "values")
+    largest_cost = _check_finite(ops, flat_costs, starts, "costs")
     groups = Groups(ops, ops.ints(starts), ops.ints(np.repeat(np.arange(len(sizes)), sizes)))
     cheapest = -ops.host(ops.segment_max(-flat_costs, groups.starts, groups.group))
     smallest = math.fsum(cheapest.tolist())
     limit = limit_base + CAPACITY_TOLERANCE * max(1.0, abs(limit_base))
     if smallest > limit:
         raise InfeasibleBudgetError(
-            f"the cheapest option of each of the {len(sizes)} groups costs {smallest:.17g} together, more than "
-            f"the capacity {limit_base:.17g}: raise the capacity to at least that, or permit cheaper options",
+            f"the cheapest option of each of the {len(sizes)} groups costs {smallest:.17g} together, more "
+            f"than the capacity {limit_base:.17g}: raise it to at least that, or permit cheaper options",
             smallest=smallest,
             budget=limit_base,
         )
-    return Problem(groups, flat_values, flat_costs, starts, limit_base, limit)
+    room = limit - smallest + 2.0**-50 * (abs(limit) + largest_cost)
+    worth = flat_values
+    affordable = flat_costs - ops.floats(cheapest)[groups.group] <= room
+    if not bool(affordable.all()):
+        worth = ops.where(affordable, worth, -np.inf)
+        largest_cost = float(abs(flat_costs[affordable]).max())
+    if _has_contrast(ops, flat_values, starts):
+        worth = _strike_hopeless(groups, worth, flat_costs, limit)
+        largest_value = float(abs(flat_values[worth > -np.inf]).max())
+    return Problem(
+        groups, flat_values, flat_costs, worth, largest_value, largest_cost, starts, limit_base, limit
+    )
 
 
 def quantise(ops: ArrayOps, x: Array, group_count: int) -> Grid:
@@ -122,6 +154,41 @@ def quantise(ops: ArrayOps, x: Array, group_count: int) -> Grid:
     return Grid(ops.ints(steps), 1.0 / scale, exact)
 
 
+def _has_contrast(ops: ArrayOps, values: Array, starts: np.ndarray[Any, Any]) -> bool:
+    """Return whether the values' range dwarfs the differences seen in a sample of the groups."""
+    spread = float(values.max()) - float(values.min())
+    if spread == 0.0:
+        return False
+    smallest = np.inf
+    for g in np.linspace(0, len(starts) - 1, min(len(starts), 8)).astype(np.int64).tolist():
+        end = int(starts[g + 1]) if g + 1 < len(starts) else len(values)
+        options = ops.host(values[int(starts[g]) : end])
+        behind = options.max() - options
+        if (behind > 0).any():
+            smallest = min(smallest, float(np.median(behind[behind > 0])))
+    return spread * _CONTRAST > smallest / len(starts) or smallest == np.inf
+
+
+def _strike_hopeless(groups: Groups, values: Array, costs: Array, limit: float) -> Array:
+    """Set values to -inf that are so low (-1e30 for "never") that they would blur the others.
+
+    If a choice fits in which every group is within t of its best value, no better choice has a group that is
+    more than t * groups below its own.
+    """
+    ops = groups.ops
+    top, _ = groups.best(values)
+    behind = top[groups.group] - values
+    while True:
+        worst = float(ops.where(behind < np.inf, behind, 0.0).max())
+        near = worst * _CONTRAST / groups.count
+        cheapest = ops.segment_max(ops.where(behind <= near, -costs, -np.inf), groups.starts, groups.group)
+        if worst == 0.0 or not -float(cheapest.sum()) <= limit - 2.0**-40 * abs(limit):
+            return values
+        hopeless = behind > 2.0 * near * groups.count
+        values = ops.where(hopeless, -np.inf, values)
+        behind = ops.where(hopeless, np.inf, behind)
+
+
 def _read_capacity(capacity: float) -> float:
     try:
         number = float(capacity)
@@ -134,6 +201,12 @@ def _read_capacity(capacity: float) -> float:
 
 def _flatten(ops: ArrayOps, xs: Sequence[Any], name: str) -> tuple[Array, list[int]]:
     """Return all groups' numbers end to end, float64 on the device, and the groups' sizes."""
+    if set(map(type, xs)) == {np.ndarray}:
+        sizes = list(map(len, xs)) if all(x.ndim for x in xs) else [0]
+        if min(sizes) > 0:
+            flat: Any = np.concatenate(xs)
+            if flat.ndim == 1 and flat.dtype.kind in "iuf":
+                return ops.floats(flat), sizes
     arrays: list[Any] = []
     for g, x in enumerate(xs):
         if not isinstance(x, np.ndarray | torch.Tensor):
@@ -148,7 +221,7 @@ def _flatten(ops: ArrayOps, xs: Sequence[Any], name: str) -> tuple[Array, list[i
         arrays.append(x)
     sizes = [len(x) for x in arrays]
     if all(isinstance(x, np.ndarray) for x in arrays):
-        flat: Any = np.concatenate(arrays)
+        flat = np.concatenate(arrays)
         _check_real(flat.dtype.kind in "iuf", name, flat.dtype)
     else:
         tensors = [torch.as_tensor(x).detach() for x in arrays]
@@ -164,15 +237,15 @@ def _check_real(real: bool, name: str, dtype: object) -> None:
         raise InputError(f"{name} holds {dtype}: pass real numbers (float64 is what the solver computes in)")
 
 
-def _check_finite(ops: ArrayOps, x: Array, starts: np.ndarray[Any, Any], name: str) -> None:
-    """Refuse NaN, infinities, and numbers so large that a sum could overflow."""
+def _check_finite(ops: ArrayOps, x: Array, starts: np.ndarray[Any, Any], name: str) -> float:
+    """Return the largest magnitude; refuse NaN, infinities, and numbers whose sums could overflow."""
     largest = float(abs(x).max())
-    if largest * len(starts) < 1e300:
-        return
-    host = abs(ops.host(x))
-    at = int(np.flatnonzero(~(host * len(starts) < 1e300))[0])
+    if largest < _LARGEST_TOTAL / len(starts):
+        return largest
+    host = ops.host(x)
+    at = int(np.flatnonzero(~(abs(host) < _LARGEST_TOTAL / len(starts)))[0])
     g = int(np.searchsorted(starts, at, side="right")) - 1
     raise InputError(
-        f"{name}[{g}][{at - int(starts[g])}] is {float(ops.host(x)[at])}: values and costs must be finite, and "
-        "their sums below 1e300; leave out options that must not be taken"
+        f"{name}[{g}][{at - int(starts[g])}] is {float(host[at])}: values and costs must be finite, and "
+        f"their sums below {_LARGEST_TOTAL:g}; leave out options that must not be taken"
     )

@@ -135,8 +135,8 @@ def inverted_residuals(
             side //= stride if block == 0 else 1
             net.depthwise(inner, kernel, side)
             if squeeze:
-                squeezed = net.conv(inner, net.group(f"stage{stage}.{block}.squeeze", max(8, size // 4)), 1, 1)
-                net.conv(squeezed, inner, 1, 1)
+                reduced = net.group(f"stage{stage}.{block}.squeeze", max(8, size // 4))
+                net.conv(net.conv(inner, reduced, 1, 1), inner, 1, 1)
             net.conv(inner, out, 1, side)
         stream, width = out, channels
     net.conv(net.conv(stream, net.group("head", head), 1, side), Width(1000), 1, 1)

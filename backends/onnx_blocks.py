@@ -1,0 +1,184 @@
+"""ONNX models of a block at many widths, from one export.
+
+An export takes a second, a latency table has hundreds of rows. Blocks of one structure (same operations and
+hyperparameters) therefore share one exported template, whose weights are resized to the widths wanted and
+filled with random numbers. Where a template does not transfer (a channel count written into a reshape), the
+block is exported again: every model's output shapes are compared with the module's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from smcp_fx.backends.block_shapes import BlockShapes, Shape, ShapeFinder
+from smcp_fx.backends.onnx_export import export_model_proto
+from smcp_fx.errors import BackendError
+
+if TYPE_CHECKING:
+    from smcp_fx.latency_table import Block
+
+#: In these ranks the channels of a reshape's target are on this axis: (N, C), (N, C, H, W), (N, groups, C,
+#: H, W)
+_CHANNEL_AXIS = {2: 1, 4: 1, 5: 2}
+
+
+@dataclass(frozen=True)
+class Template:
+    """An exported block. ``modules``: the paths of its modules, in the order of the graph."""
+
+    model: onnx.ModelProto
+    modules: tuple[str, ...]
+
+
+class BlockModels:
+    """Makes the ONNX model of a block at given widths, random weights. ``exports`` counts the exports."""
+
+    def __init__(self, opset: int | None = None) -> None:
+        self._opset = opset
+        self._templates: dict[str, Template] = {}
+        self._finder = ShapeFinder()
+        self.exports = 0
+
+    def model(self, block: Block, widths: tuple[int, ...]) -> onnx.ModelProto:
+        """Return the model of ``block`` at ``widths``, all shapes fixed.
+
+        `BackendError` when ONNX cannot express it.
+        """
+        shapes = self._finder.shapes(block, widths)
+        template = self._templates.get(shapes.structure)
+        if template is not None:
+            model = resize(template, shapes)
+            if model is not None and _consistent(model):
+                return model
+        return self._export(block, widths, shapes)
+
+    def _export(self, block: Block, widths: tuple[int, ...], shapes: BlockShapes) -> onnx.ModelProto:
+        self.exports += 1
+        module, inputs = block.build(widths)
+        try:
+            proto = export_model_proto(module, inputs, opset=self._opset, dynamic_batch=False)
+        except BackendError as error:
+            raise BackendError(f"block {block.name!r} at widths {widths}: {error}") from error
+        self._templates[shapes.structure] = Template(proto, shapes.modules)
+        copy = onnx.ModelProto()
+        copy.CopyFrom(proto)
+        return copy
+
+
+def resize(template: Template, wanted: BlockShapes) -> onnx.ModelProto | None:
+    """Return ``template`` with random weights of the ``wanted`` shapes; None when they do not correspond."""
+    paths = dict(zip(template.modules, wanted.modules, strict=True))
+    model = _skeleton(template.model)
+    graph, shapes = model.graph, dict[str, Shape]()
+    for tensor in template.model.graph.initializer:
+        name = _renamed(tensor.name, paths)
+        if name in wanted.parameters:
+            shapes[tensor.name] = wanted.parameters[name]
+    for node in graph.node:
+        if node.op_type != "Conv":
+            continue
+        weight = shapes.get(node.input[1])
+        if weight is None:
+            return None
+        if len(node.input) > 2:
+            shapes[node.input[2]] = (weight[0],)
+        path = _renamed(node.input[1], paths).removesuffix(".weight")
+        for attribute in node.attribute:
+            if attribute.name == "group":
+                attribute.i = wanted.groups.get(path, attribute.i)
+    reshapes = {node.input[1] for node in graph.node if node.op_type == "Reshape"}
+    for tensor in template.model.graph.initializer:
+        if tensor.name in shapes:
+            if len(shapes[tensor.name]) != len(tensor.dims):
+                return None
+            graph.initializer.append(_random_tensor(tensor, shapes[tensor.name]))
+        elif tensor.name in reshapes:
+            graph.initializer.append(_open_channels(tensor))
+        else:
+            graph.initializer.append(tensor)
+    pairs = (*zip(graph.input, wanted.inputs, strict=True), *zip(graph.output, wanted.outputs, strict=True))
+    for value, shape in pairs:
+        _set_shape(value, shape)
+    for node in graph.node:
+        if node.op_type == "Reshape":
+            kept = [a for a in node.attribute if a.name != "allowzero"]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+    return model
+
+
+def _skeleton(template: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the template without weights and without the shapes in between."""
+    graph = helper.make_graph(
+        list(template.graph.node),
+        template.graph.name,
+        list(template.graph.input),
+        list(template.graph.output),
+    )
+    return helper.make_model(graph, opset_imports=list(template.opset_import), ir_version=template.ir_version)
+
+
+def _renamed(name: str, paths: dict[str, str]) -> str:
+    """Return the name that a template's parameter has in another block."""
+    for path, other in paths.items():
+        if name == path or name.startswith(f"{path}."):
+            return other + name[len(path) :]
+    return name
+
+
+_POOL = np.random.default_rng(0).normal(size=1 << 16)
+
+
+def random_values(shape: Shape, dtype: Any) -> np.ndarray[Any, Any]:
+    """Return random numbers of ``shape``, scaled like an initialised weight; drawn from a pool, so fast."""
+    fan_in = int(np.prod(shape[1:])) if len(shape) > 1 else 1
+    pool = (_POOL / np.sqrt(max(fan_in, 1))).astype(dtype)
+    return np.resize(pool, shape)
+
+
+def _random_tensor(like: onnx.TensorProto, shape: Shape) -> onnx.TensorProto:
+    dtype = helper.tensor_dtype_to_np_dtype(like.data_type)
+    values = random_values(shape, dtype)
+    if len(shape) == 1:  # variances and scales have to be positive
+        values = np.abs(values) + np.asarray(0.5, dtype)
+    return numpy_helper.from_array(values, like.name)
+
+
+def _open_channels(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    """Let a reshape take the batch as it comes and work out the channels."""
+    target = numpy_helper.to_array(tensor).copy()
+    axis = _CHANNEL_AXIS.get(len(target))
+    if axis is not None and np.all(target >= 0):
+        target[0], target[axis] = 0, -1
+    return numpy_helper.from_array(target, tensor.name)
+
+
+def _set_shape(value: onnx.ValueInfoProto, shape: Shape) -> None:
+    kind = value.type.tensor_type
+    del kind.shape.dim[:]
+    for size in shape:
+        kind.shape.dim.add(dim_value=size)
+
+
+def _consistent(model: onnx.ModelProto) -> bool:
+    """Whether the shapes that follow from the inputs and weights are those given for the outputs."""
+    declared = onnx.ModelProto()
+    declared.CopyFrom(model)
+    for output in declared.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    try:
+        inferred = onnx.shape_inference.infer_shapes(
+            declared, check_type=True, strict_mode=True, data_prop=True
+        )
+    except onnx.shape_inference.InferenceError:
+        return False
+    return all(
+        [d.dim_value for d in a.type.tensor_type.shape.dim]
+        == [d.dim_value for d in b.type.tensor_type.shape.dim]
+        for a, b in zip(inferred.graph.output, model.graph.output, strict=True)
+    )

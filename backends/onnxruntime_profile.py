@@ -1,0 +1,75 @@
+"""ONNX Runtime's profiler: what each node of each run took."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import onnxruntime as ort  # type: ignore[import-untyped]
+
+from smcp_fx.backends.onnxruntime_session import create_session, session_options
+
+_SUFFIX = "_kernel_time"
+
+
+@dataclass(frozen=True)
+class NodeTime:
+    """One node in one run: the runtime's name of it, operation, shapes of its outputs, and the ms it took."""
+
+    name: str
+    operation: str
+    output_shapes: tuple[tuple[int, ...], ...]
+    ms: float
+
+
+class Profiler:
+    """A session with profiling on, in a context manager; `runs` ends the profiling and reads it."""
+
+    def __init__(self, model: Path | bytes, threads: int = 1, spinning: bool = True) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="smcp_fx_profile_")
+        options = session_options(threads, spinning)
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(self._folder.name) / "ort")
+        try:
+            self._session: ort.InferenceSession | None = create_session(model, options)
+        except BaseException:
+            self._folder.cleanup()
+            raise
+
+    @property
+    def session(self) -> ort.InferenceSession:
+        """The session to run."""
+        assert self._session is not None
+        return self._session
+
+    def runs(self) -> list[list[NodeTime]]:
+        """Return the nodes of every run so far, in order of execution. The session profiles no further."""
+        events = json.loads(Path(self.session.end_profiling()).read_text())
+        runs: list[list[NodeTime]] = []
+        nodes: list[NodeTime] = []
+        for event in events:
+            name = event.get("name", "")
+            if event.get("cat") == "Node" and name.endswith(_SUFFIX):
+                arguments = event["args"]
+                shapes = tuple(
+                    tuple(int(n) for n in next(iter(shape.values())))
+                    for shape in arguments.get("output_type_shape", ())
+                )
+                label = name.removesuffix(_SUFFIX)
+                nodes.append(NodeTime(label, arguments.get("op_name", ""), shapes, event["dur"] / 1e3))
+            elif name == "model_run":
+                runs.append(nodes)
+                nodes = []
+        return runs
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session = None
+        self._folder.cleanup()

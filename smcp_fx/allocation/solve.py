@@ -1,0 +1,163 @@
+"""`allocate`: how many units each group keeps, for the most value within a budget of the true cost."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from smcp_fx.allocation.certificate import certify
+from smcp_fx.allocation.dual import Dual, Relaxation, bundle, secant
+from smcp_fx.allocation.local_search import Moves, descend, improve, repair
+from smcp_fx.allocation.paper import paper_choice
+from smcp_fx.allocation.planning import MAX_CELLS, plan
+from smcp_fx.allocation.problem import Array, Ints, Problem, tabulate, value_arrays
+from smcp_fx.allocation.result import Allocation
+from smcp_fx.cost_model import NetworkCost
+from smcp_fx.errors import InfeasibleBudgetError, InputError
+
+#: A cost may exceed the budget by this share: the rounding of a sum of prices.
+BUDGET_TOLERANCE = 5e-10
+
+#: How many of the points that the dual met are polished.
+_POLISHED = 4
+
+
+def allocate(
+    values: Mapping[str, ArrayLike],
+    cost: NetworkCost,
+    budget: float,
+    method: Literal["coupled", "paper"] = "coupled",
+    *,
+    current: Mapping[str, int] | None = None,
+    start: Mapping[str, int] | None = None,
+) -> Allocation:
+    """Choose the counts of greatest total value whose true cost T(p) is within the budget.
+
+    The answer is a function of the arguments alone; ``docs/allocation.md`` says how it is found and proven.
+
+    Args:
+        values: for each group, the value of each of its ``cost.permitted`` counts.
+        cost: T, with the permitted counts.
+        budget: the most T may be, in ``cost.unit``.
+        method: ``"coupled"`` prices in- and out-channels together. ``"paper"`` solves SMCP's linearised
+            problem, each layer priced at its consumers' ``current`` counts: for comparison, since its true
+            cost may miss the budget either way.
+        current: the neighbours' counts for ``"paper"``; the full sizes by default.
+        start: permitted counts to improve on as well, such as the last allocation; kept on a tie.
+
+    Raises:
+        InputError: an argument does not fit ``cost``.
+        InfeasibleBudgetError: no permitted counts were found within the budget (``"coupled"`` only).
+
+    >>> from smcp_fx.cost_model import CostTerm, NetworkCost, Width
+    >>> a, b = Width(groups=(("a", 1),)), Width(groups=(("b", 1),))
+    >>> terms = (CostTerm("conv1", (Width(3), a), lambda i, o: 9.0 * i * o),
+    ...          CostTerm("conv2", (a, b), lambda i, o: 9.0 * i * o))
+    >>> cost = NetworkCost("MAC", {"a": (8, 16), "b": (8, 16, 24)}, terms)
+    >>> found = allocate({"a": [1.0, 1.5], "b": [1.0, 1.2, 1.3]}, cost, budget=2000.0)
+    >>> found.counts, found.cost, found.gap
+    ({'a': 16, 'b': 8}, 1584.0, 0.0)
+    """
+    begin = time.perf_counter()
+    if method not in ("coupled", "paper"):
+        raise InputError(f"method must be 'coupled' or 'paper', got {method!r}")
+    if not math.isfinite(budget):
+        raise InputError(f"the budget must be finite, got {budget}")
+    problem = tabulate(cost)
+    arrays = value_arrays(problem, values)
+    bound = math.inf
+    if method == "paper":
+        choice = paper_choice(cost, problem, arrays, budget, current or cost.full_counts)
+    else:
+        choice, bound = coupled_choice(
+            problem, arrays, budget, unit=cost.unit, start=_options(problem, start)
+        )
+    counts = problem.counts(choice)
+    value = float(sum(v[i] for v, i in zip(arrays, choice, strict=True)))
+    bound = max(bound, value)
+    gap = 0.0 if bound == value else (bound - value) / abs(bound) if math.isfinite(bound) else math.inf
+    return Allocation(counts, value, cost.cost(counts), bound, gap, time.perf_counter() - begin, method)
+
+
+def _options(problem: Problem, counts: Mapping[str, int] | None) -> Ints | None:
+    """Return the option indices of counts.
+
+    Raises:
+        InputError: a group is missing or its count is not permitted.
+    """
+    if counts is None:
+        return None
+    choice = np.zeros(len(problem.groups), np.int64)
+    for k, group in enumerate(problem.groups):
+        found = np.flatnonzero(problem.variables[k].grid == counts.get(group))
+        if not len(found):
+            raise InputError(
+                f"start gives group {group!r} the count {counts.get(group)}, which is not permitted"
+            )
+        choice[k] = found[0]
+    return choice
+
+
+def coupled_choice(
+    problem: Problem,
+    values: list[Array],
+    budget: float,
+    *,
+    unit: str = "",
+    start: Ints | None = None,
+    max_cells: int = MAX_CELLS,
+) -> tuple[Ints, float]:
+    """Return the best choice found within the budget and an upper bound on the value of any.
+
+    Raises:
+        InfeasibleBudgetError: no choice was found within the budget.
+    """
+    moves = Moves(problem, values)
+    cap = budget + BUDGET_TOLERANCE * abs(budget)
+    most = np.array([int(np.argmax(v)) for v in values], np.int64)
+    if moves.cost(most) <= cap:
+        return most, moves.value(most)
+    elimination = plan(problem, max_cells)
+    relaxation = Relaxation(elimination, values, problem.constant, cap)
+    cheapest = relaxation.minimise(0.0, np.zeros(len(elimination.links)))
+    starts = [] if start is None else [start]
+    smallest = min(
+        (descend(moves, point) for point in (cheapest.positions[: len(values)], *starts)), key=moves.cost
+    )
+    if moves.cost(smallest) > cap:
+        raise InfeasibleBudgetError(
+            f"no permitted counts cost {budget:g} {unit} or less: the smallest reachable cost is "
+            f"{moves.cost(smallest):g} {unit}; raise the budget, or permit smaller counts",
+            smallest=moves.cost(smallest),
+            budget=budget,
+        )
+    if moves.value(most) <= moves.value(smallest):
+        return smallest, moves.value(smallest)
+    costs = moves.cost(smallest), moves.cost(most)
+    if elimination.links:
+        slope = (moves.value(most) - moves.value(smallest)) / (costs[1] - costs[0])
+        dual = bundle(relaxation, slope)
+    else:
+        dual = secant(relaxation, smallest, most, costs)
+    scale = float(sum(np.abs(v).max() for v in values))
+    best = _polished(moves, dual, [*starts, *dual.visited[:_POLISHED], smallest], cap, scale)
+    best, bound = certify(relaxation, dual, moves, best)
+    return improve(moves, best, cap, dual.multiplier, scale), bound
+
+
+def _polished(moves: Moves, dual: Dual, points: list[Ints], cap: float, scale: float) -> Ints:
+    """Return the best of the points after repair and improvement; the last one is within the budget."""
+    best = points[-1]
+    for point in points:
+        feasible = repair(moves, point, cap)
+        if feasible is None:
+            continue
+        polished = improve(moves, feasible, cap, dual.multiplier, scale)
+        if moves.value(polished) > moves.value(best):
+            best = polished
+    return best

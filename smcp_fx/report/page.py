@@ -1,0 +1,261 @@
+"""Put the page together: headline, table, pictures, channel graph, provenance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from typing import Any
+
+from smcp_fx.report.bars import block_bars, channel_bars, latency_bars
+from smcp_fx.report.channel_svg import draw_channel_graph
+from smcp_fx.report.curves import solve_curves, training_curves, validation_pairs, validation_scatter
+from smcp_fx.report.formats import MISSING, milliseconds, number, percent, relative_change, significant
+from smcp_fx.report.provenance import provenance
+from smcp_fx.report.summary import comparison, headline, model_name, target_line, unsteady
+from smcp_fx.report.svg import Markup, element, join
+
+# The browser itself is told to fetch nothing.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def render_page(report: dict[str, Any]) -> str:
+    """Return the whole page of a report (plain JSON values) as HTML text."""
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", f"{model_name(report)}: smcp_fx report"),
+        element("style", Markup(_asset("style.css"))),
+    )
+    body = element(
+        "body",
+        element("main", _header(report), *_pictures(report), _channels(report), provenance(report)),
+        element("script", Markup(_asset("channel_graph.js"))),
+    )
+    return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
+
+
+def _asset(name: str) -> str:
+    return resources.files("smcp_fx.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _header(report: dict[str, Any]) -> Markup:
+    facts = [
+        f"data: {report['data']}" if report.get("data") else "",
+        f"asked for: {report['target']}" if report.get("target") else "",
+        f"seed {report['seed']}" if report.get("seed") is not None else "",
+        str(report.get("created") or ""),
+    ]
+    rows = [
+        element(
+            "tr",
+            element("th", row.name, scope="row"),
+            _cell(row.dense, row.spread[0]),
+            _cell(row.pruned, row.spread[1], "strong"),
+            _cell(row.change),
+        )
+        for row in comparison(report)
+    ]
+    columns = [element("th", name, scope="col") for name in ("", "dense", "pruned", "change")]
+    parts = [
+        element("p", "smcp_fx compile report", class_="eyebrow"),
+        element("h1", headline(report)),
+        element("p", " · ".join(fact for fact in facts if fact), class_="facts"),
+        latency_bars(report) or Markup(""),
+        element(
+            "div",
+            element(
+                "table", element("thead", element("tr", *columns)), element("tbody", *rows), class_="summary"
+            ),
+            class_="scroll",
+        ),
+        element("p", _sentence(target_line(report)), class_="caption"),
+    ]
+    if unsteady(report):
+        warning = (
+            f"The timings of {' and '.join(unsteady(report))} spread too far to be sure of: "
+            "measure again on an idle machine."
+        )
+        parts.append(element("p", warning, class_="warning", role="note"))
+    return element("header", *parts)
+
+
+def _sentence(content: str) -> str:
+    return content[:1].upper() + content[1:]
+
+
+def _cell(content: str, below: str = "", class_: str | None = None) -> Markup:
+    inner = [element("small", below)] if below else []
+    return element("td", content, *inner, class_=class_)
+
+
+def _pictures(report: dict[str, Any]) -> list[Markup]:
+    layers, blocks = report.get("layers") or [], report.get("blocks") or []
+    solves, training = report.get("solves") or [], report.get("training") or []
+    pairs = validation_pairs(report.get("validation") or [])
+    wide = [
+        _figure(
+            "Channels kept, layer by layer",
+            "Each bar is a layer in the order they run: all output channels in light, those kept in dark.",
+            channel_bars(layers),
+            _numbers(
+                (
+                    "layer",
+                    "kind",
+                    "inputs kept",
+                    "inputs",
+                    "outputs kept",
+                    "outputs",
+                    "reads group",
+                    "writes group",
+                ),
+                (
+                    (
+                        layer["path"],
+                        layer.get("kind"),
+                        layer.get("in_kept"),
+                        layer.get("in_channels"),
+                        layer["out_kept"],
+                        layer["out_channels"],
+                        layer.get("in_group"),
+                        layer.get("out_group"),
+                    )
+                    for layer in layers
+                ),
+            ),
+        ),
+        _figure(
+            "Latency by block",
+            "What the latency table says each fused block takes: dense in light, pruned in dark.",
+            block_bars(blocks),
+            _numbers(
+                ("block", "dense", "pruned", "change"),
+                (
+                    (
+                        block["name"],
+                        milliseconds(block["dense_ms"]),
+                        milliseconds(block["pruned_ms"]),
+                        relative_change(block["dense_ms"], block["pruned_ms"]),
+                    )
+                    for block in blocks
+                ),
+            ),
+        ),
+    ]
+    small = [
+        _figure(
+            "Solves: cost and change",
+            _solves_words(solves),
+            solve_curves(report),
+            _numbers(
+                (
+                    "step",
+                    "epoch",
+                    "target",
+                    "cost",
+                    "importance kept",
+                    "bound",
+                    "changed",
+                    "returned",
+                    "seconds",
+                ),
+                (
+                    (
+                        solve.get("step"),
+                        f"{solve['epoch']:.2f}",
+                        significant(solve["target"], 4),
+                        significant(solve["cost"], 4),
+                        percent(solve.get("importance_kept")),
+                        percent(solve.get("bound")),
+                        percent(solve.get("changed_share")),
+                        solve.get("returned"),
+                        f"{number(solve.get('seconds')) or 0:.2f}",
+                    )
+                    for solve in solves
+                ),
+            ),
+        ),
+        _figure(
+            "Training",
+            "Test accuracy and training loss after each epoch.",
+            training_curves(training),
+            _numbers(
+                ("phase", "epoch", "loss", "accuracy"),
+                (
+                    (e.get("phase"), e.get("epoch"), _loss(e.get("loss")), percent(e.get("accuracy")))
+                    for e in training
+                ),
+            ),
+        ),
+        _figure(
+            "Predicted against measured latency",
+            "Each point is an engine: on the line, the table foretold what was measured.",
+            validation_scatter(report.get("validation") or []),
+            _numbers(
+                ("engine", "predicted", "measured", "measured over predicted"),
+                ((n, milliseconds(p), milliseconds(m), relative_change(p, m)) for n, p, m in pairs),
+            ),
+        ),
+    ]
+    return [wide[0], element("div", *small, class_="trio"), wide[1]]
+
+
+def _loss(value: Any) -> str:
+    plain = number(value)
+    return MISSING if plain is None else significant(plain)
+
+
+def _solves_words(solves: Sequence[dict[str, Any]]) -> str:
+    if not solves:
+        return "When masks were solved for, what they cost, and how many changed."
+    ratios = [s["importance_kept"] / s["bound"] for s in solves if number(s.get("bound"))]
+    words = f"{len(solves)} solves. Above, the target's ramp and what each solve costs; below, the masks it changed."
+    if ratios:
+        words += f" Each kept at least {percent(min(ratios))} of what the best choice for its target could."
+    return words
+
+
+def _figure(title: str, words: str, drawing: Markup | None, numbers: Markup) -> Markup:
+    if drawing is None:
+        content = element("p", f"{_sentence(MISSING)} in this run.", class_="missing")
+        return element("figure", element("figcaption", element("h2", title)), content)
+    caption = element("figcaption", element("h2", title), element("p", words))
+    return element("figure", caption, element("div", drawing, class_="scroll"), numbers)
+
+
+def _numbers(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Markup:
+    """Return the picture's numbers as a table that opens on demand."""
+    lines = [
+        element("tr", *(element("td", "" if cell is None else str(cell)) for cell in row)) for row in rows
+    ]
+    table = element(
+        "table",
+        element("thead", element("tr", *(element("th", name, scope="col") for name in head))),
+        element("tbody", *lines),
+    )
+    return element(
+        "details",
+        element("summary", "Numbers"),
+        element("div", table, class_="scroll tall"),
+        class_="numbers",
+    )
+
+
+def _channels(report: dict[str, Any]) -> Markup:
+    drawing = draw_channel_graph(report)
+    title = element("h2", "Channel graph")
+    if drawing is None:
+        return element("figure", title, element("p", f"{_sentence(MISSING)} in this run.", class_="missing"))
+    groups = report["groups"]
+    free = [group for group in groups if not group.get("pinned")]
+    kept, size = sum(g["kept"] for g in free), sum(g["size"] for g in free)
+    words = (
+        f"{len(groups)} groups of channels that live and die together, {len(free)} of them free: {kept} of "
+        f"{size} channels kept. Layers run down the page; each group is a line from the layer that first writes it "
+        "to the last that reads it."
+    )
+    return element(
+        "figure", join([element("figcaption", title, element("p", words))]), drawing, class_="graph-figure"
+    )

@@ -1,0 +1,139 @@
+"""The page's last part: what measured where and when, with which versions, and how sure it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smcp_fx.report.curves import validation_pairs
+from smcp_fx.report.formats import MISSING, count, duration, milliseconds, number, percent, relative_change
+from smcp_fx.report.svg import Markup, element
+
+
+def provenance(report: Mapping[str, Any]) -> Markup:
+    """Return the section; parts that the report lacks are named as not measured or left out."""
+    parts = [
+        _facts("How sure", _certainty(report)),
+        _facts("Measured on", _machine(report)),
+        _facts("Run", _run(report)),
+        _facts("Time", _times(report.get("seconds") or {})),
+        _facts(
+            "Versions", [(name, str(version)) for name, version in (report.get("versions") or {}).items()]
+        ),
+        _files(report.get("files") or {}),
+    ]
+    notes = [str(note) for note in report.get("notes") or []]
+    extra = []
+    if notes:
+        extra.append(
+            element("div", element("h3", "Notes"), element("ul", *(element("li", n) for n in notes)))
+        )
+    if report.get("settings"):
+        rows = _flattened(report["settings"])
+        extra.append(element("details", element("summary", "Every setting"), _list(rows), class_="numbers"))
+    grid = element("div", *(part for part in parts if part), class_="facts-grid")
+    return element("section", element("h2", "Provenance"), grid, *extra, class_="provenance")
+
+
+def _certainty(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for name in ("dense", "pruned"):
+        side = report.get(name) or {}
+        low, high = side.get("latency_q1_ms"), side.get("latency_q3_ms")
+        value = milliseconds(side.get("latency_ms"))
+        if number(side.get("latency_ms")) is not None:
+            if number(low) is not None and number(high) is not None:
+                value += f", half of the runs from {milliseconds(low)} to {milliseconds(high)}"
+            stable = side.get("latency_stable")
+            value += {True: "; steady", False: "; not steady"}.get(stable, "") if stable is not None else ""
+        rows.append((f"{name}, median", value))
+    table = report.get("table") or {}
+    points = number(table.get("held_out_points"))
+    rows.append(
+        (
+            "table's error at points it does not rest on",
+            f"median {percent(table.get('held_out_median'))}, 95th percentile {percent(table.get('held_out_p95'))}, "
+            f"of {count(points)} points"
+            if points
+            else MISSING,
+        )
+    )
+    pairs = validation_pairs(report.get("validation") or [])
+    if pairs:
+        name, predicted, measured = pairs[-1]
+        rows.append((f"measured over predicted, {name}", relative_change(predicted, measured) or MISSING))
+    correction = number(report.get("correction"))
+    if correction is not None:
+        rows.append(("correction of the table by an engine, before masks were fixed", f"× {correction:.3f}"))
+    return rows
+
+
+def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    backend = report.get("backend") or {}
+    rows = [
+        (key, str(backend[key]))
+        for key in ("backend", "runtime", "version", "device", "threads", "precision")
+        if backend.get(key) not in (None, "")
+    ]
+    settings = backend.get("settings") or {}
+    rows += [
+        (str(key), str(value))
+        for key, value in (settings.items() if isinstance(settings, dict) else settings)
+    ]
+    if report.get("batch") is not None:
+        rows.append(("batch", str(report["batch"])))
+    return rows
+
+
+def _run(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [(key, str(report[key])) for key in ("model", "data", "target", "cost", "epochs", "seed", "created")
+            if report.get(key) not in (None, "")]  # fmt: skip
+    table = report.get("table")
+    if table:
+        rows.append(("latency table", str(table.get("path") or "")))
+        rows.append(
+            (
+                "table's rows",
+                f"{count(table.get('rows'))}; this run measured {count(table.get('measured'))} and reused "
+                f"{count(table.get('reused'))}",
+            )
+        )
+    return rows
+
+
+def _times(seconds: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [(str(name), duration(value)) for name, value in seconds.items()]
+    known = [value for value in map(number, seconds.values()) if value is not None]
+    return [*rows, ("all", duration(sum(known)))] if known else rows
+
+
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            rows += _flattened(value, f"{prefix}{key}.")
+        else:
+            rows.append((f"{prefix}{key}", "" if value is None else str(value)))
+    return rows
+
+
+def _files(files: Mapping[str, Any]) -> Markup | None:
+    if not files:
+        return None
+    rows = []
+    for name, path in files.items():
+        relative = "://" not in str(path) and not str(path).lower().lstrip().startswith(
+            ("javascript:", "data:")
+        )
+        link = element("a", str(path), href=f"./{path}") if relative else Markup(element("span", str(path)))
+        rows += [element("dt", str(name)), element("dd", link)]
+    return element("div", element("h3", "Files"), element("dl", *rows))
+
+
+def _facts(title: str, rows: Sequence[tuple[str, str]]) -> Markup | None:
+    return element("div", element("h3", title), _list(rows)) if rows else None
+
+
+def _list(rows: Sequence[tuple[str, str]]) -> Markup:
+    cells = [cell for name, value in rows for cell in (element("dt", name), element("dd", value))]
+    return element("dl", *cells)

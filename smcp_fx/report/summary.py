@@ -1,0 +1,176 @@
+"""What a compile run reached, in one sentence and one table."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from smcp_fx.report.formats import (
+    MISSING,
+    count,
+    milliseconds,
+    number,
+    percent,
+    relative_change,
+    signed,
+    significant,
+)
+
+_ARROW = "\N{RIGHTWARDS ARROW}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the comparison; ``spread`` holds the quartiles of dense and pruned, where known."""
+
+    name: str
+    dense: str
+    pruned: str
+    change: str
+    spread: tuple[str, str] = ("", "")
+
+
+def model_name(report: dict[str, Any]) -> str:
+    """Return the model without where it comes from: "resnet18" of "torchvision:resnet18"."""
+    return str(report.get("model") or "the model").rsplit(":", 1)[-1]
+
+
+def cost_word(report: dict[str, Any]) -> str:
+    """Return what the target is a fraction of: "latency", "FLOPs" or "parameters"."""
+    unit = str(report.get("cost") or "ms")
+    return "latency" if unit == "ms" else unit
+
+
+def headline(report: dict[str, Any]) -> str:
+    """Return the run's result in one sentence, of the figures there are."""
+    dense, pruned = _sides(report)
+    asked = f"asked: {percent(report.get('target_fraction'), trim=True)}"
+    times = number(pruned.get("latency_ms")), number(dense.get("latency_ms"))
+    runs = (
+        f"runs in {milliseconds(times[0])} instead of {milliseconds(times[1])}" if None not in times else ""
+    )
+    predicted = percent(report.get("predicted_fraction"))
+    if cost_word(report) != "latency":
+        what = f"keeps {predicted} of its {cost_word(report)} ({asked})"
+        sentence = f"{what} and {runs}" if runs else what
+    elif runs:
+        sentence = f"{runs}: {percent(report.get('measured_fraction'))} of the dense latency ({asked})"
+    else:
+        sentence = f"is predicted to take {predicted} of the dense latency ({asked}), not yet measured"
+    accuracies = dense.get("accuracy"), pruned.get("accuracy")
+    if all(number(value) is not None for value in accuracies):
+        sentence += f", accuracy {percent(accuracies[0])} {_ARROW} {percent(accuracies[1])}"
+    return f"{model_name(report)} {sentence}"
+
+
+def comparison(report: dict[str, Any]) -> list[Row]:
+    """Return the lines of the table: dense, pruned, change."""
+    dense, pruned = _sides(report)
+    accuracy = number(dense.get("accuracy")), number(pruned.get("accuracy"))
+    points = ""
+    if accuracy[0] is not None and accuracy[1] is not None:
+        points = f"{signed(100 * (accuracy[1] - accuracy[0]))} points"
+    rows = [Row("accuracy", percent(accuracy[0]), percent(accuracy[1]), points)]
+    for name, key in (
+        ("latency, predicted by the table", "predicted_ms"),
+        ("latency, measured", "latency_ms"),
+    ):
+        before, after = dense.get(key), pruned.get(key)
+        spread = (_quartiles(dense), _quartiles(pruned)) if key == "latency_ms" else ("", "")
+        rows.append(
+            Row(name, milliseconds(before), milliseconds(after), relative_change(before, after), spread)
+        )
+    times = number(dense.get("latency_ms")), number(pruned.get("latency_ms"))
+    faster = f"{significant(times[0] / times[1])}×" if times[0] and times[1] else MISSING
+    rows.append(Row("speed-up", "1×", faster, ""))
+    for name, key in (("parameters", "params"), ("FLOPs per input", "flops")):
+        before, after = dense.get(key), pruned.get(key)
+        rows.append(Row(name, count(before), count(after), relative_change(before, after)))
+    return rows
+
+
+def target_line(report: dict[str, Any]) -> str:
+    """Return target, predicted and measured fraction, and on what was measured, in one line."""
+    fractions = [
+        f"target {percent(report.get('target_fraction'), trim=True)} of the dense {cost_word(report)}",
+        f"predicted {percent(report.get('predicted_fraction'))}",
+        f"measured{'' if cost_word(report) == 'latency' else ' latency'} "
+        f"{percent(report.get('measured_fraction'))}".replace(f"measured {MISSING}", MISSING),
+    ]
+    return ", ".join(fractions) + f"; {backend_line(report)}"
+
+
+def backend_line(report: dict[str, Any]) -> str:
+    """Return runtime, version, precision, threads, device and batch in one line."""
+    backend = report.get("backend") or {}
+    threads = backend.get("threads")
+    runtime = (
+        f"{backend.get('runtime') or backend.get('backend') or 'no runtime'} {backend.get('version') or ''}"
+    )
+    parts = [
+        runtime.strip(),
+        backend.get("precision"),
+        f"{threads} thread{'s' * (threads != 1)}" if threads else None,
+        f"batch {report['batch']}" if report.get("batch") else None,
+        backend.get("device"),
+    ]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def unsteady(report: dict[str, Any]) -> list[str]:
+    """Return which of "dense" and "pruned" had timings that spread too far to be sure of."""
+    names = ("dense", "pruned")
+    return [
+        name for name, side in zip(names, _sides(report), strict=True) if side.get("latency_stable") is False
+    ]
+
+
+def summary_table(report: dict[str, Any]) -> Table:
+    """Return the comparison as a `rich` table; its caption holds the target and the backend."""
+    table = Table(title=f"{model_name(report)} on {report.get('data') or 'its data'}", box=box.SIMPLE_HEAD)
+    table.title = Text(str(table.title))  # plain text: names may hold what rich takes for markup
+    table.add_column("")
+    for name in ("dense", "pruned", "change"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in comparison(report):
+        cells = (row.dense, row.pruned, row.change)
+        table.add_row(Text(row.name), *(Text(cell) for cell in cells))
+        if any(row.spread):
+            table.add_row(
+                Text("  quartiles", style="dim"), *(Text(cell, style="dim") for cell in row.spread), ""
+            )
+    lines = [target_line(report)]
+    if unsteady(report):
+        lines.append(
+            f"The timings of {' and '.join(unsteady(report))} spread too far: measure again when idle."
+        )
+    table.caption = Text("\n".join(lines))
+    return table
+
+
+def summary_text(report: dict[str, Any]) -> str:
+    """Return `summary_table` as plain text without trailing blanks; lines up to 100 characters."""
+    table = summary_table(report)
+    caption, table.caption = str(table.caption or ""), None
+    table.title_justify = "left"
+    out = io.StringIO()
+    console = Console(file=out, width=100, color_system=None, force_terminal=False, legacy_windows=False)
+    console.print(table)
+    for line in caption.splitlines():
+        console.print(Text(f"  {line}"))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n") + "\n"
+
+
+def _sides(report: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return report.get("dense") or {}, report.get("pruned") or {}
+
+
+def _quartiles(side: dict[str, Any]) -> str:
+    low, high = number(side.get("latency_q1_ms")), number(side.get("latency_q3_ms"))
+    return "" if low is None or high is None else f"{significant(low)} to {significant(high)} ms"

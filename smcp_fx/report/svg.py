@@ -1,0 +1,169 @@
+"""Markup and drawing primitives: escaped elements, axes with round ticks. No charts here."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class Markup(str):
+    """Text that is markup already and is not escaped again."""
+
+    __slots__ = ()
+
+
+def element(name: str, /, *children: str, **attributes: object) -> Markup:
+    """Return one element; text children and attribute values are escaped, `Markup` children are not.
+
+    An underscore in an attribute's name stands for a hyphen, and one at the end is dropped (``class_``);
+    attributes that are None are left out, floats are cut to hundredths.
+    """
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(_value(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    inner = "".join(child if isinstance(child, Markup) else html.escape(child) for child in children)
+    void = name in {"input", "meta", "br", "hr"}
+    return Markup(f"<{name}{written}>" if void else f"<{name}{written}>{inner}</{name}>")
+
+
+def join(parts: Iterable[Markup], separator: str = "") -> Markup:
+    """Return the parts one after the other."""
+    return Markup(separator.join(parts))
+
+
+def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
+    """Return a straight line."""
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+
+
+def text(x: float, y: float, content: str, class_: str, anchor: str = "start") -> Markup:
+    """Return a line of text whose baseline is at ``y``."""
+    return element("text", content, x=x, y=y, class_=class_, text_anchor=anchor)
+
+
+def rect(
+    x: float, y: float, width: float, height: float, class_: str, tip: str = "", rx: float = 0
+) -> Markup:
+    """Return a rectangle; ``tip`` is what a pointer resting on it, or a screen reader, is told."""
+    inner = [element("title", tip)] if tip else []
+    return element(
+        "rect", *inner, x=x, y=y, width=max(width, 0.0), height=max(height, 0.0), class_=class_, rx=rx or None
+    )
+
+
+def dot(x: float, y: float, radius: float, class_: str, tip: str = "") -> Markup:
+    """Return a circle, with an optional tip."""
+    inner = [element("title", tip)] if tip else []
+    return element("circle", *inner, cx=x, cy=y, r=radius, class_=class_)
+
+
+def path(points: Iterable[tuple[float, float]], class_: str, *, steps: bool = False) -> Markup:
+    """Return a line through the points; ``steps``: level up to the next point, then straight to it."""
+    drawn: list[str] = []
+    for x, y in points:
+        if not drawn:
+            drawn.append(f"M{x:.1f} {y:.1f}")
+        else:
+            drawn.append(f"H{x:.1f}V{y:.1f}" if steps else f"L{x:.1f} {y:.1f}")
+    return element("path", d="".join(drawn), class_=class_)
+
+
+def picture(width: float, height: float, label: str, body: Iterable[Markup], class_: str = "chart") -> Markup:
+    """Return an inline SVG that scales with its box; ``label`` says in words what it shows."""
+    return element(
+        "svg",
+        element("title", label),
+        *body,
+        viewBox=f"0 0 {width:.0f} {height:.0f}",
+        class_=class_,
+        role="img",
+        aria_label=label,
+        style=f"--w:{width:.0f}px",
+    )
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Return round numbers (1, 2 or 5 times a power of ten apart) within [low, high]."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / max(about, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def rounded_up(value: float, about: int = 5) -> float:
+    """Return the first tick at or above ``value`` on an axis that starts at 0."""
+    if value <= 0:
+        return 1.0
+    marks = ticks(0, value, about)
+    step = marks[1] - marks[0] if len(marks) > 1 else value
+    return step * math.ceil(value / step - 1e-9)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A rectangle of a picture with linear axes: data in, picture coordinates out."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+
+    def x(self, value: float) -> float:
+        """Return where ``value`` is across."""
+        low, high = self.x_range
+        return self.left + self.width * (value - low) / ((high - low) or 1.0)
+
+    def y(self, value: float) -> float:
+        """Return where ``value`` is down; larger is higher up."""
+        low, high = self.y_range
+        return self.top + self.height * (1 - (value - low) / ((high - low) or 1.0))
+
+    @property
+    def bottom(self) -> float:
+        """The y of the horizontal axis."""
+        return self.top + self.height
+
+    @property
+    def right(self) -> float:
+        """The x of the right edge."""
+        return self.left + self.width
+
+    def y_axis(self, title: str, suffix: str = "", about: int = 4) -> list[Markup]:
+        """Return grid lines with their values, and the axis' title above them."""
+        drawn = [text(self.left, self.top - 10, title, "axis-title")]
+        marks = ticks(*self.y_range, about)
+        for mark in marks:
+            kind = "baseline" if mark == self.y_range[0] else "grid"
+            drawn.append(line(self.left, self.y(mark), self.right, self.y(mark), kind))
+            drawn.append(text(self.left - 8, self.y(mark) + 4, _tick(mark, marks) + suffix, "tick", "end"))
+        return drawn
+
+    def x_axis(self, title: str, about: int = 6, suffix: str = "") -> list[Markup]:
+        """Return ticks with their values, and the axis' title below them at the right."""
+        marks = ticks(*self.x_range, about)
+        drawn = [line(self.left, self.bottom, self.right, self.bottom, "baseline")]
+        for mark in marks:
+            drawn.append(text(self.x(mark), self.bottom + 18, _tick(mark, marks) + suffix, "tick", "middle"))
+        drawn.append(text(self.right, self.bottom + 36, title, "axis-title", "end"))
+        return drawn
+
+
+def _tick(mark: float, marks: list[float]) -> str:
+    step = marks[1] - marks[0] if len(marks) > 1 else abs(mark) or 1.0
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return f"{mark:,.{decimals}f}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return str(value)

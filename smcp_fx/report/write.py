@@ -1,0 +1,63 @@
+"""Write a report's two files, both whole or neither."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+from pathlib import Path
+from typing import Any
+
+from smcp_fx.errors import InputError, SmcpError
+from smcp_fx.report.page import render_page
+
+
+def write_report(report: dict[str, Any], directory: Path) -> tuple[Path, Path]:
+    """Write ``report.json`` and ``report.html`` into ``directory`` and return their paths.
+
+    The page is self-contained: it fetches nothing. Numbers that are not finite become null ("not measured").
+    Both files are written beside and renamed. Raises `InputError` for a value that JSON does not have, and
+    `SmcpError` when the files cannot be written; then what stood there before still stands.
+    """
+    plain = plain_values(report, "report")
+    texts = {
+        "report.json": json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        "report.html": render_page(plain),
+    }
+    targets = [directory / name for name in texts]
+    beside = [target.with_name(target.name + ".part") for target in targets]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for part, content in zip(beside, texts.values(), strict=True):
+            part.write_text(content, encoding="utf-8", errors="backslashreplace", newline="\n")
+        for part, target in zip(beside, targets, strict=True):
+            os.replace(part, target)
+    except OSError as error:
+        for part in beside:
+            part.unlink(missing_ok=True)
+        raise SmcpError(
+            f"cannot write the report into {directory}: {error.strerror or error}. Free space there, or give "
+            "another directory"
+        ) from error
+    return targets[0], targets[1]
+
+
+def plain_values(value: Any, where: str) -> Any:
+    """Return ``value`` as plain JSON values; tuples become lists, NumPy numbers plain ones, NaN None."""
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise InputError(f"{where} has the key {key!r}; a report's keys are strings")
+        return {key: plain_values(inner, f"{where}[{key!r}]") for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
+    raise InputError(
+        f"{where} is a {type(value).__name__}, which JSON cannot hold; pass numbers, text, lists or dicts"
+    )

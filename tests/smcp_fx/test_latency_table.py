@@ -1,0 +1,454 @@
+"""The latency table on a runtime whose latencies are known: sampling, interpolation, and the file's promises."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smcp_fx.backends.base import Backend, BlockLatency, Engine, Fingerprint, Measurement
+from smcp_fx.backends.timing import TimingConfig
+from smcp_fx.errors import InputError, TableError
+from smcp_fx.latency_sampling import SamplingConfig, Surface, held_out_errors, plan_samples
+from smcp_fx.latency_store import LatencyStore
+from smcp_fx.latency_table import Block, LatencyTable, Progress, sum_of_prices
+
+
+def steps(c: int, size: int = 16) -> int:
+    return -(-c // size) * size
+
+
+def cliffs(c_in: int, c_out: int) -> float:
+    """Like a convolution on a CPU: steps of 16 both ways, dearer right above multiples of 64, an own path at 8."""
+    x, y = (8 if c_in == 8 else steps(c_in)), steps(c_out)
+    remainder = {0: 0.0, 16: 0.3, 32: 0.2, 48: 0.1}[y % 64]
+    return 0.01 + 1e-3 * x + 2e-3 * y + 1e-4 * x * (y + 16 * remainder)
+
+
+@dataclass
+class FakeBackend(Backend):
+    """Latencies by formula. ``log``: the rows measured, in order."""
+
+    latency: Callable[..., float] = lambda *widths: cliffs(*widths) if len(widths) == 2 else 1.0 + sum(widths)
+    device: str = "fake"
+    log: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    fails_at: tuple[int, ...] | None = None
+    cold: float | None = None
+    pause: float = 0.0
+    name = "fake"
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint("fake", self.device, "none", "1", 1, "float32", (("mode", "formula"),))
+
+    def compile(
+        self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None
+    ) -> Engine:
+        raise AssertionError("a formula compiles nothing")
+
+    def block_latency(
+        self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None
+    ) -> BlockLatency:
+        self.log.append((block.name, widths))
+        time.sleep(self.pause)
+        if widths == self.fails_at:
+            raise RuntimeError("the kernel crashed")
+        ms = self.latency(*widths)
+        hot = Measurement(ms, ms, ms, 3, stable=True)
+        return BlockLatency(hot, None if self.cold is None else replace(hot, median_ms=ms * self.cold))
+
+
+@dataclass(frozen=True)
+class FakeBlock:
+    name: str
+    signature: str
+    grids: tuple[tuple[int, ...], ...]
+
+    def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        return nn.Identity(), (torch.zeros(1),)
+
+
+def grid(full: int, multiple: int = 8) -> tuple[int, ...]:
+    return tuple(range(multiple, full + 1, multiple))
+
+
+def conv(name: str = "conv", c_in: int = 256, c_out: int = 256) -> FakeBlock:
+    return FakeBlock(name, json.dumps({"op": "conv", "k": 3}), (grid(c_in), grid(c_out)))
+
+
+def dense(price: Callable[..., np.ndarray], block: FakeBlock) -> np.ndarray:
+    x, y = (np.array(g) for g in block.grids)
+    return price(x[:, None], y[None, :])
+
+
+def truth(block: FakeBlock, latency: Callable[..., float] = cliffs) -> np.ndarray:
+    return np.array([[latency(i, j) for j in block.grids[1]] for i in block.grids[0]])
+
+
+# ---- sampling -----------------------------------------------------------------------------------------------
+
+
+def sample(grids, latency, config=None, seed=0):
+    known: dict[tuple[int, ...], float] = {}
+    while (plan := plan_samples(grids, known, config, seed)).wanted:
+        assert not set(plan.wanted) & set(known), "asked for what is known"
+        known.update({p: latency(*p) for p in plan.wanted})
+    assert plan.surface is not None
+    return plan, known
+
+
+def test_cliffs_are_found_with_few_samples():
+    block = conv()
+    plan, known = sample(block.grids, cliffs)
+    errors = np.abs(dense(plan.surface, block) / truth(block) - 1)
+    assert len(known) < 0.12 * truth(block).size
+    assert np.median(errors) < 0.01
+    assert np.percentile(errors, 95) < 0.05
+    assert plan.surface.axes[0].step == plan.surface.axes[1].step == 16
+
+
+def test_without_steps_a_bilinear_latency_is_exact():
+    plan, known = sample((grid(512), grid(256)), lambda x, y: 0.1 + 0.01 * x + 0.02 * y + 1e-4 * x * y)
+    x, y = np.arange(8, 513)[:, None], np.arange(8, 257)[None, :]
+    assert np.allclose(plan.surface(x, y), 0.1 + 0.01 * x + 0.02 * y + 1e-4 * x * y, rtol=1e-9)
+    assert [axis.step for axis in plan.surface.axes] == [1, 1]
+    assert len(known) < 100
+
+
+def test_what_is_linear_in_one_width_may_be_anything_in_the_other():
+    """The blended interpolation is exact for f(y) + x g(y) once every cliff of y is sampled."""
+
+    def latency(x: int, y: int) -> float:
+        return 1.0 + (y // 24) ** 1.5 + x * 0.01 * (1 + (y % 40 == 0))
+
+    block = FakeBlock("b", "{}", (grid(64), grid(128)))
+    plan, _ = sample(block.grids, latency, SamplingConfig(tolerance=1e-9, floor_ms=0, share=0))
+    sampled = plan.surface.axes[1].samples
+    x = np.array(block.grids[0])
+    for y in sampled:
+        assert np.allclose(plan.surface(x, np.array(y)), [latency(i, y) for i in x], rtol=1e-9)
+
+
+def test_held_out_points_are_not_what_the_surface_rests_on():
+    plan, known = sample(conv().grids, cliffs)
+    assert plan.probes
+    assert not set(plan.probes) & set(plan.surface.points)
+    by_hand = [abs(float(plan.surface(*map(np.array, p))) - known[p]) / known[p] for p in plan.probes]
+    assert np.allclose(held_out_errors(plan.surface, plan.probes, known), by_hand)
+
+
+def test_a_surface_that_lines_miss_gets_more_lines():
+    def ridge(x: int, y: int) -> float:
+        return 1.0 + 4.0 * float(np.exp(-((x - 128) ** 2 + (y - 128) ** 2) / 4000))
+
+    few, _ = sample((grid(256), grid(256)), ridge, SamplingConfig(rounds=1, probes=12))
+    more, _ = sample((grid(256), grid(256)), ridge, SamplingConfig(rounds=4, probes=12))
+    assert all(len(a.lines) < len(b.lines) for a, b in zip(few.surface.axes, more.surface.axes, strict=True))
+    block = FakeBlock("b", "{}", (grid(256), grid(256)))
+    off = [np.abs(dense(p.surface, block) - truth(block, ridge)).mean() for p in (few, more)]
+    assert off[1] < 0.5 * off[0]
+
+
+def test_one_width_and_none():
+    plan, known = sample((grid(512),), lambda c: 0.2 + 0.01 * steps(c))
+    c = np.array(grid(512))
+    assert np.allclose(plan.surface(c), 0.2 + 0.01 * np.array([steps(i) for i in c]), rtol=0.04)
+    assert len(known) < 40
+    plan, known = sample((), lambda: 3.0)
+    assert known == {(): 3.0}
+    assert plan.surface() == 3.0
+
+
+def test_a_full_size_that_is_no_multiple_is_met_exactly():
+    widths = (*grid(96), 100)
+    plan, _ = sample((widths, widths), lambda x, y: 1.0 + steps(x) * steps(y) / 1000)
+    assert float(plan.surface(np.array(100), np.array(100))) == pytest.approx(1.0 + 112 * 112 / 1000)
+
+
+@pytest.mark.parametrize("widths", [(4, 64), (64, 264)])
+def test_outside_of_the_grid_is_refused(widths):
+    plan, _ = sample(conv().grids, cliffs)
+    with pytest.raises(TableError, match=r"8 to 256 were measured"):
+        plan.surface(*(np.array(w) for w in widths))
+
+
+def test_bad_grids_are_named():
+    with pytest.raises(InputError, match="3 free widths"):
+        plan_samples((grid(16),) * 3, {})
+    with pytest.raises(InputError, match="ascending"):
+        plan_samples(((16, 8),), {})
+
+
+def test_surface_takes_arrays_that_broadcast():
+    plan, _ = sample(conv().grids, cliffs)
+    surface: Surface = plan.surface
+    assert surface(np.array([8, 16, 24])[:, None], np.array([[8, 256]])).shape == (3, 2)
+    assert surface(np.array(64), np.array(64)).shape == ()
+
+
+# ---- the table ----------------------------------------------------------------------------------------------
+
+
+def test_measure_then_price(tmp_path):
+    block, backend = conv(), FakeBackend()
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        report = table.measure([block], backend)
+        price = table.price(block, backend.fingerprint())
+        assert report.measured == len(backend.log) == len(set(backend.log))
+        assert report.failed == report.unstable == ()
+        errors = np.abs(dense(price, block) / truth(block) - 1)
+        assert np.percentile(errors, 95) < 0.05
+        held_out = table.held_out_error([block], backend.fingerprint())
+        assert 0 < held_out.points < 20
+        assert held_out.largest < 0.1
+        assert float(price(np.array(256), np.array(256))) == pytest.approx(cliffs(256, 256))
+        assert sum_of_prices([price, price], [(8, 256), (256, 8)]) == pytest.approx(
+            cliffs(8, 256) + cliffs(256, 8)
+        )
+
+
+def test_a_second_run_measures_nothing_and_equal_blocks_share_rows(tmp_path):
+    backend = FakeBackend()
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        first = table.measure([conv("a"), conv("b")], backend)
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        again = table.measure([conv("c")], backend)
+        assert again.measured == 0
+        assert again.reused == first.measured
+        narrower = table.measure([conv("d", c_in=128)], backend)
+        assert narrower.reused == first.measured
+        assert narrower.measured < first.measured  # rows of the wider block serve the narrower one
+
+
+def test_rows_tell_where_a_number_comes_from(tmp_path):
+    block, backend = conv(c_in=16, c_out=16), FakeBackend()
+    before = time.time()
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        table.measure([block], backend)
+        rows = table.rows()
+        assert table.fingerprints() == [backend.fingerprint()]
+        assert table.rows(replace(backend.fingerprint(), version="2")) == []
+    assert {row.widths for row in rows} == {(8, 8), (8, 16), (16, 8), (16, 16)}
+    for row in rows:
+        assert row.fingerprint == backend.fingerprint()
+        assert row.name == "conv"
+        assert row.latency.hot.median_ms == cliffs(*row.widths)
+        assert before - 1 <= row.measured_at <= time.time() + 1
+
+
+def test_states_are_weighed(tmp_path):
+    block, backend = conv(c_in=16, c_out=16), FakeBackend(cold=2.0)
+    for share, factor in ((0.0, 1.0), (0.5, 1.5), (1.0, 2.0)):
+        with LatencyTable(tmp_path / "t.sqlite", cold_share=share) as table:
+            table.measure([block], backend)
+            price = table.price(block, backend.fingerprint())
+            assert float(price(np.array(16), np.array(8))) == pytest.approx(factor * cliffs(16, 8))
+    assert len(backend.log) == 4
+    with pytest.raises(InputError, match="cold_share"):
+        LatencyTable(tmp_path / "t.sqlite", cold_share=1.5)
+
+
+def test_progress_rises_and_ends_at_one_block_after_the_other(tmp_path):
+    seen: list[Progress] = []
+    other = FakeBlock("other", "{}", (grid(64),))
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        report = table.measure([conv(), other], FakeBackend(), seen.append)
+    assert [p.measured for p in seen] == list(range(1, report.measured + 1))
+    assert all(0 < p.fraction <= 1 and p.remaining_seconds >= 0 for p in seen)
+    assert seen[0].fraction < 0.5 <= seen[-1].fraction
+
+
+def test_missing_rows_and_other_devices_are_errors(tmp_path):
+    block, backend = conv(), FakeBackend()
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        with pytest.raises(TableError, match=r"'conv' is not measured"):
+            table.price(block, backend.fingerprint())
+        table.measure([block], backend)
+        other = FakeBackend(device="another").fingerprint()
+        with pytest.raises(TableError, match=r"rows of: none 1, float32, 1 thread, fake"):
+            table.price(block, other)
+        with pytest.raises(TableError, match="not measured"):
+            table.held_out_error([block], other)
+
+
+def test_a_crashing_row_is_marked_and_the_rest_goes_on(tmp_path):
+    block, other = conv(), FakeBlock("other", "{}", (grid(64),))
+    backend = FakeBackend(fails_at=(256, 256))
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        report = table.measure([block, other], backend, None)
+        assert report.failed == (("conv", (256, 256), "RuntimeError: the kernel crashed"),)
+        with pytest.raises(TableError, match=r"'conv' could not be measured at widths \(256, 256\)"):
+            table.price(block, backend.fingerprint())
+        table.price(other, backend.fingerprint())
+        assert [row.error for row in table.rows() if row.latency is None] == [
+            "RuntimeError: the kernel crashed"
+        ]
+        backend.fails_at = None
+        backend.log.clear()
+        table.measure([block], backend)
+        assert backend.log == []  # a marked row is not tried again unasked
+        table.measure([block], backend, retry_failed=True)
+        table.price(block, backend.fingerprint())
+
+
+def test_unstable_rows_are_reported(tmp_path):
+    class Noisy(FakeBackend):
+        def block_latency(self, block, widths, config=None):
+            hot = Measurement(1.0, 0.8, 1.4, 3, stable=widths != (16,))
+            return BlockLatency(hot)
+
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        block = FakeBlock("b", "{}", (grid(16),))
+        report = table.measure([block], Noisy())
+        assert report.unstable == (("b", (16,), pytest.approx(0.6)),)
+        assert table.measure([block], Noisy()).measured == 0
+        assert table.measure([block], Noisy(), retry_unstable=True).measured == 1
+
+
+# ---- the file -----------------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_an_error_when_it_must_exist(tmp_path):
+    with pytest.raises(TableError, match=r"there is no latency table"):
+        LatencyTable(tmp_path / "none.sqlite", create=False)
+    assert not (tmp_path / "none.sqlite").exists()
+
+
+def test_foreign_and_damaged_files_are_refused_and_left_alone(tmp_path):
+    text = tmp_path / "text.sqlite"
+    text.write_text("this is no database at all, but long enough to be read as one\n" * 40)
+    foreign = tmp_path / "foreign.sqlite"
+    with sqlite3.connect(foreign) as database:
+        database.execute("CREATE TABLE mine (x)")
+    database.close()
+    before = foreign.read_bytes()
+    with pytest.raises(TableError, match=r"text\.sqlite is no latency table"):
+        LatencyTable(text)
+    with pytest.raises(TableError, match=r"no latency table"):
+        LatencyTable(foreign)
+    assert sqlite3.connect(foreign).execute("SELECT count(*) FROM sqlite_master").fetchone() == (1,)
+    assert len(foreign.read_bytes()) == len(before)
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    path = tmp_path / "t.sqlite"
+    with LatencyTable(path) as table:
+        table.measure([conv()], FakeBackend())
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(TableError, match=r"damaged|cannot be used"), LatencyTable(path) as table:
+        table.measure([conv()], FakeBackend())
+
+
+def test_another_version_is_refused(tmp_path):
+    path = tmp_path / "t.sqlite"
+    LatencyTable(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    with pytest.raises(TableError, match="format 99"):
+        LatencyTable(path)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TableError, match="cannot open the latency table"):
+        LatencyTable(tmp_path / "file" / "t.sqlite")
+
+
+def test_a_row_is_claimed_once_and_a_dead_owner_frees_it(tmp_path, monkeypatch):
+    store, fingerprint = LatencyStore(tmp_path / "t.sqlite"), FakeBackend().fingerprint()
+    points = [(8,), (16,)]
+    assert store.claim("b", "{}", fingerprint, points) == (8,)
+    other = LatencyStore(tmp_path / "t.sqlite")
+    other._owner = f"{other._owner}0"  # another process on this host
+    # the claim's owner is alive, so the other process gets the next row, and then none
+    assert other.claim("b", "{}", fingerprint, points) == (16,)
+    assert other.claim("b", "{}", fingerprint, [(8,)]) is None
+    # the owner of (16,) does not exist: its row is free for us
+    assert store.claim("b", "{}", fingerprint, [(16,)]) == (16,)
+    store.close()
+    other.close()
+
+
+def test_a_row_that_kills_its_process_is_given_up_after_three_attempts(tmp_path):
+    store, fingerprint = LatencyStore(tmp_path / "t.sqlite"), FakeBackend().fingerprint()
+    alive = store._owner
+    for attempt in range(3):
+        store._owner = f"{alive}{attempt}"
+        assert store.claim("b", "{}", fingerprint, [(8,)]) == (8,)
+    store._owner = alive
+    assert store.claim("b", "{}", fingerprint, [(8,)]) is None
+    assert store.failures("{}", fingerprint) == {(8,): "the process died 3 times measuring it"}
+    store.close()
+
+
+def test_an_interrupt_frees_the_row_under_way(tmp_path):
+    class Interrupted(FakeBackend):
+        def block_latency(self, block, widths, config=None):
+            raise KeyboardInterrupt
+
+    block = conv()
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        with pytest.raises(KeyboardInterrupt):
+            table.measure([block], Interrupted())
+        assert table.store.claim(block.name, block.signature, FakeBackend().fingerprint(), [(256, 256)])
+
+
+def _measure_in_process(path: Path, pause: float, log: Path) -> None:
+    class Logged(FakeBackend):
+        def block_latency(self, block, widths, config=None):
+            with log.open("a") as file:
+                file.write(f"{os.getpid()} {json.dumps(widths)}\n")
+            return super().block_latency(block, widths, config)
+
+    with LatencyTable(path) as table:
+        table.measure([conv()], Logged(pause=pause))
+
+
+def test_kill_9_loses_only_the_row_under_way(tmp_path):
+    path, log = tmp_path / "t.sqlite", tmp_path / "log"
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_measure_in_process, args=(path, 0.02, log))
+    process.start()
+    while not log.exists() or len(log.read_text().splitlines()) < 12:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    started = [tuple(json.loads(line.split(" ", 1)[1])) for line in log.read_text().splitlines()]
+    backend = FakeBackend()
+    with LatencyTable(path) as table:
+        kept = {row.widths for row in table.rows()}
+        assert set(started[:-1]) <= kept
+        table.measure([conv()], backend)
+        assert not {widths for _, widths in backend.log} & kept
+        assert np.isfinite(dense(table.price(conv(), backend.fingerprint()), conv())).all()
+    assert sqlite3.connect(path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_two_processes_share_a_table_without_double_work(tmp_path):
+    path, log = tmp_path / "t.sqlite", tmp_path / "log"
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_measure_in_process, args=(path, 0.01, log)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    lines = [line.split(" ", 1) for line in log.read_text().splitlines()]
+    assert len({widths for _, widths in lines}) == len(lines)
+    assert {pid for pid, _ in lines} == {str(worker.pid) for worker in workers}
+    alone = FakeBackend()
+    with LatencyTable(tmp_path / "alone.sqlite") as table:
+        table.measure([conv()], alone)
+    assert sorted(widths for _, widths in lines) == sorted(json.dumps(widths) for _, widths in alone.log)
