@@ -158,6 +158,7 @@ def largest_difference(found: Array, expected: Array) -> tuple[float, float, flo
 def _export_program(
     model: nn.Module, inputs: tuple[Tensor, ...], dynamic_batch: bool
 ) -> torch.export.ExportedProgram:
+    given = [tuple(tensor.shape) for tensor in inputs]
     shapes = None
     if dynamic_batch:
         scalars = [i for i, tensor in enumerate(inputs) if tensor.dim() == 0]
@@ -176,9 +177,8 @@ def _export_program(
             if dynamic_batch
             else ""
         )
-        shown = [tuple(tensor.shape) for tensor in inputs]
         raise BackendError(
-            f"torch.export cannot capture {type(model).__name__} on inputs of shapes {shown}: {first}{advice}"
+            f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}.{advice}"
         ) from error
 
 
@@ -295,7 +295,8 @@ def _replacing(path: Path) -> Iterator[Path]:
             ) from error
         raise BackendError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

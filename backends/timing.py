@@ -79,7 +79,7 @@ QUICK = TimingConfig(
     attempts=2,
     droppable=1.0,
     warmup_window=1,
-    warmup_ms=50.0,
+    warmup_ms=4.0,
 )
 
 

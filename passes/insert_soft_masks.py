@@ -57,13 +57,22 @@ class InsertSoftMasks(GraphPass):
             modified = True
             graph = module.graph
             with graph.inserting_before(uses[0]):
-                weight = graph.create_node("get_attr", layer.weight)
+                weight = _weight_of(uses[0]) or graph.create_node("get_attr", layer.weight)
                 mask = graph.create_node("get_attr", f"{STATE}.{mask_name(layer)}")
                 masked = graph.call_function(self.mask, (weight, mask))
             for use in uses:
                 _redirect(graph, use, masked)
             report.append(f"{layer.path}: {layer.in_labels.numel()} input channels masked")
         return PassResult(module, modified, tuple(report))
+
+
+def _weight_of(use: fx.Node) -> fx.Node | None:
+    """The node that reads the weight of a functional call; None for a module's call."""
+    if use.op == "call_module":
+        return None
+    weight = use.args[1] if len(use.args) > 1 else use.kwargs["weight"]
+    assert isinstance(weight, fx.Node)
+    return weight
 
 
 def _redirect(graph: fx.Graph, use: fx.Node, masked: fx.Node) -> None:
@@ -75,7 +84,9 @@ def _redirect(graph: fx.Graph, use: fx.Node, masked: fx.Node) -> None:
         use.args = (owner, masked, *use.args)
         use.meta[META] = Mark("mask", path)
     else:
-        original = use.args[1] if len(use.args) > 1 else use.kwargs["weight"]
-        assert isinstance(original, fx.Node)
+        original = _weight_of(use)
+        assert original is not None
         use.replace_input_with(original, masked)
+        if not original.users:
+            graph.erase_node(original)
         use.meta[META] = Mark("mask", None)

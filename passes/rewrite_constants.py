@@ -19,6 +19,7 @@ from smcp_fx.channels.labels import compress, varied_dims
 from smcp_fx.channels.operations import operation_name
 from smcp_fx.channels.propagation import ParameterRef
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
+from smcp_fx.channels.rules_movement import perform
 from smcp_fx.errors import PassError
 
 _SIZES = {"view", "reshape", "expand", "broadcastto", "unflatten"}
@@ -177,6 +178,7 @@ class _Rewriter:
         before = self.trail.elements[old.name] if isinstance(old, ParameterRef) else old
         outputs = [v for v in pytree.tree_leaves(self.old[node.name]) if isinstance(v, Tensor)]
         if all(self.sliced.axis(v) is None for v in (before, *outputs)):
+            self._freeze_numbers(node)
             return
         rewrite = _REWRITES.get(operation)
         if rewrite is not None and rewrite(self, node, before, outputs):
@@ -185,6 +187,8 @@ class _Rewriter:
             return
         kept_in, kept_out = self.sliced.axis(before), self.sliced.axis(outputs[0])
         order = self._order(node, before) if len(outputs) == 1 else None
+        if kept_in is not None and kept_out is None and order is not None:  # all that is selected stays
+            kept_out = (kept_in[0], torch.arange(outputs[0].shape[kept_in[0]]))
         if kept_in is None or kept_out is None or order is None or kept_in[0] != kept_out[0]:
             raise PassError(
                 f"{node.name!r} ({operation}) cannot be rewritten for the channels kept: input "
@@ -208,10 +212,7 @@ class _Rewriter:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), environment)
         if node.op == "call_module":
             return self.module.get_submodule(str(node.target))(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+        return perform(node, args, kwargs)
 
     def _order(self, node: fx.Node, before: Tensor) -> Tensor | None:
         """For an operation that permutes or selects along one axis: the old position of each output."""
@@ -328,9 +329,20 @@ def _narrow(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]
     return True
 
 
+def _select(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
+    found = run.sliced.axis(before)
+    args = _numbers(run, tuple(node.args[1:3]))
+    if found is None or len(args) < 2 or args[0] % before.dim() != found[0]:
+        return False
+    dim, kept = found
+    node.args = (node.args[0], dim, int((kept < args[1] % before.shape[dim]).sum()))
+    return True
+
+
 _REWRITES: dict[str, Callable[[_Rewriter, fx.Node, Tensor, list[Tensor]], bool]] = {
     **dict.fromkeys(_SIZES, _sizes),
     **dict.fromkeys(_SPLITS, _splits),
     "getitem": _index,
     "narrow": _narrow,
+    "select": _select,
 }

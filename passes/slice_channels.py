@@ -59,6 +59,8 @@ class SliceChannels(GraphPass):
         for name, slots in trail.slots.items():
             indices[name] = {dim: sliced.positions(labels) for dim, labels in slots.items()}
         for name, labels in trail.elements.items():
+            if name in trail.slots:
+                continue  # pinned: a weight that is also read as a tensor
             varied = varied_dims(self.channels.units.of(labels))
             if len(varied) == 1:
                 indices.setdefault(name, {})[varied[0]] = sliced.positions(line(labels, varied[0]))
@@ -81,6 +83,10 @@ class SliceChannels(GraphPass):
                 if target.extra_repr() != before:
                     report.append(f"{node.target}: {before} -> {target.extra_repr()}")
         nodes = {node.name: node for node in module.graph.nodes}
+        for name, (groups, labels) in self.channels.trail.grouped.items():
+            left = sliced.positions(labels).numel()
+            if left < labels.numel():
+                report.append(_set_groups(module, nodes[name], groups * left // labels.numel(), left))
         for layer in self.channels.layers:
             node = nodes.get(layer.node)
             if layer.kind == "depthwise" and node is not None and node.op != "call_module":
@@ -150,13 +156,24 @@ def _resize(module: nn.Module) -> None:
     elif isinstance(module, nn.modules.batchnorm._NormBase):
         size = next((t.shape[0] for t in (weight, module.running_mean) if isinstance(t, Tensor)), None)
         module.num_features = module.num_features if size is None else size
-    elif isinstance(module, nn.GroupNorm) and isinstance(weight, Tensor):
-        per_group = module.num_channels // module.num_groups
-        module.num_channels, module.num_groups = weight.shape[0], weight.shape[0] // per_group
     elif isinstance(module, nn.PReLU):
         module.num_parameters = module.weight.numel()
     elif isinstance(module, nn.Embedding):
         module.embedding_dim = module.weight.shape[1]
+
+
+def _set_groups(module: fx.GraphModule, node: fx.Node, groups: int, channels: int) -> str:
+    """Give a group norm or instance norm its new number of groups and channels."""
+    if node.op != "call_module":
+        if "num_groups" in node.kwargs or (len(node.args) > 1 and isinstance(node.args[1], int)):
+            _set_argument(node, 1, "num_groups", groups)
+        return f"{node.name}: {groups} groups"
+    target = module.get_submodule(str(node.target))
+    if isinstance(target, nn.GroupNorm):
+        target.num_groups, target.num_channels = groups, channels
+    elif isinstance(target, nn.modules.batchnorm._NormBase):
+        target.num_features = channels
+    return f"{node.target}: {groups} groups of {channels} channels"
 
 
 def _set_argument(node: fx.Node, position: int, name: str, value: Any) -> None:

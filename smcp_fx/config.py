@@ -59,8 +59,10 @@ class PruningConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.multiple < 1:
-            raise InputError(f"multiple must be at least 1, not {self.multiple}")
+        if not isinstance(self.multiple, int) or self.multiple < 1:
+            raise InputError(f"multiple must be a whole number of at least 1, not {self.multiple!r}")
+        if isinstance(self.exclude, str) or not all(isinstance(name, str) for name in self.exclude):
+            raise InputError(f"exclude must be a tuple of module paths, not {self.exclude!r}")
         for name in ("momentum", "memory", "tolerance"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} must be in [0, 1), not {getattr(self, name)}")

@@ -101,8 +101,7 @@ def _positions(layer: Layer) -> float:
     kernel = prod(size for dim, size in enumerate(layer.weight_shape) if dim not in dims)
     shape = layer.in_shape if layer.transposed else layer.out_shape
     channels = layer.input_channels if layer.transposed else layer.output_channels
-    batch = shape[0] if len(shape) > 1 else 1
-    return kernel * prod(shape) / (batch * channels.numel())
+    return kernel * prod(shape) / (layer.images * channels.numel())
 
 
 def _element_widths(channels: ChannelGraph, elements: Tensor) -> dict[int, Width]:
@@ -129,9 +128,14 @@ def absolute_target(target: float | str, full: float, unit: str) -> float:
         match = re.fullmatch(r"\s*([0-9.eE+-]+?)\s*([KMGT]?)\s*([A-Za-z]+)\s*", target)
         if match is None or match[3].lower().rstrip("s") != unit.lower().rstrip("s"):
             raise InputError(f"target {target!r} is not a cost in {unit}, such as '{full / 2:.4g} {unit}'")
-        value = float(match[1]) * _PREFIX[match[2]]
+        try:
+            value = float(match[1]) * _PREFIX[match[2]]
+        except ValueError:
+            value = -1.0
+        if not 0 < value < float("inf"):
+            raise InputError(f"target {target!r} must be a positive, finite cost in {unit}")
     else:
-        if not 0 < target <= 1:
+        if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
             raise InputError(
                 f"target {target} is no fraction of the unpruned cost in (0, 1]; give an absolute cost with "
                 f"its unit, such as '{full / 2:.4g} {unit}'"

@@ -367,6 +367,8 @@ def decode_graph(nodes: list[dict[str, Any]], device: torch.device) -> fx.Graph:
         _check_node(op, target, args, where)
         called = find_function(target, where) if op == "call_function" else target
         known[name] = graph.create_node(op, called, args, kwargs, name=name)
+        if op == "call_function" and target not in _functions():
+            known[name].meta["is_wrapped"] = True  # a leaf when the loaded model is traced again, too
     if [data["op"] for data in nodes].count("output") != 1 or nodes[-1]["op"] != "output":
         raise CheckpointError(
             "the graph has no output, or several; the manifest is damaged: save the model again"

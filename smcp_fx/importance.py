@@ -38,6 +38,11 @@ class TaylorImportance:
 
         Raises `TrainingError` when no weight has a gradient.
         """
+        if not self.layers:
+            raise TrainingError(
+                "no channel of this network is free, so there is nothing to prune; prepared.channels.groups says "
+                "what pins each group"
+            )
         sums = []
         missing = 0
         for layer in self.layers:

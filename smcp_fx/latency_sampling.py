@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +56,8 @@ class SamplingConfig:
 class Axis:
     """One free width: its range, the runtime's step, the sampled values, and the values where lines stand.
 
-    Widths up to a multiple of ``step`` cost what that multiple costs; 1 when there are no such steps.
+    Widths up to a multiple of ``step`` cost what that multiple costs; 1 when there are no such steps. Multiples
+    of ``aligned`` and other widths are interpolated among their own kind; 1 when there are no two kinds.
     """
 
     first: int
@@ -63,6 +65,7 @@ class Axis:
     step: int
     samples: tuple[int, ...]
     lines: tuple[int, ...]
+    aligned: int = 1
 
     def canonical(self, widths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the widths that stand for ``widths``: the ends of their steps (the first for itself)."""
@@ -98,10 +101,18 @@ class Surface:
                 )
         at = [axis.canonical(array.astype(np.int64)) for axis, array in zip(self.axes, arrays, strict=True)]
         if len(self.axes) == 1:
-            (axis,) = self.axes
-            values = [self._points[(v,)] for v in axis.samples]
-            return np.interp(at[0], axis.samples, values)
+            return self._interpolate(at[0])
         return np.maximum(self._blend(*at), 0.0)
+
+    def _interpolate(self, at: NDArray[np.int64]) -> Floats:
+        (axis,) = self.axes
+        result = np.zeros(at.shape)
+        for kind in (True, False):
+            samples = [v for v in axis.samples if _is_aligned(v, axis.aligned) == kind]
+            if samples:
+                found = np.interp(at, samples, [self._points[(v,)] for v in samples])
+                result = np.where(_is_aligned(at, axis.aligned) == kind, found, result)
+        return result
 
     def _blend(self, x: NDArray[np.int64], y: NDArray[np.int64]) -> Floats:
         ax, ay = self.axes
@@ -222,9 +233,25 @@ def _sample_axis(grids: Grids, axis: int, known: _Known, config: SamplingConfig)
     """Find the runtime's step along one axis, then the values that linear interpolation needs."""
     grid = grids[axis]
     top = tuple(g[-1] for g in grids)
+    spacing = int(np.diff(grid).min()) if len(grid) > 1 else 1
     step = _find_step(grid, axis, top, known)
     raw = Axis(grid[0], grid[-1], step, (), ())
     values = sorted({grid[0], *(int(v) for v in raw.canonical(np.array(grid, dtype=np.int64)))})
+    aligned = 1
+    if step == 1 and len(grids) == 1 and _alternates(grid, spacing, known):
+        aligned = 2 * spacing
+        classes = [[v for v in values if v % aligned], [v for v in values if not v % aligned]]
+    else:
+        classes = [values]
+    samples = {v for members in classes for v in _refine(members, axis, top, known, config)}
+    lines = {values[0], values[min(1, len(values) - 1)], values[-1]}
+    return Axis(
+        grid[0], grid[-1], step, tuple(sorted(samples | lines)), tuple(sorted(lines)), aligned=aligned
+    )
+
+
+def _refine(values: Sequence[int], axis: int, top: Point, known: _Known, config: SamplingConfig) -> list[int]:
+    """Return those of ``values`` between which the latency is linear, found by halving intervals."""
     chosen = _initial(values)
     known.need(_point(axis, values[i], top) for i in chosen)
     at = known.line(axis, top)
@@ -237,14 +264,27 @@ def _sample_axis(grids: Grids, axis: int, known: _Known, config: SamplingConfig)
             guess = np.interp(values[m], [values[a], values[b]], [at(values[a]), at(values[b])])
             noise = known.noise(*(_point(axis, values[i], top) for i in (a, m, b)))
             floor = max(config.floor_ms, config.share * at(values[-1]), 2 * noise)
-            limit = max(config.tolerance * at(values[m]), floor)
-            if abs(guess - at(values[m])) > limit:
+            if abs(guess - at(values[m])) > max(config.tolerance * at(values[m]), floor):
                 chosen.append(m)
                 split += [pair for pair in ((a, m), (m, b)) if pair[1] - pair[0] > 1]
         open_intervals = split
-    lines = sorted({0, min(1, len(values) - 1), len(values) - 1})
-    samples = sorted({*chosen, *lines})
-    return Axis(grid[0], grid[-1], step, tuple(values[i] for i in samples), tuple(values[i] for i in lines))
+    return [values[i] for i in sorted(chosen)]
+
+
+def _alternates(grid: Sequence[int], spacing: int, known: _Known) -> bool:
+    """Whether widths between two multiples of twice the spacing cost more, or less, than both of them.
+
+    Runtimes have a blocked path for aligned channels and another for the rest (pooling, depthwise).
+    """
+    wide, present, votes = 2 * spacing, set(grid), 0
+    for k in (1, 2, 4):
+        low, odd, high = wide * k, wide * k + spacing, wide * (k + 1)
+        if present.issuperset((low, odd, high)):
+            known.need([(low,), (odd,), (high,)])
+            ends = (known.values[(low,)], known.values[(high,)])
+            between = known.values[(odd,)]
+            votes += between > 1.1 * max(ends) or between < min(ends) / 1.1
+    return votes >= 2
 
 
 def _initial(values: Sequence[int]) -> list[int]:
@@ -260,22 +300,26 @@ def _initial(values: Sequence[int]) -> list[int]:
 def _find_step(grid: Sequence[int], axis: int, top: Point, known: _Known) -> int:
     """Return the step that the runtime rounds this width up to, as far as the latency shows one; else 1.
 
-    With steps of q, widths q*k - (q - spacing) and q*k cost the same, while q*(k - 1) costs clearly less.
+    With steps of q, widths q*k - (q - spacing) and q*k cost the same, while q*(k - 1) costs clearly less. Two
+    places that agree decide; one disturbed measurement does not.
     """
     spacing = int(np.diff(grid).min()) if len(grid) > 1 else 1
     present, found = set(grid), 1
+    at = known.line(axis, top)
     for factor in (2, 4, 8):
         step = factor * spacing
-        triples = [(step * (k - 1), step * (k - 1) + spacing, step * k) for k in (2, 3, 4, 5)]
-        triples = [t for t in triples if present.issuperset(t)]
-        if len(triples) < 2:
-            return found
-        known.need(_point(axis, value, top) for triple in triples for value in triple)
-        at = known.line(axis, top)
-        rises = [(at(high) - at(below), at(high) - at(low), at(high)) for below, low, high in triples]
-        clear = [(rise, within) for rise, within, total in rises if rise > 0.08 * total]
-        outliers = sum(abs(within) > 0.25 * rise for rise, within in clear)
-        if len(clear) < 2 or outliers > len(clear) // 4:  # one of four may be a disturbed measurement
+        votes = [0, 0]
+        for k in (2, 3, 4, 5):
+            below, low, high = step * (k - 1), step * (k - 1) + spacing, step * k
+            if not present.issuperset((below, low, high)):
+                continue
+            known.need(_point(axis, value, top) for value in (below, low, high))
+            rise = at(high) - at(below)
+            if rise > 0.08 * at(high):
+                votes[int(abs(at(high) - at(low)) <= 0.25 * rise)] += 1
+            if max(votes) == 2:
+                break
+        if votes[1] < 2:
             return found
         found = step
     return found
@@ -297,6 +341,11 @@ def _draw_probes(
     return tuple(chosen)
 
 
+def _is_aligned(width: Any, multiple: int) -> Any:
+    """Whether widths (an int or an array) are multiples."""
+    return width % multiple == 0
+
+
 def _with_line(axis: Axis, value: int) -> Axis:
     """Return ``axis`` with a line and a sample at ``value``."""
     at = int(axis.canonical(np.array(value)))
@@ -306,6 +355,7 @@ def _with_line(axis: Axis, value: int) -> Axis:
         axis.step,
         tuple(sorted({*axis.samples, at})),
         tuple(sorted({*axis.lines, at})),
+        aligned=axis.aligned,
     )
 
 

@@ -77,6 +77,7 @@ def scale_gamma_direct(gamma: Tensor, scale: Tensor) -> Tensor:
 def forward_with_weight(module: nn.Module, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Call ``module`` with another tensor in place of its ``weight``."""
     kind = type(module)
+    args = args or (kwargs.pop("input"),)
     if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return module._conv_forward(args[0], weight, module.bias)  # type: ignore[operator]
     if kind is nn.Linear:

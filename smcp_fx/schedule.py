@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from smcp_fx.errors import InputError
@@ -24,6 +25,8 @@ class Schedule:
     every: int
 
     def __post_init__(self) -> None:
+        if not all(math.isfinite(v) for v in (self.epochs, self.warmup, self.ramp, self.cooldown)):
+            raise InputError("the epochs of a schedule must be finite numbers")
         if self.epochs <= 0 or self.steps_per_epoch < 1 or self.every < 1:
             raise InputError("a schedule needs epochs > 0, steps_per_epoch >= 1 and every >= 1")
         if min(self.warmup, self.ramp, self.cooldown) < 0:

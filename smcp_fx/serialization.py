@@ -171,6 +171,7 @@ def _encode_module(
     module: nn.Module, path: str, where: str, tensors: _TensorWriter, generated: set[str]
 ) -> dict[str, Any]:
     is_root = not path
+    kind = "torch.nn.modules.module.Module" if is_root else class_name(module, where)
     hooks = [name for name in _HOOKS if getattr(module, name)]
     if hooks:
         raise CheckpointError(
@@ -189,15 +190,15 @@ def _encode_module(
         return None
 
     skipped = _MODULE_FIELDS | (generated if is_root else set())
-    for kind, names in _DERIVED.items():
-        skipped |= names if isinstance(module, kind) else set()
+    for owner, names in _DERIVED.items():
+        skipped |= names if isinstance(module, owner) else set()
     attributes = {}
     for attribute, value in vars(module).items():
         if attribute not in skipped:
             attributes[attribute] = encode_value(value, f"{where}, attribute {attribute!r}", special)
     persistent = {name for name in module._buffers if name not in module._non_persistent_buffers_set}
     return {
-        "class": "torch.nn.modules.module.Module" if is_root else class_name(module, where),
+        "class": kind,
         "training": module.training,
         "attributes": attributes,
         "parameters": {name: tensor(name, value) for name, value in module._parameters.items()},
@@ -237,6 +238,8 @@ def _decode_module(entry: Mapping[str, Any], where: str, tensors: Mapping[str, T
     special = {"tensor": tensors.__getitem__, "function": lambda name: find_function(name, where)}
     for name, data in entry["attributes"].items():
         check_identifier(_check_name(name, where), where)
+        if callable(getattr(kind, name, None)):
+            raise CheckpointError(f"{where}: {name!r} would hide a method of {kind.__name__}")
         vars(module)[name] = decode_value(data, f"{where}, attribute {name!r}", special)
     for name, reference in entry["parameters"].items():
         parameter = None if reference is None else tensors[reference]
@@ -475,14 +478,14 @@ def _damaged(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{path} cannot be loaded {_saved_with(manifest)}: {error}") from error
+        raise CheckpointError(f"{path} cannot be loaded: {error} {_saved_with(manifest)}") from error
     except (
         *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, OSError),
         *(RecursionError, RuntimeError, SafetensorError, SyntaxError, TypeError, ValueError),
     ) as error:
         raise CheckpointError(
-            f"{_manifest_path(path)} is damaged ({type(error).__name__}: {error}) {_saved_with(manifest)}: copy it "
-            "again, or save the model again"
+            f"{_manifest_path(path)} is damaged ({type(error).__name__}: {error}): copy it again, or save the "
+            f"model again {_saved_with(manifest)}"
         ) from error
 
 

@@ -91,10 +91,16 @@ class PruningState(nn.Module):
 
     def set_masks(self, masks: Mapping[str, Tensor]) -> None:
         """Set groups' masks ([size], bool, at least one true); raises `InputError`, then nothing is changed."""
+        if not isinstance(masks, Mapping):
+            raise InputError(f"masks must map group names to bool tensors, not be a {type(masks).__name__}")
         keep = self.keep.clone()
         for name, mask in masks.items():
             group = self._channels[name]
-            mask = torch.as_tensor(mask).to(keep.device)
+            if not isinstance(mask, Tensor):
+                raise InputError(
+                    f"the mask of group {name!r} must be a bool tensor, not {type(mask).__name__}"
+                )
+            mask = mask.to(keep.device)
             if mask.dtype != torch.bool or mask.shape != (group.size,):
                 raise InputError(
                     f"the mask of group {name!r} must be bool of shape ({group.size},), "
@@ -135,7 +141,8 @@ class PruningState(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> PruningState:
         # Importances are sums over many steps: they stay in float32 when the model goes to half precision.
+        exact = {name: getattr(self, name) for name in ("gathered", "remembered")}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name in ("gathered", "remembered"):
-            setattr(self, name, getattr(self, name).float())
+        for name, before in exact.items():
+            setattr(self, name, before.to(getattr(self, name).device))
         return self

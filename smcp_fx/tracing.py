@@ -8,8 +8,9 @@ module's own `training` (so that `model.train()` and a frozen submodule behave a
 from __future__ import annotations
 
 import copy
+import dataclasses
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,19 +113,71 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Traced:
         ) from error
     training = model.training
     graph = _one_graph(model, _trace_in_mode(model, False), _trace_in_mode(model, True))
+    _normalise(model, graph)
     traced = fx.GraphModule(model, graph, class_name=type(model).__name__)
+    _keep_constants_out_of_the_state(model, traced)
     # Modules as they are now: `_trace_in_mode` restores them, GraphModule's own flag is set from the model's.
     traced.training = training
     _restore_flags(model, traced)
     recorder = _Recorder(traced)
     found = run_eager(traced, inputs, recorder.run)
     if not same_values(expected, found):
+        if not same_values(expected, run_eager(model, inputs)):
+            raise TraceError(
+                f"{type(model).__name__} gives other outputs each time in eval mode, so that nothing can be "
+                "checked against it: switch off what is random in it."
+            )
         raise TraceError(
             f"the traced graph of {type(model).__name__} computes something else than the model does: first "
             f"difference at {_first_difference(model, traced, inputs)}. An in-place operation on a view "
             "(`u += v` on a chunk) is the usual cause; write it out of place."
         )
     return Traced(traced, recorder.values)
+
+
+def _normalise(model: nn.Module, graph: fx.Graph) -> None:
+    """First arguments by position, so that rules and passes find them; `nn.Unflatten` as the function it is."""
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_module"):
+            continue
+        kwargs = dict(node.kwargs)
+        for name in ("input", "tensors"):
+            if not node.args and name in kwargs:
+                node.args = (kwargs.pop(name),)
+        for name in ("shape", "size"):
+            if len(node.args) == 1 and isinstance(kwargs.get(name), (tuple, list)):
+                if node.target in (torch.reshape, torch.broadcast_to):
+                    node.args = (*node.args, kwargs.pop(name))
+        if len(node.args) == 1 and node.target is torch.unflatten and {"dim", "sizes"} <= kwargs.keys():
+            node.args = (*node.args, kwargs.pop("dim"), kwargs.pop("sizes"))
+        node.kwargs = kwargs
+        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if type(module) is nn.Unflatten and isinstance(module.dim, int):
+            node.op, node.target = "call_function", torch.unflatten
+            node.args = (node.args[0], module.dim, tuple(module.unflattened_size))
+    for node in graph.nodes:
+        if node.op == "call_method" and len(node.args) == 1:
+            names = {
+                "view": ["size"],
+                "reshape": ["shape"],
+                "expand": ["size"],
+                "unflatten": ["dim", "sizes"],
+            }
+            wanted = names.get(str(node.target), [])
+            if wanted and all(name in node.kwargs for name in wanted):
+                node.args = (*node.args, *(node.kwargs[name] for name in wanted))
+                node.kwargs = {k: v for k, v in node.kwargs.items() if k not in wanted}
+
+
+def _keep_constants_out_of_the_state(model: nn.Module, traced: fx.GraphModule) -> None:
+    """Tensors that are plain attributes of the original are not part of its state dict; nor of the graph's."""
+    persistent = set(model.state_dict())
+    for name, buffer in list(traced.named_buffers()):
+        if name not in persistent:
+            path, _, attribute = name.rpartition(".")
+            owner = traced.get_submodule(path)
+            delattr(owner, attribute)
+            owner.register_buffer(attribute, buffer, persistent=False)
 
 
 class _Tracer(fx.Tracer):
@@ -168,7 +221,8 @@ def _one_graph(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> fx.G
             break
         left, left_spec = pytree.tree_flatten((e.args, e.kwargs))
         right, right_spec = pytree.tree_flatten((t.args, t.kwargs))
-        same = e.op == t.op and e.target == t.target and left_spec == right_spec
+        targets = e.target == t.target or _same_constants(model, e, t)
+        same = e.op == t.op and targets and left_spec == right_spec
         for index, (a, b) in enumerate(zip(left, right, strict=True) if same else ()):
             if isinstance(b, fx.Node):
                 same = same and counterpart.get(id(b)) is a
@@ -185,6 +239,14 @@ def _one_graph(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> fx.G
             "aux_logits=False, aux_loss=False) or prepare the part that is the same in both."
         )
     return evaluated
+
+
+def _same_constants(model: nn.Module, left: fx.Node, right: fx.Node) -> bool:
+    """Tensors made in `forward` are kept by the tracer as attributes, under a new name in each mode."""
+    if left.op != "get_attr" or right.op != "get_attr":
+        return False
+    a, b = (getattr(model, str(node.target), None) for node in (left, right))
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
 
 
 def _training_node(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -210,8 +272,8 @@ def _restore_flags(model: nn.Module, traced: fx.GraphModule) -> None:
 
 def same_values(expected: Any, found: Any) -> bool:
     """Tell whether two outputs (any pytree) hold the same tensors, up to rounding."""
-    left, left_spec = pytree.tree_flatten(expected)
-    right, right_spec = pytree.tree_flatten(found)
+    left, left_spec = pytree.tree_flatten(_plain(expected))
+    right, right_spec = pytree.tree_flatten(_plain(found))
     if left_spec != right_spec:
         return False
     for a, b in zip(left, right, strict=True):
@@ -225,8 +287,21 @@ def same_values(expected: Any, found: Any) -> bool:
     return True
 
 
+def _plain(tree: Any) -> Any:
+    """Containers as dict and tuple: fx returns its own kinds of them."""
+    if isinstance(tree, Mapping):
+        return {key: _plain(value) for key, value in tree.items()}
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {f.name: _plain(getattr(tree, f.name)) for f in dataclasses.fields(tree)}
+    if isinstance(tree, (list, tuple)):
+        return tuple(_plain(value) for value in tree)
+    return tree
+
+
 def _scale(value: Tensor) -> float:
-    return float(value.abs().max()) if value.numel() and value.is_floating_point() else 0.0
+    if not value.numel() or not value.is_floating_point():
+        return 0.0
+    return float(torch.nan_to_num(value, 0.0, 0.0, 0.0).abs().max())
 
 
 def _first_difference(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...]) -> str:

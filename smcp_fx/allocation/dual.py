@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
 
 from smcp_fx.allocation.elimination import Minimum, Plan
 from smcp_fx.allocation.problem import Array, Ints
@@ -179,6 +178,8 @@ class _Cuts:
 
     def minimise(self, lower: Array, upper: Array) -> tuple[Array, float] | None:
         """Return where in a box the model is least, and how little it is there; None if that fails."""
+        from scipy.optimize import linprog  # a third of a second to import, for loosened sums only
+
         solved = linprog(
             np.concatenate([np.zeros(self.size), [1.0]]),
             A_ub=np.column_stack([np.array(self.slopes), -np.ones(len(self.slopes))]),

@@ -7,17 +7,21 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from smcp_fx.channels import rules_elementwise, rules_layers, rules_movement
+from smcp_fx.channels.labels import narrow_uniform
 from smcp_fx.channels.propagation import Layer, Norm, Propagation, Rule, Trail
 from smcp_fx.channels.units import Units, close
 from smcp_fx.cost_model import Width
 from smcp_fx.errors import InputError
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 RULES: dict[str, Rule] = {**rules_elementwise.RULES, **rules_movement.RULES, **rules_layers.RULES}
 
@@ -165,6 +169,8 @@ class ChannelGraph:
         Node attributes: ``kind`` ("group" or "layer"), for groups ``size``, ``pinned`` (a string, empty when
         free); edge attribute ``channels``: channels a unit has there. Exports to GraphML and DOT as it is.
         """
+        import networkx as nx  # a fifth of a second to import, which most runs need not pay
+
         graph: nx.DiGraph[Any] = nx.DiGraph()
         for layer in self.layers:
             graph.add_node(layer.path, kind="layer", type=layer.kind)
@@ -226,13 +232,19 @@ def _groups(trail: Trail, units: Units, multiple: int) -> list[Group]:
                     if side == "out":
                         produced.add(int(unit))
     layered = {name for layer in trail.layers for name in (layer.weight, layer.bias)}
-    for name, dims in trail.slots.items():
-        if name in layered:
-            continue  # norms and the like: units that pass other norms must not share a count
-        for labels in dims.values():
-            for unit, count in zip(*torch.unique(units.of(labels), return_counts=True), strict=True):
-                if int(unit) in slots:
-                    slots[int(unit)][(name, "carry")] = int(count)
+    others = {
+        f"{name}.{dim}": labels
+        for name, dims in trail.slots.items()
+        if name not in layered
+        for dim, labels in dims.items()
+    }
+    # Units that pass other norms, or other pieces of a split tensor, must not share a count: each of these
+    # would not know how many channels it keeps, and could be left with none.
+    for name, labels in {**others, **trail.elements, **_pieces(trail)}.items():
+        known = units.of(labels)
+        for unit, count in zip(*torch.unique(narrow_uniform(known), return_counts=True), strict=True):
+            if int(unit) in slots:
+                slots[int(unit)][(name, "carry")] = int(count)
     for unit in slots:
         if unit not in produced and unit not in units.why:
             units.why[unit] = [("", "no layer produces it")]
@@ -280,6 +292,16 @@ def _groups(trail: Trail, units: Units, multiple: int) -> list[Group]:
             )
         )
     return groups
+
+
+def _pieces(trail: Trail) -> dict[str, Tensor]:
+    """Tensors that hold a part of another tensor's elements: pieces of splits, slices, selections."""
+    found = {}
+    for name in trail.parts:
+        for index, labels in enumerate(pytree.tree_leaves(trail.labels[name])):
+            if isinstance(labels, Tensor):
+                found[f"{name}[{index}]"] = labels
+    return found
 
 
 def permitted_counts(size: int, channels_per_unit: Any, multiple: int) -> tuple[int, ...]:

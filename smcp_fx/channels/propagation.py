@@ -86,6 +86,7 @@ class Layer:
     out_labels: Tensor
     output_channels: Tensor  # labels of the output's channels, all of them
     input_channels: Tensor
+    images: int  # batch size of the example run
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     transposed: bool
@@ -123,6 +124,10 @@ class Trail:
     elements: dict[str, Tensor] = field(default_factory=dict)  # parameter -> labels of its shape
     layers: list[Layer] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)
+    grouped: dict[str, tuple[int, Tensor]] = field(
+        default_factory=dict
+    )  # group norms: groups, channel labels
+    parts: list[str] = field(default_factory=list)  # nodes whose tensors hold a part of another's elements
     shuffles: dict[str, Shuffle] = field(default_factory=dict)
     virtual: set[str] = field(default_factory=set)  # nodes exempt from rectangularity
     origins: dict[tuple[str, int], tuple[int, int]] = field(
@@ -258,6 +263,9 @@ class Propagation:
         """Execute every node and return the trail."""
         for node in self.module.graph.nodes:
             self.trail.labels[node.name] = self._execute(node)
+        for name in self.trail.slots.keys() & self.trail.elements.keys():
+            for labels in (*self.trail.slots[name].values(), self.trail.elements[name]):
+                self.pin(labels, name, f"{name!r} is a layer's weight and is also read as a tensor")
         return self.trail
 
     def _execute(self, node: fx.Node) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compress, uniform, varied_dims
 from smcp_fx.channels.propagation import Call, Propagation, Rule, TensorInfo, tensor_leaves
+from smcp_fx.channels.rules_movement import is_movement
 
 _ELEMENTWISE = """
 abs acos acosh add addcdiv addcmul alphadropout asin asinh atan atan2 atanh bfloat16 bitwiseand
@@ -38,9 +39,10 @@ def elementwise(run: Propagation, call: Call) -> Any:
     not tied (a spatial attention map times a feature map).
     """
     shape = call.shape
+    _refuse_writes_into_views(run, call)
     operands = [run.of(leaf) for leaf in tensor_leaves((call.args, call.kwargs))]
     operands = [labels for labels in operands if labels.numel() > 1 or bool((labels > 0).any())]
-    if call.name == "dropout" or len(operands) == 1:
+    if call.name in ("typeas", "to") or len(operands) == 1:
         operands = operands[:1]
     if not operands:
         return run.filled(call.value, run.fixed(call.node.name, "made of constants"))
@@ -65,6 +67,26 @@ def elementwise(run: Propagation, call: Call) -> Any:
     return _like(call, merged.expand(shape))
 
 
+def _refuse_writes_into_views(run: Propagation, call: Call) -> None:
+    """An in-place operation on a view changes its base, too: slicing may make a copy of the view, so pin both."""
+    target = (
+        str(call.node.target) if call.node.op == "call_method" else getattr(call.node.target, "__name__", "")
+    )
+    in_place = target.endswith("_") and not target.endswith("__")
+    in_place |= bool(getattr(call.module, "inplace", False) or call.kwargs.get("inplace", False))
+    view = call.node.args[0] if call.node.args else None
+    if not in_place or not isinstance(view, fx.Node) or not is_movement(run, view):
+        return
+    base = view.args[0] if view.args else None
+    while isinstance(base, fx.Node) and is_movement(run, base):
+        base = base.args[0] if base.args else None
+    if isinstance(base, fx.Node) and any(user is not view and user is not call.node for user in base.users):
+        for node in (view, base):
+            for labels in tensor_leaves(run.trail.labels[node.name]):
+                why = f"{call.node.name!r} writes into a view of {base.name!r}"
+                run.pin(run.of(labels), call.node.name, why)
+
+
 def reduction(run: Propagation, call: Call) -> Any:
     """Reduced dimensions must not tell channels apart: tie along them, or pin when nothing else varies."""
     operand = call.argument(0, "input")
@@ -82,7 +104,7 @@ def reduction(run: Propagation, call: Call) -> Any:
     reduced_labels = _mix(run, call, labels, reduced)
     if reduced_labels is None:
         return run.unknown(call, f"channels are mixed by {call.name!r}")
-    keep = bool(call.argument(_dim_position(call) + 1, "keepdim", False))
+    keep = len(call.shape) == labels.dim()
     for dim in sorted(reduced, reverse=True):
         reduced_labels = reduced_labels.narrow(dim, 0, 1)
         if not keep:

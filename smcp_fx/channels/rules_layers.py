@@ -74,6 +74,7 @@ def convolution(run: Propagation, call: Call) -> Any:
             out_labels=out_slots,
             output_channels=outputs,
             input_channels=inputs,
+            images=labels.shape[0] if axis > 0 else 1,
             in_shape=tuple(labels.shape),
             out_shape=call.shape,
             transposed=transposed,
@@ -121,6 +122,7 @@ def linear(run: Propagation, call: Call) -> Any:
             out_labels=outputs,
             output_channels=outputs,
             input_channels=inputs,
+            images=labels.shape[0] if last > 0 else 1,
             in_shape=tuple(labels.shape),
             out_shape=call.shape,
             transposed=False,
@@ -139,6 +141,8 @@ def batch_norm(run: Propagation, call: Call) -> Any:
         return run.unknown(call, "a batch norm whose statistics are computed, not buffers")
     if call.name == "batchnorm" and call.module is not None:
         run.trail.norms.append(Norm(call.node.name, str(call.node.target), channels))
+    if call.name == "instancenorm":
+        run.trail.grouped[call.node.name] = (channels.numel(), channels)
     return place(_renamed(run, call, channels), call.shape, axis)
 
 
@@ -149,6 +153,7 @@ def group_norm(run: Propagation, call: Call) -> Any:
     channels = channel_labels(run, labels, 1)
     rows = channels.reshape(groups, -1)
     run.tie(rows, rows[:, :1].expand_as(rows))
+    run.trail.grouped[call.node.name] = (groups, channels)
     if not _carry(run, call, channels, {2: "weight", 3: "bias"}):
         return run.unknown(call, "a group norm whose weights are computed, not parameters")
     return place(channels, call.shape, 1)

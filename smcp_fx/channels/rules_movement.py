@@ -19,6 +19,9 @@ narrow permute pixelshuffle pixelunshuffle repeat repeatinterleave reshape resha
 squeeze tensorsplit tile t transpose unbind unflatten unsqueeze view viewas rot90 hstack vstack
 unsafechunk unsafesplit atleast2d
 """.split()
+_PARTS = set(
+    "chunk getitem indexselect narrow select split tensorsplit unbind unsafechunk unsafesplit".split()
+)
 #: Moves of one tensor that keep every element: a chain of them may be a channel shuffle.
 _CHAIN = {"view", "reshape", "transpose", "permute", "flatten", "unflatten", "movedim", "contiguous", "t"}
 
@@ -27,10 +30,16 @@ def execute(call: Call, args: Any, kwargs: Any) -> Any:
     """Run the node's own operation on label tensors."""
     if call.module is not None:
         return call.module(*args, **kwargs)
-    if call.node.op == "call_method":
-        return getattr(args[0], str(call.node.target))(*args[1:], **kwargs)
-    assert callable(call.node.target)
-    return call.node.target(*args, **kwargs)
+    return perform(call.node, args, kwargs)
+
+
+def perform(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Run a function or method node on label tensors, whose strides refuse `view`: it runs as `reshape`."""
+    if node.op == "call_method":
+        name = {"view": "reshape", "view_as": "reshape_as"}.get(str(node.target), str(node.target))
+        return getattr(args[0], name)(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
 
 
 def move(run: Propagation, call: Call) -> Any:
@@ -43,7 +52,11 @@ def move(run: Propagation, call: Call) -> Any:
         1 if call.name in ("expandas", "viewas", "reshapeas") else 0
     ):
         return run.unknown(call, f"{call.name!r} by a tensor whose values are not known")
-    result = execute(call, args, kwargs)
+    result = pytree.tree_map(
+        lambda t: compress(t) if isinstance(t, Tensor) else t, execute(call, args, kwargs)
+    )
+    if call.name in _PARTS:
+        run.trail.parts.append(call.node.name)
     if call.name in _CHAIN:
         _find_shuffle(run, call)
         _refuse_batch(run, call, source, result)
@@ -73,15 +86,17 @@ def join(run: Propagation, call: Call) -> Any:
 def pad(run: Propagation, call: Call) -> Any:
     """Padding along uniform dimensions passes the labels; along the channels it adds slots that stay."""
     labels = run.of(call.argument(0, "input"))
-    for dim, size in enumerate(call.shape):
-        if size == labels.shape[dim]:
+    amounts = call.module.padding if call.module is not None else call.argument(1, "pad")
+    mode = "module" if call.module is not None else call.argument(2, "mode", "constant")
+    pairs = list(zip(amounts[::2], amounts[1::2], strict=True))  # from the last dimension to the first
+    for dim in range(labels.dim() - len(pairs), labels.dim()):
+        before, after = pairs[labels.dim() - 1 - dim]
+        size = call.shape[dim]
+        if before == after == 0:
             continue
         if dim in run.varied(labels):
-            mode = call.argument(2, "mode", "constant")
-            amounts = call.argument(1, "pad")
-            if call.module is not None or mode != "constant":
-                return run.unknown(call, "padding that copies channels")
-            before, after = amounts[2 * (labels.dim() - 1 - dim) :][:2]
+            if mode != "constant" or before < 0 or after < 0:
+                return run.unknown(call, "padding that copies or drops channels")
             fixed = run.fixed(call.node.name, f"padding added by {call.node.name!r}")
             labels = F.pad(labels, [0, 0] * (labels.dim() - 1 - dim) + [before, after], value=fixed)
         else:
@@ -141,8 +156,11 @@ def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tens
             if order is not None:
                 return False
             order = (dim, line.clone())
-    if order is None:
-        order = (1, torch.arange(labels.shape[1]))
+    if order is None:  # the movements cancel out
+        varied = varied_dims(labels)
+        if len(varied) != 1:
+            return False
+        order = (varied[0], torch.arange(labels.shape[varied[0]]))
     run.trail.shuffles[chain[-1].name] = Shuffle(root.name, *order, tuple(n.name for n in chain[:-1]))
     run.trail.virtual.update(node.name for node in chain[:-1])
     return True
@@ -161,11 +179,20 @@ def _apply(run: Propagation, node: fx.Node, moved: Tensor) -> Tensor:
     return result
 
 
+def is_movement(run: Propagation, node: fx.Node) -> bool:
+    """Tell whether a node only moves data (its output may be a view)."""
+    return _named(run, node) in RULES
+
+
 def _moves_only(run: Propagation, node: fx.Node) -> bool:
+    return _named(run, node) in _CHAIN
+
+
+def _named(run: Propagation, node: fx.Node) -> str | None:
     if node.op not in ("call_function", "call_method", "call_module"):
-        return False
+        return None
     module = run.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return operation_name(node, module) in _CHAIN
+    return operation_name(node, module)
 
 
 RULES: dict[str, Rule] = {

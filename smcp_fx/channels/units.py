@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from scipy.sparse import coo_matrix
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -62,6 +60,9 @@ def close(trail: Trail) -> Units:
 def _components(pairs: list[Tensor], count: int) -> Tensor:
     if not pairs:
         return torch.arange(count)
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
+
     left, right = torch.cat(pairs, dim=1).numpy()
     matrix = coo_matrix(([True] * len(left), (left, right)), shape=(count, count))
     return torch.from_numpy(connected_components(matrix, directed=False)[1]).to(torch.int64)

@@ -47,7 +47,7 @@ def latency_bars(report: Mapping[str, Any]) -> Markup | None:
 
 
 def channel_bars(layers: Sequence[Mapping[str, Any]]) -> Markup | None:
-    """Return each layer's output channels: all of them in light, those kept in dark; None without layers."""
+    """Return each layer's output channels: all of them in grey, those kept in blue; None without layers."""
     if not layers:
         return None
     pitch = (_WIDE - 60) / len(layers)
@@ -75,7 +75,7 @@ def channel_bars(layers: Sequence[Mapping[str, Any]]) -> Markup | None:
 
 
 def block_bars(blocks: Sequence[Mapping[str, Any]]) -> Markup | None:
-    """Return the latency of each block, dense in light and pruned in dark; None without blocks.
+    """Return the latency of each block, dense in grey and pruned in blue; None without blocks.
 
     Beyond forty blocks the ones that cost most are drawn, and the sum of the others is told.
     """

@@ -14,6 +14,8 @@ from typing import Any
 
 #: The deepest level with at most this many rows is the one shown first.
 READABLE_ROWS = 40
+#: The page's style sheet has rules for this many levels.
+MOST_LEVELS = 6
 _INPUT = "input"
 
 
@@ -77,7 +79,8 @@ def levels(layers: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, An
     for depth in range(1, deepest + 1):
         level = _level(depth, paths, uses, pinned, every=depth == deepest)
         if depth == deepest:
-            return [*(other for other in found if len(other.rows) < len(level.rows)), level]
+            coarser = [other for other in found if len(other.rows) < len(level.rows)]
+            return [*coarser[: MOST_LEVELS - 1], level]
         if len(level.rows) > (len(found[-1].rows) if found else 2):
             found.append(level)
     return found

@@ -36,10 +36,6 @@ def draw_channel_graph(report: Mapping[str, Any]) -> Markup | None:
         )
         drawing = _draw_level(level, groups, expandable=not every)
         drawings.append(element("div", drawing, class_=f"level level-{index}"))
-    rules = "".join(
-        f".cg:has(input[value='{index}']:checked) .level-{index}{{display:block}}"
-        for index in range(len(found))
-    )
     bar = element("fieldset", element("legend", "Modules shown"), *choices, class_="tabs")
     search = element(
         "label",
@@ -60,7 +56,6 @@ def draw_channel_graph(report: Mapping[str, Any]) -> Markup | None:
     body = element("div", element("div", *drawings, class_="scroll"), panel, class_="cg-body")
     return element(
         "div",
-        element("style", Markup(rules)),
         element("div", bar, search, class_="cg-bar"),
         _legend(),
         body,
@@ -281,7 +276,10 @@ def _legend() -> Markup:
     return element(
         "p",
         sample(rect(7.5, 5.5, 7, 7, "layer", rx=2), "layer"),
-        sample(element("g", rect(1, 2, 20, 14, "node", rx=4), class_="lane"), "group of channels: kept/size"),
+        sample(
+            element("g", rect(1, 2, 20, 14, "node", rx=4), class_="lane"),
+            "group of channels: kept/size (before a colon: how many groups)",
+        ),
         sample(pinned, "must stay whole"),
         sample(element("g", dot(11, 9, 4, "mark write"), class_="lane"), "the layer writes it too"),
         sample(element("g", dot(11, 9, 3.6, "mark read"), class_="lane"), "the layer reads it"),

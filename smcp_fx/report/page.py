@@ -61,9 +61,11 @@ def _header(report: dict[str, Any]) -> Markup:
     columns = [element("th", name, scope="col") for name in ("", "dense", "pruned", "change")]
     parts = [
         element("p", "smcp_fx compile report", class_="eyebrow"),
-        element("h1", headline(report)),
+        element(
+            "h1", headline(report).replace(" %", "\N{NO-BREAK SPACE}%").replace(" ms", "\N{NO-BREAK SPACE}ms")
+        ),
         element("p", " · ".join(fact for fact in facts if fact), class_="facts"),
-        latency_bars(report) or Markup(""),
+        element("div", latency_bars(report) or Markup(""), class_="scroll"),
         element(
             "div",
             element(
@@ -98,7 +100,7 @@ def _pictures(report: dict[str, Any]) -> list[Markup]:
     wide = [
         _figure(
             "Channels kept, layer by layer",
-            "Each bar is a layer in the order they run: all output channels in light, those kept in dark.",
+            "Each bar is a layer in the order they run: all output channels in grey, those kept in blue.",
             channel_bars(layers),
             _numbers(
                 (
@@ -128,7 +130,7 @@ def _pictures(report: dict[str, Any]) -> list[Markup]:
         ),
         _figure(
             "Latency by block",
-            "What the latency table says each fused block takes: dense in light, pruned in dark.",
+            "What the latency table says each fused block takes: dense in grey, pruned in blue.",
             block_bars(blocks),
             _numbers(
                 ("block", "dense", "pruned", "change"),
@@ -210,10 +212,13 @@ def _loss(value: Any) -> str:
 def _solves_words(solves: Sequence[dict[str, Any]]) -> str:
     if not solves:
         return "When masks were solved for, what they cost, and how many changed."
-    ratios = [s["importance_kept"] / s["bound"] for s in solves if number(s.get("bound"))]
+    pairs = [(number(solve.get("importance_kept")), number(solve.get("bound"))) for solve in solves]
+    ratios = [kept / bound for kept, bound in pairs if kept is not None and bound]
     words = f"{len(solves)} solves. Above, the target's ramp and what each solve costs; below, the masks it changed."
     if ratios:
-        words += f" Each kept at least {percent(min(ratios))} of what the best choice for its target could."
+        words += (
+            f" Each kept at least {percent(min(ratios))} of the most that any choice within its target could."
+        )
     return words
 
 

@@ -61,6 +61,8 @@ def headline(report: dict[str, Any]) -> str:
         sentence = f"{what} and {runs}" if runs else what
     elif runs:
         sentence = f"{runs}: {percent(report.get('measured_fraction'))} of the dense latency ({asked})"
+    elif predicted == MISSING:
+        sentence = "has not been measured"
     else:
         sentence = f"is predicted to take {predicted} of the dense latency ({asked}), not yet measured"
     accuracies = dense.get("accuracy"), pruned.get("accuracy")

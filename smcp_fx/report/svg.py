@@ -92,7 +92,10 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
         return [low]
     raw = (high - low) / max(about, 1)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    steps = [factor * power for factor in (1, 2, 5, 10)]
+    step = next(step for step in steps if step >= raw * 0.999)
+    if step > high - low:
+        step = max(step for step in steps if step <= high - low)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import numbers
@@ -35,7 +36,8 @@ def write_report(report: dict[str, Any], directory: Path) -> tuple[Path, Path]:
             os.replace(part, target)
     except OSError as error:
         for part in beside:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                part.unlink()
         raise SmcpError(
             f"cannot write the report into {directory}: {error.strerror or error}. Free space there, or give "
             "another directory"

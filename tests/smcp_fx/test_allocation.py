@@ -127,8 +127,10 @@ def random_instance(family: str, seed: int) -> tuple[Values, NetworkCost]:
 def enumerate_all(values: Values, cost: NetworkCost) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return value and cost of every combination of counts, from the prices alone."""
     names = list(cost.permitted)
-    options = np.meshgrid(*(np.arange(len(cost.permitted[name])) for name in names), indexing="ij")
-    at = {name: option.ravel() for name, option in zip(names, options, strict=True)}
+    rest = np.arange(math.prod(len(counts) for counts in cost.permitted.values()))
+    at = {}
+    for name in reversed(names):
+        rest, at[name] = np.divmod(rest, len(cost.permitted[name]))
     value = sum((values[name][at[name]] for name in names), np.zeros(1))
     total = np.full(len(value), cost.constant)
     for term in cost.terms:
@@ -535,10 +537,11 @@ def test_corner_cases() -> None:
 
 def test_groups_without_a_choice_cost_nothing_to_carry() -> None:
     fixed = {f"fixed{k}": (3,) for k in range(40)}
-    permitted = {"a": (1, 2, 3), **fixed, "b": (1, 5), "c": (2, 4)}
+    permitted = {"a": (1, 2, 3), **fixed, "b": (1, 5), "c": (2, 4), "hub": (1, 2)}
     terms = (
         CostTerm("concat", (width("a", "b", *fixed), width("c")), lambda x, y: 1.0 * x * y),
         CostTerm("other", (width("b", "c", *fixed), width("a")), lambda x, y: 2.0 * x * np.sqrt(y)),
+        *(CostTerm(name, (width("hub"), width(name)), lambda x, y: 1.0 * x * y) for name in fixed),
     )
     cost = NetworkCost("ms", permitted, terms)
     values = {name: 0.1 * np.arange(1.0, len(counts) + 1.0) for name, counts in permitted.items()}

@@ -169,6 +169,18 @@ def test_one_width_and_none():
     assert plan.surface() == 3.0
 
 
+def test_aligned_and_other_widths_may_cost_differently():
+    """Runtimes pool and convolve depthwise on a blocked path, where the channels allow it."""
+
+    def latency(c: int) -> float:
+        return 1.0 + 0.01 * c if c % 16 == 0 else 2.0 + 0.03 * c
+
+    plan, known = sample((grid(512),), latency)
+    c = np.array(grid(512))
+    assert np.allclose(plan.surface(c), [latency(int(i)) for i in c], rtol=1e-9)
+    assert len(known) < 40
+
+
 def test_a_full_size_that_is_no_multiple_is_met_exactly():
     widths = (*grid(96), 100)
     plan, _ = sample((widths, widths), lambda x, y: 1.0 + steps(x) * steps(y) / 1000)

@@ -1,0 +1,329 @@
+"""Engines, the measurement loop, and blocks timed inside a network."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import fx, nn
+
+from smcp_fx.backends import backend_names, get_backend, measure_interleaved
+from smcp_fx.backends.base import Fingerprint
+from smcp_fx.backends.onnx_blocks import BlockModels
+from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeEngine
+from smcp_fx.backends.onnxruntime_blocks import add_context, block_ms
+from smcp_fx.backends.onnxruntime_profile import NodeTime
+from smcp_fx.backends.timing import Sample, TimingConfig, measure_timers, summarise, take_sample, warm_up
+from smcp_fx.errors import BackendError, InputError, TableError
+
+FAST = TimingConfig(min_repeats=2, max_repeats=3, budget_ms=1, attempts=1, warmup_ms=1)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)).eval()
+
+
+# ---- the measurement loop -----------------------------------------------------------------------------------
+
+
+class Clock:
+    """A timer that returns given ms, and counts."""
+
+    def __init__(self, *ms: float, log: list[str] | None = None, name: str = "") -> None:
+        self.ms, self.calls, self.log, self.name = list(ms), 0, log, name
+
+    def __call__(self) -> float:
+        self.calls += 1
+        if self.log is not None:
+            self.log.append(self.name)
+        return self.ms.pop(0) if len(self.ms) > 1 else self.ms[0]
+
+
+def test_median_and_quartiles():
+    m = summarise([Sample(ms) for ms in (1.0, 2.0, 3.0, 4.0, 100.0)], spread_limit=1.0)
+    assert (m.q1_ms, m.median_ms, m.q3_ms, m.repeats, m.stable) == (2.0, 3.0, 4.0, 5, True)
+    assert m.spread == pytest.approx(2 / 3)
+    assert not summarise([Sample(ms) for ms in (1.0, 2.0, 3.0, 4.0)], spread_limit=0.1).stable
+    assert not summarise([Sample(1.0, True), Sample(1.0, True), Sample(1.0)], 0.1).stable
+
+
+def test_warm_up_ends_when_runs_agree():
+    config = TimingConfig(warmup_window=1, warmup_tolerance=0.1, warmup_ms=1e6)
+    assert warm_up(Clock(9, 5, 3, 2, 1.9, 1.9), config) == 5
+
+
+def test_timers_are_interleaved():
+    log: list[str] = []
+    config = TimingConfig(min_repeats=4, max_repeats=4, attempts=1, warmup_window=1)
+    a, b = Clock(1.0, log=log, name="a"), Clock(2.0, log=log, name="b")
+    first, second = measure_timers([a, b], config)
+    assert "".join(log) == "aabb" + "ab" * 4
+    assert (first.median_ms, second.median_ms, first.repeats) == (1.0, 2.0, 4)
+
+
+def test_an_unstable_set_is_taken_again_and_then_said_to_be_unstable():
+    config = TimingConfig(min_repeats=4, max_repeats=4, attempts=3, spread_limit=0.05, warmup_window=1)
+    calm_later = Clock(1, 1, *(1, 2, 1, 2), *(1, 1, 1, 1), 5)
+    (m,) = measure_timers([calm_later], config)
+    assert (m.median_ms, m.stable, calm_later.calls) == (1.0, True, 10)
+    (m,) = measure_timers([Clock(1, 1, *(1, 5, 1, 5), *(1, 2, 1, 2), *(1, 4, 1, 4))], config)
+    assert (m.q3_ms - m.q1_ms, m.stable) == (1.0, False)
+
+
+def test_repeats_follow_the_budget():
+    config = TimingConfig(min_repeats=3, max_repeats=50, budget_ms=100, warmup_window=1)
+    assert measure_timers([Clock(10.0)], config)[0].repeats == 10
+    assert measure_timers([Clock(90.0)], config)[0].repeats == 3
+    assert measure_timers([Clock(0.1)], config)[0].repeats == 50
+    assert measure_timers([], config) == []
+
+
+def test_a_thread_that_had_no_core_is_noticed():
+    def asleep() -> float:
+        time.sleep(0.02)
+        return 20.0
+
+    def busy() -> float:
+        start = time.thread_time()
+        while time.thread_time() - start < 0.002:
+            pass
+        return 2.0
+
+    sample = take_sample(asleep, cpu_bound=True)
+    assert sample.disturbed
+    assert sample.ms < 5.0
+    assert take_sample(asleep, cpu_bound=False) == Sample(20.0)
+    assert any(take_sample(busy, cpu_bound=True) == Sample(2.0) for _ in range(50))
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(InputError, match="min_repeats"):
+        TimingConfig(min_repeats=5, max_repeats=4)
+    with pytest.raises(InputError, match="attempts"):
+        TimingConfig(attempts=0)
+
+
+# ---- backends -----------------------------------------------------------------------------------------------
+
+
+def test_unknown_names_and_options_are_errors_that_list_what_there_is():
+    assert backend_names() == ("onnxruntime", "torch")
+    with pytest.raises(BackendError, match=r"unknown backend 'cuda'; there are: onnxruntime, torch"):
+        get_backend("cuda")
+    with pytest.raises(BackendError, match="does not take the options"):
+        get_backend("torch", colour="blue")
+    with pytest.raises(InputError, match="threads = 0"):
+        get_backend("onnxruntime", threads=0)
+    with pytest.raises(BackendError, match="no device 'nowhere'"):
+        get_backend("torch", device="nowhere")
+
+
+def test_a_missing_package_gives_the_line_that_installs_it(monkeypatch):
+    for name in [n for n in sys.modules if n.startswith("smcp_fx.backends.onnx")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(BackendError, match=r"'onnxruntime', which is not installed: pip install onnxruntime"):
+        get_backend("onnxruntime")
+
+
+def test_the_package_loads_no_runtime():
+    script = (
+        "import sys, smcp_fx.backends, smcp_fx.latency_table; "
+        "print([m for m in ('onnx', 'onnxruntime', 'tensorrt', 'onnxscript') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_fingerprints_tell_settings_apart_and_survive_json():
+    prints = [
+        get_backend("onnxruntime").fingerprint(),
+        get_backend("onnxruntime", threads=2).fingerprint(),
+        get_backend("onnxruntime", spinning=False).fingerprint(),
+        get_backend("torch").fingerprint(),
+        get_backend("torch", compiled=True).fingerprint(),
+    ]
+    assert len({p.key() for p in prints}) == len(prints)
+    assert get_backend("onnxruntime").fingerprint().key() == prints[0].key()
+    for fingerprint in prints:
+        assert Fingerprint.from_dict(fingerprint.as_dict()) == fingerprint
+        assert fingerprint.runtime in fingerprint.describe()
+    with pytest.raises(TableError, match="not a device fingerprint"):
+        Fingerprint.from_dict({"backend": "torch"})
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "torch"])
+def test_engines_compute_what_the_module_does(name, tmp_path):
+    module, x = network().train(), torch.randn(2, 3, 8, 8)
+    with get_backend(name).compile(module, (x,), tmp_path / "net.onnx") as engine:
+        y = torch.randn(5, 3, 8, 8)
+        found = engine.run([y.numpy()])
+        with torch.no_grad():
+            assert np.allclose(found[0], module.eval()(y).numpy(), rtol=1e-4, atol=1e-5)
+        m = engine.latency(config=FAST)
+        assert 0 < m.q1_ms <= m.median_ms <= m.q3_ms
+        both = measure_interleaved([engine, engine], config=FAST)
+        assert [b.repeats for b in both] == [both[0].repeats] * 2
+        with pytest.raises((BackendError, InputError)):
+            engine.run([np.zeros((1, 7, 8, 8), np.float32)])
+    with pytest.raises(BackendError, match="closed"):
+        engine.run([y.numpy()])
+
+
+def test_layer_latencies_name_every_node():
+    with get_backend("onnxruntime").compile(network(), (torch.randn(2, 3, 8, 8),)) as engine:
+        latencies = engine.layer_latencies()
+    assert len(latencies) >= 2
+    assert all(ms >= 0 for ms in latencies.values())
+
+
+def test_files_that_are_no_networks_are_refused(tmp_path):
+    with pytest.raises(InputError, match="there is no ONNX file"):
+        OnnxRuntimeEngine(tmp_path / "none.onnx")
+    (tmp_path / "bad.onnx").write_bytes(b"nonsense")
+    with pytest.raises(BackendError, match=r"refuses .*bad\.onnx"):
+        OnnxRuntimeEngine(tmp_path / "bad.onnx")
+
+
+# ---- blocks -------------------------------------------------------------------------------------------------
+
+
+class ConvAdd(nn.Module):
+    def __init__(self, c_in: int, c_out: int, stride: int, groups: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(c_in, c_out, 3, stride, 1, groups=groups, bias=False)
+        self.bn = nn.BatchNorm2d(c_out)
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.bn(self.conv(x)) + skip)
+
+
+class Head(nn.Module):
+    def __init__(self, c_in: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(c_in, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1))
+
+
+class Shuffle(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n, c, h, w = x.shape
+        return x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
+
+
+@dataclass(frozen=True)
+class ABlock:
+    kind: str
+    name: str = "block"
+    size: int = 8
+    batch: int = 2
+    stride: int = 1
+    grids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def signature(self) -> str:
+        return f'["{self.kind}", {self.size}, {self.batch}, {self.stride}]'
+
+    def build(self, widths):
+        x = torch.randn(self.batch, widths[0], self.size, self.size)
+        if self.kind == "head":
+            return fx.symbolic_trace(Head(*widths)).eval(), (x,)
+        if self.kind == "shuffle":
+            return Shuffle(), (x,)
+        depthwise = self.kind == "depthwise"
+        c_out = widths[0] if depthwise else widths[1]
+        module = ConvAdd(widths[0], c_out, self.stride, widths[0] if depthwise else 1)
+        out = self.size // self.stride
+        return fx.symbolic_trace(module).eval(), (x, torch.randn(self.batch, c_out, out, out))
+
+
+@pytest.mark.parametrize(
+    ("block", "points", "exports"),
+    [
+        (ABlock("conv"), [(8, 16), (24, 8), (16, 32), (64, 64), (40, 8), (8, 8), (32, 56)], 1),
+        (ABlock("depthwise"), [(8,), (16,), (24,), (40,), (64,)], 1),
+        (ABlock("head"), [(8,), (16,), (24,), (40,), (512,)], 1),
+        (ABlock("shuffle"), [(8,), (16,), (24,), (40,), (512,)], 1),
+    ],
+)
+def test_one_export_serves_all_widths(block, points, exports):
+    models = BlockModels()
+    for widths in points:
+        model = models.model(block, widths)
+        onnx.checker.check_model(model, full_check=True)
+        module, inputs = block.build(widths)
+        with torch.no_grad():
+            expected = module(*inputs)
+        with OnnxRuntimeEngine(model.SerializeToString()) as engine:
+            (found,) = engine.run([i.numpy() for i in inputs])
+        assert found.shape == tuple(expected.shape)
+        weights = sum(np.prod(t.dims) for t in model.graph.initializer if len(t.dims) > 1)
+        assert weights == sum(p.numel() for p in module.parameters() if p.dim() > 1)
+    assert models.exports == exports
+    assert models._finder.builds < len(points)
+
+
+def test_blocks_of_one_structure_share_an_export_whatever_their_size_and_name():
+    models = BlockModels()
+    models.model(ABlock("conv"), (8, 16))
+    model = models.model(ABlock("conv", name="other", size=4, batch=3), (16, 8))
+    assert models.exports == 1
+    assert [d.dim_value for d in model.graph.output[0].type.tensor_type.shape.dim] == [3, 8, 4, 4]
+    strided = models.model(ABlock("conv", stride=2), (16, 8))
+    assert models.exports == 2
+    assert [d.dim_value for d in strided.graph.output[0].type.tensor_type.shape.dim] == [2, 8, 4, 4]
+
+
+def test_a_block_onnx_cannot_express_is_named():
+    class Bad(ABlock):
+        def build(self, widths):
+            class Svd(nn.Module):
+                def forward(self, x):
+                    return torch.linalg.svdvals(x)
+
+            return Svd(), (torch.randn(1, widths[0], 4, 4),)
+
+    with pytest.raises(BackendError, match=r"block 'block' at widths \(8,\): .*linalg_svd"):
+        BlockModels().model(Bad("bad"), (8,))
+
+
+def test_context_feeds_the_block_from_a_layer_and_images_directly():
+    model = add_context(BlockModels().model(ABlock("conv"), (8, 16)))
+    onnx.checker.check_model(model, full_check=True)
+    assert [tuple(d.dim_value for d in i.type.tensor_type.shape.dim) for i in model.graph.input] == [
+        (2, 1, 8, 8),
+        (2, 1, 8, 8),
+    ]
+    assert [n.op_type for n in model.graph.node] == ["Conv", "Relu", "Conv", "Relu", "Conv", "Add", "Relu"]
+    image = BlockModels().model(ABlock("conv"), (3, 16))
+    assert [d.dim_value for d in add_context(image).graph.input[0].type.tensor_type.shape.dim] == [2, 3, 8, 8]
+
+
+def test_the_block_is_told_from_its_context():
+    nodes = [
+        NodeTime("smcp_context_x_nchwc", "Conv", ((2, 16, 8, 8),), 10.0),
+        NodeTime("ReorderOutput", "ReorderOutput", ((2, 8, 8, 8),), 0.5),  # the block asks for this one
+        NodeTime("relu_nchwc", "Conv", ((2, 32, 8, 8),), 3.0),
+        NodeTime("ReorderOutput_token", "ReorderOutput", ((2, 32, 8, 8),), 0.25),  # the result's
+    ]
+    assert block_ms(nodes, [(2, 32, 8, 8)]) == 3.5
+
+
+def test_block_latency_grows_with_the_work():
+    backend = get_backend("onnxruntime")
+    small = backend.block_latency(ABlock("conv", size=16, batch=4), (16, 16))
+    large = backend.block_latency(ABlock("conv", size=16, batch=4), (256, 256))
+    assert large.hot.median_ms > 10 * small.hot.median_ms  # 256 times the multiplications
+    assert large.cold is not None
+    with_torch = get_backend("torch").block_latency(ABlock("conv"), (16, 16), FAST)
+    assert with_torch.hot.median_ms > 0
+    assert with_torch.cold is None

@@ -1,0 +1,240 @@
+"""ONNX files: what is in them, that they compute what the module does, and what is left when that fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections import Counter
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import fx, nn
+
+from smcp_fx.backends import onnx_export
+from smcp_fx.backends.onnx_clean import clean_model
+from smcp_fx.backends.onnx_export import compare_outputs, export_model_proto, export_onnx
+from smcp_fx.errors import BackendError, InputError
+
+
+class Small(nn.Module):
+    """Everything the exporter has to do well on: BN to fold, a residual, global pooling, a flatten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(8)
+        self.inner = nn.Conv2d(8, 8, 3, padding=1)
+        self.bn2 = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.5)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.bn(self.stem(x)))
+        x = torch.relu(self.bn2(self.inner(x)) + x)
+        return self.fc(self.drop(torch.flatten(self.pool(x), 1)))
+
+
+@pytest.fixture
+def small() -> Small:
+    torch.manual_seed(0)
+    model = Small()
+    with torch.no_grad():
+        for bn in (model.bn, model.bn2):
+            bn.running_mean.normal_()
+            bn.running_var.uniform_(0.5, 2)
+            bn.weight.normal_()
+    return model
+
+
+def run_file(path, *inputs):
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, dict(zip([i.name for i in session.get_inputs()], inputs, strict=True)))
+
+
+@pytest.mark.parametrize("opset", [17, None, 23])
+def test_file_computes_what_the_module_does_at_any_batch(small, tmp_path, opset, capfd):
+    small.train()
+    small.inner.eval()
+    graph = fx.symbolic_trace(small)
+    path = export_onnx(graph, torch.randn(2, 3, 12, 12), tmp_path / "new" / "net.onnx", opset=opset)
+    assert graph.training
+    assert not graph.inner.training
+    graph.eval()
+    for batch in (1, 2, 7):
+        x = torch.randn(batch, 3, 12, 12)
+        with torch.no_grad():
+            assert np.allclose(run_file(path, x.numpy())[0], graph(x).numpy(), rtol=1e-4, atol=1e-5)
+    model = onnx.load(path)
+    assert [o.version for o in model.opset_import if not o.domain] == [opset or onnx_export.DEFAULT_OPSET]
+    onnx.checker.check_model(model, full_check=True)
+    operations = Counter(node.op_type for node in model.graph.node)
+    assert operations == {"Conv": 2, "Relu": 2, "Add": 1, "GlobalAveragePool": 1, "Reshape": 1, "Gemm": 1}
+    assert [n.name for n in model.graph.node if n.op_type in ("Conv", "Gemm")] == ["stem", "inner", "fc"]
+    assert capfd.readouterr() == ("", "")
+    assert [p.name for p in path.parent.iterdir()] == ["net.onnx"]
+
+
+def test_metadata_is_in_the_file_and_the_exporting_machine_is_not(small, tmp_path):
+    path = export_onnx(
+        small, torch.randn(2, 3, 8, 8), tmp_path / "n.onnx", metadata={"target": 0.4, "of": "me"}
+    )
+    properties = {p.key: p.value for p in onnx.load(path).metadata_props}
+    assert properties == {"producer": "smcp_fx", "target": "0.4", "of": "me"}
+    assert json.loads(properties["target"]) == 0.4
+    assert b"site-packages" not in path.read_bytes()
+
+
+def test_an_example_batch_of_one_stays_open_and_a_fixed_one_is_fixed(small, tmp_path):
+    x = torch.randn(1, 3, 8, 8)
+    free = export_onnx(small, (x,), tmp_path / "free.onnx")
+    assert run_file(free, np.zeros((5, 3, 8, 8), np.float32))[0].shape == (5, 5)
+    fixed = export_onnx(small, x, tmp_path / "fixed.onnx", dynamic_batch=False)
+    with pytest.raises(Exception, match="Got invalid dimensions"):
+        run_file(fixed, np.zeros((5, 3, 8, 8), np.float32))
+
+
+def test_an_operation_onnx_lacks_is_named_with_its_module(tmp_path):
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.svdvals(x)
+
+    model = nn.Sequential()
+    model.add_module("first", nn.Conv2d(3, 4, 3))
+    model.add_module("odd", Odd())
+    with pytest.raises(BackendError, match=r"linalg_svd.* in module 'odd'"):
+        export_onnx(model, torch.randn(2, 3, 8, 8), tmp_path / "n.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_network_for_one_batch_size_says_so(tmp_path):
+    class Fixed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(2, 3, -1) * 2
+
+    x = torch.randn(2, 3, 8)
+    with pytest.raises(BackendError, match="dynamic_batch=False"):
+        export_onnx(Fixed(), x, tmp_path / "n.onnx")
+    assert np.allclose(
+        run_file(export_onnx(Fixed(), x, tmp_path / "n.onnx", dynamic_batch=False), x.numpy())[0], x * 2
+    )
+
+
+def test_a_numerical_difference_names_both_values_and_leaves_no_file(small, tmp_path, monkeypatch):
+    def skewed(model):
+        weight = next(t for t in model.graph.initializer if t.name == "fc.bias")
+        values = onnx.numpy_helper.to_array(weight).copy()
+        values[3] += 100.0
+        weight.CopyFrom(onnx.numpy_helper.from_array(values, weight.name))
+        return True
+
+    monkeypatch.setattr(onnx_export, "clean_model", skewed)
+    (tmp_path / "n.onnx").write_text("the file before")
+    with pytest.raises(
+        BackendError, match=r"ONNX Runtime computes \S+ where PyTorch computes \S+ \(difference 100"
+    ):
+        export_onnx(small, torch.randn(2, 3, 8, 8), tmp_path / "n.onnx")
+    assert [p.name for p in tmp_path.iterdir()] == ["n.onnx"]
+    assert (tmp_path / "n.onnx").read_text() == "the file before"
+
+
+def test_comparison_is_relative_to_the_scale_and_refuses_what_is_not_finite():
+    a = np.array([[1000.0, 1.0]], np.float32)
+    compare_outputs([a + np.float32(0.05)], [a], ["y"])
+    with pytest.raises(BackendError, match="'y' differs"):
+        compare_outputs([a + np.float32(0.5)], [a], ["y"])
+    with pytest.raises(BackendError, match="'y' differs"):
+        compare_outputs([a * np.nan], [a], ["y"])
+    with pytest.raises(BackendError, match="not finite"):
+        compare_outputs([a], [a * np.inf], ["y"])
+    with pytest.raises(BackendError, match="shape"):
+        compare_outputs([a], [a.T], ["y"])
+    with pytest.raises(BackendError, match="2 outputs, the module 1"):
+        compare_outputs([a, a], [a], ["y", "z"])
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(small, tmp_path, monkeypatch):
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(onnx_export.Path, "write_bytes", full)
+    with pytest.raises(BackendError, match=r"no space left to write .*n\.onnx"):
+        export_onnx(small, torch.randn(2, 3, 8, 8), tmp_path / "n.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_arguments_are_named(small, tmp_path):
+    with pytest.raises(InputError, match="opset 9"):
+        export_onnx(small, torch.randn(1, 3, 8, 8), tmp_path / "n.onnx", opset=9)
+    with pytest.raises(InputError, match="example_inputs"):
+        export_onnx(small, (), tmp_path / "n.onnx")
+    with pytest.raises(BackendError, match=r"cannot capture Small on inputs of shapes \[\(1, 4, 8, 8\)\]"):
+        export_onnx(small, torch.randn(1, 4, 8, 8), tmp_path / "n.onnx")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BackendError, match="cannot write"):
+        export_onnx(small, torch.randn(1, 3, 8, 8), tmp_path / "file" / "n.onnx")
+
+
+# ---- cleaning -----------------------------------------------------------------------------------------------
+
+
+def littered() -> onnx.ModelProto:
+    shape = [2, 3, 4, 4]
+    nodes = [
+        helper.make_node("Identity", ["x"], ["a"], "identity"),
+        helper.make_node("Cast", ["a"], ["b"], "cast", to=TensorProto.FLOAT),
+        helper.make_node("Transpose", ["b"], ["c"], "there", perm=[0, 2, 3, 1]),
+        helper.make_node("Transpose", ["c"], ["d"], "back", perm=[0, 3, 1, 2]),
+        helper.make_node("Relu", ["d"], ["e"], "relu"),
+        helper.make_node("Transpose", ["e"], ["f"], "kept", perm=[0, 2, 3, 1]),
+        helper.make_node("Identity", ["f"], ["y"], "last"),
+    ]
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in "abd"]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 4, 4, 3])],
+        value_info=values,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+
+
+def test_what_does_nothing_goes_and_what_does_something_stays():
+    model, before = littered(), littered()
+    assert clean_model(model)
+    assert [(n.name, n.op_type) for n in model.graph.node] == [("relu", "Relu"), ("kept", "Transpose")]
+    onnx.checker.check_model(model, full_check=True)
+    x = np.random.default_rng(0).standard_normal((2, 3, 4, 4)).astype(np.float32)
+    results = [ort.InferenceSession(m.SerializeToString()).run(None, {"x": x})[0] for m in (model, before)]
+    assert np.array_equal(*results)
+    assert not clean_model(model)
+
+
+def test_casts_and_identities_with_an_effect_stay():
+    graph = helper.make_graph(
+        [
+            helper.make_node("Cast", ["x"], ["a"], "narrow", to=TensorProto.FLOAT16),
+            helper.make_node("Cast", ["a"], ["y"], "widen", to=TensorProto.FLOAT),
+            helper.make_node("Identity", ["x"], ["z"], "copy"),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2])],
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, [2]) for n in "yz"],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    assert not clean_model(model)
+    assert len(model.graph.node) == 3
+
+
+def test_only_the_mean_over_the_whole_image_becomes_global_pooling():
+    class Means(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return x.mean((2, 3), keepdim=True), x.mean((1, 2), keepdim=True), x.mean((2, 3))
+
+    proto = export_model_proto(Means(), torch.randn(2, 3, 4, 4))
+    assert Counter(n.op_type for n in proto.graph.node) == {"GlobalAveragePool": 1, "ReduceMean": 2}
