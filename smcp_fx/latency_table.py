@@ -171,7 +171,7 @@ class LatencyTable:
         """Return the block's interpolated latency; `TableError` as for `price`."""
         plan, failures = self._plan(block, fingerprint)
         if plan.surface is not None:
-            return plan.surface
+            return Surface(plan.surface.axes, self._known(block, fingerprint))
         for point in plan.wanted:
             if point in failures:
                 raise TableError(
@@ -194,7 +194,8 @@ class LatencyTable:
                 self.surface(block, fingerprint)
             if plan.surface is not None:
                 known = self._known(block, fingerprint)
-                parts.append(held_out_errors(plan.surface, plan.probes, known))
+                surface = Surface(plan.surface.axes, known)
+                parts.append(held_out_errors(surface, plan.probes, known))
         errors = np.concatenate(parts)
         if len(errors) == 0:
             return HeldOutError(0, 0.0, 0.0, 0.0, errors)
@@ -215,17 +216,12 @@ class LatencyTable:
 
     def _known(self, block: Block, fingerprint: Fingerprint) -> dict[Point, float]:
         rows = self.store.measured(block.signature, fingerprint)
-        return {point: self._ms(latency) for point, latency in rows.items()}
-
-    def _ms(self, latency: BlockLatency) -> float:
-        hot = latency.hot.median_ms
-        if latency.cold is None:
-            return hot
-        return hot + self.cold_share * (latency.cold.median_ms - hot)
+        return {point: _weighed(latency, self.cold_share) for point, latency in rows.items()}
 
     def _plan(self, block: Block, fingerprint: Fingerprint) -> tuple[Plan, dict[Point, str]]:
         rows = self.store.measured(block.signature, fingerprint)
-        known = {point: self._ms(latency) for point, latency in rows.items()}
+        # Sampling must not depend on the share, or a table would be complete for one share only.
+        known = {point: _weighed(latency, 0.5) for point, latency in rows.items()}
         noise = {point: (row.hot.q3_ms - row.hot.q1_ms) / 2 for point, row in rows.items()}
         plan = plan_samples(block.grids, known, self.sampling, _seed(block.signature), noise)
         return plan, self.store.failures(block.signature, fingerprint) if plan.wanted else {}
@@ -255,6 +251,11 @@ def sum_of_prices(prices: Sequence[Price], widths: Sequence[Sequence[int]]) -> f
     return float(
         sum(float(price(*(np.asarray(w) for w in ws))) for price, ws in zip(prices, widths, strict=True))
     )
+
+
+def _weighed(latency: BlockLatency, cold_share: float) -> float:
+    hot = latency.hot.median_ms
+    return hot if latency.cold is None else hot + cold_share * (latency.cold.median_ms - hot)
 
 
 def _seed(signature: str) -> int:
