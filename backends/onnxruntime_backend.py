@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import onnxruntime as ort  # type: ignore[import-untyped]
+import onnxruntime as ort
 from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, Backend, BlockLatency, Engine, Fingerprint, cpu_name, to_arrays

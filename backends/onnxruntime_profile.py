@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-import onnxruntime as ort  # type: ignore[import-untyped]
+import onnxruntime as ort
 
 from smcp_fx.backends.onnxruntime_session import create_session, session_options
 

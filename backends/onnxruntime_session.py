@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import onnxruntime as ort  # type: ignore[import-untyped]
+import onnxruntime as ort
 
 from smcp_fx.errors import BackendError
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.passes.fold_masks import attribute, restore_call
 from torch import fx
 
 from smcp_fx.errors import PassError
 from smcp_fx.masking import scale_gamma, scale_gamma_direct
+from smcp_fx.passes.base import GraphPass, PassResult
+from smcp_fx.passes.fold_masks import attribute, restore_call
 
 
 class FoldBatchNormScalers(GraphPass):

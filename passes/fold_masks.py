@@ -6,11 +6,11 @@ The inverse of `InsertSoftMasks`, with the masked weights in place of the dense 
 from __future__ import annotations
 
 import torch
-from smcp_fx.passes.base import GraphPass, PassResult
 from torch import fx
 
 from smcp_fx.errors import PassError
 from smcp_fx.masking import META, hard_mask, mark_of, soft_mask
+from smcp_fx.passes.base import GraphPass, PassResult
 
 
 def attribute(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:

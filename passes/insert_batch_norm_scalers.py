@@ -10,13 +10,13 @@
 from __future__ import annotations
 
 import torch
-from smcp_fx.passes.base import GraphPass, PassResult
 from torch import Tensor, fx
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.propagation import Layer, Norm
 from smcp_fx.errors import PassError
 from smcp_fx.masking import META, SCALES, STATE, GammaGradient, Mark, forward_with_weight, mark_of
+from smcp_fx.passes.base import GraphPass, PassResult
 
 
 def scale_name(norm: Norm) -> str:

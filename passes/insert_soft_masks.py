@@ -9,13 +9,13 @@ A weight that several calls share is masked once. (SMCP section 3.1: masks live 
 
 from __future__ import annotations
 
-from smcp_fx.passes.base import GraphPass, PassResult
 from torch import fx
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.propagation import Layer
 from smcp_fx.errors import PassError
 from smcp_fx.masking import MASKS, META, STATE, Mark, MaskMode, forward_with_weight, mark_of
+from smcp_fx.passes.base import GraphPass, PassResult
 
 
 def mask_name(layer: Layer) -> str:

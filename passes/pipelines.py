@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.config import PruningConfig
 from smcp_fx.passes.base import GraphPass
 from smcp_fx.passes.fold_batch_norm_scalers import FoldBatchNormScalers
 from smcp_fx.passes.fold_masks import FoldMasks
 from smcp_fx.passes.insert_batch_norm_scalers import InsertBatchNormScalers
 from smcp_fx.passes.insert_soft_masks import InsertSoftMasks
 from smcp_fx.passes.slice_channels import SliceChannels
-from torch import Tensor
-
-from smcp_fx.channels import ChannelGraph
-from smcp_fx.config import PruningConfig
 
 
 def prepare_pipeline(channels: ChannelGraph, config: PruningConfig) -> list[GraphPass]:

@@ -12,14 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.passes.rewrite_constants import Sliced, rewrite_graph
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.labels import varied_dims
 from smcp_fx.errors import PassError
 from smcp_fx.masking import mark_of
+from smcp_fx.passes.base import GraphPass, PassResult
+from smcp_fx.passes.rewrite_constants import Sliced, rewrite_graph
 
 
 class SliceChannels(GraphPass):

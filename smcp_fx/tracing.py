@@ -145,9 +145,10 @@ def _normalise(model: nn.Module, graph: fx.Graph) -> None:
             if not node.args and name in kwargs:
                 node.args = (kwargs.pop(name),)
         for name in ("shape", "size"):
-            if len(node.args) == 1 and isinstance(kwargs.get(name), (tuple, list)):
-                if node.target in (torch.reshape, torch.broadcast_to):
-                    node.args = (*node.args, kwargs.pop(name))
+            sizes = kwargs.get(name)
+            by_keyword = len(node.args) == 1 and isinstance(sizes, (tuple, list))
+            if by_keyword and node.target in (torch.reshape, torch.broadcast_to):
+                node.args = (*node.args, kwargs.pop(name))
         if len(node.args) == 1 and node.target is torch.unflatten and {"dim", "sizes"} <= kwargs.keys():
             node.args = (*node.args, kwargs.pop("dim"), kwargs.pop("sizes"))
         node.kwargs = kwargs

@@ -1,11 +1,12 @@
 """Tiny models, and what tests do to any model: randomise it, mask it at random, slice it and compare.
 
 `AWKWARD` lists small networks that are hard to prune, each with the share of its input channels that must be
-free. More of them, those that move data, are in `models_movement.py`.
+free. They are in `models_layers.py`, `models_movement.py` and `models_wiring.py`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -92,22 +93,30 @@ def check_slicing(
         gone = sum(int((~mask).sum()) for mask in masks.values())
         if gone:
             assert size_of(sliced) < size_of(model), f"{gone} units went, yet nothing is smaller"
-        check_trains(sliced, inputs)
+        check_trains(sliced, inputs, copy.deepcopy(model))
     return prepared
 
 
-def check_trains(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """Forward in `train()` and backward reach every parameter that takes gradients, with finite values."""
+def check_trains(model: nn.Module, inputs: tuple[Tensor, ...], original: nn.Module) -> None:
+    """Forward in `train()` and backward reach the parameters they reach in ``original``, with finite values."""
+    backward(original, inputs)
+    reached = {name for name, parameter in original.named_parameters() if parameter.grad is not None}
+    assert reached
+    backward(model, inputs)
+    for name, parameter in model.named_parameters():
+        if name in reached:
+            assert parameter.grad is not None, f"{name} has no gradient"
+            assert bool(torch.isfinite(parameter.grad).all()), f"{name}'s gradient is not finite"
+    model.eval()
+
+
+def backward(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Forward in `train()` and backward from the mean square of all outputs."""
     model.train()
     outputs = [t for t in pytree.tree_leaves(model(*(i.clone() for i in inputs))) if isinstance(t, Tensor)]
     loss = sum((t.double() ** 2).mean() for t in outputs if t.is_floating_point())
     assert isinstance(loss, Tensor)
     loss.backward()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None, f"{name} has no gradient"
-            assert bool(torch.isfinite(parameter.grad).all()), f"{name}'s gradient is not finite"
-    model.eval()
 
 
 def size_of(model: nn.Module) -> int:
@@ -228,399 +237,3 @@ def between(wiring: Callable[..., Any], hidden: int = 8, after: int | None = Non
         out=conv(hidden if after is None else after, 4),
         **parts,
     )
-
-
-# Convolutions and linears of every kind.
-
-
-@awkward(1.0)
-def eight_groups_of_six() -> nn.Module:
-    return between(lambda s, h: s.mid(h), 48, mid=conv(48, 48, groups=8))
-
-
-@awkward(1.0)
-def grouped_that_widens() -> nn.Module:
-    return between(lambda s, h: s.mid(h), 12, 24, mid=conv(12, 24, groups=3))
-
-
-@awkward(0.5)
-def one_output_a_group() -> nn.Module:  # dropping its only output would empty the group: 16 of 32 slots free
-    return between(lambda s, h: s.mid(h), 16, 4, mid=conv(16, 4, groups=4), extra=None)
-
-
-@awkward(1.0)
-def depthwise() -> nn.Module:
-    return between(lambda s, h: s.mid(h), mid=conv(8, 8, groups=8))
-
-
-@awkward(1.0)
-def depthwise_with_multiplier() -> nn.Module:
-    return between(lambda s, h: s.mid(h), 8, 24, mid=conv(8, 24, groups=8))
-
-
-@awkward(1.0)
-def transposed() -> nn.Module:
-    return between(lambda s, h: s.mid(h), 8, 6, mid=nn.ConvTranspose2d(8, 6, 2, 2))
-
-
-@awkward(1.0)
-def transposed_grouped() -> nn.Module:
-    return between(lambda s, h: s.mid(h), 8, 12, mid=nn.ConvTranspose2d(8, 12, 3, 2, 1, groups=2))
-
-
-@awkward(1.0)
-def transposed_depthwise_with_multiplier() -> nn.Module:
-    return between(lambda s, h: s.mid(h), 8, 24, mid=nn.ConvTranspose2d(8, 24, 2, 2, groups=8))
-
-
-@awkward(1.0, (2, 3, 20))
-def one_dimension() -> nn.Module:
-    return nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.PReLU(8), nn.Conv1d(8, 4, 3))
-
-
-@awkward(1.0, (2, 3, 5, 6, 7))
-def three_dimensions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv3d(3, 8, 3),
-        nn.BatchNorm3d(8),
-        nn.MaxPool3d(2),
-        nn.ConvTranspose3d(8, 6, 2),
-        nn.Conv3d(6, 2, 1),
-    )
-
-
-@awkward(1.0, (3, 8, 8))
-def without_batch() -> nn.Module:
-    return nn.Sequential(conv(3, 8), nn.ReLU(), conv(8, 4))
-
-
-@awkward(1.0, (2, 5, 6))
-def linear_on_three_dimensions() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 10), nn.GELU(), nn.Linear(10, 4))
-
-
-@awkward(1.0, (6,))
-def linear_on_a_vector() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4))
-
-
-@awkward(1.0)
-def functional_convolution() -> nn.Module:
-    return between(
-        lambda s, h: F.conv2d(h, s.weight, s.bias, padding=1),
-        8,
-        10,
-        weight=free_parameter(10, 8, 3, 3),
-        bias=free_parameter(10),
-    )
-
-
-@awkward(1.0)
-def functional_depthwise_by_shape() -> nn.Module:
-    return between(
-        lambda s, h: F.conv2d(h, s.weight, None, 1, 1, 1, h.shape[1]), weight=free_parameter(8, 1, 3, 3)
-    )
-
-
-@awkward(1.0)
-def functional_depthwise_by_keyword() -> nn.Module:
-    return between(
-        lambda s, h: F.conv2d(h, weight=s.weight, padding=1, groups=8), weight=free_parameter(8, 1, 3, 3)
-    )
-
-
-@awkward(1.0)
-def functional_linear() -> nn.Module:
-    return Net(
-        lambda s, x: F.linear(F.relu(F.linear(x.flatten(1), s.first)), s.second, s.bias),
-        first=free_parameter(12, 192),
-        second=free_parameter(4, 12),
-        bias=free_parameter(4),
-    )
-
-
-@awkward(1.0)
-def called_by_keyword() -> nn.Module:
-    return Net(lambda s, x: s.out(input=F.relu(input=s.stem(input=x))), stem=conv(3, 8), out=conv(8, 4))
-
-
-# Norms and slopes.
-
-
-@awkward(1.0)
-def group_norm() -> nn.Module:
-    return between(lambda s, h: s.norm(h), norm=nn.GroupNorm(4, 8))
-
-
-@awkward(1.0)
-def group_norm_without_weights() -> nn.Module:
-    return between(lambda s, h: s.norm(h), norm=nn.GroupNorm(4, 8, affine=False))
-
-
-@awkward(1.0)
-def functional_group_norm() -> nn.Module:
-    return between(
-        lambda s, h: F.group_norm(h, 4, s.weight, s.bias), weight=free_parameter(8), bias=free_parameter(8)
-    )
-
-
-@awkward(0.0)
-def group_norm_of_one_group() -> nn.Module:
-    return between(lambda s, h: s.norm(h), norm=nn.GroupNorm(1, 8))
-
-
-@awkward(1.0)
-def instance_norm() -> nn.Module:
-    return between(lambda s, h: s.norm(h), norm=nn.InstanceNorm2d(8, affine=True, track_running_stats=True))
-
-
-@awkward(1.0)
-def instance_norm_without_weights() -> nn.Module:
-    return between(lambda s, h: s.norm(h), norm=nn.InstanceNorm2d(8))
-
-
-@awkward(1.0)
-def batch_norm_without_weights() -> nn.Module:
-    return between(lambda s, h: s.norm(h), norm=nn.BatchNorm2d(8, affine=False))
-
-
-@awkward(0.0)
-def layer_norm_over_channels() -> nn.Module:
-    return between(lambda s, h: s.norm(h.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), norm=nn.LayerNorm(8))
-
-
-@awkward(1.0)
-def layer_norm_over_space() -> nn.Module:
-    return between(lambda s, h: s.norm(h), norm=nn.LayerNorm((8, 8)))
-
-
-@awkward(1.0)
-def prelu_a_channel() -> nn.Module:
-    return between(lambda s, h: s.slope(h), slope=nn.PReLU(8))
-
-
-@awkward(1.0)
-def functional_prelu() -> nn.Module:
-    return between(lambda s, h: F.prelu(h, s.slope), slope=free_parameter(8))
-
-
-# Gates, scales, reductions, softmax.
-
-
-@awkward(1.0)
-def squeeze_and_excite() -> nn.Module:
-    return between(
-        lambda s, h: h * torch.sigmoid(s.up(F.relu(s.down(F.adaptive_avg_pool2d(h, 1))))),
-        down=conv(8, 4, 1),
-        up=conv(4, 8, 1),
-    )
-
-
-@awkward(1.0)
-def spatial_gate() -> nn.Module:
-    return between(lambda s, h: h * torch.sigmoid(s.gate(h)), gate=conv(8, 1))
-
-
-@awkward(0.0)
-def spatial_gate_from_statistics() -> nn.Module:  # CBAM's: the mean over channels needs all of them
-    return between(
-        lambda s, h: h * torch.sigmoid(s.gate(torch.cat([h.mean(1, True), h.amax(1, True)], 1))),
-        gate=conv(2, 1),
-    )
-
-
-@awkward(1.0)
-def selective_kernel() -> nn.Module:
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        both = torch.stack([s.one(x), s.two(x)], 1)
-        gate = s.gate(both.sum(1).mean((2, 3), keepdim=True))
-        gate = torch.softmax(gate.reshape(gate.shape[0], 2, 8, 1, 1), 1)
-        return s.out((both * gate).sum(1))  # type: ignore[no-any-return]
-
-    return Net(wiring, one=conv(3, 8), two=conv(3, 8), gate=conv(8, 16, 1), out=conv(8, 4))
-
-
-@awkward(1.0)
-def layer_scale() -> nn.Module:
-    return between(lambda s, h: h * s.scale, scale=free_parameter(8, 1, 1))
-
-
-@awkward(1.0)
-def layer_scale_expanded() -> nn.Module:
-    return between(lambda s, h: h * s.scale.expand(-1, -1, 8, 8), scale=free_parameter(1, 8, 1, 1))
-
-
-@awkward(1.0)
-def scale_by_the_channel_count() -> nn.Module:
-    return between(lambda s, h: h * h.shape[1] ** -0.5)
-
-
-@awkward(0.0)
-def softmax_over_channels() -> nn.Module:
-    return between(lambda s, h: h.softmax(1))
-
-
-@awkward(0.0)
-def mean_over_channels() -> nn.Module:
-    return between(lambda s, h: h.mean(1, True), 8, 1)
-
-
-@awkward(1.0)
-def variance_by_position() -> nn.Module:
-    return between(lambda s, h: h * h.var((2, 3), False, True))
-
-
-@awkward(0.0, (2, 5, 6))
-def attention_by_matmul() -> nn.Module:
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        q, k, v = s.q(x), s.k(x), s.v(x)
-        return s.out(torch.softmax(q @ k.transpose(1, 2), -1) @ v)  # type: ignore[no-any-return]
-
-    return Net(wiring, q=nn.Linear(6, 8), k=nn.Linear(6, 8), v=nn.Linear(6, 8), out=nn.Linear(8, 4))
-
-
-@awkward(1.0)
-def casts_by_another_tensor() -> nn.Module:
-    return Net(
-        lambda s, x: s.out(s.stem(x).type_as(x).to(s.other)),
-        stem=conv(3, 8),
-        out=conv(8, 4),
-        other=free_parameter(7),
-    )
-
-
-# Sharing, wiring, inputs and outputs.
-
-
-@awkward(1.0)
-def shared_module() -> nn.Module:
-    return between(lambda s, h: s.mid(F.relu(s.mid(h))), mid=conv_bn(8, 8))
-
-
-@awkward(1.0)
-def shared_parameter() -> nn.Module:
-    net = between(lambda s, h: s.two(F.relu(s.one(h))), one=conv(8, 8), two=conv(8, 8))
-    net.two.weight = net.one.weight
-    return net
-
-
-@awkward(1.0)
-def shared_functional_parameter() -> nn.Module:
-    return between(
-        lambda s, h: F.conv2d(F.relu(F.conv2d(h, s.weight, padding=1)), s.weight, padding=1),
-        weight=free_parameter(8, 8, 3, 3),
-    )
-
-
-@awkward(1.0)
-def residual_chain() -> nn.Module:
-    return Residual(8, 12)
-
-
-@awkward(1.0)
-def dense_concats() -> nn.Module:
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        a = s.one(x)
-        b = torch.cat([a, s.two(a)], 1)
-        c = torch.cat([b, s.three(b)], 1)
-        return s.out(torch.cat([c, b], 1))  # type: ignore[no-any-return]
-
-    return Net(wiring, one=conv_bn(3, 8), two=conv_bn(8, 6), three=conv_bn(14, 5), out=conv(33, 4))
-
-
-@awkward(1.0)
-def u_net() -> nn.Module:
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        a = s.down1(x)
-        b = s.down2(F.max_pool2d(a, 2))
-        c = s.bottom(F.max_pool2d(b, 2))
-        b = s.up2(
-            torch.cat([b, F.interpolate(c, size=b.shape[-2:], mode="bilinear", align_corners=False)], 1)
-        )
-        a = s.up1(torch.cat([a, s.widen(b)], 1))
-        return s.out(a)  # type: ignore[no-any-return]
-
-    return Net(
-        wiring,
-        down1=conv_bn(3, 6),
-        down2=conv_bn(6, 8),
-        bottom=conv_bn(8, 10),
-        up2=conv_bn(18, 7),
-        widen=nn.ConvTranspose2d(7, 5, 2, 2),
-        up1=conv_bn(11, 6),
-        out=conv(6, 2),
-    )
-
-
-@awkward(1.0)
-def deep_layer_aggregation() -> nn.Module:
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        x = s.stem(x)
-        a = s.left(x) + x
-        b = s.right(a) + a
-        root = F.relu(s.root(torch.cat([b, a], 1)) + b)
-        return s.out(torch.cat([root, b, x], 1))  # type: ignore[no-any-return]
-
-    return Net(
-        wiring,
-        stem=conv_bn(3, 8),
-        left=conv_bn(8, 8),
-        right=conv_bn(8, 8),
-        root=conv(16, 8, 1),
-        out=conv(24, 4),
-    )
-
-
-@awkward(1.0, IMAGE, (2, 2, 8, 8))
-def two_inputs() -> nn.Module:
-    return Net2(
-        lambda s, x, y: s.out(torch.cat([s.one(x), s.two(y)], 1)),
-        one=conv(3, 8),
-        two=conv(2, 6),
-        out=conv(14, 4),
-    )
-
-
-@awkward(1.0)
-def dict_output() -> nn.Module:
-    def wiring(s: Any, x: Tensor) -> Any:
-        h = F.relu(s.stem(x))
-        return {"maps": [s.one(h), s.two(h)], "more": (s.one(h),)}
-
-    return Net(wiring, stem=conv(3, 8), one=conv(8, 4), two=conv(8, 2))
-
-
-@awkward(1.0)
-def in_place() -> nn.Module:
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        h = s.one(x)
-        h.add_(s.two(x))  # the result is not used, what it did to h is
-        return s.out(F.relu_(h))  # type: ignore[no-any-return]
-
-    return Net(wiring, one=conv(3, 8), two=conv(3, 8), out=conv(8, 4))
-
-
-@awkward(1.0)
-def gated_linear_unit() -> nn.Module:
-    return between(lambda s, h: F.glu(h, 1), 16, 8)
-
-
-@awkward(1.0)
-def constants_in_forward() -> nn.Module:
-    return Net(
-        lambda s, x: s.out(F.relu(s.stem(x * torch.tensor([0.5, 1.0, 2.0]).view(1, 3, 1, 1)))),
-        stem=conv(3, 8),
-        out=conv(8, 4),
-    )
-
-
-@awkward(0.0)
-def weight_read_as_a_tensor() -> nn.Module:
-    """A weight that is also read outside its convolution must stay whole, whichever comes first."""
-
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        early = torch.matmul(x.flatten(1), s.first.weight.t())
-        hidden = F.relu(s.first(x.flatten(1)))
-        return torch.cat([early, s.second(hidden)], 1)
-
-    return Net(wiring, first=nn.Linear(192, 12), second=nn.Linear(12, 4))

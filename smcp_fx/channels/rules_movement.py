@@ -86,7 +86,7 @@ def join(run: Propagation, call: Call) -> Any:
 def pad(run: Propagation, call: Call) -> Any:
     """Padding along uniform dimensions passes the labels; along the channels it adds slots that stay."""
     labels = run.of(call.argument(0, "input"))
-    amounts = call.module.padding if call.module is not None else call.argument(1, "pad")
+    amounts: Any = call.module.padding if call.module is not None else call.argument(1, "pad")
     mode = "module" if call.module is not None else call.argument(2, "mode", "constant")
     pairs = list(zip(amounts[::2], amounts[1::2], strict=True))  # from the last dimension to the first
     for dim in range(labels.dim() - len(pairs), labels.dim()):

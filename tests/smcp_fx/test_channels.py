@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import models_movement  # noqa: F401  (registers its networks)
+import models_layers  # noqa: F401  (these three register their networks)
+import models_movement  # noqa: F401
+import models_wiring  # noqa: F401
 import pytest
 from models import AWKWARD, Case, check_slicing
 

@@ -1,0 +1,84 @@
+"""Networks everybody knows: the paper's numbers for ResNet-50, and masked against sliced on torchvision's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import random_masks, randomise, run, size_of
+from tolerances import assert_close
+from torch import nn
+from torchvision import models
+
+import smcp_fx
+
+# (network, options, pixels a side: the fewest that every stage still sees, free share)
+NETWORKS: list[tuple[Callable[..., nn.Module], dict[str, bool], int, float]] = [
+    (models.resnet18, {}, 32, 1.0),
+    (models.resnet50, {}, 32, 1.0),
+    (models.vgg11_bn, {}, 32, 1.0),
+    (models.densenet121, {}, 32, 1.0),
+    (models.mobilenet_v2, {}, 32, 1.0),
+    (models.mobilenet_v3_small, {}, 32, 1.0),
+    (models.efficientnet_b0, {}, 32, 1.0),
+    (models.shufflenet_v2_x0_5, {}, 32, 1.0),
+    (models.googlenet, {"aux_logits": False, "init_weights": False}, 32, 1.0),
+    (models.squeezenet1_1, {}, 32, 1.0),
+    (models.regnet_y_400mf, {}, 32, 1.0),
+    (models.resnext50_32x4d, {}, 32, 1.0),
+    (models.mnasnet0_5, {}, 32, 1.0),
+    (models.convnext_tiny, {}, 32, 26496 / 34560),  # the stream of each stage passes layer norms
+    (models.swin_t, {}, 32, 17664 / 25536),  # the same, and attention is one function of no known rule
+]
+
+
+def living(model: nn.Module, side: int) -> nn.Module:
+    """Randomise, with batch-norm statistics near those of images, so that deep layers still see their input."""
+    norms = [module for module in randomise(model).modules() if isinstance(module, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+    run(model.train(), (torch.randn(8, 3, side, side),))
+    for norm in norms:
+        assert norm.running_mean is not None and norm.running_var is not None
+        norm.running_mean += 0.2 * torch.randn_like(norm.running_mean) * norm.running_var.sqrt()
+        norm.running_var *= 0.7 + 0.6 * torch.rand_like(norm.running_var)
+    return model.eval()
+
+
+def test_resnet50_has_the_papers_groups() -> None:
+    """38 groups with a convolution to prune, 22,531 input channels of convolutions, at most 2048 in one."""
+    prepared = smcp_fx.prepare(models.resnet50(), torch.randn(1, 3, 32, 32))
+    graph = prepared.channels
+    convolutions = [layer for layer in graph.layers if len(layer.weight_shape) == 4]
+    assert len(convolutions) == 53
+    names = {layer.path for layer in convolutions}
+    read = [group for group in graph.groups if names.intersection(group.consumers)]
+    assert len(read) == 38
+    inputs = [layer.in_labels.numel() for layer in convolutions]
+    assert sum(inputs) == 22531 and max(inputs) == 2048
+    assert graph.free_share == 1.0
+    pinned = [group for group in graph.groups if not group.free]
+    assert {group.consumers for group in pinned} == {("conv1",), ()}  # the image, and the logits
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "side", "free"), NETWORKS, ids=[build.__name__ for build, *_ in NETWORKS]
+)
+def test_slicing_is_exact(
+    build: Callable[..., nn.Module], options: dict[str, bool], side: int, free: float
+) -> None:
+    model = living(build(weights=None, **options), side)
+    inputs = (torch.randn(2, 3, side, side),)
+    prepared = smcp_fx.prepare(model, inputs, config=smcp_fx.PruningConfig(multiple=1))
+    assert prepared.channels.free_share == pytest.approx(free, abs=5e-4)
+    assert_close(run(prepared, inputs), run(model, inputs), "identity", "all channels kept")
+    prepared.set_masks(random_masks(prepared, 0, 0.6))
+    masked = run(prepared, inputs)
+    assert float(masked.std(0).mean()) > 1e-3 * float(
+        masked.abs().max()
+    )  # the images still make a difference
+    sliced = smcp_fx.convert(prepared)
+    assert size_of(sliced) < (0.9 if free else 1) * size_of(model)
+    assert_close(run(sliced, inputs), masked, "slicing", f"{size_of(sliced)} of {size_of(model)} parameters")
