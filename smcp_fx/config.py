@@ -36,10 +36,10 @@ class PruningConfig:
         0.9, "weight of the past in the importance gathered between two solves, in [0, 1)"
     )
     memory: float = option(
-        0.95, "weight of the importances before the last solve; 0 forgets them (the paper)"
+        0.98, "weight of the importances before the last solve; 0 forgets them (the paper)"
     )
     tolerance: float = option(
-        0.008,
+        0.009,
         "share of the reachable importance that may be given up to leave masks as they are; 0: none (the paper)",
     )
     batch_norm_scaling: bool = option(True, "scale batch norms by the share of input channels kept")

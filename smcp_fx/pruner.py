@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from smcp_fx.allocation import Allocation, allocate
 from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs import absolute_target
 from smcp_fx.errors import InfeasibleBudgetError, TrainingError
 from smcp_fx.importance import TaylorImportance
 from smcp_fx.schedule import Schedule
+from smcp_fx.selection import Selector
 
 if TYPE_CHECKING:
     from smcp_fx.prepare import PreparedModel
-
-#: Bonuses, as shares of a channel's importance, among which the largest harmless one is searched.
-_BONUSES = tuple(2.0**exponent for exponent in range(-7, 5))
 
 
 @dataclass(frozen=True)
@@ -75,6 +72,7 @@ class Pruner:
         self.correction = 1.0
         self.history: list[Solve] = []
         self._state = model.smcp
+        self._selector = Selector(model.smcp, config)
         self._importance = TaylorImportance(model.channels, model.smcp, config.importance)
         self.full_cost = cost.cost(cost.full_counts)
 
@@ -117,7 +115,7 @@ class Pruner:
         state = self._state
         flat = torch.ones_like(state.gathered)
         try:
-            self._choose(flat, self.cost, self.target)
+            self._selector.best(flat, self.cost, self.target)
         except InfeasibleBudgetError as error:
             raise self._explained(error) from error
 
@@ -132,8 +130,7 @@ class Pruner:
     @property
     def counts(self) -> dict[str, int]:
         """Units kept, by free group."""
-        masks = self._model.masks
-        return {g.name: int(masks[g.name].sum()) for g in self._model.channels.groups if g.free}
+        return self._selector.counts()
 
     def _scores(self) -> Tensor:
         """Momentum average since the last solve, blended with what was known before it.
@@ -145,9 +142,8 @@ class Pruner:
         if gathers == 0:
             return state.remembered.clone()
         fresh = state.gathered / state.gathered.sum().clamp(min=torch.finfo(torch.float32).tiny)
-        if int(state.solves) == 0:
-            return fresh
-        memory = self.config.memory
+        solves = int(state.solves)
+        memory = min(self.config.memory, solves / (solves + 1))  # a plain mean until the memory is full
         return memory * state.remembered + (1 - memory) * fresh
 
     def _solve(self, target: float, step: int) -> Solve:
@@ -165,11 +161,11 @@ class Pruner:
             scores = torch.where(state.keep, scores, torch.zeros_like(scores))
             cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
         try:
-            keep, found = self._settled(scores, cost, target)
+            choice = self._selector.settled(scores, cost, target)
         except InfeasibleBudgetError as error:
             raise self._explained(error) from error
         before = state.keep.clone()
-        state.keep.copy_(keep)
+        state.keep.copy_(choice.keep)
         state.refresh()
         if config.mask == "permanent":
             self._zero_pruned()
@@ -177,9 +173,9 @@ class Pruner:
         record = Solve(
             step=step,
             target=target,
-            cost=found.cost,
-            importance_kept=float(scores[state.keep].sum()) / total,
-            bound=min(found.bound / total, 1.0),
+            cost=choice.allocation.cost,
+            importance_kept=choice.importance / total,
+            bound=min(choice.allocation.bound / total, 1.0),
             changed={name: int(state.of_group(before != state.keep, name).sum()) for name in cost.permitted},
             returned=int((state.keep & ~before).sum()),
             units=state.keep.numel(),
@@ -191,54 +187,6 @@ class Pruner:
         state.gathers.zero_()
         state.solves += 1
         return record
-
-    def _settled(self, scores: Tensor, cost: NetworkCost, target: float) -> tuple[Tensor, Allocation]:
-        """The choice that changes least among those within ``tolerance`` of the best.
-
-        Channels that are kept already get a bonus, the largest of a few that gives up no more than the
-        tolerance: importances are noisy, and masks that follow the noise keep the network from learning.
-        """
-        chosen, found = self._choose(scores, cost, target)
-        floor = (1 - self.config.tolerance) * float(scores[chosen].sum())
-        low, high = (
-            0,
-            len(_BONUSES) if self.config.tolerance else 0,
-        )  # how much is given up grows with the bonus
-        while low < high:
-            middle = (low + high) // 2
-            favoured = torch.where(self._state.keep, scores * (1 + _BONUSES[middle]), scores)
-            keep, other = self._choose(favoured, cost, target)
-            if float(scores[keep].sum()) >= floor:
-                chosen, found = keep, dataclasses.replace(other, bound=found.bound)
-                low = middle + 1
-            else:
-                high = middle
-        return chosen, found
-
-    def _choose(self, scores: Tensor, cost: NetworkCost, target: float) -> tuple[Tensor, Allocation]:
-        """The best counts for these scores, and in each group its best units."""
-        state = self._state
-        values, ranked = {}, {}
-        for name, permitted in cost.permitted.items():
-            ordered, ranked[name] = torch.sort(state.of_group(scores, name), descending=True, stable=True)
-            total = torch.cumsum(ordered.double().cpu(), 0)
-            values[name] = total[torch.tensor(permitted) - 1].numpy()
-        found = allocate(
-            values,
-            cost,
-            target,
-            self.config.allocation,
-            current=self.counts,
-            start=self._start(cost.permitted),
-        )
-        keep = torch.zeros_like(state.keep)
-        for name, count in found.counts.items():
-            state.of_group(keep, name)[ranked[name][:count]] = True
-        return keep, found
-
-    def _start(self, permitted: Mapping[str, tuple[int, ...]]) -> dict[str, int] | None:
-        counts = self.counts
-        return counts if all(counts[name] in allowed for name, allowed in permitted.items()) else None
 
     def _remaining(self, permitted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Permitted counts no larger than what is kept: permanently pruned channels do not return."""

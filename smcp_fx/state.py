@@ -85,6 +85,10 @@ class PruningState(nn.Module):
             for group in self._channels.groups
         }
 
+    def free_masks(self) -> dict[str, Tensor]:
+        """The masks of the free groups by name, as views of ``keep``."""
+        return {name: self.keep[part] for name, part in self._slices.items()}
+
     def of_group(self, vector: Tensor, name: str) -> Tensor:
         """The part of a flat vector that belongs to a free group."""
         return vector[self._slices[name]]

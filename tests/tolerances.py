@@ -19,9 +19,9 @@ TOLERANCES: dict[tuple[str, torch.dtype], float] = {
     # The same in double precision, where rounding is 2^29 times finer; random deep nets amplify it to 1e-12.
     ("slicing", torch.float64): 1e-9,
     # Prepared with all channels kept against the original: the masks multiply by 1, which is exact, so that
-    # only the order of the kernels' additions may differ.
+    # only the order of the kernels' additions may differ (1.1e-14 at most on 1,000 random networks in double).
     ("identity", torch.float32): 1e-6,
-    ("identity", torch.float64): 1e-14,
+    ("identity", torch.float64): 1e-13,
     # Autograd against a formula: a few hundred additions in another order, 1e-16 each.
     ("gradient", torch.float64): 1e-11,
     # Importances are kept in float32 whatever the model is: eps is 1.2e-7, sums have a few terms.

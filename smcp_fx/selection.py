@@ -1,0 +1,154 @@
+"""Which units to keep: the best within a target, or the choice near it that changes the masks least.
+
+Importances are noisy, and quite different choices can be worth the same. Masks that follow every new optimum
+keep the network from learning; masks that never move are not pruned for importance. So of the choices that
+keep all but a small share of the reachable importance, the one is taken that moves the fewest units.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smcp_fx.allocation import Allocation, allocate
+from smcp_fx.config import PruningConfig
+from smcp_fx.cost_model import NetworkCost
+from smcp_fx.errors import InfeasibleBudgetError
+from smcp_fx.state import PruningState
+
+#: How many permitted counts away from the present one a group may go, tried in this order.
+_WINDOWS = (0, 1, 2, 4, 8)
+#: Bonuses for units that are kept already, in mean importances, ascending.
+_BONUSES = tuple(2.0**exponent for exponent in range(-6, 5))
+#: A choice that leaves more than this share of the target unspent is no substitute for the best one.
+_UNSPENT = 0.01
+#: Shares of the tolerance that a choice which moves masks may use up, tried in this order ...
+_SHARES = (0.4, 0.7, 1.0)
+#: ... until one changes no more than this share of the units.
+_FEW = 0.01
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Units to keep ([units] bool), how they were allocated, and the importance they keep."""
+
+    keep: Tensor
+    allocation: Allocation
+    importance: float
+
+
+class Selector:
+    """Chooses units for importances ``scores`` ([units] float32, of the free groups) within a target cost."""
+
+    def __init__(self, state: PruningState, config: PruningConfig) -> None:
+        self.state = state
+        self.config = config
+
+    def best(self, scores: Tensor, cost: NetworkCost, target: float) -> Choice:
+        """The choice of greatest importance; `InfeasibleBudgetError` when nothing permitted is cheap enough."""
+        return self._choose(scores, scores, cost, target)
+
+    def settled(self, scores: Tensor, cost: NetworkCost, target: float) -> Choice:
+        """A choice within ``tolerance`` of the best that changes few masks.
+
+        First the counts may move as little as possible from the present ones, then units that are kept
+        already get the greatest bonus over the others that the tolerance allows.
+        """
+        best = self.best(scores, cost, target)
+        if not self.config.tolerance:
+            return best
+        present = self._present(scores, cost)
+        if present is not None and self._fits(present, best, target, 1.0):
+            return _bounded(present, best)
+        # When masks must move, they move closer to the best than they need to (else every solve would move
+        # them), unless that takes many changes.
+        chosen = best
+        for share in _SHARES:
+            chosen = min(chosen, self._moved(scores, cost, target, best, share), key=self._changes)
+            if self._changes(chosen) <= _FEW * self.state.keep.numel():
+                break
+        return _bounded(chosen, best)
+
+    def _fits(self, choice: Choice, best: Choice, target: float, share: float) -> bool:
+        """Does it keep enough importance, and use the budget up?"""
+        cost = choice.allocation.cost
+        floor = (1 - share * self.config.tolerance) * best.importance
+        return (
+            choice.importance >= floor
+            and min(best.allocation.cost, (1 - _UNSPENT) * target) <= cost <= target
+        )
+
+    def _moved(self, scores: Tensor, cost: NetworkCost, target: float, best: Choice, share: float) -> Choice:
+        """Few changes within ``share`` of the tolerance: counts near the present ones, kept units favoured."""
+        near, chosen = cost, best
+        for window in _WINDOWS:
+            narrow = dataclasses.replace(cost, permitted=self._near(cost.permitted, window))
+            try:
+                found = self._choose(scores, scores, narrow, target)
+            except InfeasibleBudgetError:
+                continue
+            if self._fits(found, best, target, share):
+                near, chosen = narrow, found
+                break
+        low, high = 0, len(_BONUSES)
+        while low < high:  # the greatest bonus that fits: what is given up grows with it
+            middle = (low + high) // 2
+            favoured = scores + _BONUSES[middle] * scores.mean() * self.state.keep
+            found = self._choose(favoured, scores, near, target)
+            if self._fits(found, best, target, share):
+                chosen, low = found, middle + 1
+            else:
+                high = middle
+        return chosen
+
+    def _changes(self, choice: Choice) -> int:
+        return int((choice.keep != self.state.keep).sum())
+
+    def _present(self, scores: Tensor, cost: NetworkCost) -> Choice | None:
+        """The masks as they are, where their counts are permitted."""
+        counts = self.counts()
+        if any(counts[name] not in permitted for name, permitted in cost.permitted.items()):
+            return None
+        importance = float(scores[self.state.keep].sum())
+        as_is = Allocation(counts, importance, cost.cost(counts), importance, 0.0, 0.0, "as is")
+        return Choice(self.state.keep.clone(), as_is, importance)
+
+    def counts(self) -> dict[str, int]:
+        """Units kept now, by free group."""
+        return {name: int(mask.sum()) for name, mask in self.state.free_masks().items()}
+
+    def _choose(self, ranking: Tensor, scores: Tensor, cost: NetworkCost, target: float) -> Choice:
+        """The best counts for ``ranking``, and in each group its best units; judged by ``scores``."""
+        state, present = self.state, self.counts()
+        values, ranked = {}, {}
+        for name, permitted in cost.permitted.items():
+            ordered, ranked[name] = torch.sort(state.of_group(ranking, name), descending=True, stable=True)
+            total = torch.cumsum(ordered.double().cpu(), 0)
+            values[name] = total[torch.tensor(permitted) - 1].numpy()
+        allowed = all(present[name] in permitted for name, permitted in cost.permitted.items())
+        found = allocate(
+            values, cost, target, self.config.allocation, current=present, start=present if allowed else None
+        )
+        keep = torch.zeros_like(state.keep)
+        for name, count in found.counts.items():
+            state.of_group(keep, name)[ranked[name][:count]] = True
+        return Choice(keep, found, float(scores[keep].sum()))
+
+    def _near(self, permitted: Mapping[str, tuple[int, ...]], window: int) -> dict[str, tuple[int, ...]]:
+        """Permitted counts at most ``window`` steps from the present one (from the nearest below, at least)."""
+        present = self.counts()
+        near = {}
+        for name, allowed in permitted.items():
+            at = max((i for i, count in enumerate(allowed) if count <= present[name]), default=0)
+            near[name] = allowed[max(0, at - window) : at + window + 1]
+        return near
+
+
+def _bounded(choice: Choice, best: Choice) -> Choice:
+    """The choice with the bound that was proved for the best one."""
+    allocation = dataclasses.replace(choice.allocation, bound=best.allocation.bound)
+    return dataclasses.replace(choice, allocation=allocation)

@@ -1,0 +1,150 @@
+"""What a user may ask of the channel graph: groups, permitted counts, explanations, the drawn graph."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Net, Residual, between, chain, conv
+from torch import nn
+
+import smcp_fx
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.graph import permitted_counts
+from smcp_fx.errors import InputError
+
+IMAGE = torch.zeros(2, 3, 8, 8)
+
+
+def graph_of(model: nn.Module, **options: object) -> ChannelGraph:
+    config = smcp_fx.PruningConfig(**{"multiple": 1, **options})  # type: ignore[arg-type]
+    return smcp_fx.prepare(model.eval(), IMAGE, config=config).channels
+
+
+def concat_of_two() -> nn.Module:
+    return Net(
+        lambda s, x: s.out(torch.cat([h := s.one(x), F.relu(s.mid(h))], 1)),
+        one=conv(3, 8),
+        mid=conv(8, 6),
+        out=conv(14, 4),
+    )
+
+
+def test_groups_of_a_residual_network() -> None:
+    graph = graph_of(Residual(16, 24))
+    found = {g.name: (g.size, g.free, g.producers, g.consumers) for g in graph.groups}
+    assert found == {
+        "input of stem.0": (3, False, (), ("stem.0",)),
+        "stem.0": (16, True, ("stem.0", "conv2", "conv4"), ("conv1", "conv3", "fc")),
+        "conv1": (24, True, ("conv1",), ("conv2",)),
+        "conv3": (24, True, ("conv3",), ("conv4",)),
+        "fc": (5, False, ("fc",), ()),
+    }
+    assert graph["input of stem.0"].pinned == ("network input 'x'",)
+    assert graph["fc"].pinned == ("reaches the network's output",)
+
+
+def test_groups_of_a_concat_stay_apart() -> None:
+    graph = graph_of(concat_of_two())
+    assert {g.name: (g.size, g.consumers) for g in graph.groups if g.free} == {
+        "one": (8, ("mid", "out")),
+        "mid": (6, ("out",)),
+    }
+    width = graph.width(graph.layers[-1].in_labels)
+    assert width.channels({"one": 3, "mid": 2}) == 5
+
+
+def test_every_slot_is_in_exactly_one_unit_and_every_unit_in_one_group() -> None:
+    for model in (
+        Residual(),
+        concat_of_two(),
+        between(lambda s, h: s.mid(h), 12, mid=conv(12, 12, groups=3)),
+    ):
+        graph = graph_of(model)
+        members = torch.cat([group.units for group in graph.groups])
+        assert members.unique().numel() == members.numel()
+        for layer in graph.layers:
+            for labels in (layer.input_channels, layer.output_channels):
+                units = graph.units.of(labels)
+                assert torch.isin(units[units >= 0], members).all()
+                assert bool((units >= 0).all())
+
+
+@pytest.mark.parametrize(
+    ("size", "per_unit", "multiple", "expected"),
+    [
+        (24, [1, 1], 8, (8, 16, 24)),
+        (20, [1], 8, (8, 16, 20)),
+        (8, [1], 8, (8,)),
+        (4, [1], 8, (4,)),
+        (6, [1, 1], 1, (1, 2, 3, 4, 5, 6)),
+        (8, [4, 2], 8, (4, 8)),
+        (8, [3], 8, (8,)),
+        (12, [2, 3], 12, (12,)),
+        (5, [16], 8, (1, 2, 3, 4, 5)),
+    ],
+)
+def test_permitted_counts(size: int, per_unit: list[int], multiple: int, expected: tuple[int, ...]) -> None:
+    """Multiples of ``multiple`` channels at every producer and consumer, the full size, and never none."""
+    found = permitted_counts(size, per_unit, multiple)
+    assert found == expected
+    assert all(count * channels % multiple == 0 for count in found[:-1] for channels in per_unit)
+
+
+def test_excluded_modules_stay() -> None:
+    graph = graph_of(Residual(), exclude=("conv1",))
+    assert graph["conv1"].pinned == ("excluded by the user ('conv1')",)
+    assert graph["conv3"].free and graph["stem.0"].free
+    assert graph_of(Residual(), exclude=("stem",))["stem.0"].pinned  # a module stands for what it holds
+    with pytest.raises(InputError, match=r"'conv9' is no convolution.*stem\.0, conv1"):
+        graph_of(Residual(), exclude=("conv9",))
+
+
+def test_the_first_convolution_can_be_kept() -> None:
+    assert not graph_of(chain(8, 8), keep_first_convolution=True)["0.0"].free
+    assert graph_of(chain(8, 8), keep_first_convolution=True)["1.0"].free
+    assert graph_of(chain(8, 8))["0.0"].free
+
+
+def test_explanations() -> None:
+    graph = graph_of(concat_of_two())
+    text = graph.explain("one", 3)
+    assert "output channel 3 of 'one' belongs to group 'one'" in text and "It is free" in text
+    assert "input channel 3 of 'mid'" in text and "input channel 3 of 'out'" in text
+    text = graph.explain("out", 9, "in")
+    assert "belongs to group 'mid'" in text and "output channel 1 of 'mid'" in text
+    text = graph.explain("out", 0)
+    assert "It must stay" in text and "reaches the network's output" in text
+    with pytest.raises(InputError, match="'nowhere' is no convolution"):
+        graph.explain("nowhere", 0)
+    with pytest.raises(InputError, match="has 14 input channels; 14 is not one"):
+        graph.explain("out", 14, "in")
+
+
+def test_unknown_groups_are_named() -> None:
+    with pytest.raises(InputError, match="no group 'nine'; the network has 4"):
+        graph_of(concat_of_two())["nine"]
+
+
+def test_the_graph_as_networkx_exports() -> None:
+    import networkx as nx
+
+    graph = graph_of(concat_of_two()).graph
+    assert set(graph.successors("one")) == {"group:one"}
+    assert set(graph.successors("group:one")) == {"mid", "out"}
+    assert graph.edges["group:mid", "out"]["channels"] == 1
+    assert graph.nodes["group:out"]["pinned"] == "reaches the network's output"
+    assert graph.nodes["group:one"]["size"] == 8 and graph.nodes["group:one"]["pinned"] == ""
+    written = io.BytesIO()
+    nx.write_graphml(graph, written)
+    written.seek(0)
+    assert set(nx.read_graphml(written).edges) == set(graph.edges)
+
+
+def test_an_operation_without_a_rule_pins_what_it_touches() -> None:
+    graph = graph_of(between(lambda s, h: torch.cumsum(h, 1)))
+    group = graph["stem"]
+    assert not group.free and any("cumsum" in why for why in group.pinned)
+    assert "cumsum" in graph.explain("stem", 2)

@@ -1,0 +1,186 @@
+"""Tracing: both modes in one graph, and what is refused, with a message that helps."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Net, Net2, Residual, between, chain, conv, free_parameter, randomise, run
+from tolerances import assert_close
+from torch import Tensor, fx, nn
+
+from smcp_fx.errors import InputError, TraceError
+from smcp_fx.tracing import as_inputs, run_eager, trace
+
+IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_graph_computes_what_the_model_does_in_both_modes() -> None:
+    model = randomise(Residual())
+    traced = trace(model, (IMAGE,))
+    for training in (False, True):
+        model.train(training)
+        traced.module.train(training)
+        # Batch norm's running statistics move in train(): each side has seen the same number of batches.
+        assert torch.equal(traced.module(IMAGE), model(IMAGE))
+
+
+def test_values_are_recorded_as_shapes_and_types() -> None:
+    traced = trace(between(lambda s, h: h.flatten(2).split(h.shape[0] * 16, 2)[0].view(2, 8, 4, 8)), (IMAGE,))
+    shapes = [(info.shape, info.dtype) for info in traced.values.values() if hasattr(info, "dtype")]
+    assert shapes[0] == ((2, 3, 8, 8), torch.float32)
+    assert shapes[-1] == ((2, 4, 4, 8), torch.float32)
+    assert 2 in traced.values.values() and 32 in traced.values.values()  # sizes are values too
+
+
+def test_the_mode_of_every_module_is_kept() -> None:
+    model = Residual().train()
+    model.bn1.eval()
+    modes = [module.training for module in model.modules()]
+    traced = trace(model, (IMAGE,)).module
+    assert [module.training for module in model.modules()] == modes
+    assert traced.training and traced.stem.training and not traced.bn1.training
+
+
+class Dropped(nn.Module):
+    """Functional dropout in a submodule, which follows its own mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop half."""
+        return F.dropout(x, 0.5, training=self.training)
+
+
+def test_flags_follow_the_module_that_owns_them() -> None:
+    model = Net(lambda s, x: F.dropout(s.inner(s.stem(x)), 0.5, s.training), inner=Dropped(), stem=conv(3, 8))
+    traced = trace(model, (IMAGE,)).module
+    flags = [node.target for node in traced.graph.nodes if str(node.target).endswith("training")]
+    assert sorted(flags) == ["inner.training", "training"]
+
+    def zeros() -> float:
+        return float((traced(IMAGE) == 0).float().mean())
+
+    traced.train()
+    both = zeros()
+    traced.inner.eval()
+    one = zeros()
+    traced.eval()
+    assert both == pytest.approx(0.75, abs=0.08) and one == pytest.approx(0.5, abs=0.08) and zeros() == 0
+
+
+def test_several_inputs_and_structured_outputs() -> None:
+    model = Net2(
+        lambda s, x, y: {"sum": s.one(x) + s.two(y), "pair": (x, [y])}, one=conv(3, 4), two=conv(3, 4)
+    )
+    inputs = as_inputs([IMAGE, IMAGE * 2])
+    traced = trace(model.eval(), inputs)
+    assert_close(run(traced.module, inputs), run(model, inputs), "identity")
+
+
+def test_control_flow_on_data_is_refused_and_located() -> None:
+    def branch(s: Any, h: Tensor) -> Tensor:
+        return h if h.mean() > 0 else -h
+
+    with pytest.raises(TraceError, match="Control flow must not depend on tensors") as caught:
+        trace(between(branch), (IMAGE,))
+    assert re.search(r"It stopped at .*\.py:\d+ \(.+\)", str(caught.value))
+
+
+def test_loops_over_tensors_are_refused() -> None:
+    with pytest.raises(TraceError, match="cannot trace Net"):
+        trace(between(lambda s, h: sum(part for part in h)), (IMAGE,))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "shown"),
+    [
+        ((torch.zeros(2, 4, 8, 8),), r"\(2, 4, 8, 8\)"),
+        ((torch.zeros(2, 3, 8, 8, dtype=torch.float64),), "does not run"),
+        ((), r"\(none\)"),
+        ((IMAGE, IMAGE), r"\(2, 3, 8, 8\), \(2, 3, 8, 8\)"),
+    ],
+)
+def test_inputs_that_the_model_refuses(inputs: tuple[Tensor, ...], shown: str) -> None:
+    with pytest.raises(InputError, match=shown):
+        trace(chain(8), inputs)
+
+
+def test_a_failing_run_keeps_the_modes() -> None:
+    model = chain(8).train()
+    with pytest.raises(InputError):
+        trace(model, (torch.zeros(2, 4, 8, 8),))
+    assert all(module.training for module in model.modules())
+
+
+class Half(nn.Module):
+    """Adds in place to a chunk by the augmented assignment that a trace turns into a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.out = conv(3, 8), conv(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        h = self.stem(x)
+        left, right = h.chunk(2, 1)
+        left += right
+        return self.out(h)  # type: ignore[no-any-return]
+
+
+def test_an_in_place_operation_that_tracing_loses_is_found() -> None:
+    with pytest.raises(TraceError, match=r"first difference at module .*in-place"):
+        trace(Half(), (IMAGE,))
+
+
+def test_randomness_in_eval_is_named() -> None:
+    with pytest.raises(TraceError, match="other outputs each time"):
+        trace(between(lambda s, h: F.dropout(h, 0.5, True)), (IMAGE,))
+
+
+def test_other_operations_in_train_than_in_eval_are_refused() -> None:
+    model = between(lambda s, h: s.mid(h) if s.training else h, mid=conv(8, 8))
+    with pytest.raises(TraceError, match="other operations"):
+        trace(model, (IMAGE,))
+
+
+def test_tensors_made_in_forward_stay_out_of_the_state() -> None:
+    model = between(
+        lambda s, h: h * torch.arange(1.0, 9.0).view(8, 1, 1) + s.shift, shift=free_parameter(8, 1, 1)
+    )
+    names = set(model.state_dict())
+    traced = trace(model, (IMAGE,)).module
+    assert set(traced.state_dict()) == names
+    assert torch.equal(run(traced, (IMAGE,)), run(model, (IMAGE,)))
+
+
+def test_hooked_and_parametrised_modules_stay_calls() -> None:
+    model = chain(8, 8)
+    model[0].register_forward_hook(lambda m, i, o: o * 2)
+    nn.utils.parametrizations.weight_norm(model[1][0])
+    traced = trace(model.eval(), (IMAGE,)).module
+    called = {node.target for node in traced.graph.nodes if node.op == "call_module"}
+    assert {"0", "1.0"} <= called and "0.0" not in called
+    assert torch.equal(run(traced, (IMAGE,)), run(model, (IMAGE,)))
+
+
+def test_keywords_become_positions() -> None:
+    """Rules and passes find first arguments by position, whatever the model's author wrote."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h = torch.cat(tensors=[F.relu(input=h), h], dim=1)
+        return torch.unflatten(torch.reshape(input=h, shape=(2, -1)), dim=1, sizes=(16, 8, 8))
+
+    traced = trace(between(wiring, 8, 16), (IMAGE,)).module
+    for node in traced.graph.nodes:
+        if node.op == "call_function":
+            assert isinstance(node.args[0], (fx.Node, list, tuple)), node
+            assert not {"input", "tensors", "shape", "sizes"} & set(node.kwargs), node
+
+
+def test_running_eagerly_restores_modes_after_an_error() -> None:
+    model = chain(8).train()
+    with pytest.raises(RuntimeError):
+        run_eager(model, (torch.zeros(1),))
+    assert model.training
