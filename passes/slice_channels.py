@@ -119,7 +119,9 @@ def _slice_parameters(module: nn.Module, indices: dict[str, dict[int, Tensor]]) 
                 if new.shape == old.shape:
                     continue
                 report.append(f"{name}: {tuple(old.shape)} -> {tuple(new.shape)}")
-                new = new.clone(memory_format=torch.preserve_format)
+                last = old.dim() == 4 and not old.is_contiguous()
+                last = last and old.is_contiguous(memory_format=torch.channels_last)
+                new = new.clone(memory_format=torch.channels_last if last else torch.preserve_format)
                 is_parameter = isinstance(old, nn.Parameter)
                 replaced[id(old)] = nn.Parameter(new, old.requires_grad) if is_parameter else new
             setattr(owner, attribute, replaced[id(old)])

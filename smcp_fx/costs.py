@@ -127,7 +127,7 @@ def absolute_target(target: float | str, full: float, unit: str) -> float:
     if isinstance(target, str):
         match = re.fullmatch(r"\s*([0-9.eE+-]+?)\s*([KMGT]?)\s*([A-Za-z]+)\s*", target)
         if match is None or match[3].lower().rstrip("s") != unit.lower().rstrip("s"):
-            raise InputError(f"target {target!r} is not a cost in {unit}, such as '{full / 2:.4g} {unit}'")
+            raise InputError(f"target {target!r} is not a cost in {unit}: give a number and the unit")
         try:
             value = float(match[1]) * _PREFIX[match[2]]
         except ValueError:
@@ -137,8 +137,8 @@ def absolute_target(target: float | str, full: float, unit: str) -> float:
     else:
         if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
             raise InputError(
-                f"target {target} is no fraction of the unpruned cost in (0, 1]; give an absolute cost with "
-                f"its unit, such as '{full / 2:.4g} {unit}'"
+                f"target {target} is no fraction of the unpruned cost in (0, 1]; give one, or an absolute cost "
+                f"with its unit ({unit})"
             )
         value = float(target) * full
     return value

@@ -45,6 +45,7 @@ class _StraightThrough(torch.autograd.Function):
 class _DirectScale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gamma: Tensor, scale: Tensor) -> Tensor:
+        scale = scale.to(gamma.dtype)
         ctx.save_for_backward(scale)
         return gamma * scale
 
@@ -66,7 +67,7 @@ def hard_mask(weight: Tensor, mask: Tensor) -> Tensor:
 
 def scale_gamma(gamma: Tensor, scale: Tensor) -> Tensor:
     """Return ``gamma * scale`` (SMCP eq. 4); ``gamma`` gets ``scale`` times the gradient (chain rule)."""
-    return gamma * scale
+    return gamma * scale.to(gamma.dtype)
 
 
 def scale_gamma_direct(gamma: Tensor, scale: Tensor) -> Tensor:

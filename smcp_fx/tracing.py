@@ -12,6 +12,7 @@ import dataclasses
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -199,7 +200,7 @@ def _trace_in_mode(model: nn.Module, training: bool) -> fx.Graph:
             (
                 f"{frame.filename}:{frame.lineno} ({frame.line})"
                 for frame in reversed(traceback.extract_tb(error.__traceback__))
-                if "torch/fx" not in frame.filename and "smcp_fx" not in frame.filename
+                if "torch/fx" not in frame.filename and Path(frame.filename) != Path(__file__)
             ),
             "its forward",
         )
@@ -310,8 +311,9 @@ def _first_difference(model: nn.Module, traced: fx.GraphModule, inputs: tuple[An
     outputs: dict[str, Any] = {}
     original = copy.deepcopy(model)
     for name, module in original.named_modules():
+        # A hook that returned the copy would put it in the output's place, where later in-place work hits it.
         module.register_forward_hook(
-            lambda _m, _i, out, name=name: outputs.setdefault(name, copy.deepcopy(out))
+            lambda _m, _i, out, name=name: outputs.update({name: copy.deepcopy(out)})
         )
     run_eager(original, inputs)
     for name, module in (duplicate := copy.deepcopy(traced)).named_modules():

@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = vars(build_parser().parse_args(argv))
     debug = arguments.pop("debug")
-    console = Console(highlight=False, soft_wrap=True)
-    problems = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
+    problems = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     try:
         from smcp_fx.compiler import CompileSettings, compile_model
 

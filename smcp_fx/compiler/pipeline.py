@@ -65,8 +65,9 @@ class _Run:
         self.notes += fitted.notes
         for note in fitted.notes:
             self.console.print(f"  {note}")
-        dense_results = self._train_dense(fitted, data)
         inputs = (torch.randn(settings.batch, fitted.channels, fitted.size, fitted.size),)
+        self._check_early(fitted)
+        dense_results = self._train_dense(fitted, data)
         cost, table = self._cost(backend)
         prepared = self._prepare(fitted, data, inputs, cost)
         folder = settings.folder
@@ -129,6 +130,19 @@ class _Run:
             record_file.write_text(json.dumps(record, indent=1), encoding="utf-8")
         except OSError as error:
             raise InputError(f"cannot write to {folder}: {error}") from error
+
+    def _check_early(self, fitted: FittedModel) -> None:
+        """Find out before any training whether the model can be prepared, and an exact target reached."""
+        image = torch.randn(2, fitted.channels, fitted.size, fitted.size)
+        exact = self.settings.cost != "latency"
+        trial = prepare(
+            fitted.model,
+            image,
+            target=self.settings.wanted if exact else 1.0,
+            cost=self.settings.cost if exact else "flops",
+            config=self.config,
+        )
+        trial.pruner.check_target()
 
     def _train_dense(self, fitted: FittedModel, data: ImageData) -> list[EpochResult]:
         settings = self.settings

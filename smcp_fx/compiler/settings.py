@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from smcp_fx.config import PruningConfig, option
+from smcp_fx.costs import absolute_target
 from smcp_fx.errors import InputError
 from smcp_fx.schedule import Schedule
 
@@ -31,9 +32,7 @@ class CompileSettings:
     )
     target: str = option("0.4", "fraction of the dense cost to reach, or an absolute cost such as '12 ms'")
     cost: str = option("latency", "what the target is in", ("latency", "flops", "params"))
-    backend: str = option(
-        "onnxruntime", "what the latency is measured in", ("onnxruntime", "torch", "tensorrt")
-    )
+    backend: str = option("onnxruntime", "what the latency is measured in", ("onnxruntime", "torch"))
     threads: int = option(1, "threads of the measured runtime")
     batch: int = option(32, "batch size that the latency is measured at")
     train_batch: int = option(64, "batch size of training")
@@ -61,6 +60,10 @@ class CompileSettings:
                 raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         if self.epochs <= 0 or self.dense_epochs < 0 or self.lr <= 0:
             raise InputError("--epochs and --lr must be positive, --dense-epochs at least 0")
+        # What can be known to be wrong before anything is measured: a full cost of 1 stands for the real one.
+        absolute_target(
+            self.wanted, 1.0, {"latency": "ms", "flops": "FLOPs", "params": "parameters"}[self.cost]
+        )
 
     @property
     def wanted(self) -> float | str:

@@ -184,3 +184,8 @@ def test_running_eagerly_restores_modes_after_an_error() -> None:
     with pytest.raises(RuntimeError):
         run_eager(model, (torch.zeros(1),))
     assert model.training
+
+
+def test_the_first_difference_is_named() -> None:
+    with pytest.raises(TraceError, match="first difference at module 'out'"):
+        trace(Half(), (IMAGE,))
