@@ -80,7 +80,7 @@ class FusedBlock:
 
         keep = torch.ones(self.channels.free_units.numel(), dtype=torch.bool)
         for line, width in zip(self.lines, widths, strict=True):
-            _thin(line, width, keep, self.name)
+            _thin(line, width, keep, self.name, [port.units for port in self.inputs if port.axis is not None])
         module = copy.deepcopy(self.module)
         SliceChannels(self.channels, keep)(module)
         inputs = []
@@ -316,8 +316,8 @@ def _grid(channels: ChannelGraph, width: Width) -> tuple[int, ...]:
     return tuple(sorted(sums))
 
 
-def _thin(line: Tensor, width: int, keep: Tensor, name: str) -> None:
-    """Keep ``width`` slots along a line of units, evenly spread, so that every part of a concat keeps some."""
+def _thin(line: Tensor, width: int, keep: Tensor, name: str, inputs: list[Tensor]) -> None:
+    """Keep ``width`` slots along a line of units, evenly spread, and some of every input of a concat."""
     order = list(dict.fromkeys(line.tolist()))
     per_unit = int((line == order[0]).sum())
     wanted, rest = divmod(width, per_unit)
@@ -326,6 +326,12 @@ def _thin(line: Tensor, width: int, keep: Tensor, name: str) -> None:
             f"block {name!r} cannot be built {width} channels wide ({len(order)} units of {per_unit})"
         )
     chosen = {order[index * len(order) // wanted] for index in range(wanted)}
+    parts = [part for units in inputs if (part := set(units.tolist()) & set(order))]
+    for part in parts:
+        if not part & chosen:
+            fullest = max(parts, key=lambda p: len(p & chosen))
+            chosen -= {max(fullest & chosen)}
+            chosen |= {min(part)}
     for unit in order:
         keep[unit] = unit in chosen
 

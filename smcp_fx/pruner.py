@@ -161,7 +161,8 @@ class Pruner:
             scores = torch.where(state.keep, scores, torch.zeros_like(scores))
             cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
         try:
-            choice = self._selector.settled(scores, cost, target)
+            moving = self.schedule is not None and step < self.schedule.ramp_end
+            choice = self._selector.settled(scores, cost, target, moving)
         except InfeasibleBudgetError as error:
             raise self._explained(error) from error
         before = state.keep.clone()

@@ -7,27 +7,32 @@ keep all but a small share of the reachable importance, the one is taken that mo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from smcp_fx.allocation import Allocation, allocate
 from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError
+from smcp_fx.settling import Settling
+from smcp_fx.settling import apply as settled_mask
 from smcp_fx.state import PruningState
 
-#: How many permitted counts away from the present one a group may go, tried in this order.
-_WINDOWS = (0, 1, 2, 4, 8)
-#: Bonuses for units that are kept already, in mean importances, ascending.
-_BONUSES = tuple(2.0**exponent for exponent in range(-6, 5))
+#: Bonuses for units that are kept already, in mean importances: allocations to start the search from.
+_BONUSES = (0.25, 2.0)
+#: How many permitted counts away from the present one a group may go, for further starts.
+_WINDOWS = (1, 2, 4)
 #: A choice that leaves more than this share of the target unspent is no substitute for the best one.
 _UNSPENT = 0.01
 #: Shares of the tolerance that a choice which moves masks may use up, tried in this order ...
-_SHARES = (0.4, 0.7, 1.0)
+_SHARES = (0.3, 1.0)
 #: ... until one changes no more than this share of the units.
 _FEW = 0.01
 
@@ -52,61 +57,57 @@ class Selector:
         """The choice of greatest importance; `InfeasibleBudgetError` when nothing permitted is cheap enough."""
         return self._choose(scores, scores, cost, target)
 
-    def settled(self, scores: Tensor, cost: NetworkCost, target: float) -> Choice:
-        """A choice within ``tolerance`` of the best that changes few masks.
+    def settled(self, scores: Tensor, cost: NetworkCost, target: float, moving: bool = False) -> Choice:
+        """The choice within ``tolerance`` of the best that changes the fewest masks: none, if they still fit.
 
-        First the counts may move as little as possible from the present ones, then units that are kept
-        already get the greatest bonus over the others that the tolerance allows.
+        While the target is ``moving`` masks must change anyway, and stay closer to the best, so that there is
+        tolerance left to stand still with when it has arrived.
         """
         best = self.best(scores, cost, target)
         if not self.config.tolerance:
             return best
         present = self._present(scores, cost)
-        if present is not None and self._fits(present, best, target, 1.0):
+        if present is not None and self._fits(present, best, target):
             return _bounded(present, best)
+        names = list(cost.permitted)
+        values = {name: _array(self.state.of_group(scores, name)) for name in names}
+        kept = {name: self.state.of_group(self.state.keep, name).cpu().numpy() for name in names}
+        least = min(best.allocation.cost, (1 - _UNSPENT) * target)
+        search = Settling(values, kept, cost, least, target)
+        starts: list[Mapping[str, int]] = [best.allocation.counts]
+        for bonus in _BONUSES:
+            favoured = scores + bonus * scores.mean() * self.state.keep
+            starts.append(self._choose(favoured, scores, cost, target).allocation.counts)
+        for window in _WINDOWS:
+            near = dataclasses.replace(cost, permitted=self._near(cost.permitted, window))
+            with contextlib.suppress(InfeasibleBudgetError):
+                starts.append(self._choose(scores, scores, near, target).allocation.counts)
         # When masks must move, they move closer to the best than they need to (else every solve would move
         # them), unless that takes many changes.
-        chosen = best
-        for share in _SHARES:
-            chosen = min(chosen, self._moved(scores, cost, target, best, share), key=self._changes)
-            if self._changes(chosen) <= _FEW * self.state.keep.numel():
+        move = None
+        for share in _SHARES[:1] if moving else _SHARES:
+            floor = (1 - share * self.config.tolerance) * best.importance
+            move = search.fewest(starts, floor)
+            if move is not None and move.changes <= _FEW * self.state.keep.numel():
                 break
-        return _bounded(chosen, best)
+        if move is None:
+            return best
+        keep = self.state.keep.clone()
+        for name in names:
+            mask = settled_mask(values[name], kept[name], move.counts[name], move.swaps.get(name, 0))
+            self.state.of_group(keep, name).copy_(torch.from_numpy(mask))
+        importance = float(scores[keep].sum())
+        moved = Allocation(move.counts, importance, cost.cost(move.counts), 0.0, 0.0, 0.0, "settled")
+        return _bounded(Choice(keep, moved, importance), best)
 
-    def _fits(self, choice: Choice, best: Choice, target: float, share: float) -> bool:
+    def _fits(self, choice: Choice, best: Choice, target: float) -> bool:
         """Does it keep enough importance, and use the budget up?"""
         cost = choice.allocation.cost
-        floor = (1 - share * self.config.tolerance) * best.importance
+        floor = (1 - self.config.tolerance) * best.importance
         return (
             choice.importance >= floor
             and min(best.allocation.cost, (1 - _UNSPENT) * target) <= cost <= target
         )
-
-    def _moved(self, scores: Tensor, cost: NetworkCost, target: float, best: Choice, share: float) -> Choice:
-        """Few changes within ``share`` of the tolerance: counts near the present ones, kept units favoured."""
-        near, chosen = cost, best
-        for window in _WINDOWS:
-            narrow = dataclasses.replace(cost, permitted=self._near(cost.permitted, window))
-            try:
-                found = self._choose(scores, scores, narrow, target)
-            except InfeasibleBudgetError:
-                continue
-            if self._fits(found, best, target, share):
-                near, chosen = narrow, found
-                break
-        low, high = 0, len(_BONUSES)
-        while low < high:  # the greatest bonus that fits: what is given up grows with it
-            middle = (low + high) // 2
-            favoured = scores + _BONUSES[middle] * scores.mean() * self.state.keep
-            found = self._choose(favoured, scores, near, target)
-            if self._fits(found, best, target, share):
-                chosen, low = found, middle + 1
-            else:
-                high = middle
-        return chosen
-
-    def _changes(self, choice: Choice) -> int:
-        return int((choice.keep != self.state.keep).sum())
 
     def _present(self, scores: Tensor, cost: NetworkCost) -> Choice | None:
         """The masks as they are, where their counts are permitted."""
@@ -139,7 +140,7 @@ class Selector:
         return Choice(keep, found, float(scores[keep].sum()))
 
     def _near(self, permitted: Mapping[str, tuple[int, ...]], window: int) -> dict[str, tuple[int, ...]]:
-        """Permitted counts at most ``window`` steps from the present one (from the nearest below, at least)."""
+        """Permitted counts at most ``window`` steps from the present one (or from the nearest below it)."""
         present = self.counts()
         near = {}
         for name, allowed in permitted.items():
@@ -152,3 +153,7 @@ def _bounded(choice: Choice, best: Choice) -> Choice:
     """The choice with the bound that was proved for the best one."""
     allocation = dataclasses.replace(choice.allocation, bound=best.allocation.bound)
     return dataclasses.replace(choice, allocation=allocation)
+
+
+def _array(vector: Tensor) -> NDArray[np.float64]:
+    return vector.double().cpu().numpy()

@@ -231,7 +231,7 @@ def _one_graph(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> fx.G
             elif a is False and b is True:
                 left[index] = _training_node(evaluated, e)
             else:
-                same = same and type(a) is type(b) and a == b
+                same = same and type(a) is type(b) and (a == b or (a != a and b != b))  # NaN is itself here
         if same:
             e.args, e.kwargs = pytree.tree_unflatten(left, left_spec)
     if not same:

@@ -1,0 +1,80 @@
+"""Blocks: every operation in one, any width buildable, and their shapes those of the pruned network."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torchvision
+
+from smcp_fx.blocks import FusedBlock, cut
+from smcp_fx.channels import ChannelGraph, build
+from smcp_fx.tracing import Traced, trace
+
+
+def blocks_of(name: str, size: int = 64) -> tuple[Traced, ChannelGraph, list[FusedBlock]]:
+    torch.manual_seed(0)
+    traced = trace(torchvision.models.get_model(name), (torch.randn(2, 3, size, size),))
+    channels = build(traced.module, traced.values)
+    return traced, channels, cut(traced, channels)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "densenet121"])
+def test_every_operation_is_in_one_block(name: str) -> None:
+    traced, _, blocks = blocks_of(name)
+    inside = [node for block in blocks for node in block.nodes]
+    assert len(inside) == len(set(inside))
+    tensors = {
+        node.name
+        for node in traced.module.graph.nodes
+        if node.op == "call_module"
+        or (node.op in ("call_function", "call_method") and "size" not in node.name)
+    }
+    assert all(
+        "TensorInfo" not in repr(traced.values[n]) for n in tensors - set(inside)
+    )  # sizes and the like
+
+
+def test_resnet_blocks_are_what_an_engine_fuses() -> None:
+    _, _, blocks = blocks_of("resnet18")
+    nodes = {block.name: block.nodes for block in blocks}
+    assert nodes["conv1"] == ("conv1", "bn1", "relu")
+    assert nodes["layer1.0.conv2"] == ("layer1_0_conv2", "layer1_0_bn2", "add", "layer1_0_relu_1")
+    assert len(blocks) == 23
+    by_name = {block.name: block for block in blocks}
+    assert by_name["conv1"].grids == ((8, 16, 24, 32, 40, 48, 56, 64),)
+    assert [grid[-1] for grid in by_name["layer2.0.conv1"].grids] == [64, 128]
+    json.loads(by_name["conv1"].signature)
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "densenet121", "efficientnet_b0"]
+)
+def test_blocks_are_built_at_any_width(name: str) -> None:
+    """The channels of a block's inputs and outputs are those asked for."""
+    _, _, blocks = blocks_of(name)
+    seen = set()
+    for block in blocks:
+        if block.signature in seen:
+            continue
+        seen.add(block.signature)
+        for share in (0.0, 0.5, 1.0):
+            widths = tuple(grid[int(share * (len(grid) - 1))] for grid in block.grids)
+            module, inputs = block.build(widths)
+            with torch.no_grad():
+                output = module(*inputs)
+            outputs = output if isinstance(output, tuple) else (output,)
+            if len(block.widths) == 2:
+                assert outputs[0].shape[1] == widths[1], block.name
+                assert inputs[0].shape[1] == widths[0], block.name
+            elif len(block.widths) == 1 and len(inputs) == 1 and inputs[0].dim() == 4 and len(outputs) == 1:
+                assert widths[0] in (inputs[0].shape[1], outputs[0].shape[1]), block.name
+
+
+def test_equal_blocks_have_equal_signatures() -> None:
+    _, _, blocks = blocks_of("resnet18")
+    by_name = {block.name: block.signature for block in blocks}
+    assert by_name["layer1.0.conv1"] == by_name["layer1.1.conv1"]
+    assert by_name["layer1.0.conv1"] != by_name["layer2.1.conv1"]  # another image size
+    assert by_name["layer1.0.conv1"] != by_name["layer1.0.conv2"]  # an addition behind it

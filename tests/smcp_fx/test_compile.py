@@ -1,0 +1,196 @@
+"""The compile run on a tiny network: its files, its report, resuming, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+
+import smcp_fx
+from smcp_fx.cli.compile import build_parser, main
+from smcp_fx.compiler import CompileSettings, training
+from smcp_fx.compiler.data import load_data
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = build()
+
+    def forward(self, x):
+        y = self.net(x)
+        if y.sum() > 0:
+            y = 2 * y
+        return y
+
+class NotANumber(Branching):
+    def forward(self, x):
+        return self.net(x) * float("nan")
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> str:
+    path = tmp_path / "tiny_model.py"
+    path.write_text(MODEL, encoding="utf-8")
+    return str(path)
+
+
+def arguments(model: str, out: Path, *more: str) -> list[str]:
+    return [
+        "--model",
+        model,
+        "--out",
+        str(out),
+        "--dense-epochs",
+        "1",
+        "--epochs",
+        "2",
+        "--batch",
+        "4",
+        *more,
+    ]
+
+
+@pytest.mark.parametrize("cost", ["latency", "flops"])
+def test_the_whole_way(
+    model_file: str, tmp_path: Path, cost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A network this small is not timed well: the measured latency is not judged here."""
+    out = tmp_path / "out"
+    target = "0.6" if cost == "flops" else "0.95"
+    code = main(arguments(f"{model_file}:build", out, "--target", target, "--cost", cost, "--allow-missed"))
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    for key in ("target_fraction", "predicted_fraction", "measured_fraction", "seed", "backend"):
+        assert key in report
+    for side in ("dense", "pruned"):
+        assert {"accuracy", "latency_ms", "params", "flops"} <= report[side].keys()
+    assert report["target_fraction"] == pytest.approx(float(target))
+    if cost == "flops":
+        assert 0.4 < report["predicted_fraction"] <= 0.6 + 1e-9
+        assert report["pruned"]["flops"] <= 0.6 * report["dense"]["flops"]
+    assert "measured" in shown.out
+    assert "<svg" in (out / "report.html").read_text(encoding="utf-8")
+
+    loaded = smcp_fx.load(out / "pruned.safetensors").eval()
+    images, labels = next(load_data("digits").tests(64, 1, 32))
+    session = ort.InferenceSession(str(out / "pruned.onnx"), providers=["CPUExecutionProvider"])
+    emitted = session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
+    with torch.no_grad():
+        expected = loaded(images).numpy()
+    assert np.abs(emitted - expected).max() <= 1e-4 * np.abs(expected).max()
+    assert sum(p.numel() for p in loaded.parameters()) == report["pruned"]["params"]
+
+    data = load_data("digits")
+    right = sum(
+        int((session.run(None, {session.get_inputs()[0].name: x.numpy()})[0].argmax(1) == y.numpy()).sum())
+        for x, y in data.tests(64, 1, 32)
+    )
+    assert report["pruned"]["accuracy"] == pytest.approx(right / 719)
+    assert labels.numel() == 64
+
+
+def test_an_interrupted_run_is_resumed_to_the_same_end(
+    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the second epoch of pruning; the resumed run's weights equal the uninterrupted one's."""
+    flags = ("--cost", "flops", "--target", "0.6", "--every", "4", "--epochs", "3")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main(arguments(f"{model_file}:build", whole, *flags)) == 0
+    original = training.Trainer._set_lr
+    seen = {"steps": 0}
+
+    def interrupt(self: training.Trainer) -> None:
+        seen["steps"] += 1
+        if seen["steps"] == 16 * 2 + 8:  # one dense epoch, one of pruning, and a half
+            raise KeyboardInterrupt
+        original(self)
+
+    monkeypatch.setattr(training.Trainer, "_set_lr", interrupt)
+    assert main(arguments(f"{model_file}:build", cut, *flags)) == 130
+    monkeypatch.setattr(training.Trainer, "_set_lr", original)
+    assert not (cut / "pruned.onnx").exists()
+    assert main(arguments(f"{model_file}:build", cut, *flags, "--resume")) == 0
+    left = smcp_fx.load(whole / "pruned.safetensors").state_dict()
+    right = smcp_fx.load(cut / "pruned.safetensors").state_dict()
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--model", "torchvision:resnet181"], "no classification model 'resnet181'"),
+        (["--model", "resnet18"], "torchvision:NAME"),
+        (["--model", "nowhere.py:build"], "no file"),
+        (["--model", "{file}:absent"], "defines no function 'absent'"),
+        (["--model", "{file}:Branching"], "tiny_model.py:20"),
+        (["--model", "{file}:NotANumber"], "the loss is nan at step 1"),
+        (["--data", "imagefolder:/nowhere"], "train/"),
+        (["--data", "cifar"], "digits"),
+        (["--target", "0"], "(0, 1]"),
+        (["--target", "12 GB"], "is not a cost in ms"),
+        (["--target", "0.0001", "--cost", "flops"], "smallest reachable cost"),
+        (["--exclude", "nonsense"], "'nonsense'"),
+        (["--multiple", "0"], "multiple"),
+        (["--weights", "/nowhere.pt"], "no weights"),
+        (["--weights", "{file}"], "cannot be read as weights"),
+        (["--table", "{file}"], "no latency table"),
+        (["--resume"], "no run to resume"),
+        (["--train-batch", "5000"], "--train-batch 5000"),
+        (["--out", "/proc/nowhere"], "cannot write"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_paragraph(
+    model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    out = tmp_path / "out"
+    flags = [flag.replace("{file}", model_file) for flag in more]
+    assert main([*arguments(f"{model_file}:build", out), *flags]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert said in shown
+    assert "Traceback" not in shown
+    assert not list(tmp_path.rglob("*.onnx")) + list(tmp_path.rglob("*.part"))
+
+
+def test_unknown_backends_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--backend", "abacus"])
+    assert stopped.value.code == 2
+    assert "'abacus'" in capsys.readouterr().err
+
+
+def test_other_settings_are_not_resumed(
+    model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--cost", "flops", "--target", "0.6")
+    assert main(arguments(f"{model_file}:build", tmp_path / "out", *flags)) == 0
+    assert main(arguments(f"{model_file}:build", tmp_path / "out", *flags, "--seed", "3", "--resume")) == 2
+    assert "seed: 0 -> 3" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_help_names_every_setting_with_its_default() -> None:
+    text = " ".join(build_parser().format_help().split())
+    for name in ("--target", "--cost", "--backend", "--train-batch", "--gamma-gradient", "--momentum"):
+        assert name in text
+    assert f"(default: {CompileSettings().target})" in text
