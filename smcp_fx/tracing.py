@@ -2,13 +2,15 @@
 
 `torch.fx.symbolic_trace` freezes what `forward` reads of `self.training`. The model is therefore traced in
 both modes; where the two graphs differ only in such a flag, the flag becomes a node that reads the owning
-module's own `training` (so that `model.train()` and a frozen submodule behave as in the original).
+module's own `training` (so that `model.train()` and a frozen submodule behave as in the original). A model that
+runs other operations in `train()` (auxiliary heads) becomes one graph that holds both.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -218,6 +220,7 @@ def _one_graph(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> fx.G
     pairs = list(zip(evaluated.nodes, trained.nodes, strict=False))
     counterpart = {id(t): e for e, t in pairs}
     same = len(evaluated.nodes) == len(trained.nodes)
+    rewritten = []
     for e, t in pairs:
         if not same:
             break
@@ -232,15 +235,70 @@ def _one_graph(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> fx.G
                 left[index] = _training_node(evaluated, e)
             else:
                 same = same and type(a) is type(b) and (a == b or (a != a and b != b))  # NaN is itself here
-        if same:
+        rewritten.append((e, left, left_spec))
+    if same:
+        for e, left, left_spec in rewritten:
             e.args, e.kwargs = pytree.tree_unflatten(left, left_spec)
-    if not same:
-        raise TraceError(
-            f"{type(model).__name__} runs other operations in train() than in eval() (auxiliary heads, for "
-            "instance), which one graph cannot hold yet. Build it without them (torchvision: "
-            "aux_logits=False, aux_loss=False) or prepare the part that is the same in both."
-        )
+    return evaluated if same else _both_modes(model, evaluated, trained)
+
+
+def _both_modes(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> fx.Graph:
+    """One graph for a model that runs other operations in `train()` (auxiliary heads): it holds both modes'.
+
+    What both do is there once; what only training does is added, and the output is picked by the mode:
+    ``output = (evaluated, trained)[training]``.
+    """
+    free: dict[Any, list[fx.Node]] = {}
+    for node in evaluated.nodes:
+        free.setdefault(_key(model, node, lambda n: n), []).append(node)
+    placed: dict[fx.Node, fx.Node] = {}
+    order = {node: index for index, node in enumerate(evaluated.nodes)}
+    last = next(iter(evaluated.nodes))
+    for node in trained.nodes:
+        if node.op == "output":
+            continue
+        twins = free.get(_key(model, node, lambda n: placed[n]), [])
+        if twins:
+            placed[node] = twins.pop(0)
+            _mark_flags(evaluated, placed[node], node)
+        else:
+            with evaluated.inserting_after(last):
+                placed[node] = evaluated.node_copy(node, lambda n: placed[n])
+            order[placed[node]] = order[last]
+        if order[placed[node]] >= order[last]:
+            last = placed[node]
+    ends = [next(n for n in graph.nodes if n.op == "output") for graph in (evaluated, trained)]
+    result = (ends[0].args[0], fx.node.map_arg(ends[1].args[0], lambda n: placed[n]))
+    flag = _training_node(evaluated, None)
+    with evaluated.inserting_before(ends[0]):
+        ends[0].args = (evaluated.call_function(operator.getitem, (result, flag)),)
+    for node in list(evaluated.nodes):
+        if node.op == "get_attr" and not node.users and str(node.target).endswith("training"):
+            evaluated.erase_node(node)
+    evaluated.lint()
     return evaluated
+
+
+def _key(model: nn.Module, node: fx.Node, place: Callable[[fx.Node], fx.Node]) -> Any:
+    """What tells one call from another, training flags aside."""
+    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+    plain = [
+        id(place(leaf)) if isinstance(leaf, fx.Node) else "flag" if isinstance(leaf, bool) else repr(leaf)
+        for leaf in leaves
+    ]
+    constant = getattr(model, str(node.target), None) if node.op == "get_attr" else None
+    target = repr(constant) if isinstance(constant, Tensor) else node.target
+    return node.op, target, tuple(plain), repr(spec)
+
+
+def _mark_flags(graph: fx.Graph, node: fx.Node, trained: fx.Node) -> None:
+    """Where the trained twin has True for a False, the module's own mode decides."""
+    left, spec = pytree.tree_flatten((node.args, node.kwargs))
+    right = pytree.tree_leaves((trained.args, trained.kwargs))
+    for index, (a, b) in enumerate(zip(left, right, strict=True)):
+        if a is False and b is True:
+            left[index] = _training_node(graph, node)
+    node.args, node.kwargs = pytree.tree_unflatten(left, spec)
 
 
 def _same_constants(model: nn.Module, left: fx.Node, right: fx.Node) -> bool:
@@ -251,9 +309,9 @@ def _same_constants(model: nn.Module, left: fx.Node, right: fx.Node) -> bool:
     return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
 
 
-def _training_node(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A node that reads `training` of the innermost module whose forward made `node`."""
-    stack = node.meta.get("nn_module_stack")
+def _training_node(graph: fx.Graph, node: fx.Node | None) -> fx.Node:
+    """A node that reads `training` of the innermost module whose forward made `node`, or of the model."""
+    stack = node.meta.get("nn_module_stack") if node is not None else None
     owner = list(stack.values())[-1][0] if stack else ""
     target = f"{owner}.training" if owner else "training"
     for other in graph.nodes:

@@ -47,6 +47,9 @@ def move(run: Propagation, call: Call) -> Any:
     args, kwargs = labelled(run, (call.args, call.kwargs))
     source = args[0]
     if not isinstance(source, Tensor):
+        if isinstance(args[1], bool):  # both modes' outputs, picked by the training flag
+            for leaf in tensor_leaves(source):
+                run.pin(run.of(leaf), call.node.name, "reaches the network's output")
         return source[args[1]] if call.name == "getitem" else run.unknown(call)
     if len(tensor_leaves((args[1:], kwargs))) > (
         1 if call.name in ("expandas", "viewas", "reshapeas") else 0

@@ -358,7 +358,7 @@ class _Run:
                 "dense": "dense.onnx",
                 "pruned": "pruned.onnx",
                 "weights": "pruned.safetensors",
-                "manifest": "pruned.safetensors.json",
+                "manifest": "pruned.json",
                 "report": "report.html",
                 "data": "report.json",
             },

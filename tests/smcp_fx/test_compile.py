@@ -88,6 +88,8 @@ def test_the_whole_way(
         assert 0.4 < report["predicted_fraction"] <= 0.6 + 1e-9
         assert report["pruned"]["flops"] <= 0.6 * report["dense"]["flops"]
     assert "measured" in shown.out
+    assert all((out / file).is_file() for file in report["files"].values())
+    assert not list(out.rglob("*.part"))
     assert "<svg" in (out / "report.html").read_text(encoding="utf-8")
 
     loaded = smcp_fx.load(out / "pruned.safetensors").eval()

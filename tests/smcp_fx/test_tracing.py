@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch.nn.functional as F
 from models import Net, Net2, Residual, between, chain, conv, free_parameter, randomise, run
 from tolerances import assert_close
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
+import smcp_fx
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.tracing import as_inputs, run_eager, trace
 
@@ -139,10 +142,38 @@ def test_randomness_in_eval_is_named() -> None:
         trace(between(lambda s, h: F.dropout(h, 0.5, True)), (IMAGE,))
 
 
-def test_other_operations_in_train_than_in_eval_are_refused() -> None:
-    model = between(lambda s, h: s.mid(h) if s.training else h, mid=conv(8, 8))
-    with pytest.raises(TraceError, match="other operations"):
-        trace(model, (IMAGE,))
+@pytest.mark.parametrize("kind", ["another way through", "auxiliary head"])
+def test_other_operations_in_train_than_in_eval(kind: str) -> None:
+    """The graph, the prepared and the converted model do in each mode what the original does."""
+    if kind == "auxiliary head":
+        model = Net(
+            lambda s, x: (s.out(h := s.stem(x)), s.aux(h.mean((2, 3)))) if s.training else s.out(s.stem(x)),
+            stem=nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU()),
+            out=conv(8, 4),
+            aux=nn.Linear(8, 5),
+        )
+    else:
+        model = between(lambda s, h: s.mid(h) if s.training else h, mid=conv(8, 8))
+    model = randomise(model).double()
+    image = IMAGE.double()
+    prepared = smcp_fx.prepare(model, image, config=smcp_fx.PruningConfig(multiple=1))
+    assert prepared.channels.free_share == 1.0
+    graph = trace(copy.deepcopy(model), (image,)).module
+    kept = torch.arange(8) % 3 > 0
+    prepared.set_masks({g.name: kept for g in prepared.channels.groups if g.free})
+    sliced = smcp_fx.convert(prepared)
+    for mode in (False, True):
+        for module in (model, graph, prepared, sliced):
+            module.train(mode)
+        before = copy.deepcopy(model.state_dict())
+        expected = model(image)
+        model.load_state_dict(before)
+        found = graph(image)
+        assert type(found) is type(expected)
+        for a, b in zip(tree_leaves(expected), tree_leaves(found), strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(tree_leaves(prepared(image)), tree_leaves(sliced(image)), strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=1e-12 * float(a.detach().abs().max()))
 
 
 def test_tensors_made_in_forward_stay_out_of_the_state() -> None:
