@@ -75,6 +75,8 @@ class Selector:
         least = min(best.allocation.cost, (1 - _UNSPENT) * target)
         search = Settling(values, kept, cost, least, target)
         starts: list[Mapping[str, int]] = [best.allocation.counts]
+        if present is not None:
+            starts.append(present.allocation.counts)  # where swaps alone may do
         for bonus in _BONUSES:
             favoured = scores + bonus * scores.mean() * self.state.keep
             starts.append(self._choose(favoured, scores, cost, target).allocation.counts)

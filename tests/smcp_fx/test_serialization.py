@@ -651,7 +651,8 @@ def test_functions_outside_the_list_are_refused(saved: Path, name: str) -> None:
         node["target"] = name
 
     edit_manifest(saved, edit)
-    with pytest.raises(CheckpointError, match="not one that a saved model may call"):
+    # A package that is not installed cannot be asked which of its functions are safe: refused all the same.
+    with pytest.raises(CheckpointError, match=r"not one that a saved model may call|cannot be imported"):
         load(saved)
 
 
