@@ -143,7 +143,9 @@ class Pruner:
             return state.remembered.clone()
         fresh = state.gathered / state.gathered.sum().clamp(min=torch.finfo(torch.float32).tiny)
         solves = int(state.solves)
-        memory = min(self.config.memory, solves / (solves + 1))  # a plain mean until the memory is full
+        memory = min(self.config.memory, solves / (solves + 1))  # a plain mean until the memory is full,
+        if self.schedule is not None and int(state.steps) >= self.schedule.ramp_end and solves:
+            memory = self.config.memory  # or until the target has arrived
         return memory * state.remembered + (1 - memory) * fresh
 
     def _solve(self, target: float, step: int) -> Solve:
