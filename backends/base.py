@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from smcp_fx.backends.timing import QUICK, Measurement, Timer, TimingConfig, measure_timers
-from smcp_fx.errors import TableError
+from smcp_fx.errors import BackendError, TableError
 
 if TYPE_CHECKING:
     from smcp_fx.latency_table import Block
@@ -142,6 +143,14 @@ class Backend(ABC):
         `BackendError` when the runtime cannot express it or computes something else.
         """
 
+    def run_overhead_ms(self) -> float | None:
+        """Return what a run costs beside its blocks, in ms; None where that is not known, or no part of `latency`."""
+        return None
+
+    def cache_bytes(self) -> int:
+        """Return the size of the device's last-level cache: networks beyond it fetch their weights from memory."""
+        return cache_bytes()
+
     def block_latency(
         self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None
     ) -> BlockLatency:
@@ -181,3 +190,24 @@ def cpu_name() -> str:
         if model:
             name = f"{name} (family {'/'.join(model)})"
     return name or platform.processor() or platform.machine()
+
+
+def gpu_name(index: int = 0) -> tuple[str, str]:
+    """Return a GPU's name and its driver's version, as nvidia-smi tells them; `BackendError` without it."""
+    query = ["nvidia-smi", f"--id={index}", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BackendError(f"cannot ask nvidia-smi for the GPU's name ({error}); install a driver") from error
+    name, _, driver = told.strip().rpartition(",")
+    return name.strip(), driver.strip()
+
+
+def cache_bytes() -> int:
+    """Return the size of this machine's last-level cache as the kernel tells it; 32 MiB where it does not."""
+    sizes = []
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = file.read_text().strip()
+        if text.endswith("K") and text[:-1].isdigit():
+            sizes.append(int(text[:-1]) << 10)
+    return max(sizes, default=32 << 20)

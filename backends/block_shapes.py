@@ -101,7 +101,12 @@ def _derive(seen: dict[Shape, BlockShapes], widths: Shape) -> BlockShapes | None
 
 def _built(block: Block, widths: Shape) -> BlockShapes:
     module, inputs = block.build(widths)
-    structure = structure_key(module, inputs, block.signature)
+    return built_shapes(module, inputs, block.signature)
+
+
+def built_shapes(module: nn.Module, inputs: tuple[Tensor, ...], signature: str) -> BlockShapes:
+    """Return the shapes of a module as it is; its weights may be lost, since it is run without them."""
+    structure = structure_key(module, inputs, signature)
     named = (*module.named_parameters(), *module.named_buffers())
     return BlockShapes(
         structure,

@@ -53,7 +53,7 @@ class BlockModels:
         template = self._templates.get(shapes.structure)
         if template is not None:
             model = resize(template, shapes)
-            if model is not None and _consistent(model):
+            if model is not None and consistent(model):
                 return model
         return self._export(block, widths, shapes)
 
@@ -165,7 +165,7 @@ def _set_shape(value: onnx.ValueInfoProto, shape: Shape) -> None:
         kind.shape.dim.add(dim_value=size)
 
 
-def _consistent(model: onnx.ModelProto) -> bool:
+def consistent(model: onnx.ModelProto) -> bool:
     """Whether the shapes that follow from the inputs and weights are those given for the outputs."""
     declared = onnx.ModelProto()
     declared.CopyFrom(model)

@@ -7,6 +7,7 @@ takes out what it leaves behind, and brings the file to opsets older than the ex
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import io
 import json
@@ -16,7 +17,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -42,12 +43,14 @@ def export_onnx(
     *,
     opset: int | None = None,
     dynamic_batch: bool = True,
+    precision: Literal["fp32", "fp16"] | None = None,
     metadata: Mapping[str, Any] | None = None,
     check: bool = True,
 ) -> Path:
     """Write ``model`` in eval mode as an ONNX file and return its path.
 
-    The batch (the first axis of every input) stays open unless ``dynamic_batch`` is False. ``metadata`` goes
+    The batch (the first axis of every input) stays open unless ``dynamic_batch`` is False. ``precision`` writes
+    weights, inputs and outputs in that type instead of the module's own. ``metadata`` goes
     into the file, values that are no strings as JSON. ``check`` runs the file in ONNX Runtime on random
     inputs of the examples' shapes, and of another batch, and compares with the module. The file gets its
     name only after that; whatever fails, nothing is left behind.
@@ -56,6 +59,8 @@ def export_onnx(
     differ, and for a disk that is full; `InputError` for an opset or example inputs that cannot be used.
     """
     path = Path(path)
+    if precision is not None:
+        model, example_inputs = in_precision(model, as_tuple(example_inputs), precision)
     proto = export_model_proto(model, example_inputs, opset=opset, dynamic_batch=dynamic_batch)
     for key, value in {"producer": "smcp_fx", **(metadata or {})}.items():
         proto.metadata_props.add(key=key, value=value if isinstance(value, str) else json.dumps(value))
@@ -102,6 +107,18 @@ def export_model_proto(
             f"pass opset={found}"
         )
     return proto
+
+
+def in_precision(
+    model: nn.Module, inputs: tuple[Tensor, ...], precision: str
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Return a copy of the module and its inputs in "fp32" or "fp16"; integers stay what they are."""
+    kinds = {"fp32": torch.float32, "fp16": torch.float16}
+    if precision not in kinds:
+        raise InputError(f"precision {precision!r}: {' or '.join(kinds)} can be written")
+    kind = kinds[precision]
+    cast = tuple(tensor.to(kind) if tensor.is_floating_point() else tensor for tensor in inputs)
+    return copy.deepcopy(model).to(kind), cast
 
 
 def as_tuple(example_inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU: engines with pinned threads, and blocks timed the way they run in a network."""
+"""ONNX Runtime: engines with pinned threads, and blocks timed the way they run in a network. CPU or CUDA."""
 
 from __future__ import annotations
 
@@ -10,13 +10,30 @@ import numpy as np
 import onnxruntime as ort
 from torch import Tensor, nn
 
-from smcp_fx.backends.base import Array, Backend, BlockLatency, Engine, Fingerprint, cpu_name, to_arrays
+from smcp_fx.backends.base import (
+    Array,
+    Backend,
+    BlockLatency,
+    Engine,
+    Fingerprint,
+    cpu_name,
+    gpu_name,
+    to_arrays,
+)
 from smcp_fx.backends.onnx_blocks import BlockModels
 from smcp_fx.backends.onnx_export import export_model_proto, export_onnx
-from smcp_fx.backends.onnxruntime_blocks import measure_block
+from smcp_fx.backends.onnxruntime_blocks import BLOCK_TIMING, measure_block, random_feed
+from smcp_fx.backends.onnxruntime_overhead import overhead
 from smcp_fx.backends.onnxruntime_profile import Profiler
-from smcp_fx.backends.onnxruntime_session import create_session, session_options, settings
-from smcp_fx.backends.timing import Timer, TimingConfig, stopwatch
+from smcp_fx.backends.onnxruntime_session import (
+    PROVIDERS,
+    bound_run,
+    check_device,
+    create_session,
+    session_options,
+    settings,
+)
+from smcp_fx.backends.timing import QUICK, Timer, TimingConfig, stopwatch
 from smcp_fx.errors import BackendError, InputError
 
 if TYPE_CHECKING:
@@ -35,15 +52,16 @@ class OnnxRuntimeEngine(Engine):
         example_inputs: Sequence[Tensor | Array] = (),
         threads: int = 1,
         spinning: bool = True,
+        device: str = "cpu",
     ) -> None:
         self._model = model if isinstance(model, bytes) else Path(model)
         if isinstance(self._model, Path) and not self._model.exists():
             raise InputError(f"there is no ONNX file {self._model}")
-        self._threads, self._spinning = threads, spinning
-        self.cpu_bound = threads == 1
+        self._threads, self._spinning, self._device = threads, spinning, device
+        self.cpu_bound = threads == 1 and device == "cpu"
         self._inputs = [i if isinstance(i, np.ndarray) else to_arrays([i])[0] for i in example_inputs]
         self._session: ort.InferenceSession | None = create_session(
-            self._model, session_options(threads, spinning)
+            self._model, session_options(threads, spinning), device
         )
         self.input_names = [value.name for value in self._session.get_inputs()]
         self.output_names = [value.name for value in self._session.get_outputs()]
@@ -58,16 +76,24 @@ class OnnxRuntimeEngine(Engine):
             raise BackendError(f"ONNX Runtime failed on inputs of shapes {shapes}: {error}") from error
 
     def timer(self, inputs: Sequence[Array] | None = None) -> Timer:
-        """Return a function that runs once and returns the ms it took."""
-        session, feed = self._live(), self._feed(self._inputs if inputs is None else inputs)
+        """Return a function that runs once and returns the ms it took.
 
+        On CUDA inputs and outputs stay on the device, and a run ends when the device is done.
+        """
+        session, feed = self._live(), self._feed(self._inputs if inputs is None else inputs)
+        if self._device != "cpu":
+            return stopwatch(bound_run(session, feed, self._device))
         return stopwatch(lambda: session.run(None, feed))
 
-    def layer_latencies(self, repeats: int = 7) -> dict[str, float]:
+    def layer_latencies(self, repeats: int = 7) -> dict[str, float] | None:
         """Return the median ms of each node that the runtime executes, in order of execution.
 
-        Names are the runtime's own: a fused node carries the name of one of its parts.
+        Names are the runtime's own: a fused node carries the name of one of its parts. What the profiler itself
+        adds to every node is taken off. None on CUDA, where the profiler sees launches, not kernels.
         """
+        if self._device != "cpu":
+            return None
+        profiler_ms = overhead(self._threads, self._spinning).profiler_ms
         feed, warm = self._feed(self._inputs), 2
         with Profiler(self._model, self._threads, self._spinning) as profiler:
             for _ in range(warm + repeats):
@@ -76,7 +102,7 @@ class OnnxRuntimeEngine(Engine):
         median = np.median([[node.ms for node in run] for run in runs], axis=0)
         latencies: dict[str, float] = {}
         for node, ms in zip(runs[0], median, strict=True):
-            latencies[node.name] = latencies.get(node.name, 0.0) + float(ms)
+            latencies[node.name] = latencies.get(node.name, 0.0) + max(float(ms) - profiler_ms, 0.0)
         return latencies
 
     def close(self) -> None:
@@ -95,26 +121,35 @@ class OnnxRuntimeEngine(Engine):
 
 
 class OnnxRuntimeBackend(Backend):
-    """ONNX Runtime's CPU provider with ``threads`` intra-op threads (1: the figures repeat best)."""
+    """ONNX Runtime on the CPU with ``threads`` intra-op threads (1: the figures repeat best), or on CUDA."""
 
     name: ClassVar[str] = "onnxruntime"
 
-    def __init__(self, threads: int = 1, spinning: bool = True, opset: int | None = None) -> None:
+    def __init__(
+        self, threads: int = 1, spinning: bool = True, opset: int | None = None, device: str = "cpu"
+    ) -> None:
         if threads < 1:
             raise InputError(f"threads = {threads}: at least 1 is needed")
-        self.threads, self.spinning, self.opset = threads, spinning, opset
+        check_device(device)
+        self.threads, self.spinning, self.opset, self.device = threads, spinning, opset, device
         self._models = BlockModels(opset)
 
     def fingerprint(self) -> Fingerprint:
-        """Return processor, version, threads and session settings."""
+        """Return processor or GPU, version, threads and session settings."""
+        fixed = settings(self.spinning)
+        if self.device == "cuda":
+            name, driver = gpu_name()
+            fixed = (*fixed, ("driver", driver), ("provider", PROVIDERS["cuda"]))
+        else:
+            name, fixed = cpu_name(), (*fixed, ("block_timing", BLOCK_TIMING))
         return Fingerprint(
             backend=self.name,
-            device=cpu_name(),
+            device=name,
             runtime="ONNX Runtime",
             version=str(ort.__version__),
             threads=self.threads,
             precision="as in the network",
-            settings=settings(self.spinning),
+            settings=tuple(sorted(fixed)),
         )
 
     def compile(
@@ -123,17 +158,32 @@ class OnnxRuntimeBackend(Backend):
         """Export ``module`` (checked, to ``path``; or unchecked in memory) and load it."""
         if path is None:
             proto = export_model_proto(module, example_inputs, opset=self.opset, dynamic_batch=False)
-            return OnnxRuntimeEngine(proto.SerializeToString(), example_inputs, self.threads, self.spinning)
+            return self._engine(proto.SerializeToString(), example_inputs)
         export_onnx(module, example_inputs, path, opset=self.opset)
         return self.open(path, example_inputs)
 
     def open(self, path: Path | str, example_inputs: Sequence[Tensor | Array] = ()) -> OnnxRuntimeEngine:
         """Load an ONNX file that is there already."""
-        return OnnxRuntimeEngine(path, example_inputs, self.threads, self.spinning)
+        return self._engine(path, example_inputs)
+
+    def _engine(
+        self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array]
+    ) -> OnnxRuntimeEngine:
+        return OnnxRuntimeEngine(model, example_inputs, self.threads, self.spinning, self.device)
+
+    def run_overhead_ms(self) -> float | None:
+        """Return what a session's run costs beside its nodes; None on CUDA, where blocks include it."""
+        if self.device != "cpu":
+            return None
+        return overhead(self.threads, self.spinning).run_ms
 
     def block_latency(
         self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None
     ) -> BlockLatency:
-        """Measure ``block`` at ``widths`` inside a small network, by the runtime's profiler."""
+        """Measure ``block`` at ``widths``: inside a small network by the runtime's profiler; alone on CUDA."""
         model = self._models.model(block, widths)
+        if self.device != "cpu":
+            inputs = random_feed(model)
+            with self._engine(model.SerializeToString(), tuple(inputs.values())) as engine:
+                return BlockLatency(engine.latency(config=config or QUICK))
         return measure_block(model, self.threads, self.spinning, config)

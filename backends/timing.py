@@ -1,17 +1,17 @@
 """The measurement loop: warm up until stable, repeat, take the median and the quartiles.
 
 Several timers are measured *interleaved* (a b c a b c ...), so that a slow moment of the machine hits all of
-them alike and their ratio stays fair. A run during which the thread was kept off its core (another process
-had it) is dropped, or counts by the time it had its core if there are no others. A set of samples whose
-spread is above the limit is thrown away and taken again; if no attempt is calm, the calmest is returned and
-marked unstable.
+them alike and their ratio stays fair. Each turn begins with untimed runs, since the others have left it cold
+caches. A run during which the thread was kept off its core (another process had it) is dropped, or counts by
+the time it had its core if there are no others. A set of samples whose spread is above the limit is thrown
+away and taken again; if no attempt is calm, the calmest is returned and marked unstable.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -45,7 +45,9 @@ class TimingConfig:
     times at most. ``warmup_tolerance``: the warm-up ends when the median of the last ``warmup_window`` runs
     is within it of the median of the ones before, or after ``warmup_ms``. ``droppable``: disturbed runs that
     are dropped, per repeat wanted; beyond that the machine is too busy to measure on, and the result is
-    unstable.
+    unstable. Where several timers take turns, a turn begins with ``settle`` untimed runs, or as many as fit into
+    ``settle_ms`` (one at least): the others pushed its data out of the caches, and it takes about ten runs until
+    a network runs as it does by itself. Then follow ``burst`` timed runs.
     """
 
     min_repeats: int = 7
@@ -57,6 +59,9 @@ class TimingConfig:
     warmup_tolerance: float = 0.05
     warmup_ms: float = 1000.0
     droppable: float = 3.0
+    settle: int = 12
+    settle_ms: float = 30.0
+    burst: int = 3
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_repeats <= self.max_repeats:
@@ -119,15 +124,20 @@ def stopwatch(run: Callable[[], object]) -> Timer:
     return once
 
 
-def summarise(samples: Sequence[Sample], spread_limit: float) -> Measurement:
-    """Return median and quartiles; stable when the spread is within its limit and most runs undisturbed."""
+def summarise(samples: Sequence[Sample], spread_limit: float, resolution_ms: float = 0.0) -> Measurement:
+    """Return median and quartiles; stable when the spread is within its limit and most runs undisturbed.
+
+    A clock that counts in steps of ``resolution_ms`` gives no median finer than that: then the mean of the
+    samples around it is taken, whose rounding averages out, and quartiles a step or two apart are no spread.
+    """
     times = np.asarray([sample.ms for sample in samples], dtype=np.float64)
     q1, median, q3 = (float(q) for q in np.percentile(times, [25, 50, 75]))
+    if resolution_ms:
+        near = np.abs(times - median) <= max(2 * resolution_ms, spread_limit * median)
+        median = float(times[near].mean()) if near.any() else median
     calm = 2 * sum(sample.disturbed for sample in samples) <= len(samples)
-    measurement = Measurement(median, q1, q3, len(samples), stable=calm)
-    if measurement.spread <= spread_limit:
-        return measurement
-    return replace(measurement, stable=False)
+    steady = q3 - q1 <= max(spread_limit * median, 2 * resolution_ms)
+    return Measurement(median, q1, q3, len(samples), stable=calm and steady)
 
 
 def warm_up(timer: Timer, config: TimingConfig) -> int:
@@ -174,15 +184,30 @@ def _unrest(result: Sequence[Measurement]) -> tuple[bool, float]:
 
 
 def _attempt(timers: Sequence[Timer], config: TimingConfig, cpu_bound: bool) -> list[Measurement]:
-    rounds: list[list[Sample]] = []
+    samples: list[list[Sample]] = [[] for _ in timers]
+    burst = config.burst if len(timers) > 1 else 1
     spent_ms, dropped = 0.0, 0
-    while len(rounds) < config.min_repeats or (
-        len(rounds) < config.max_repeats and spent_ms < config.budget_ms * len(timers)
+    while len(samples[0]) < config.min_repeats or (
+        len(samples[0]) < config.max_repeats and spent_ms < config.budget_ms * len(timers)
     ):
-        taken = [take_sample(timer, cpu_bound) for timer in timers]
-        if any(s.disturbed for s in taken) and dropped < config.droppable * config.min_repeats:
-            dropped += 1
+        taken = [_turn(timer, config, burst, cpu_bound, settle=len(timers) > 1) for timer in timers]
+        if (
+            any(s.disturbed for turn in taken for s in turn)
+            and dropped < config.droppable * config.min_repeats
+        ):
+            dropped += burst
             continue
-        rounds.append(taken)
-        spent_ms += sum(sample.ms for sample in taken)
-    return [summarise(samples, config.spread_limit) for samples in zip(*rounds, strict=True)]
+        for own, turn in zip(samples, taken, strict=True):
+            own += turn
+            spent_ms += sum(sample.ms for sample in turn)
+    return [summarise(own, config.spread_limit) for own in samples]
+
+
+def _turn(timer: Timer, config: TimingConfig, burst: int, cpu_bound: bool, settle: bool) -> list[Sample]:
+    """Return ``burst`` samples, after the untimed runs that fill the caches again where others had a turn."""
+    start = time.perf_counter()
+    for _ in range(config.settle if settle else 0):
+        timer()
+        if 1e3 * (time.perf_counter() - start) >= config.settle_ms:
+            break
+    return [take_sample(timer, cpu_bound) for _ in range(burst)]

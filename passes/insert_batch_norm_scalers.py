@@ -14,9 +14,9 @@ from torch import Tensor, fx
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.propagation import Layer, Norm
-from smcp_fx.errors import PassError
-from smcp_fx.masking import META, SCALES, STATE, GammaGradient, Mark, forward_with_weight, mark_of
+from smcp_fx.masking import SCALES, GammaGradient
 from smcp_fx.passes.base import GraphPass, PassResult
+from smcp_fx.passes.weight_products import insert_product, require_buffer
 
 
 def scale_name(norm: Norm) -> str:
@@ -30,14 +30,11 @@ def norm_sources(channels: ChannelGraph, norm: Norm) -> tuple[list[Layer], Tenso
     After a concat there are several; what went through an addition, a depthwise convolution or another batch
     norm on the way has none.
     """
-    layers = [
-        layer
-        for layer in channels.layers
-        if layer.kind == "dense" and bool(torch.isin(norm.labels, layer.output_channels).any())
-    ]
-    source = torch.full((norm.labels.numel(),), -1, dtype=torch.int64)
-    for index, layer in enumerate(layers):
-        source[torch.isin(norm.labels, layer.output_channels)] = index
+    writer = torch.where(norm.labels > 0, channels.layer_of_label[norm.labels.clamp(min=0)], -1)
+    found, source = torch.unique(writer, return_inverse=True)
+    if found.numel() and int(found[0]) < 0:
+        found, source = found[1:], source - 1
+    layers = [channels.layers[index] for index in found.tolist()]
     return layers, source
 
 
@@ -62,8 +59,7 @@ class InsertBatchNormScalers(GraphPass):
     def requires(self, module: fx.GraphModule) -> None:
         """The module carries a scale buffer for each batch norm to be scaled."""
         for norm in scaled_norms(self.channels):
-            if not hasattr(module.get_submodule(STATE), scale_name(norm)):
-                raise PassError(f"{self.name}: the module has no buffer {STATE}.{scale_name(norm)}")
+            require_buffer(module, scale_name(norm), self)
 
     def apply(self, module: fx.GraphModule) -> PassResult:
         """Insert the nodes."""
@@ -72,22 +68,10 @@ class InsertBatchNormScalers(GraphPass):
         modified = False
         for norm in scaled_norms(self.channels):
             uses = [nodes[use.node] for use in self.channels.norms if use.path == norm.path]
-            if mark_of(uses[0]) is not None:
-                continue
+            weight = f"{norm.path}.weight"
             if getattr(module.get_submodule(norm.path), "weight", None) is None:
                 report.append(f"{norm.path}: has no weight to scale")
-                continue
-            modified = True
-            graph = module.graph
-            with graph.inserting_before(uses[0]):
-                gamma = graph.create_node("get_attr", f"{norm.path}.weight")
-                scale = graph.create_node("get_attr", f"{STATE}.{scale_name(norm)}")
-                scaled = graph.call_function(self.scale, (gamma, scale))
-            for use in uses:
-                with graph.inserting_before(use):
-                    owner = graph.create_node("get_attr", norm.path)
-                use.op, use.target = "call_function", forward_with_weight
-                use.args = (owner, scaled, *use.args)
-                use.meta[META] = Mark("scale", norm.path)
-            report.append(f"{norm.path}: {norm.labels.numel()} channels scaled")
+            elif insert_product(module.graph, uses, weight, scale_name(norm), self.scale, "scale"):
+                modified = True
+                report.append(f"{norm.path}: {norm.labels.numel()} channels scaled")
         return PassResult(module, modified, tuple(report))

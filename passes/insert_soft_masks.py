@@ -13,9 +13,9 @@ from torch import fx
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.propagation import Layer
-from smcp_fx.errors import PassError
-from smcp_fx.masking import MASKS, META, STATE, Mark, MaskMode, forward_with_weight, mark_of
+from smcp_fx.masking import MASKS, MaskMode
 from smcp_fx.passes.base import GraphPass, PassResult
+from smcp_fx.passes.weight_products import insert_product, require_buffer
 
 
 def mask_name(layer: Layer) -> str:
@@ -42,51 +42,14 @@ class InsertSoftMasks(GraphPass):
     def requires(self, module: fx.GraphModule) -> None:
         """The module carries a mask buffer for each layer to be masked."""
         for layer in masked_layers(self.channels):
-            if not hasattr(module.get_submodule(STATE), mask_name(layer)):
-                raise PassError(f"{self.name}: the module has no buffer {STATE}.{mask_name(layer)}")
+            require_buffer(module, mask_name(layer), self)
 
     def apply(self, module: fx.GraphModule) -> PassResult:
         """Insert the nodes."""
         nodes = {node.name: node for node in module.graph.nodes}
         report = []
-        modified = False
         for layer in masked_layers(self.channels):
             uses = [nodes[use.node] for use in self.channels.layers if use.weight == layer.weight]
-            if mark_of(uses[0]) is not None:
-                continue
-            modified = True
-            graph = module.graph
-            with graph.inserting_before(uses[0]):
-                weight = _weight_of(uses[0]) or graph.create_node("get_attr", layer.weight)
-                mask = graph.create_node("get_attr", f"{STATE}.{mask_name(layer)}")
-                masked = graph.call_function(self.mask, (weight, mask))
-            for use in uses:
-                _redirect(graph, use, masked)
-            report.append(f"{layer.path}: {layer.in_labels.numel()} input channels masked")
-        return PassResult(module, modified, tuple(report))
-
-
-def _weight_of(use: fx.Node) -> fx.Node | None:
-    """The node that reads the weight of a functional call; None for a module's call."""
-    if use.op == "call_module":
-        return None
-    weight = use.args[1] if len(use.args) > 1 else use.kwargs["weight"]
-    assert isinstance(weight, fx.Node)
-    return weight
-
-
-def _redirect(graph: fx.Graph, use: fx.Node, masked: fx.Node) -> None:
-    if use.op == "call_module":
-        path = str(use.target)
-        with graph.inserting_before(use):
-            owner = graph.create_node("get_attr", path)
-        use.op, use.target = "call_function", forward_with_weight
-        use.args = (owner, masked, *use.args)
-        use.meta[META] = Mark("mask", path)
-    else:
-        original = _weight_of(use)
-        assert original is not None
-        use.replace_input_with(original, masked)
-        if not original.users:
-            graph.erase_node(original)
-        use.meta[META] = Mark("mask", None)
+            if insert_product(module.graph, uses, layer.weight, mask_name(layer), self.mask, "mask"):
+                report.append(f"{layer.path}: {layer.in_labels.numel()} input channels masked")
+        return PassResult(module, bool(report), tuple(report))

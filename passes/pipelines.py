@@ -8,6 +8,7 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.config import PruningConfig
 from smcp_fx.passes.base import GraphPass
 from smcp_fx.passes.fold_batch_norm_scalers import FoldBatchNormScalers
+from smcp_fx.passes.fold_computed_weights import FoldComputedWeights
 from smcp_fx.passes.fold_masks import FoldMasks
 from smcp_fx.passes.insert_batch_norm_scalers import InsertBatchNormScalers
 from smcp_fx.passes.insert_soft_masks import InsertSoftMasks
@@ -29,6 +30,8 @@ def prepare_pipeline(channels: ChannelGraph, config: PruningConfig) -> list[Grap
 def convert_pipeline(channels: ChannelGraph, keep: Tensor) -> list[GraphPass]:
     """From a model with masks to a plain, smaller one; ``keep``: a bool for every unit."""
     return [
+        # Weights computed from parameters become parameters, which can be sliced.
+        FoldComputedWeights(),
         # Masks become zeros in the weights, scales part of the batch norms: a plain graph again.
         FoldMasks(),
         FoldBatchNormScalers(),

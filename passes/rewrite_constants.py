@@ -7,6 +7,7 @@ index_select; a size that is used as a number (``y * c ** -0.5``) stays what it 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,13 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.labels import compress, varied_dims
+from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
 from smcp_fx.channels.operations import operation_name
 from smcp_fx.channels.propagation import ParameterRef
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
-from smcp_fx.channels.rules_movement import perform
+from smcp_fx.channels.rules_movement import known_values, move, perform
 from smcp_fx.errors import PassError
+from smcp_fx.shape_tracer import plain_lists
 
 _SIZES = {"view", "reshape", "expand", "broadcastto", "unflatten"}
 _SPLITS = {"split", "chunk", "tensorsplit", "unsafesplit", "unsafechunk"}
@@ -35,8 +37,8 @@ class Sliced:
 
     def kept(self, labels: Tensor) -> Tensor:
         """A bool for each element: does it stay?"""
-        units = self.channels.units.of(labels)
-        return (units < 0) | self.keep[units.clamp(min=0)]
+        units = self.channels.units.of(narrow_uniform(labels))
+        return ((units < 0) | self.keep[units.clamp(min=0)]).expand(labels.shape)
 
     def positions(self, labels: Tensor) -> Tensor:
         """Positions of the kept ones among 1-D labels."""
@@ -100,6 +102,10 @@ class _Rewriter:
             self.new[name] = None  # unseen by anyone once its chain is replaced
             self.dead.append(node)
             return
+        if node.target is torch._assert:
+            if not self._holds(node):
+                self.dead.append(node)
+            return
         if not any(isinstance(v, Tensor) for v in pytree.tree_leaves(old)):
             self.new[name] = self._number(node, old)
             return
@@ -109,8 +115,10 @@ class _Rewriter:
         operation = operation_name(node, target)
         if name in self.trail.shuffles and self._is_thinned(node):
             self._shuffle(node)
-        elif operation in MOVEMENTS and operation not in ("cat", "stack", "pad"):
+        elif MOVEMENTS.get(operation or "") is move:
             self._move(node, operation or "", expected)
+        elif operation == "pad" and node.op == "call_function":
+            self._crop(node)
         else:
             self._freeze_numbers(node)
 
@@ -119,7 +127,7 @@ class _Rewriter:
     def _number(self, node: fx.Node, recorded: Any) -> Any:
         """Recompute a size or another number on the sliced shapes; the recorded value where that fails."""
         try:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.new[n.name])
+            args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), lambda n: self.new[n.name]))
             if any(v is None for v in args):
                 return recorded
             if node.op == "call_method":
@@ -129,6 +137,11 @@ class _Rewriter:
         except Exception:  # a number that cannot be recomputed from shapes does not depend on them
             return recorded
         return recorded
+
+    def _holds(self, node: fx.Node) -> bool:
+        """Does what tracing assumed of the shapes still hold? A channel count that went down may break it."""
+        condition = node.args[0]
+        return not isinstance(condition, fx.Node) or bool(self.new.get(condition.name, True))
 
     def _freeze_numbers(self, node: fx.Node) -> None:
         """Numbers that came from a channel count and are used in arithmetic keep their original value."""
@@ -196,6 +209,39 @@ class _Rewriter:
             )
         self._select(node, source, kept_in[0], kept_in[1], order[kept_out[1]])
 
+    def parts_of(self, sizes: fx.Node, before: fx.Node) -> list[Any]:
+        """A size that is one node, as one node a dimension, made before the node that reads them."""
+        parts = []
+        for index, old in enumerate(self.old[sizes.name]):
+            with self.module.graph.inserting_before(before):
+                part = self.module.graph.call_function(operator.getitem, (sizes, index))
+            new = self.new[sizes.name]
+            self.old[part.name], self.new[part.name] = old, new[index] if isinstance(new, tuple) else old
+            parts.append(part)
+        return parts
+
+    def _crop(self, node: fx.Node) -> None:
+        """Padding by negative amounts crops: as many channels as are kept of those cropped."""
+        self._freeze_numbers(node)
+        before = self.old[node.args[0].name] if isinstance(node.args[0], fx.Node) else None
+        amounts = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
+        found = self.sliced.axis(before) if isinstance(before, Tensor) else None
+        if found is None or not isinstance(before, Tensor) or not isinstance(amounts, (tuple, list)):
+            return
+        place = 2 * (before.dim() - 1 - found[0])
+        if place >= len(amounts):
+            return
+        first, last = _numbers(self, (amounts[place], amounts[place + 1]))
+        size, kept = before.shape[found[0]], found[1]
+        new = list(amounts)
+        if first < 0:
+            new[place] = -int((kept < -first).sum())
+        if last < 0:
+            new[place + 1] = -int((kept >= size + last).sum())
+        if new != list(amounts):
+            _set_second(node, "pad", tuple(new))
+            self.report.append(f"{node.name}: crops {new[place]}, {new[place + 1]} channels")
+
     def _agrees(self, node: fx.Node, expected: Any) -> bool:
         """Execute the rewritten node on the kept labels: does it give the labels expected of it?"""
         try:
@@ -209,7 +255,7 @@ class _Rewriter:
         )
 
     def _execute(self, node: fx.Node, environment: Callable[[fx.Node], Any]) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), environment)
+        args, kwargs = known_values(fx.node.map_arg((node.args, node.kwargs), environment))
         if node.op == "call_module":
             return self.module.get_submodule(str(node.target))(*args, **kwargs)
         return perform(node, args, kwargs)
@@ -237,6 +283,13 @@ class _Rewriter:
         return moved.reshape(-1)
 
 
+def _set_second(node: fx.Node, name: str, value: Any) -> None:
+    if len(node.args) > 1:
+        node.args = (node.args[0], value, *node.args[2:])
+    else:
+        node.kwargs = {**node.kwargs, name: value}
+
+
 def _replace(tree: Any, source: fx.Node, value: Any) -> Any:
     return fx.node.map_arg(tree, lambda n: value if n is source else n)
 
@@ -248,7 +301,7 @@ def _sizes(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor])
     found = run.sliced.axis(outputs[0])
     if found is None:
         return False
-    dim, kept = found
+    dim = found[0]
     as_tuple = len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
     is_unflatten = len(node.args) == 3 and isinstance(node.args[2], (tuple, list))
     if is_unflatten:
@@ -257,10 +310,21 @@ def _sizes(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor])
         base, sizes = 0, list(node.args[1])  # type: ignore[arg-type]
     else:
         base, sizes = 0, list(node.args[1:])
-    place = dim - base
-    if not 0 <= place < len(sizes) or sizes[place] == -1 or isinstance(sizes[place], torch.Size):
+    if len(sizes) == 1 and isinstance(sizes[0], fx.Node) and isinstance(run.old[sizes[0].name], tuple):
+        sizes = run.parts_of(sizes[0], node)  # `y.view(x.shape)`
+        as_tuple = False
+    shape = run.sliced.slice(outputs[0]).shape[base : base + len(sizes)]
+    if len(shape) != len(sizes) or not 0 <= dim - base < len(sizes):
         return False
-    sizes[place] = kept.numel()
+    before_them = list(sizes)
+    for place, size in enumerate(sizes):
+        # Sizes that are worked out in the graph stay so (the batch, the resolution), unless the channels that
+        # went make them come out wrong: the channels of each of a fixed number of groups, `c // 32`.
+        known = run.new.get(size.name) if isinstance(size, fx.Node) else size
+        if isinstance(known, int) and known not in (-1, shape[place]):
+            sizes[place] = int(shape[place])
+    if sizes == before_them:
+        return False
     if is_unflatten:
         node.args = (*node.args[:2], tuple(sizes))
     else:

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from smcp_fx.allocation import Allocation, allocate
 from smcp_fx.channels import ChannelGraph
+from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import SmcpError
 from smcp_fx.knapsack import KnapsackSolution, solve_knapsack
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_table import LatencyTable
+from smcp_fx.loop_watch import TrainingWarning
 from smcp_fx.prepare import PreparedModel, convert, prepare
 from smcp_fx.schedule import Schedule
 from smcp_fx.serialization import load, save
@@ -38,12 +40,15 @@ __all__ = [
     "PruningConfig",
     "Schedule",
     "SmcpError",
+    "TrainingWarning",
     "allocate",
     "convert",
     "export_onnx",
     "load",
+    "load_checkpoint",
     "prepare",
     "save",
+    "save_checkpoint",
     "solve_knapsack",
 ]
 

@@ -36,7 +36,11 @@ class PruningConfig:
         0.9, "weight of the past in the importance gathered between two solves, in [0, 1)"
     )
     memory: float = option(
-        0.98, "weight of the importances before the last solve; 0 forgets them (the paper)"
+        0.995, "weight of the importances before the last solve; 0 forgets them (the paper)"
+    )
+    width_exponent: float = option(
+        1.0,
+        "importances gathered where a share r of a group is kept count r ** this; 0: as gathered (the paper)",
     )
     tolerance: float = option(
         0.009,
@@ -66,6 +70,8 @@ class PruningConfig:
         for name in ("momentum", "memory", "tolerance"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} must be in [0, 1), not {getattr(self, name)}")
+        if not 0 <= self.width_exponent <= 2:
+            raise InputError(f"width_exponent must be in [0, 2], not {self.width_exponent}")
         for name, kinds in (
             ("mask", ("soft", "hard", "permanent")),
             ("importance", ("abs_of_sum", "sum_of_abs")),

@@ -7,6 +7,7 @@ one image at a time (ResNet-50: 4.09 G).
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from math import prod
 from typing import Any, Protocol
 
@@ -35,10 +36,10 @@ class FlopsCost:
 
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
         """Bind to a network."""
-        terms = [
-            CostTerm(layer.path, _weight_widths(channels, layer), _times(_positions(layer)))
-            for layer in channels.layers
-        ]
+        positions: dict[tuple[str, tuple[Width, ...]], float] = defaultdict(float)
+        for layer in channels.layers:  # a layer that is called again costs again
+            positions[layer.path, _weight_widths(channels, layer)] += _positions(layer)
+        terms = [CostTerm(path, widths, _times(times)) for (path, widths), times in positions.items()]
         return _network("FLOPs", channels, terms, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Graphs and plain values as JSON, and the closed list of functions and classes that may stand in them.
+"""Graphs as JSON, and the closed list of functions and classes that may stand in them.
 
 Nothing is evaluated and nothing is imported by a name that a file made up: functions are looked up in tables
 of what `torch.fx` can record, module classes in the packages of `_CLASS_PACKAGES`. Because a `GraphModule`
@@ -13,7 +13,7 @@ import math
 import operator
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from smcp_fx.errors import CheckpointError
+from smcp_fx.value_codec import Special, decode_value, encode_value
 
 #: Where module classes may come from: the leaves of `torch.fx.Tracer`, and what stands in for them.
 _CLASS_PACKAGES = re.compile(
@@ -61,12 +62,6 @@ _FORBIDDEN_METHODS = {
 _CONTAINER_METHODS = {"count", "get", "index", "items", "keys", "numel", "values"}
 _PATH_ATOM = re.compile(r"[\w +:/-]+")
 _OPERATIONS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_MEMORY_FORMATS = {
-    str(value): value
-    for value in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
-}
-_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 # ---- names --------------------------------------------------------------------------------------------------
 
@@ -150,6 +145,8 @@ def find_function(name: Any, where: str) -> Callable[..., Any]:
         candidate = vars(space).get(attribute)
         if isinstance(candidate, types.FunctionType) and _is_leaf_function(candidate, space):
             return candidate
+        if isinstance(candidate, type) and issubclass(candidate, tuple) and hasattr(candidate, "_fields"):
+            return candidate  # a named tuple of outputs
     raise CheckpointError(
         f"{where}: the function {name!r} is not one that a saved model may call. The manifest was made by "
         "another version of a library, or was tampered with: save the model again with the versions here."
@@ -203,83 +200,6 @@ def check_path(path: Any, where: str) -> str:
         f"{where}: {path!r} is not a path that a saved model may hold; name modules with letters, digits, '_'"
     )
 
-
-# ---- values -------------------------------------------------------------------------------------------------
-
-#: Encodes what only its caller knows (nodes, tensors); None for what it does not know either.
-Special = Callable[[Any], Any]
-
-
-def encode_value(value: Any, where: str, special: Special) -> Any:
-    """Return a value as JSON: None, bool, int, finite float and str as they are, else ``{tag: content}``."""
-    if value is None or type(value) in (bool, int, str):
-        return value
-    if type(value) is float:
-        return value if math.isfinite(value) else {"float": repr(value)}
-    known = special(value)
-    if known is not None:
-        return known
-    if isinstance(value, torch.Size):
-        return {"size": [int(item) for item in value]}
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        tag = "tuple" if isinstance(value, tuple) else "list"
-        return {tag: [encode_value(item, where, special) for item in value]}
-    if isinstance(value, dict):
-        return {"dict": [[encode_value(part, where, special) for part in item] for item in value.items()]}
-    if isinstance(value, (slice, range)):
-        parts = (value.start, value.stop, value.step)
-        return {type(value).__name__: [encode_value(part, where, special) for part in parts]}
-    if value is Ellipsis:
-        return {"ellipsis": None}
-    if type(value) is complex:
-        return {"complex": [repr(value.real), repr(value.imag)]}
-    if isinstance(value, (torch.dtype, torch.device, torch.memory_format, torch.layout)):
-        return {type(value).__name__: str(value)}
-    raise CheckpointError(
-        f"{where}: a value of type {type(value).__module__}.{type(value).__qualname__} ({value!r:.80}) cannot be "
-        "saved. Numbers, strings, tuples, lists, dicts, slices, dtypes and devices can: rewrite the model with "
-        "these (a named tuple becomes a tuple)."
-    )
-
-
-def decode_value(data: Any, where: str, special: Mapping[str, Special]) -> Any:
-    """Inverse of `encode_value`; ``special`` maps further tags to their decoders."""
-    if data is None or isinstance(data, (bool, int, float, str)):
-        return data
-    if isinstance(data, dict) and len(data) == 1:
-        ((tag, content),) = data.items()
-        decoder = special.get(tag) or _DECODERS.get(tag)
-        if decoder is not None:
-            return decoder(content)
-        if tag in _SEQUENCES:
-            return _SEQUENCES[tag](decode_value(item, where, special) for item in content)
-        if tag == "dict":
-            return {
-                decode_value(key, where, special): decode_value(item, where, special) for key, item in content
-            }
-        if tag in ("slice", "range"):
-            start, stop, step = (decode_value(part, where, special) for part in content)
-            return slice(start, stop, step) if tag == "slice" else range(start, stop, step)
-    raise CheckpointError(
-        f"{where}: {str(data)[:80]!r} is not a value this version reads; the manifest is damaged: save the "
-        "model again"
-    )
-
-
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "list": list,
-    "size": lambda items: torch.Size(list(items)),
-}
-_DECODERS: dict[str, Special] = {
-    "float": float,
-    "complex": lambda parts: complex(float(parts[0]), float(parts[1])),
-    "ellipsis": lambda _: Ellipsis,
-    "dtype": _DTYPES.__getitem__,
-    "memory_format": _MEMORY_FORMATS.__getitem__,
-    "layout": _LAYOUTS.__getitem__,
-    "device": torch.device,
-}
 
 # ---- graphs -------------------------------------------------------------------------------------------------
 

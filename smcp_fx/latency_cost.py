@@ -1,13 +1,21 @@
-"""The latency of a network as a cost: its blocks, priced by a latency table."""
+"""The latency of a network as a cost: its blocks, priced by a latency table, in the cache's presence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from smcp_fx.backends.base import Backend
+import numpy as np
+from numpy.typing import NDArray
+
+from smcp_fx.backends.base import Backend, Fingerprint
 from smcp_fx.blocks import FusedBlock, cut
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.cost_model import CostTerm, NetworkCost
+from smcp_fx.cost_model import CostTerm, NetworkCost, Price
+from smcp_fx.costs import ParamsCost
+from smcp_fx.errors import InputError
+from smcp_fx.latency_residency import Residency, Whole, calibrate
+from smcp_fx.latency_rounding import without_dominated
 from smcp_fx.latency_table import LatencyTable, MeasureReport, Progress
 from smcp_fx.tracing import Traced
 
@@ -16,7 +24,9 @@ class LatencyCost:
     """Prices a network in ms on one backend, at the batch size of the example inputs it is prepared with.
 
     What the table lacks is measured first, unless ``measure`` is false, when it is a `TableError`.
-    ``blocks`` and ``report`` are set once a network was bound.
+    ``fingerprint``: use rows of another device or runtime as they are, and measure nothing. ``residency`` says
+    how rows' hot and cold states are weighed; by default from the size of this machine's cache, or by the
+    table's ``cold_share`` where that is set. ``blocks`` and ``report`` are set once a network was bound.
     """
 
     def __init__(
@@ -26,26 +36,116 @@ class LatencyCost:
         *,
         measure: bool = True,
         progress: Callable[[Progress], None] | None = None,
+        fingerprint: Fingerprint | None = None,
+        residency: Residency | None = None,
     ) -> None:
         self.table = table
         self.backend = backend
-        self.measure = measure
+        self.measure = measure and fingerprint is None
         self.progress = progress
+        self.fingerprint = fingerprint or backend.fingerprint()
+        self.residency = residency or Residency.of_cache(backend.cache_bytes())
         self.blocks: list[FusedBlock] = []
         self.report: MeasureReport | None = None
+        self._states: tuple[NetworkCost, NetworkCost, NetworkCost] | None = None
 
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
-        """Bind to a network: one term a block, the blocks without free widths in the constant."""
+        """Bind to a network: one term a block, the blocks without free widths in the constant.
+
+        Weighed for the whole network; see `around`.
+        """
         self.blocks = cut(traced, channels)
         if self.measure:
             self.report = self.table.measure(self.blocks, self.backend, self.progress)
-        fingerprint = self.backend.fingerprint()
+        permitted = {group.name: group.permitted for group in channels.groups if group.free}
+        hot, cold = (self._state(share, permitted) for share in (0.0, 1.0))
+        weights = ParamsCost().network_cost(traced, channels)
+        parameters = list(traced.module.parameters())
+        size = parameters[0].element_size() if parameters else 4
+        scaled = tuple(replace(term, price=_scaled(term.price, size)) for term in weights.terms)
+        weights = replace(weights, unit="bytes", terms=scaled, constant=size * weights.constant)
+        both = replace(hot, terms=(*hot.terms, *cold.terms))
+        permitted = dict(without_dominated(both).permitted)
+        self._states = replace(hot, permitted=permitted), replace(cold, permitted=permitted), weights
+        return self.around(hot.full_counts)
+
+    @property
+    def full_counts(self) -> dict[str, int]:
+        """Every group of the bound network at its full size."""
+        return self._bound()[0].full_counts
+
+    def latency(self, counts: Mapping[str, int]) -> float:
+        """Return the predicted latency in ms at these counts."""
+        whole, share = self.whole(counts), self.share(counts)
+        return self.residency.scale * (whole.run_ms + whole.hot_ms + share * (whole.cold_ms - whole.hot_ms))
+
+    def share(self, counts: Mapping[str, int]) -> float:
+        """Return how cold the network's weights are taken to be at these counts."""
+        if self.table.cold_share is not None:
+            return self.table.cold_share
+        return self.residency.share(self._bound()[2].cost(counts))
+
+    def whole(self, counts: Mapping[str, int], measured_ms: float = 0.0) -> Whole:
+        """Return what the prediction at these counts is made of, beside what was measured."""
+        hot, cold, weights = self._bound()
+        run_ms = self.table.run_overhead(self.fingerprint)
+        return Whole(hot.cost(counts), cold.cost(counts), weights.cost(counts), run_ms, measured_ms)
+
+    def calibrate(self, measured: Sequence[tuple[Mapping[str, int], float]]) -> Residency:
+        """Set and return the residency that fits whole networks: pairs of counts and measured ms."""
+        self.residency = calibrate([self.whole(counts, ms) for counts, ms in measured], self.residency)
+        return self.residency
+
+    def around(self, counts: Mapping[str, int]) -> NetworkCost:
+        """Return the latency as a sum of terms: exact at these counts, to first order in the weights near them.
+
+        The share of weights that come from memory follows from the whole network, which no sum of terms can
+        say. So an allocator takes this cost, and takes it again around what it chose.
+        """
+        hot, cold, weights = self._bound()
+        whole, residency, share = self.whole(counts), self.residency, self.share(counts)
+        slope = 0.0
+        if self.table.cold_share is None:  # cold rows that measured faster than hot ones are noise
+            slope = residency.slope(whole.weight_bytes) * max(whole.cold_ms - whole.hot_ms, 0.0)
+        scale = residency.scale
+        terms = [
+            replace(a, price=_blend(a.price, b.price, scale * (1 - share), scale * share))
+            for a, b in zip(hot.terms, cold.terms, strict=True)
+        ]
+        if slope:
+            terms += [
+                replace(t, name=f"{t.name} in memory", price=_scaled(t.price, scale * slope))
+                for t in weights.terms
+            ]
+        constant = whole.run_ms + (1 - share) * hot.constant + share * cold.constant
+        constant += slope * (weights.constant - whole.weight_bytes)
+        return NetworkCost("ms", hot.permitted, tuple(terms), scale * constant)
+
+    def _state(self, share: float, permitted: Mapping[str, tuple[int, ...]]) -> NetworkCost:
         terms, constant = [], 0.0
         for block in self.blocks:
-            price = self.table.price(block, fingerprint)
+            price = self.table.price(block, self.fingerprint, share)
             if block.widths:
                 terms.append(CostTerm(block.name, block.widths, price))
             else:
                 constant += float(price())
-        permitted = {group.name: group.permitted for group in channels.groups if group.free}
         return NetworkCost("ms", permitted, tuple(terms), constant)
+
+    def _bound(self) -> tuple[NetworkCost, NetworkCost, NetworkCost]:
+        if self._states is None:
+            raise InputError("this latency cost belongs to no network yet: prepare one with it")
+        return self._states
+
+
+def _scaled(price: Price, factor: float) -> Price:
+    def scaled(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
+        return factor * price(*widths)
+
+    return scaled
+
+
+def _blend(hot: Price, cold: Price, of_hot: float, of_cold: float) -> Price:
+    def blended(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
+        return of_hot * hot(*widths) + of_cold * cold(*widths)
+
+    return blended

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from smcp_fx.backends.base import BlockLatency, Fingerprint
 from smcp_fx.backends.timing import Measurement
@@ -195,6 +196,60 @@ class LatencyStore:
                 ),
             )
 
+    def insert(self, rows: Sequence[Row]) -> int:
+        """Add rows that were measured elsewhere, all or none; return how many were new or better than what stood.
+
+        A measured row is better than a failed or claimed one, and a stable one than an unstable one.
+        """
+        taken = 0
+        with self._transaction() as run:
+            for row in rows:
+                key = (self._fingerprint_id(row.fingerprint), self._block_id(row.name, row.signature))
+                found = run(
+                    "SELECT state, hot_stable, cold_stable FROM latency "
+                    "WHERE fingerprint = ? AND block = ? AND widths = ?",
+                    (*key, json.dumps(row.widths)),
+                ).fetchone()
+                standing = -1 if found is None else _rank(found[0] == "measured", found[1:])
+                latency = row.latency
+                columns = [*_columns(latency.hot), *_columns(latency.cold)] if latency else [None] * 10
+                if _rank(latency is not None, (columns[4], columns[9])) <= standing:
+                    continue
+                run(
+                    f"INSERT OR REPLACE INTO latency (fingerprint, block, widths, state, owner, attempts, changed, "
+                    f"{_HOT}, {_COLD}, error) VALUES ({', '.join('?' * 18)})",
+                    (
+                        *key,
+                        json.dumps(row.widths),
+                        "measured" if latency else "failed",
+                        "elsewhere",
+                        1,
+                        row.measured_at,
+                        *columns,
+                        row.error,
+                    ),
+                )
+                taken += 1
+        return taken
+
+    def claimed(self) -> tuple[int, int]:
+        """Return how many rows are under way: claimed by processes that live, and left by those that do not."""
+        with self._reported():
+            owners = self._database.execute(
+                "SELECT owner, changed FROM latency WHERE state = 'claimed'"
+            ).fetchall()
+        alive = sum(self._alive(owner, changed) for owner, changed in owners)
+        return alive, len(owners) - alive
+
+    def damage(self) -> list[str]:
+        """Return what SQLite finds wrong with the file; nothing for a sound one."""
+        with self._reported():
+            found = [row[0] for row in self._database.execute("PRAGMA integrity_check").fetchall()]
+            orphans = self._database.execute("PRAGMA foreign_key_check").fetchall()
+        return [str(line) for line in found if line != "ok"] + [
+            f"a row of table {row[0]} refers to nothing" for row in orphans
+        ]
+
     def release(self, signature: str, fingerprint: Fingerprint, points: Sequence[Point]) -> None:
         """Give up claims, so that they can be taken again at once."""
         with self._transaction() as run:
@@ -274,7 +329,8 @@ class LatencyStore:
         try:
             yield
         except sqlite3.OperationalError as error:
-            raise TableError(f"the latency table {self.path} cannot be used: {error}") from error
+            advice = "; free space, or measure into another folder" if "full" in str(error) else ""
+            raise TableError(f"the latency table {self.path} cannot be used: {error}{advice}") from error
         except sqlite3.DatabaseError as error:
             raise TableError(
                 f"{self.path} is no latency table, or a damaged one ({error}); move it away and measure anew"
@@ -290,10 +346,11 @@ class LatencyStore:
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield self._database.execute
+                self._database.execute("COMMIT")
             except BaseException:
-                self._database.execute("ROLLBACK")
+                if self._database.in_transaction:  # SQLite rolls back by itself where the disk is full
+                    self._database.execute("ROLLBACK")
                 raise
-            self._database.execute("COMMIT")
 
 
 def _process_name(pid: int) -> str:
@@ -314,6 +371,11 @@ def _columns(measurement: Measurement | None) -> list[float | int | None]:
         return [None] * 5
     m = measurement
     return [m.median_ms, m.q1_ms, m.q3_ms, m.repeats, int(m.stable)]
+
+
+def _rank(measured: bool, stable: Sequence[Any]) -> int:
+    """Return how good a row is: measured before failed, stable before unstable."""
+    return (1 + all(flag != 0 for flag in stable)) if measured else 0
 
 
 def _latency(values: Sequence[float]) -> BlockLatency:

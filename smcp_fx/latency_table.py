@@ -20,11 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from smcp_fx.backends.base import Backend, BlockLatency, Fingerprint
-from smcp_fx.backends.timing import TimingConfig
+from smcp_fx.backends.timing import Measurement, TimingConfig
 from smcp_fx.cost_model import Price
 from smcp_fx.errors import InputError, TableError
 from smcp_fx.latency_sampling import Plan, Point, SamplingConfig, Surface, held_out_errors, plan_samples
 from smcp_fx.latency_store import LatencyStore, Row
+
+#: The signature of the row that holds what a run costs beside its blocks.
+_RUN = '{"steps":"none"}'
 
 
 class Block(Protocol):
@@ -85,7 +88,7 @@ class LatencyTable:
 
     ``cold_share``: how the two states of a row are weighed where a backend tells them apart: 0 for weights
     that are in cache when the block runs (a small network), 1 for weights that come from memory (a large
-    one).
+    one). None leaves it to the network's size (`LatencyCost`); a block by itself is then priced in cache.
     """
 
     def __init__(
@@ -94,9 +97,9 @@ class LatencyTable:
         *,
         create: bool = True,
         sampling: SamplingConfig | None = None,
-        cold_share: float = 0.5,
+        cold_share: float | None = None,
     ) -> None:
-        if not 0 <= cold_share <= 1:
+        if cold_share is not None and not 0 <= cold_share <= 1:
             raise InputError(f"cold_share = {cold_share}: from 0 (weights in cache) to 1 (weights in memory)")
         self.sampling = sampling or SamplingConfig()
         self.cold_share = cold_share
@@ -131,12 +134,14 @@ class LatencyTable:
         measurement fails is marked, and the rest goes on. ``retry_failed`` and ``retry_unstable`` measure such
         rows of earlier runs again.
         """
-        unique = list({(b.signature, b.grids): b for b in blocks}.values())
+        unique = unique_blocks(blocks)
         fingerprint = backend.fingerprint()
         start, measured, reused = time.monotonic(), 0, 0
         failed: list[tuple[str, Point, str]] = []
         unstable: list[tuple[str, Point, float]] = []
-        for position, block in enumerate(unique):
+        self._measure_run(backend, fingerprint)
+        left = _RowsLeft(unique, {b.signature for b, _ in self.wanted(unique, fingerprint)})
+        for block in unique:
             if retry_failed or retry_unstable:
                 self.store.forget(block.signature, fingerprint, failed=retry_failed, unstable=retry_unstable)
             reused += len(self.store.measured(block.signature, fingerprint))
@@ -145,6 +150,7 @@ class LatencyTable:
                 wanted = [point for point in plan.wanted if point not in failures]
                 if not wanted:
                     failed += [(block.name, p, failures[p]) for p in plan.wanted]
+                    left.finished(block)
                     break
                 point = self.store.claim(block.name, block.signature, fingerprint, wanted)
                 if point is None:  # another process is at them
@@ -154,24 +160,46 @@ class LatencyTable:
                 measured += 1
                 if isinstance(result, BlockLatency) and not result.hot.stable:
                     unstable.append((block.name, point, result.hot.spread))
+                rows = left.after(block, len(wanted) - 1)
                 if progress is not None:
-                    done = (position + 1.0 - 0.5 * min(1.0, len(plan.wanted) / 20)) / len(unique)
-                    elapsed = time.monotonic() - start
-                    progress(Progress(block.name, measured, done, elapsed * (1 - done) / done))
+                    per_row = (time.monotonic() - start) / measured
+                    progress(Progress(block.name, measured, measured / (measured + rows), per_row * rows))
         return MeasureReport(measured, reused, time.monotonic() - start, tuple(failed), tuple(unstable))
 
-    def price(self, block: Block, fingerprint: Fingerprint) -> Price:
+    def wanted(
+        self, blocks: Iterable[Block], fingerprint: Fingerprint
+    ) -> list[tuple[Block, tuple[Point, ...]]]:
+        """Return the blocks that are not complete, each with the widths to measure next (failed ones left out).
+
+        Sampling adapts: after these, others may be wanted.
+        """
+        found = []
+        for block in unique_blocks(blocks):
+            plan, failures = self._plan(block, fingerprint)
+            points = tuple(point for point in plan.wanted if point not in failures)
+            if points:
+                found.append((block, points))
+        return found
+
+    def run_overhead(self, fingerprint: Fingerprint) -> float:
+        """Return what a run costs beside its blocks, in ms; 0 where that is not measured."""
+        found = self.store.measured(_RUN, fingerprint).get(())
+        return 0.0 if found is None else found.hot.median_ms
+
+    def price(self, block: Block, fingerprint: Fingerprint, cold_share: float | None = None) -> Price:
         """Return the block's latency in ms as a function of its widths (int arrays that broadcast).
 
-        `TableError` when the block is not measured on its whole grid, and when called outside of it.
+        ``cold_share`` instead of the table's own. `TableError` when the block is not measured on its whole
+        grid, and when called outside of it.
         """
-        return self.surface(block, fingerprint)
+        return self.surface(block, fingerprint, cold_share)
 
-    def surface(self, block: Block, fingerprint: Fingerprint) -> Surface:
+    def surface(self, block: Block, fingerprint: Fingerprint, cold_share: float | None = None) -> Surface:
         """Return the block's interpolated latency; `TableError` as for `price`."""
         plan, failures = self._plan(block, fingerprint)
         if plan.surface is not None:
-            return Surface(plan.surface.axes, self._known(block, fingerprint))
+            share = self.cold_share if cold_share is None else cold_share
+            return Surface(plan.surface.axes, self._known(block, fingerprint, share or 0.0))
         for point in plan.wanted:
             if point in failures:
                 raise TableError(
@@ -193,7 +221,7 @@ class LatencyTable:
             if plan.surface is None and not failures:
                 self.surface(block, fingerprint)
             if plan.surface is not None:
-                known = self._known(block, fingerprint)
+                known = self._known(block, fingerprint, self.cold_share or 0.0)
                 surface = Surface(plan.surface.axes, known)
                 parts.append(held_out_errors(surface, plan.probes, known))
         errors = np.concatenate(parts)
@@ -214,14 +242,21 @@ class LatencyTable:
     ) -> None:
         self.close()
 
-    def _known(self, block: Block, fingerprint: Fingerprint) -> dict[Point, float]:
+    def _measure_run(self, backend: Backend, fingerprint: Fingerprint) -> None:
+        """Keep the run's own cost as a row, so that a prediction is a function of the file alone."""
+        ms = backend.run_overhead_ms()
+        if ms is not None and self.store.claim("one run", _RUN, fingerprint, [()]) is not None:
+            self.store.write(_RUN, fingerprint, (), BlockLatency(Measurement(ms, ms, ms, 1, True)))
+
+    def _known(self, block: Block, fingerprint: Fingerprint, share: float) -> dict[Point, float]:
         rows = self.store.measured(block.signature, fingerprint)
-        return {point: _weighed(latency, self.cold_share) for point, latency in rows.items()}
+        return {point: _weighed(latency, share) for point, latency in rows.items()}
 
     def _plan(self, block: Block, fingerprint: Fingerprint) -> tuple[Plan, dict[Point, str]]:
         rows = self.store.measured(block.signature, fingerprint)
-        # Sampling must not depend on the share, or a table would be complete for one share only.
-        known = {point: _weighed(latency, 0.5) for point, latency in rows.items()}
+        # Sampling must not depend on the share, or a table would be complete for one share only. The cliffs are
+        # the kernels', and show in the hot state; what memory adds is smooth.
+        known = {point: _weighed(latency, 0.0) for point, latency in rows.items()}
         noise = {point: (row.hot.q3_ms - row.hot.q1_ms) / 2 for point, row in rows.items()}
         plan = plan_samples(block.grids, known, self.sampling, _seed(block.signature), noise)
         return plan, self.store.failures(block.signature, fingerprint) if plan.wanted else {}
@@ -244,6 +279,38 @@ class LatencyTable:
             raise
         self.store.write(block.signature, fingerprint, point, result)
         return result
+
+
+class _RowsLeft:
+    """Estimates how many rows are still to come, from what finished blocks with as many free widths took."""
+
+    def __init__(self, blocks: Sequence[Block], incomplete: set[str]) -> None:
+        self._open = {b.signature: len(b.grids) for b in blocks if b.signature in incomplete}
+        self._rows = dict.fromkeys(self._open, 0)
+        self._usual = {0: [1.0], 1: [12.0], 2: [45.0]}
+
+    def after(self, block: Block, wanted: int) -> float:
+        """Count a row of ``block``, of which ``wanted`` are known to be missing; return the rows left."""
+        signature = block.signature
+        self._rows[signature] = self._rows.get(signature, 0) + 1
+        expected = {kind: sum(rows) / len(rows) for kind, rows in self._usual.items()}
+        own = max(wanted, expected[len(block.grids)] - self._rows[signature])
+        return own + sum(expected[kind] for other, kind in self._open.items() if other != signature)
+
+    def finished(self, block: Block) -> None:
+        """Take ``block`` off the list."""
+        kind = self._open.pop(block.signature, None)
+        if kind is not None and self._rows[block.signature]:
+            self._usual[kind].append(float(self._rows[block.signature]))
+
+
+def unique_blocks(blocks: Iterable[Block], shard: int = 1, shards: int = 1) -> list[Block]:
+    """Return blocks that share no rows, in order; of these every ``shards``-th, from the ``shard``-th (from 1)."""
+    if not 1 <= shard <= shards:
+        raise InputError(f"shard {shard}/{shards}: give i/n with 1 <= i <= n")
+    found = list({(block.signature, block.grids): block for block in blocks}.values())
+    mine = set(list(dict.fromkeys(block.signature for block in found))[shard - 1 :: shards])
+    return [block for block in found if block.signature in mine]
 
 
 def sum_of_prices(prices: Sequence[Price], widths: Sequence[Sequence[int]]) -> float:

@@ -35,11 +35,18 @@ class Mark:
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, mask: Tensor) -> Tensor:
-        return weight * mask
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(weight, mask)
+        return weight * mask.to(weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (gradient,) = gradients
+        to_weight = gradient if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return to_weight, None
+        weight, mask = ctx.saved_tensors
+        return to_weight, (weight * gradient).sum_to_size(mask.shape).to(mask.dtype)
 
 
 class _DirectScale(torch.autograd.Function):
@@ -56,13 +63,18 @@ class _DirectScale(torch.autograd.Function):
 
 
 def soft_mask(weight: Tensor, mask: Tensor) -> Tensor:
-    """Return ``weight * mask``; the gradient goes straight through to all of ``weight`` (SMCP eq. 1, 2)."""
+    """Return ``weight * mask``; the gradient goes straight through to all of ``weight`` (SMCP eq. 1, 2).
+
+    A mask that takes gradients (those of frozen weights do) gets the sum of ``weight * gradient`` over each of
+    its elements, which is what the weight's own gradient would give the importance.
+    """
     return _StraightThrough.apply(weight, mask)  # type: ignore[no-any-return]
 
 
 def hard_mask(weight: Tensor, mask: Tensor) -> Tensor:
-    """Return ``weight * mask``; masked weights get no gradient."""
-    return weight * mask
+    """Return ``weight * mask``; masked weights get no gradient, and masks that take one none for them."""
+    masked = weight * mask.detach().to(weight.dtype)
+    return soft_mask(masked, mask) if mask.requires_grad else masked
 
 
 def scale_gamma(gamma: Tensor, scale: Tensor) -> Tensor:
@@ -83,7 +95,22 @@ def forward_with_weight(module: nn.Module, weight: Tensor, *args: Any, **kwargs:
         return module._conv_forward(args[0], weight, module.bias)  # type: ignore[operator]
     if kind is nn.Linear:
         return F.linear(args[0], weight, module.bias)  # type: ignore[arg-type]
+    if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and _is_usual(module):
+        return _batch_norm(module, weight, args[0])
     return torch.func.functional_call(module, {"weight": weight}, args, kwargs)
+
+
+def _is_usual(norm: Any) -> bool:
+    return norm.track_running_stats and norm.running_mean is not None and norm.momentum is not None
+
+
+def _batch_norm(norm: Any, weight: Tensor, x: Tensor) -> Tensor:
+    """What a usual batch norm's forward does, without what `functional_call` costs."""
+    norm._check_input_dim(x)
+    if norm.training and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    statistics = norm.running_mean, norm.running_var
+    return F.batch_norm(x, *statistics, weight, norm.bias, norm.training, norm.momentum, norm.eps)
 
 
 MASKS = {"soft": soft_mask, "hard": hard_mask, "permanent": hard_mask}

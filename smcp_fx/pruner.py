@@ -5,55 +5,36 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from smcp_fx import ranks
 from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs import absolute_target
 from smcp_fx.errors import InfeasibleBudgetError, TrainingError
+from smcp_fx.gradients import all_finite, loss_scale, norm
 from smcp_fx.importance import TaylorImportance
+from smcp_fx.loop_watch import LoopWatch
+from smcp_fx.observers import Observer
 from smcp_fx.schedule import Schedule
-from smcp_fx.selection import Selector
+from smcp_fx.selection import Choice, Selector
+from smcp_fx.solve import Solve
+from smcp_fx.solve_watch import SolveWatch
 
 if TYPE_CHECKING:
-    from smcp_fx.prepare import PreparedModel
+    from smcp_fx.prepared import PreparedModel
 
-
-@dataclass(frozen=True)
-class Solve:
-    """One solve: what was aimed at, what it costs, what it keeps, and what it changed.
-
-    Costs are in the cost model's unit; ``importance_kept`` is the share of all importance that is kept,
-    ``bound`` the most any choice within the target could keep; ``changed`` counts units whose mask changed, by
-    group, ``returned`` those that came back.
-    """
-
-    step: int
-    target: float
-    cost: float
-    importance_kept: float
-    bound: float
-    changed: dict[str, int]
-    returned: int
-    units: int
-    seconds: float
-
-    @property
-    def changed_share(self) -> float:
-        """Share of the free units whose mask changed."""
-        return sum(self.changed.values()) / self.units if self.units else 0.0
+__all__ = ["Pruner", "Solve"]
 
 
 class Pruner:
     """Belongs to a prepared model; call `step` once an optimiser step.
 
-    ``cost`` is the network's cost, ``target`` the final one in its unit; ``correction`` is how many times the
-    predicted cost the measured one is (1 until somebody measures), by which every target is divided.
-    ``history`` lists the solves.
+    ``cost`` is the network's cost, ``target`` the final one in its unit; ``history`` lists the solves;
+    ``observers`` are told of every step and solve.
     """
 
     def __init__(
@@ -69,43 +50,79 @@ class Pruner:
         self.target = target
         self.config = config
         self.schedule = schedule
-        self.correction = 1.0
         self.history: list[Solve] = []
+        self.observers: list[Observer] = []
         self._state = model.smcp
         self._selector = Selector(model.smcp, config)
         self._importance = TaylorImportance(model.channels, model.smcp, config.importance)
+        layers = self._importance.layers
+        self._watch = LoopWatch(model, layers[-1].weight if layers else None)
+        self._watch.active = schedule is not None
+        self._solve_watch = SolveWatch()
+        # Calls of `step` counted here, so that the device need not be asked: never below the state's own count.
+        self._calls = 0
+        self._loads = -1
         self.full_cost = cost.cost(cost.full_counts)
+
+    @property
+    def correction(self) -> float:
+        """What targets are divided by, 1 until measured: measured over predicted cost."""
+        return float(self._state.correction)
+
+    @correction.setter
+    def correction(self, value: float) -> None:
+        self._state.correction.fill_(value)
 
     # ---- in the training loop ---------------------------------------------------------------------------
 
     def step(self, scaler: Any = None) -> Solve | None:
         """Gather importance, and solve for the masks when the schedule says so.
 
-        Call after the last ``backward()`` of an optimiser step and before clipping and
-        ``optimizer.step()``. ``scaler``: the `GradScaler` in use, unless it has unscaled the gradients
-        already. Steps with gradients that are not finite are neither gathered nor counted. Returns the
-        solve, if there was one.
+        Call once an optimiser step, after its last ``backward()`` and before clipping and
+        ``optimizer.step()``. ``scaler``: the `GradScaler` in use, whether it has unscaled the gradients or
+        not. Steps with gradients that are not finite are neither gathered nor counted. Returns the solve, if
+        there was one. The device is asked for values only when a solve is due.
+
+        Raises `TrainingError` when there are no gradients, or none since the last call, and what `solve` raises.
         """
         state = self._state
-        scale = float(scaler.get_scale()) if scaler is not None else 1.0
-        units = self._importance(self._model, scale)
-        if not bool(torch.isfinite(units).all()):
-            return None
-        momentum = self.config.momentum
-        state.gathered.mul_(momentum).add_(units, alpha=1 - momentum)
-        state.gathers += 1
-        state.steps += 1
-        step = int(state.steps)
+        self._watch.before_step(self._model.training, scaler is not None)
+        scale = loss_scale(scaler)
+        units = self._importance(self._model, 1.0 if scale is None else scale)
+        finite = torch.isfinite(units).all()
+        if scale is not None:  # the scaler leaves the step out when any gradient is not finite
+            finite = finite & all_finite(self._model.parameters())
+        state.gather(units, finite, self.config.momentum)
+        step = self._counted()
+        total = None if self.schedule is None else self.schedule.total_steps
+        for observer in self.observers:
+            observer.stepped(step, total)
         if self.schedule is None or not self.schedule.due(step):
             return None
+        step = self._calls = int(ranks.broadcast(state.steps))
+        if not self.schedule.due(step):
+            return None
         target = self.schedule.target(step, self.full_cost, self.target / self.correction)
-        return self._solve(target, step)
+        return self._solve(target, step, scale)
+
+    def _counted(self) -> int:
+        """The number of this step, or more where steps were skipped since the last solve."""
+        if self._loads != self._state.loads:  # new, or a checkpoint was loaded
+            self._loads = self._state.loads
+            self._calls = int(self._state.steps) + int(self._state.skipped)  # on all ranks the same
+            if self._calls <= 1 and self.schedule is not None:
+                self._warn_of_infeasible()
+        else:
+            self._calls += 1
+        self._watch.active = self.schedule is not None and self._calls < self.schedule.last_step
+        return self._calls
 
     def solve(self, target: float | str | None = None) -> Solve:
         """Solve for masks now, from the importances gathered so far.
 
         ``target``: a fraction of the unpruned cost, an absolute cost with its unit, or None for the model's
-        own target. Raises `InfeasibleBudgetError` when no permitted choice reaches it.
+        own target. Raises `InfeasibleBudgetError` when no permitted choice reaches it, `TrainingError` when no
+        importance is known or another rank has died. On several ranks, all must call it.
         """
         wanted = self.target if target is None else absolute_target(target, self.full_cost, self.cost.unit)
         return self._solve(wanted / self.correction, int(self._state.steps))
@@ -118,6 +135,19 @@ class Pruner:
             self._selector.best(flat, self.cost, self.target)
         except InfeasibleBudgetError as error:
             raise self._explained(error) from error
+
+    def check_finished(self) -> None:
+        """Warn when the schedule has not brought the target yet, as when it is longer than the training."""
+        if self.schedule is not None:
+            cost = self.cost.cost(self.counts)
+            trained = self._watch.backwards > 0
+            self._solve_watch.unfinished(int(self._state.steps), self.schedule, cost, self.target, trained)
+
+    def _warn_of_infeasible(self) -> None:
+        try:
+            self.check_target()
+        except InfeasibleBudgetError as error:
+            self._solve_watch.infeasible(error)
 
     # ---- what a solve rests on --------------------------------------------------------------------------
 
@@ -135,61 +165,119 @@ class Pruner:
     def _scores(self) -> Tensor:
         """Momentum average since the last solve, blended with what was known before it.
 
-        Each is a share of its sum, so that solves count alike whatever the loss (and its gradients) were.
+        Each is a share of its sum, so that solves count alike whatever the loss (and its gradients) were. Units
+        of a group that has been narrowed look more important for it, those it keeps and those it does not: what
+        was gathered at a share r of the group's units counts r ** width_exponent.
         """
         state = self._state
         gathers = int(state.gathers)
         if gathers == 0:
             return state.remembered.clone()
-        fresh = state.gathered / state.gathered.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        gathered = state.gathered * self._shares_kept() ** self.config.width_exponent
+        fresh = gathered / gathered.sum().clamp(min=torch.finfo(torch.float32).tiny)
         solves = int(state.solves)
         memory = min(self.config.memory, solves / (solves + 1))  # a plain mean until the memory is full,
         if self.schedule is not None and int(state.steps) >= self.schedule.ramp_end and solves:
             memory = self.config.memory  # or until the target has arrived
         return memory * state.remembered + (1 - memory) * fresh
 
-    def _solve(self, target: float, step: int) -> Solve:
+    def _shares_kept(self) -> Tensor:
+        """For every free unit, [units], the share of its group that is kept."""
+        shares = torch.empty_like(self._state.gathered)
+        for name, mask in self._state.free_masks().items():
+            self._state.of_group(shares, name).fill_(mask.to(shares.dtype).mean())
+        return shares
+
+    def _solve(self, target: float, step: int, scale: Tensor | float | None = None) -> Solve:
         began = time.perf_counter()
-        state, config = self._state, self.config
-        scores = self._scores()
-        _broadcast(scores)
+        state = self._state
+        scores = ranks.broadcast(self._scores())
+        before = state.keep.clone()
+        found = self._chosen(scores, target, step)
+        state.refresh()
+        if self.config.mask == "permanent":
+            self._zero_pruned()
+        masks = ranks.digest([state.layer_mask(layer) for layer in self._importance.layers])
+        ranks.check_same(masks, "masks", state.keep.device)
+        total = float(scores.sum())
+        changed = before != state.keep
+        record = Solve(
+            step=step,
+            target=target,
+            cost=found["cost"],
+            importance_kept=found["importance"] / total,
+            bound=min(found["bound"] / total, 1.0),
+            changed={name: int(state.of_group(changed, name).sum()) for name in self.cost.permitted},
+            returned=int((state.keep & ~before).sum()),
+            units=state.keep.numel(),
+            seconds=time.perf_counter() - began,
+            reverted=int((changed & state.flipped).sum()),
+            gradient_norm=norm(self._model.parameters(), scale),
+            skipped=int(state.skipped),
+            scales={name: float(value.float().mean()) for name, value in state.scales.items()},
+            masks=masks,
+        )
+        any_importance = bool((state.gathered > 0).any())
+        gathers, moving = int(state.gathers), self._moving(step)
+        self._solve_watch.solved(record, gathers, any_importance, scale is not None, moving)
+        self.history.append(record)
+        state.flipped.copy_(changed)
+        state.remembered.copy_(scores)
+        state.forget()
+        state.solves += 1
+        for observer in self.observers:
+            observer.solved(record)
+        return record
+
+    def _chosen(self, scores: Tensor, target: float, step: int) -> dict[str, float]:
+        """Let rank 0 choose; then every rank's ``keep`` is its choice. Returns its cost, importance and bound."""
+        state = self._state
+        failure: Exception | None = None
+        message: dict[str, Any] = {}
+        if ranks.rank() == 0:
+            try:
+                choice = self._choose(scores, target, step)
+                state.keep.copy_(choice.keep)
+                allocation = choice.allocation
+                message = {
+                    "cost": allocation.cost,
+                    "importance": choice.importance,
+                    "bound": allocation.bound,
+                }
+            except Exception as error:
+                failure = error
+                message = {"error": str(error)}
+                if isinstance(error, InfeasibleBudgetError):
+                    message |= {"smallest": error.smallest, "budget": error.budget}
+        message = ranks.broadcast_json(message, state.keep.device)
+        if failure is not None:
+            raise failure
+        if "smallest" in message:
+            smallest, budget = message["smallest"], message["budget"]
+            raise InfeasibleBudgetError(message["error"], smallest=smallest, budget=budget)
+        if "error" in message:
+            raise TrainingError(f"rank 0 could not solve for the masks: {message['error']}")
+        ranks.broadcast(state.keep)
+        return message
+
+    def _choose(self, scores: Tensor, target: float, step: int) -> Choice:
         if not bool((scores > 0).any()):
             raise TrainingError(
                 "every importance is zero, so nothing tells which channels matter: train with "
                 "prepared.pruner.step() for some steps before solving, and check that gradients reach the weights"
             )
         cost = self.cost
-        if config.mask == "permanent":
-            scores = torch.where(state.keep, scores, torch.zeros_like(scores))
+        if self.config.mask == "permanent":
+            scores = torch.where(self._state.keep, scores, torch.zeros_like(scores))
             cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
         try:
-            moving = self.schedule is not None and step < self.schedule.ramp_end
-            choice = self._selector.settled(scores, cost, target, moving)
+            return self._selector.settled(scores, cost, target, self._moving(step))
         except InfeasibleBudgetError as error:
             raise self._explained(error) from error
-        before = state.keep.clone()
-        state.keep.copy_(choice.keep)
-        state.refresh()
-        if config.mask == "permanent":
-            self._zero_pruned()
-        total = float(scores.sum())
-        record = Solve(
-            step=step,
-            target=target,
-            cost=choice.allocation.cost,
-            importance_kept=choice.importance / total,
-            bound=min(choice.allocation.bound / total, 1.0),
-            changed={name: int(state.of_group(before != state.keep, name).sum()) for name in cost.permitted},
-            returned=int((state.keep & ~before).sum()),
-            units=state.keep.numel(),
-            seconds=time.perf_counter() - began,
-        )
-        self.history.append(record)
-        state.remembered.copy_(scores)
-        state.gathered.zero_()
-        state.gathers.zero_()
-        state.solves += 1
-        return record
+
+    def _moving(self, step: int) -> bool:
+        """Is the target still falling?"""
+        return self.schedule is not None and step < self.schedule.ramp_end
 
     def _remaining(self, permitted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Permitted counts no larger than what is kept: permanently pruned channels do not return."""
@@ -202,9 +290,8 @@ class Pruner:
     def _zero_pruned(self) -> None:
         for layer in self._importance.layers:
             weight = self._model.get_parameter(layer.weight)
-            mask = getattr(self._state, f"mask_{layer.node}")
             with torch.no_grad():
-                weight.mul_(mask)
+                weight.mul_(self._state.layer_mask(layer))
 
     def _explained(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
         pinned = [f"{g.name} ({g.pinned[0]})" for g in self._model.channels.groups if not g.free]
@@ -217,9 +304,3 @@ class Pruner:
             smallest=error.smallest,
             budget=error.budget,
         )
-
-
-def _broadcast(scores: Tensor) -> None:
-    """All ranks solve the same: rank 0's importances, where training is distributed."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.broadcast(scores, src=0)

@@ -21,8 +21,7 @@ from smcp_fx.allocation import Allocation, allocate
 from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError
-from smcp_fx.settling import Settling
-from smcp_fx.settling import apply as settled_mask
+from smcp_fx.settling import Settling, settled_mask
 from smcp_fx.state import PruningState
 
 #: Bonuses for units that are kept already, in mean importances: allocations to start the search from.
@@ -31,8 +30,10 @@ _BONUSES = (0.25, 2.0)
 _WINDOWS = (1, 2, 4)
 #: A choice that leaves more than this share of the target unspent is no substitute for the best one.
 _UNSPENT = 0.01
-#: Shares of the tolerance that a choice which moves masks may use up, tried in this order ...
-_SHARES = (0.3, 1.0)
+#: Shares of the tolerance that a choice which moves masks may use up, tried in this order (the first ones only
+#: while the target is still moving) ...
+_SHARES = (0.1, 0.3, 0.5, 0.7, 0.85, 1.0)
+_SHARES_MOVING = 2
 #: ... until one changes no more than this share of the units.
 _FEW = 0.01
 
@@ -87,7 +88,7 @@ class Selector:
         # When masks must move, they move closer to the best than they need to (else every solve would move
         # them), unless that takes many changes.
         move = None
-        for share in _SHARES[:1] if moving else _SHARES:
+        for share in _SHARES[:_SHARES_MOVING] if moving else _SHARES:
             floor = (1 - share * self.config.tolerance) * best.importance
             move = search.fewest(starts, floor)
             if move is not None and move.changes <= _FEW * self.state.keep.numel():

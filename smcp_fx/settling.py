@@ -159,7 +159,7 @@ class Settling:
         return self._cache[key]
 
 
-def apply(scores: Floats, kept: NDArray[np.bool_], count: int, swaps: int) -> NDArray[np.bool_]:
+def settled_mask(scores: Floats, kept: NDArray[np.bool_], count: int, swaps: int) -> NDArray[np.bool_]:
     """The mask of a group after a move: ``count`` units, as few changed as possible, then ``swaps`` swaps."""
     rank = np.argsort(-scores, kind="stable")
     inside = [unit for unit in rank if kept[unit]]

@@ -22,28 +22,40 @@ from smcp_fx.passes.insert_soft_masks import mask_name, masked_layers
 class PruningState(nn.Module):
     """Masks, scales, importances and the schedule's place, as buffers.
 
-    ``keep`` [units] bool; ``gathered`` and ``remembered`` [units] float32, importances since the last solve
-    and before it; ``steps`` and ``gathers`` int64 scalars. Masks (``mask_*``) and scales (``scale_*``) are
-    derived, and not part of the state dict.
+    ``keep`` [units] bool; ``flipped`` [units] bool, whose mask the last solve changed; ``gathered`` and
+    ``remembered`` [units] float32, importances since the last solve and before it; ``steps``, ``gathers`` (steps
+    since the last solve) and ``solves`` int64 scalars; ``correction`` float64, see `Pruner.correction`. Masks
+    (``mask_*``), scales (``scale_*``) and ``skipped`` (steps since the last solve whose gradients were not
+    finite) are not part of the state dict. Masks have the type, device and memory format that the layers of
+    ``module`` have there.
     """
 
     keep: Tensor
+    flipped: Tensor
     gathered: Tensor
     remembered: Tensor
     steps: Tensor
     gathers: Tensor
     solves: Tensor
+    correction: Tensor
+    skipped: Tensor
 
-    def __init__(self, channels: ChannelGraph) -> None:
+    def __init__(self, channels: ChannelGraph, module: nn.Module | None = None) -> None:
         super().__init__()
         self._channels = channels
         self._free = [group for group in channels.groups if group.free]
         count = sum(group.size for group in self._free)
+        self.loads = (
+            0  # how often a state dict was loaded: what was read from these tensors before is old then
+        )
         self.register_buffer("keep", torch.ones(count, dtype=torch.bool))
+        self.register_buffer("flipped", torch.zeros(count, dtype=torch.bool))
         self.register_buffer("gathered", torch.zeros(count))
         self.register_buffer("remembered", torch.zeros(count))
         for name in ("steps", "gathers", "solves"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64))
+        self.register_buffer("correction", torch.ones((), dtype=torch.float64))
+        self.register_buffer("skipped", torch.zeros((), dtype=torch.int64), persistent=False)
         # place[unit]: where a unit stands in the flat vectors, -1 for pinned ones
         self._place = torch.full((channels.free_units.numel(),), -1, dtype=torch.int64)
         self._slices: dict[str, slice] = {}
@@ -52,14 +64,14 @@ class PruningState(nn.Module):
             self._place[group.units] = torch.arange(start, start + group.size)
             self._slices[group.name] = slice(start, start + group.size)
             start += group.size
-        self._masked = [
-            (mask_name(layer), self.places(layer.in_labels), layer.in_dim, len(layer.weight_shape))
-            for layer in masked_layers(channels)
-        ]
-        for name, places, dim, rank in self._masked:
-            shape = [1] * rank
-            shape[dim] = places.numel()
-            self.register_buffer(name, torch.ones(shape, dtype=torch.bool), persistent=False)
+        self._masked: list[tuple[str, Tensor, list[int]]] = []
+        for layer in masked_layers(channels):
+            places = self.places(layer.in_labels)
+            line = [1] * len(layer.weight_shape)
+            line[layer.in_dim] = places.numel()
+            self._masked.append((mask_name(layer), places, line))
+            weight = None if module is None else module.get_parameter(layer.weight)
+            self.register_buffer(mask_name(layer), _ones(layer, line, weight), persistent=False)
         self._scaled = []
         for norm in scaled_norms(channels):
             layers, source = norm_sources(channels, norm)
@@ -122,12 +134,40 @@ class PruningState(nn.Module):
         self.keep.copy_(keep)
         self.refresh()
 
+    @torch.no_grad()
+    def gather(self, units: Tensor, finite: Tensor, momentum: float) -> None:
+        """Add one step's importances [units] to the running average, if they are ``finite`` (a bool scalar).
+
+        Nothing is read back from the device.
+        """
+        taken = self.gathered.mul(momentum).add_(units, alpha=1 - momentum)
+        self.gathered.copy_(torch.where(finite, taken, self.gathered))
+        self.steps.add_(finite)
+        self.gathers.add_(finite)
+        self.skipped.add_(~finite)
+
+    def forget(self) -> None:
+        """Start the average anew, after a solve."""
+        for tensor in (self.gathered, self.gathers, self.skipped):
+            tensor.zero_()
+
+    def layer_mask(self, layer: Layer) -> Tensor:
+        """The mask that multiplies a layer's weight: ones and zeros that broadcast against it."""
+        mask = getattr(self, mask_name(layer))
+        assert isinstance(mask, Tensor)
+        return mask
+
+    @property
+    def scales(self) -> dict[str, Tensor]:
+        """The batch norms' scales [channels], by the norms' nodes."""
+        return {name.removeprefix("scale_"): getattr(self, name) for name, _, _ in self._scaled}
+
+    @torch.no_grad()
     def refresh(self) -> None:
         """Derive masks and scales from ``keep`` (after it changed)."""
         padded = torch.cat([self.keep, self.keep.new_ones(1)])  # place -1 reads the last: always kept
-        for name, places, _, _ in self._masked:
-            buffer = getattr(self, name)
-            buffer.copy_(padded[places.to(padded.device)].reshape(buffer.shape))
+        for name, places, line in self._masked:
+            getattr(self, name).copy_(padded[places.to(padded.device)].reshape(line))
         for name, inputs, source in self._scaled:
             buffer = getattr(self, name)
             shares = [padded[places.to(padded.device)].to(buffer.dtype).mean() for places in inputs]
@@ -141,12 +181,33 @@ class PruningState(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
+        self.loads += 1
         self.refresh()
 
     def _apply(self, fn: Any, recurse: bool = True) -> PruningState:
         # Importances are sums over many steps: they stay in float32 when the model goes to half precision.
-        exact = {name: getattr(self, name) for name in ("gathered", "remembered")}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        exact = {name: getattr(self, name) for name in ("gathered", "remembered", "correction")}
+        learning = [name for name, _, _ in self._masked if getattr(self, name).requires_grad]
+        with torch.no_grad():  # masks that take gradients stay leaves
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name in learning:
+            getattr(self, name).requires_grad_()
         for name, before in exact.items():
             setattr(self, name, before.to(getattr(self, name).device))
         return self
+
+
+def _ones(layer: Layer, line: list[int], weight: Tensor | None) -> Tensor:
+    """A mask that keeps everything.
+
+    Where the input channels are not a weight's first dimension, its kernel dimensions are spelled out: then a
+    row of the weight and the mask are both contiguous, and their product runs several times faster on a CPU.
+    """
+    shape = [*line[: layer.in_dim + 1], *layer.weight_shape[layer.in_dim + 1 :]] if layer.in_dim else line
+    if weight is None:
+        return torch.ones(shape)
+    mask = torch.ones(shape, dtype=weight.dtype, device=weight.device)
+    channels_last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+    if channels_last and not weight.is_contiguous():
+        mask = mask.to(memory_format=torch.channels_last)
+    return mask.requires_grad_(not weight.requires_grad)  # see `TaylorImportance`

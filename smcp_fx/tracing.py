@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import operator
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,8 +20,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.propagation import TensorInfo
+from smcp_fx import shape_tracer
+from smcp_fx.channels.propagation import OPAQUE, TensorInfo
 from smcp_fx.errors import InputError, TraceError
+from smcp_fx.shape_tracer import ShapeTracer, plain_lists
+from smcp_fx.trace_modes import one_graph
+from smcp_fx.trace_rewrites import drop_expansions, normalise
 
 #: max |eager - traced| may reach this share of the output's scale: both run the same kernels in the same order.
 _SAME = 1e-6
@@ -81,16 +84,22 @@ class Traced:
     """A graph that computes what the model does, and what its example run showed of every node.
 
     ``values`` maps node names to recorded outputs, with a `TensorInfo` in place of each tensor.
+    ``assumptions`` says what the graph takes for given of its inputs' shapes, and checks when it is called.
     """
 
     module: fx.GraphModule
     values: dict[str, Any]
+    assumptions: tuple[str, ...] = ()
 
 
 class _Recorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.values: dict[str, Any] = {}
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """Lists as the generated code has them: functions may write into them."""
+        return plain_lists(super().fetch_args_kwargs_from_env(n))
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -100,9 +109,16 @@ class _Recorder(fx.Interpreter):
         return result
 
 
-def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Traced:
+def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
+    """Run a graph in eval mode and return its output and the values of its nodes, as `Traced` holds them."""
+    recorder = _Recorder(module)
+    return run_eager(module, inputs, recorder.run), recorder.values
+
+
+def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = ()) -> Traced:
     """Trace the model into a `GraphModule` that shares its parameters; the model's mode is kept.
 
+    ``leaves`` names modules that are called as they are, with what is inside them left alone.
     Raises `InputError` when the model itself refuses the inputs, `TraceError` when fx refuses the model or
     the graph computes something else than the model does on the inputs (naming the first module that
     differs).
@@ -115,15 +131,20 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Traced:
             f"{_first_line(error)} Pass inputs of the shape the model was made for."
         ) from error
     training = model.training
-    graph = _one_graph(model, _trace_in_mode(model, False), _trace_in_mode(model, True))
-    _normalise(model, graph)
+    (evaluated, assumed), (trained, also) = (
+        _trace_in_mode(model, inputs, mode, leaves) for mode in (False, True)
+    )
+    graph = one_graph(model, evaluated, trained)
+    for node in graph.nodes:
+        if node.op == "call_module" and node.target in leaves:
+            node.meta[OPAQUE] = f"{node.target!r} is left as it is"
+    normalise(model, graph)
     traced = fx.GraphModule(model, graph, class_name=type(model).__name__)
     _keep_constants_out_of_the_state(model, traced)
     # Modules as they are now: `_trace_in_mode` restores them, GraphModule's own flag is set from the model's.
     traced.training = training
     _restore_flags(model, traced)
-    recorder = _Recorder(traced)
-    found = run_eager(traced, inputs, recorder.run)
+    found, values = record(traced, inputs)
     if not same_values(expected, found):
         if not same_values(expected, run_eager(model, inputs)):
             raise TraceError(
@@ -135,42 +156,8 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Traced:
             f"difference at {_first_difference(model, traced, inputs)}. An in-place operation on a view "
             "(`u += v` on a chunk) is the usual cause; write it out of place."
         )
-    return Traced(traced, recorder.values)
-
-
-def _normalise(model: nn.Module, graph: fx.Graph) -> None:
-    """First arguments by position, so that rules and passes find them; `nn.Unflatten` as the function it is."""
-    for node in graph.nodes:
-        if node.op not in ("call_function", "call_module"):
-            continue
-        kwargs = dict(node.kwargs)
-        for name in ("input", "tensors"):
-            if not node.args and name in kwargs:
-                node.args = (kwargs.pop(name),)
-        for name in ("shape", "size"):
-            sizes = kwargs.get(name)
-            by_keyword = len(node.args) == 1 and isinstance(sizes, (tuple, list))
-            if by_keyword and node.target in (torch.reshape, torch.broadcast_to):
-                node.args = (*node.args, kwargs.pop(name))
-        if len(node.args) == 1 and node.target is torch.unflatten and {"dim", "sizes"} <= kwargs.keys():
-            node.args = (*node.args, kwargs.pop("dim"), kwargs.pop("sizes"))
-        node.kwargs = kwargs
-        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if type(module) is nn.Unflatten and isinstance(module.dim, int):
-            node.op, node.target = "call_function", torch.unflatten
-            node.args = (node.args[0], module.dim, tuple(module.unflattened_size))
-    for node in graph.nodes:
-        if node.op == "call_method" and len(node.args) == 1:
-            names = {
-                "view": ["size"],
-                "reshape": ["shape"],
-                "expand": ["size"],
-                "unflatten": ["dim", "sizes"],
-            }
-            wanted = names.get(str(node.target), [])
-            if wanted and all(name in node.kwargs for name in wanted):
-                node.args = (*node.args, *(node.kwargs[name] for name in wanted))
-                node.kwargs = {k: v for k, v in node.kwargs.items() if k not in wanted}
+    drop_expansions(traced, values)
+    return Traced(traced, values, tuple(dict.fromkeys(assumed + also)))
 
 
 def _keep_constants_out_of_the_state(model: nn.Module, traced: fx.GraphModule) -> None:
@@ -184,143 +171,87 @@ def _keep_constants_out_of_the_state(model: nn.Module, traced: fx.GraphModule) -
             owner.register_buffer(attribute, buffer, persistent=False)
 
 
-class _Tracer(fx.Tracer):
-    """The standard tracer; modules with hooks or parametrisations stay leaves, so that these run."""
+class _Tracer(ShapeTracer):
+    """Questions about shapes are answered; modules with hooks or parametrisations stay leaves, so that these run.
+
+    So do those named in ``leaves``. ``stopped`` is the innermost module in which tracing failed.
+    """
+
+    def __init__(self, inputs: tuple[Any, ...], leaves: tuple[str, ...]) -> None:
+        super().__init__(inputs)
+        self.leaves = leaves
+        self.stopped: nn.Module | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         changed = m._forward_hooks or m._forward_pre_hooks or nn.utils.parametrize.is_parametrized(m)
-        return bool(changed) or super().is_leaf_module(m, module_qualified_name)
+        named = module_qualified_name in self.leaves
+        return bool(changed) or named or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Remember where it stops."""
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.stopped = self.stopped or m
+            raise
 
 
-def _trace_in_mode(model: nn.Module, training: bool) -> fx.Graph:
-    modes = [(module, module.training) for module in model.modules()]
+def _trace_in_mode(
+    model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...]
+) -> tuple[fx.Graph, list[str]]:
+    before = [(module, _attributes(module)) for module in model.modules()]
     model.train(training)
+    tracer = _Tracer(inputs, leaves)
     try:
-        return _Tracer().trace(model)
+        return tracer.trace(model), tracer.assumptions
     except Exception as error:
+        ours = {Path(__file__), Path(shape_tracer.__file__)}
         where = next(
             (
                 f"{frame.filename}:{frame.lineno} ({frame.line})"
                 for frame in reversed(traceback.extract_tb(error.__traceback__))
-                if "torch/fx" not in frame.filename and Path(frame.filename) != Path(__file__)
+                if Path(torch.__file__).parent not in Path(frame.filename).parents
+                and Path(frame.filename) not in ours
             ),
             "its forward",
         )
+        names = {id(module): name for name, module in model.named_modules()}
+        stopped = names.get(id(tracer.stopped), "")
+        inside = f"in module {stopped!r} ({type(tracer.stopped).__name__}), " if stopped else ""
         raise TraceError(
-            f"torch.fx cannot trace {type(model).__name__}: {_first_line(error)} It stopped at {where}. "
-            "Control flow must not depend on tensors; move it out of forward, or wrap it with torch.fx.wrap."
+            f"torch.fx cannot trace {type(model).__name__}: {_first_line(error)} It stopped {inside}at {where}. "
+            "Control flow must not depend on tensors' values; move it out of forward, wrap it with "
+            "torch.fx.wrap, or name the module in prepare(..., leaves=[...])."
         ) from error
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module, attributes in before:
+            _restore_attributes(module, attributes)
 
 
-def _one_graph(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> fx.Graph:
-    """Merge the two modes' graphs: a constant that is False in one and True in the other becomes a node."""
-    pairs = list(zip(evaluated.nodes, trained.nodes, strict=False))
-    counterpart = {id(t): e for e, t in pairs}
-    same = len(evaluated.nodes) == len(trained.nodes)
-    rewritten = []
-    for e, t in pairs:
-        if not same:
-            break
-        left, left_spec = pytree.tree_flatten((e.args, e.kwargs))
-        right, right_spec = pytree.tree_flatten((t.args, t.kwargs))
-        targets = e.target == t.target or _same_constants(model, e, t)
-        same = e.op == t.op and targets and left_spec == right_spec
-        for index, (a, b) in enumerate(zip(left, right, strict=True) if same else ()):
-            if isinstance(b, fx.Node):
-                same = same and counterpart.get(id(b)) is a
-            elif a is False and b is True:
-                left[index] = _training_node(evaluated, e)
-            else:
-                same = same and type(a) is type(b) and (a == b or (a != a and b != b))  # NaN is itself here
-        rewritten.append((e, left, left_spec))
-    if same:
-        for e, left, left_spec in rewritten:
-            e.args, e.kwargs = pytree.tree_unflatten(left, left_spec)
-    return evaluated if same else _both_modes(model, evaluated, trained)
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes; lists and dicts copied, since forward may add to them."""
+    return {
+        name: copy.copy(value) if isinstance(value, (list, dict)) else value
+        for name, value in vars(module).items()
+    }
 
 
-def _both_modes(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> fx.Graph:
-    """One graph for a model that runs other operations in `train()` (auxiliary heads): it holds both modes'.
+def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Undo what forward did to the module while it was traced: a cache would hold proxies now.
 
-    What both do is there once; what only training does is added, and the output is picked by the mode:
-    ``output = (evaluated, trained)[training]``.
+    The constants that the tracer adds stay: the graph reads them.
     """
-    free: dict[Any, list[fx.Node]] = {}
-    for node in evaluated.nodes:
-        free.setdefault(_key(model, node, lambda n: n), []).append(node)
-    placed: dict[fx.Node, fx.Node] = {}
-    order = {node: index for index, node in enumerate(evaluated.nodes)}
-    last = next(iter(evaluated.nodes))
-    for node in trained.nodes:
-        if node.op == "output":
-            continue
-        twins = free.get(_key(model, node, lambda n: placed[n]), [])
-        if twins:
-            placed[node] = twins.pop(0)
-            _mark_flags(evaluated, placed[node], node)
+    for name, value in list(vars(module).items()):
+        if name not in attributes:
+            if not isinstance(value, Tensor):
+                del vars(module)[name]
+        elif isinstance(value, (list, dict)) and type(value) is type(attributes[name]):
+            value.clear()  # the same object, since others may hold it
+            value.extend(attributes[name]) if isinstance(value, list) else value.update(attributes[name])
         else:
-            with evaluated.inserting_after(last):
-                placed[node] = evaluated.node_copy(node, lambda n: placed[n])
-            order[placed[node]] = order[last]
-        if order[placed[node]] >= order[last]:
-            last = placed[node]
-    ends = [next(n for n in graph.nodes if n.op == "output") for graph in (evaluated, trained)]
-    result = (ends[0].args[0], fx.node.map_arg(ends[1].args[0], lambda n: placed[n]))
-    flag = _training_node(evaluated, None)
-    with evaluated.inserting_before(ends[0]):
-        ends[0].args = (evaluated.call_function(operator.getitem, (result, flag)),)
-    for node in list(evaluated.nodes):
-        if node.op == "get_attr" and not node.users and str(node.target).endswith("training"):
-            evaluated.erase_node(node)
-    evaluated.lint()
-    return evaluated
-
-
-def _key(model: nn.Module, node: fx.Node, place: Callable[[fx.Node], fx.Node]) -> Any:
-    """What tells one call from another, training flags aside."""
-    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-    plain = [
-        id(place(leaf)) if isinstance(leaf, fx.Node) else "flag" if isinstance(leaf, bool) else repr(leaf)
-        for leaf in leaves
-    ]
-    constant = getattr(model, str(node.target), None) if node.op == "get_attr" else None
-    target = repr(constant) if isinstance(constant, Tensor) else node.target
-    return node.op, target, tuple(plain), repr(spec)
-
-
-def _mark_flags(graph: fx.Graph, node: fx.Node, trained: fx.Node) -> None:
-    """Where the trained twin has True for a False, the module's own mode decides."""
-    left, spec = pytree.tree_flatten((node.args, node.kwargs))
-    right = pytree.tree_leaves((trained.args, trained.kwargs))
-    for index, (a, b) in enumerate(zip(left, right, strict=True)):
-        if a is False and b is True:
-            left[index] = _training_node(graph, node)
-    node.args, node.kwargs = pytree.tree_unflatten(left, spec)
-
-
-def _same_constants(model: nn.Module, left: fx.Node, right: fx.Node) -> bool:
-    """Tensors made in `forward` are kept by the tracer as attributes, under a new name in each mode."""
-    if left.op != "get_attr" or right.op != "get_attr":
-        return False
-    a, b = (getattr(model, str(node.target), None) for node in (left, right))
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
-
-
-def _training_node(graph: fx.Graph, node: fx.Node | None) -> fx.Node:
-    """A node that reads `training` of the innermost module whose forward made `node`, or of the model."""
-    stack = node.meta.get("nn_module_stack") if node is not None else None
-    owner = list(stack.values())[-1][0] if stack else ""
-    target = f"{owner}.training" if owner else "training"
-    for other in graph.nodes:
-        if other.op == "get_attr" and other.target == target:
-            found: fx.Node = other
-            return found
-    first = next(n for n in graph.nodes if n.op != "placeholder")
-    with graph.inserting_before(first):
-        return graph.create_node("get_attr", target)
+            vars(module)[name] = attributes[name]
+    for name in attributes.keys() - vars(module).keys():
+        vars(module)[name] = attributes[name]
 
 
 def _restore_flags(model: nn.Module, traced: fx.GraphModule) -> None:

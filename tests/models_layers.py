@@ -249,15 +249,6 @@ def variance_by_position() -> nn.Module:
     return between(lambda s, h: h * h.var((2, 3), False, True))
 
 
-@awkward(0.0, (2, 5, 6))
-def attention_by_matmul() -> nn.Module:
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        q, k, v = s.q(x), s.k(x), s.v(x)
-        return s.out(torch.softmax(q @ k.transpose(1, 2), -1) @ v)  # type: ignore[no-any-return]
-
-    return Net(wiring, q=nn.Linear(6, 8), k=nn.Linear(6, 8), v=nn.Linear(6, 8), out=nn.Linear(8, 4))
-
-
 @awkward(1.0)
 def casts_by_another_tensor() -> nn.Module:
     return Net(

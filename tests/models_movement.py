@@ -203,15 +203,15 @@ def pad_channels() -> nn.Module:
     return between(lambda s, h: F.pad(h, (0, 0, 0, 0, 2, 3)), 8, 13)
 
 
-@awkward(0.0)
+@awkward(1.0)
 def crop_channels_by_padding() -> nn.Module:
-    """Pinned on purpose: a negative amount of padding would change with the channels that are kept."""
+    """A negative amount of padding changes with the channels that are kept."""
     return between(lambda s, h: F.pad(h, (0, 0, 0, 0, -3, 0)), 8, 5)
 
 
-@awkward(0.0)
+@awkward(6 / 8)
 def shift_channels_by_padding() -> nn.Module:
-    """Pinned on purpose: a negative amount of padding would change with the channels that are kept."""
+    """Two channels of zeros stay, and the crop follows the channels that are kept."""
     return between(lambda s, h: F.pad(h, (0, 0, 0, 0, 2, -2)))
 
 
@@ -335,3 +335,15 @@ def split_piece_that_may_empty() -> nn.Module:
         return torch.cat([F.max_pool2d(two, 3, 1, 1), F.max_pool2d(one, 3, 1, 1)], 1)
 
     return between(wiring)
+
+
+@awkward(1.0)
+def shuffle_that_runs_into_other_movements() -> nn.Module:
+    """The movements after a shuffle cancel the last of its own: two chains, which must not share a node."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        mixed = h.reshape(h.shape[0], 3, -1, 64).transpose(1, 2).flatten(1, 2).unflatten(2, (8, 8))
+        tokens = s.mid(mixed.flatten(2).transpose(1, 2))
+        return tokens.transpose(1, 2).reshape(h.shape[0], -1, 8, 8)  # type: ignore[no-any-return]
+
+    return between(wiring, 9, 6, mid=nn.Linear(9, 6))

@@ -142,3 +142,18 @@ def weight_read_as_a_tensor() -> nn.Module:
         return torch.cat([early, s.second(hidden)], 1)
 
     return Net(wiring, first=nn.Linear(192, 12), second=nn.Linear(12, 4))
+
+
+@awkward(0.5)
+def shared_linear_met_again_along_another_dimension() -> nn.Module:
+    """A transform of rows and then of columns by one matrix, which tells its channels apart the second time only."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        x = x * s.scale
+        x = torch.stack([x[:, 0] + x[:, 1], x[:, 1] - x[:, 2]], 1)
+        rows = F.linear(x, s.turn)
+        both = F.linear(rows.transpose(2, 3), s.turn)
+        return s.out(s.mid(both.amax(2).amax(1)))  # type: ignore[no-any-return]
+
+    parts = {"turn": free_parameter(8, 8), "mid": nn.Linear(8, 8), "out": nn.Linear(8, 4)}
+    return Net(wiring, scale=free_parameter(3, 1, 1), **parts)

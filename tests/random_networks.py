@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import random_products
 import torch
 import torch.nn.functional as F
 from random_builder import SIDE, WIDEST, Builder, Function, RandomNetwork
@@ -307,6 +308,7 @@ OPERATIONS: list[tuple[Callable[[Builder], None], int]] = [
     (stacked, 1),
     (last, 2),
     (rare, 1),
+    *random_products.OPERATIONS,
 ]
 
 

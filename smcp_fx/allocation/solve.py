@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from smcp_fx.allocation.branching import Node, close_gap
 from smcp_fx.allocation.certificate import certify
 from smcp_fx.allocation.dual import Dual, Relaxation, bundle, secant
 from smcp_fx.allocation.local_search import Moves, descend, improve, repair
@@ -22,6 +23,9 @@ from smcp_fx.errors import InfeasibleBudgetError, InputError
 
 #: A cost may exceed the budget by this share: the rounding of a sum of prices.
 BUDGET_TOLERANCE = 5e-10
+
+#: A group and its last option that goes to the lower half; None where nothing is to be halved.
+Split = tuple[int, int] | None
 
 #: How many of the points that the dual met are polished.
 _POLISHED = 4
@@ -74,14 +78,33 @@ def allocate(
     if method == "paper":
         choice = paper_choice(cost, problem, arrays, budget, current or cost.full_counts)
     else:
-        choice, bound = coupled_choice(
-            problem, arrays, budget, unit=cost.unit, start=_options(problem, start)
-        )
+        choice, bound, split = _node_choice(problem, arrays, budget, cost.unit, _options(problem, start))
+        named = dict(zip(problem.groups, arrays, strict=True))
+        root = _node(cost, problem, arrays, (choice, bound, split))
+        better, bound = close_gap(root, named, lambda part, own: _solved(part, own, budget))
+        if better != root.counts:  # polished once more: a half ends where it was parted
+            choice = _node_choice(problem, arrays, budget, cost.unit, _options(problem, better))[0]
     counts = problem.counts(choice)
     value = float(sum(v[i] for v, i in zip(arrays, choice, strict=True)))
     bound = max(bound, value)
     gap = 0.0 if bound == value else (bound - value) / abs(bound) if math.isfinite(bound) else math.inf
     return Allocation(counts, value, cost.cost(counts), bound, gap, time.perf_counter() - begin, method)
+
+
+def _solved(cost: NetworkCost, values: dict[str, Array], budget: float) -> Node:
+    """Solve a restriction of the problem."""
+    problem = tabulate(cost)
+    arrays = [values[name] for name in problem.groups]
+    return _node(cost, problem, arrays, _node_choice(problem, arrays, budget, cost.unit))
+
+
+def _node(cost: NetworkCost, problem: Problem, values: list[Array], found: tuple[Ints, float, Split]) -> Node:
+    choice, bound, split = found
+    value = float(sum(v[i] for v, i in zip(values, choice, strict=True)))
+    named = None
+    if split is not None:
+        named = problem.groups[split[0]], int(problem.variables[split[0]].grid[split[1]])
+    return Node(cost, problem.counts(choice), value, max(bound, value), named)
 
 
 def _options(problem: Problem, counts: Mapping[str, int] | None) -> Ints | None:
@@ -104,15 +127,21 @@ def _options(problem: Problem, counts: Mapping[str, int] | None) -> Ints | None:
 
 
 def coupled_choice(
+    problem: Problem, values: list[Array], budget: float, *, max_cells: int = MAX_CELLS
+) -> tuple[Ints, float]:
+    """Return the best choice found without halving and an upper bound on the value of any."""
+    return _node_choice(problem, values, budget, max_cells=max_cells)[:2]
+
+
+def _node_choice(
     problem: Problem,
     values: list[Array],
     budget: float,
-    *,
     unit: str = "",
     start: Ints | None = None,
     max_cells: int = MAX_CELLS,
-) -> tuple[Ints, float]:
-    """Return the best choice found within the budget and an upper bound on the value of any.
+) -> tuple[Ints, float, Split]:
+    """Return the best choice found within the budget, an upper bound on the value of any, and where to halve.
 
     Raises:
         InfeasibleBudgetError: no choice was found within the budget.
@@ -121,7 +150,7 @@ def coupled_choice(
     cap = budget + BUDGET_TOLERANCE * abs(budget)
     most = np.array([int(np.argmax(v)) for v in values], np.int64)
     if moves.cost(most) <= cap:
-        return most, moves.value(most)
+        return most, moves.value(most), None
     elimination = plan(problem, max_cells)
     relaxation = Relaxation(elimination, values, problem.constant, cap)
     cheapest = relaxation.minimise(0.0, np.zeros(len(elimination.links)))
@@ -137,7 +166,7 @@ def coupled_choice(
             budget=budget,
         )
     if moves.value(most) <= moves.value(smallest):
-        return smallest, moves.value(smallest)
+        return smallest, moves.value(smallest), None
     costs = moves.cost(smallest), moves.cost(most)
     if elimination.links:
         slope = (moves.value(most) - moves.value(smallest)) / (costs[1] - costs[0])
@@ -147,7 +176,21 @@ def coupled_choice(
     scale = float(sum(np.abs(v).max() for v in values))
     best = _polished(moves, dual, [*starts, *dual.visited[:_POLISHED], smallest], cap, scale)
     best, bound = certify(relaxation, dual, moves, best)
-    return improve(moves, best, cap, dual.multiplier, scale), bound
+    # The first two points of the secant stand on either side of the budget; loosened sums have none.
+    split = None if elimination.links else _between(problem, *dual.visited[:2])
+    return improve(moves, best, cap, dual.multiplier, scale), bound, split
+
+
+def _between(problem: Problem, high: Ints, low: Ints) -> Split:
+    """The group in which two points are furthest apart, for its number of options, and the last low option."""
+    apart = [
+        abs(int(a) - int(b)) / len(variable.grid)
+        for a, b, variable in zip(high, low, problem.variables, strict=False)
+    ]
+    group = int(np.argmax(apart))
+    if not apart[group]:
+        return None
+    return group, (int(high[group]) + int(low[group])) // 2
 
 
 def _polished(moves: Moves, dual: Dual, points: list[Ints], cap: float, scale: float) -> Ints:

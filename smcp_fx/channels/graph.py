@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import gcd
@@ -13,17 +12,22 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels import rules_elementwise, rules_layers, rules_movement
+from smcp_fx.channels import rules_elementwise, rules_layers, rules_movement, rules_products
 from smcp_fx.channels.labels import narrow_uniform
 from smcp_fx.channels.propagation import Layer, Norm, Propagation, Rule, Trail
-from smcp_fx.channels.units import Units, close
+from smcp_fx.channels.units import Units, Why, close
 from smcp_fx.cost_model import Width
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
     import networkx as nx
 
-RULES: dict[str, Rule] = {**rules_elementwise.RULES, **rules_movement.RULES, **rules_layers.RULES}
+RULES: dict[str, Rule] = {
+    **rules_elementwise.RULES,
+    **rules_movement.RULES,
+    **rules_layers.RULES,
+    **rules_products.RULES,
+}
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,11 @@ class ChannelGraph:
 
     def __init__(self, trail: Trail, units: Units, multiple: int) -> None:
         self.trail = trail
-        self.units = units
         self.multiple = multiple
-        self.groups: list[Group] = _groups(trail, units, multiple)
+        self.groups: list[Group]
+        self.groups, self.units = _groups(trail, units, multiple)
         self._by_name = {group.name: group for group in self.groups}
-        count = int(units.unit.max()) + 1 if units.unit.numel() else 0
+        count = _count(units)
         self.group_of_unit = torch.full((count,), -1, dtype=torch.int64)
         self.place_in_group = torch.zeros(count, dtype=torch.int64)
         self.free_units = torch.zeros(count, dtype=torch.bool)
@@ -70,6 +74,7 @@ class ChannelGraph:
             self.group_of_unit[group.units] = index
             self.place_in_group[group.units] = torch.arange(group.size)
             self.free_units[group.units] = group.free
+        self._free_group = torch.where(self.free_units, self.group_of_unit, -1)
 
     def __getitem__(self, name: str) -> Group:
         """Return the group of this name; `InputError` lists near names when there is none."""
@@ -93,36 +98,36 @@ class ChannelGraph:
 
     def has_choice(self, labels: Tensor) -> bool:
         """Tell whether any of these 1-D labels belongs to a free group."""
-        return bool(self.free_units[self.units.of(labels).clamp(min=0)][self.units.of(labels) >= 0].any())
+        units = self.units.of(labels)
+        return bool((self.free_units[units.clamp(min=0)] & (units >= 0)).any())
 
     @functools.cached_property
     def free_share(self) -> float:
         """Share of the dense layers' input-channel slots that are free, network inputs left out."""
-        free = total = 0
-        for layer in self.layers:
-            if layer.kind != "dense":
-                continue
-            units = self.units.of(layer.in_labels).tolist()
-            for unit in units:
-                reasons = self.units.why.get(unit, [])
-                if any(why.startswith("network input") for _, why in reasons):
-                    continue
-                total += 1
-                free += not reasons
-        return free / total if total else 0.0
+        dense = [self.units.of(layer.in_labels) for layer in self.layers if layer.kind == "dense"]
+        if not dense:
+            return 0.0
+        slots, count = torch.cat(dense), self.free_units.numel()
+        slots = slots[~self.units.why.with_text("network input", count)[slots]]
+        return float((~self.units.why.pinned(count)[slots]).double().mean()) if slots.numel() else 0.0
+
+    @functools.cached_property
+    def layer_of_label(self) -> Tensor:
+        """For every label, the index of the dense layer that wrote it; -1 for none."""
+        found = torch.full((self.trail.count,), -1, dtype=torch.int64)
+        for index, layer in enumerate(self.layers):
+            if layer.kind == "dense":
+                labels = layer.output_channels
+                found[labels[labels > 0]] = index
+        return found
 
     def width(self, labels: Tensor) -> Width:
         """Channels kept among these 1-D labels, as a function of the groups' counts."""
-        constant = 0
-        per_group: dict[int, int] = defaultdict(int)
-        for unit in self.units.of(labels).tolist():
-            index = int(self.group_of_unit[unit]) if unit >= 0 else -1
-            if index < 0 or not self.groups[index].free:
-                constant += 1
-            else:
-                per_group[index] += 1
-        groups = ((self.groups[i], n) for i, n in sorted(per_group.items()))
-        return Width(constant, tuple((group.name, n // group.size) for group, n in groups))
+        units = self.units.of(labels)
+        group = torch.where(units >= 0, self._free_group[units.clamp(min=0)], -1)
+        counts = torch.bincount(group + 1, minlength=1).tolist()
+        per_group = ((self.groups[i - 1], n) for i, n in enumerate(counts) if i and n)
+        return Width(counts[0], tuple((group.name, n // group.size) for group, n in per_group))
 
     def explain(self, module_path: str, channel: int, side: str = "out") -> str:
         """Say which group a layer's channel belongs to, what would go with it, and why it must stay if so.
@@ -215,22 +220,27 @@ def _exclude(run: Propagation, paths: tuple[str, ...]) -> None:
             run.pin(layer.output_channels, layer.node, f"excluded by the user ({path!r})")
 
 
-def _groups(trail: Trail, units: Units, multiple: int) -> list[Group]:
-    """Units with the same slots in the same weights form a group."""
-    slots: dict[int, dict[tuple[str, str], int]] = defaultdict(dict)
-    produced: set[int] = set()
+def _count(units: Units) -> int:
+    return int(units.unit.max()) + 1 if units.unit.numel() else 0
+
+
+def _groups(trail: Trail, units: Units, multiple: int) -> tuple[list[Group], Units]:
+    """Units with the same slots in the same weights form a group. Returns the units, too: unproduced ones stay."""
+    count = _count(units)
+    table = _Slots(count)
+    produced = torch.zeros(count, dtype=torch.bool)
     seen: set[str] = set()
     for layer in trail.layers:
         if layer.weight in seen:
             continue
         seen.add(layer.weight)
-        sides = [("in", layer.input_channels), ("out", layer.output_channels)]
-        for side, labels in sides if layer.kind == "dense" else [("carry", layer.output_channels)]:
-            for unit, count in zip(*torch.unique(units.of(labels), return_counts=True), strict=True):
-                if int(unit) >= 0:
-                    slots[int(unit)][(layer.path, side)] = int(count)
-                    if side == "out":
-                        produced.add(int(unit))
+        if layer.kind != "dense":
+            table.add((layer.path, "carry"), units.of(layer.output_channels))
+            continue
+        table.add((layer.path, "in"), units.of(layer.input_channels))
+        outputs = table.add((layer.path, "out"), units.of(layer.output_channels))
+        produced[outputs] = True
+    in_layers = table.present.clone()
     layered = {name for layer in trail.layers for name in (layer.weight, layer.bias)}
     others = {
         f"{name}.{dim}": labels
@@ -241,27 +251,20 @@ def _groups(trail: Trail, units: Units, multiple: int) -> list[Group]:
     # Units that pass other norms, or other pieces of a split tensor, must not share a count: each of these
     # would not know how many channels it keeps, and could be left with none.
     for name, labels in {**others, **trail.elements, **_pieces(trail)}.items():
-        known = units.of(labels)
-        for unit, count in zip(*torch.unique(narrow_uniform(known), return_counts=True), strict=True):
-            if int(unit) in slots:
-                slots[int(unit)][(name, "carry")] = int(count)
-    for unit in slots:
-        if unit not in produced and unit not in units.why:
-            units.why[unit] = [("", "no layer produces it")]
-    by_signature: dict[Any, list[int]] = defaultdict(list)
-    for unit in sorted(slots):
-        pinned = tuple(sorted({why for _, why in units.why.get(unit, [])}))
-        by_signature[(tuple(slots[unit].items()), pinned)].append(unit)
+        table.add((name, "carry"), narrow_uniform(units.of(labels)).reshape(-1), in_layers)
+    orphans = (in_layers & ~produced & ~units.why.pinned(count)).nonzero().flatten()
+    if orphans.numel():
+        units = Units(units.unit, units.why.and_also(orphans, "", "no layer produces it"))
+    found = []
+    order = {layer.path: index for index, layer in enumerate(trail.layers)}
+    for members in table.alike(units.why):
+        channels = table.of(int(members[0]))
+        pinned = tuple(sorted({why for _, why in units.why.get(int(members[0]), [])}))
+        place = min(order[path] + (side == "in") / 2 for path, side in channels if path in order)
+        found.append((place, channels, pinned, members))
     groups: list[Group] = []
     names: set[str] = set()
-    order = {layer.path: index for index, layer in enumerate(trail.layers)}
-    for (signature, pinned), members in sorted(
-        by_signature.items(),
-        key=lambda item: min(
-            order[path] + (side == "in") / 2 for (path, side), _ in item[0][0] if path in order
-        ),
-    ):
-        channels = dict(signature)
+    for _, channels, pinned, members in sorted(found, key=lambda item: item[0]):
         consumers = tuple(path for path, side in channels if side == "in")
         producers = tuple(path for path, side in channels if side == "out")
         base = (
@@ -277,21 +280,77 @@ def _groups(trail: Trail, units: Units, multiple: int) -> list[Group]:
             name = f"{base}#{number}"
         names.add(name)
         kept_sides = {key: count for key, count in channels.items() if key[1] != "carry"}
+        size = members.numel()
         groups.append(
             Group(
                 name=name,
-                size=len(members),
+                size=size,
                 consumers=consumers,
                 producers=producers,
-                permitted=(len(members),)
-                if pinned
-                else permitted_counts(len(members), kept_sides.values(), multiple),
+                permitted=(size,) if pinned else permitted_counts(size, kept_sides.values(), multiple),
                 pinned=pinned,
                 channels=kept_sides,
-                units=torch.tensor(members),
+                units=members,
             )
         )
-    return groups
+    return groups, units
+
+
+def _counted(units: Tensor) -> tuple[Tensor, Tensor]:
+    found, counts = torch.unique(units, return_counts=True)
+    return found, counts
+
+
+class _Slots:
+    """How many slots each unit has in each weight: rows (unit, key, count), and units compared by their rows."""
+
+    def __init__(self, count: int) -> None:
+        self.present = torch.zeros(count, dtype=torch.bool)
+        self.keys: list[tuple[str, str]] = []
+        self._rows: list[Tensor] = []  # each [3, n]
+        self._sorted: Tensor | None = None
+
+    def add(self, key: tuple[str, str], units: Tensor, among: Tensor | None = None) -> Tensor:
+        """Count the units' slots under a key; returns the different units. ``among``: leave out the others."""
+        found, counts = _counted(units)
+        kept = found >= 0
+        if among is not None:
+            kept &= among[found.clamp(min=0)]
+        found, counts = found[kept], counts[kept]
+        self._rows.append(torch.stack([found, torch.full_like(found, len(self.keys)), counts]))
+        self.keys.append(key)
+        self.present[found] = True
+        return found
+
+    def alike(self, why: Why) -> list[Tensor]:
+        """The units that have a row, those with the same rows and reasons together; each ascending.
+
+        Sets of rows are compared by the sum of one random 64-bit number for each different row.
+        """
+        if not self._rows:
+            return []
+        rows = torch.cat(self._rows, dim=1)
+        self._sorted = rows[:, torch.argsort(rows[0], stable=True)]
+        texts: dict[str, int] = {}
+        number = torch.tensor([texts.setdefault(text, len(texts)) for _, text in why.texts] or [0])
+        reasons = torch.unique(torch.stack([why.units, number[why.reasons]]), dim=1)
+        generator = torch.Generator().manual_seed(0)
+        total = torch.zeros(self.present.numel(), dtype=torch.int64)
+        for units, kinds in ((rows[0], (rows[1] << 32) | rows[2]), (reasons[0], reasons[1])):
+            different, which = torch.unique(kinds, return_inverse=True)
+            numbers = torch.randint(-(2**63), 2**63 - 1, different.shape, generator=generator)
+            total.index_add_(0, units, numbers[which])
+        members = self.present.nonzero().flatten()
+        _, which, sizes = torch.unique(total[members], return_inverse=True, return_counts=True)
+        parts = torch.split(members[torch.argsort(which, stable=True)], sizes.tolist())
+        return sorted(parts, key=lambda part: int(part[0]))
+
+    def of(self, unit: int) -> dict[tuple[str, str], int]:
+        """A unit's rows, in the order the keys were added."""
+        assert self._sorted is not None
+        first, last = torch.searchsorted(self._sorted[0], torch.tensor([unit, unit + 1])).tolist()
+        _, keys, counts = self._sorted[:, first:last].tolist()
+        return {self.keys[key]: count for key, count in zip(keys, counts, strict=True)}
 
 
 def _pieces(trail: Trail) -> dict[str, Tensor]:

@@ -8,8 +8,9 @@ input slot; an operation without a rule pins what it touches. The rules are in `
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import along, compress, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.operations import describe, operation_name
+
+# What a graph tells of its nodes in their ``meta``:
+#: On a placeholder or the output: where the tensors come from, or why they stay, in place of the usual words.
+ORIGIN = "smcp_origin"
+#: On the output: the places, among its tensors, of those that need not stay for its sake.
+PASSED_ON = "smcp_passed_on"
+#: On a module's call: why nothing is known of the inside, whatever the module is.
+OPAQUE = "smcp_opaque"
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,13 @@ class ParameterRef:
 
     name: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ConstantRef(ParameterRef):
+    """A tensor of integers or booleans that the model holds: its values are known, an index by it is executed."""
+
+    value: Tensor = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,11 @@ class Propagation:
             self.trail.count = earlier[0].count
             self._seen = earlier[1]
         self._names = _canonical_names(module)
+        self._computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter it passes for
+        self._hidden: set[str] = set()  # nodes on the way to one: the rules do not see them
+        for found in computed_weights(module):
+            self._computed[found.result.name] = self.parameter(found.name)
+            self._hidden.update(node.name for node in found.through)
 
     # ---- labels -----------------------------------------------------------------------------------------
 
@@ -199,8 +221,11 @@ class Propagation:
         a, b = (t.reshape(-1) for t in torch.broadcast_tensors(left, right))  # type: ignore[no-untyped-call]
         both = (a > 0) & (b > 0) & (a != b)
         if bool(both.any()):
-            pair = torch.stack([torch.minimum(a, b)[both], torch.maximum(a, b)[both]])
-            self.trail.ties.append(torch.unique(pair, dim=1))
+            a_, b_ = a[both], b[both]
+            if a_.numel() > 2048:  # large ones are often the same pairs many times over
+                single = torch.unique((torch.minimum(a_, b_) << 32) | torch.maximum(a_, b_))
+                a_, b_ = single >> 32, single & 0xFFFFFFFF
+            self.trail.ties.append(torch.stack([a_, b_]))
         for one, other in ((a, b), (b, a)):
             met = (one > 0) & (other < 0)
             if bool(met.any()):
@@ -218,26 +243,32 @@ class Propagation:
         if self._seen is None:
             return labels
         core = narrow_uniform(labels)
-        known = self._seen[core.clamp(min=0, max=self._seen.numel() - 1)]
-        return compress(torch.where(core > 0, known, core).expand(labels.shape))
+        count = self._seen.numel()  # labels from there on are new in this run, and larger than any unit
+        known = self._seen[core.clamp(min=0, max=count - 1)]
+        return compress(torch.where((core > 0) & (core < count), known, core).expand(labels.shape))
 
     def varied(self, labels: Tensor) -> list[int]:
         """Dimensions along which the labels change, ties of the earlier run seen through."""
         return varied_dims(self.units(labels))
 
-    def of(self, value: Any) -> Tensor:
-        """Return the labels of a tensor argument, giving a parameter's elements labels on first use."""
+    def of(self, value: Any, along: Collection[int] | None = None) -> Tensor:
+        """Return the labels of a tensor argument, giving a parameter's elements labels on first use.
+
+        ``along``: the parameter's dimensions (from the last, -1) that can hold channels, where it is known that
+        the others cannot: a position embedding added to tokens has a label a channel, not one an element.
+        """
         if not isinstance(value, ParameterRef):
             assert isinstance(value, Tensor)
             return value
         if value.name not in self.trail.elements:
-            count = 1
-            for size in value.shape:
-                count *= size
+            rank = len(value.shape)
+            told = range(rank) if along is None else [d + rank for d in along if d + rank >= 0]
+            shape = [size if d in told else 1 for d, size in enumerate(value.shape)]
+            count = math.prod(shape)
             labels = (
                 uniform(self.fixed(value.name, "a parameter of one element"), value.shape)
                 if count == 1
-                else self.fresh(value.name, count).reshape(value.shape)
+                else self.fresh(value.name, count).reshape(shape).expand(value.shape)
             )
             self.trail.elements[value.name] = labels
         return self.trail.elements[value.name]
@@ -271,28 +302,44 @@ class Propagation:
     def _execute(self, node: fx.Node) -> Any:
         value = self.values[node.name]
         if node.op == "placeholder":
-            source = self.fixed(node.name, f"network input {node.name!r}")
+            source = self.fixed(node.name, node.meta.get(ORIGIN, f"network input {node.name!r}"))
             return self.filled(value, source)
         if node.op == "get_attr":
             return self._attribute(str(node.target), value)
+        if node.name in self._computed:
+            return ParameterRef(self._computed[node.name], value.shape)
+        if node.name in self._hidden:
+            return None
         environment = self.trail.labels
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: environment[n.name])
         if node.op == "output":
-            for leaf in tensor_leaves(args):
-                self.pin(self.of(leaf), node.name, "reaches the network's output")
+            reason, passed_on = (
+                node.meta.get(ORIGIN, "reaches the network's output"),
+                node.meta.get(PASSED_ON, ()),
+            )
+            for index, leaf in enumerate(tensor_leaves(args)):
+                if index not in passed_on:
+                    self.pin(self.of(leaf), node.name, reason)
             return None
         if not any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value)):
             return value  # sizes and other numbers: as recorded
         module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
         call = Call(node, operation_name(node, module), tuple(args), dict(kwargs), module, value)
-        rule = self.rules.get(call.name or "")
-        result = self.unknown(call) if rule is None else rule(self, call)
+        if OPAQUE in node.meta:
+            result = self._opaque(call, str(node.meta[OPAQUE]))
+        else:
+            rule = self.rules.get(call.name or "")
+            result = self.unknown(call) if rule is None else rule(self, call)
         return pytree.tree_map(lambda t: compress(t) if isinstance(t, Tensor) else t, result)
 
     def _attribute(self, target: str, value: Any) -> Any:
-        if isinstance(value, TensorInfo):
-            return ParameterRef(self.parameter(target), value.shape)
-        return value
+        if not isinstance(value, TensorInfo):
+            return value
+        path, _, name = target.rpartition(".")
+        if not value.dtype.is_floating_point and not value.dtype.is_complex:
+            held = getattr(self.module.get_submodule(path), name)
+            return ConstantRef(self.parameter(target), value.shape, held.detach().cpu().clone())
+        return ParameterRef(self.parameter(target), value.shape)
 
     def filled(self, value: Any, label: int) -> Any:
         """Labels for a recorded value: ``label`` everywhere."""
@@ -307,6 +354,14 @@ class Propagation:
             else:
                 self.pin(leaf, call.node.name, why)
         return self.filled(call.value, self.fixed(call.node.name, why))
+
+    def _opaque(self, call: Call, why: str) -> Any:
+        """A module whose inside stays as it is, the parameters that others share with it too."""
+        assert call.module is not None
+        for name, tensor in (*call.module.named_parameters(), *call.module.named_buffers()):
+            reference = ParameterRef(self.parameter(f"{call.node.target}.{name}"), tuple(tensor.shape))
+            self.fix_parameter(reference, call.node.name, why)
+        return self.unknown(call, why)
 
     def fix_parameter(self, parameter: ParameterRef, node: str, why: str) -> None:
         """Keep all of a parameter, without labelling its elements."""

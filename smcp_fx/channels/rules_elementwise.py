@@ -40,12 +40,19 @@ def elementwise(run: Propagation, call: Call) -> Any:
     """
     shape = call.shape
     _refuse_writes_into_views(run, call)
-    operands = [run.of(leaf) for leaf in tensor_leaves((call.args, call.kwargs))]
+    leaves = tensor_leaves((call.args, call.kwargs))
+    told = {d - t.dim() for t in leaves if isinstance(t, Tensor) for d in varied_dims(t)}
+    operands = [run.of(leaf, told or None) for leaf in leaves]
     operands = [labels for labels in operands if labels.numel() > 1 or bool((labels > 0).any())]
     if call.name in ("typeas", "to") or len(operands) == 1:
         operands = operands[:1]
     if not operands:
         return run.filled(call.value, run.fixed(call.node.name, "made of constants"))
+    return _like(call, bring_together(run, call, operands, shape))
+
+
+def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Labels of the shape for what broadcasting brings together: operands tied, spread ones pinned."""
     padded = [labels.reshape((1,) * (len(shape) - labels.dim()) + labels.shape) for labels in operands]
     varied = {dim for labels in padded for dim in varied_dims(labels)}
     taking_part = []
@@ -55,16 +62,18 @@ def elementwise(run: Propagation, call: Call) -> Any:
         else:
             taking_part.append(labels.expand(shape))
     if not taking_part:
-        return run.unknown(call, f"every operand of {call.node.name!r} is spread over the others' channels")
+        why = f"every operand of {call.node.name!r} is spread over the others' channels"
+        run.unknown(call, why)
+        return uniform(run.fixed(call.node.name, why), shape)
     if len(taking_part) == 1:
-        return _like(call, taking_part[0])
+        return taking_part[0]
     cores = [_core(labels, varied) for labels in taking_part]
     size = torch.broadcast_shapes(*(core.shape for core in cores))  # type: ignore[no-untyped-call]
     count = torch.Size(size).numel()
     merged = run.fresh(call.node.name, count).reshape(size)
     for core in cores:
         run.tie(merged, core)
-    return _like(call, merged.expand(shape))
+    return merged.expand(shape)
 
 
 def _refuse_writes_into_views(run: Propagation, call: Call) -> None:
@@ -101,7 +110,7 @@ def reduction(run: Propagation, call: Call) -> Any:
     reduced = {
         int(dim) % max(labels.dim(), 1) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])
     }
-    reduced_labels = _mix(run, call, labels, reduced)
+    reduced_labels = mix(run, call, labels, reduced)
     if reduced_labels is None:
         return run.unknown(call, f"channels are mixed by {call.name!r}")
     keep = len(call.shape) == labels.dim()
@@ -119,7 +128,7 @@ def softmax(run: Propagation, call: Call) -> Any:
     dim = call.option(position, "dim")
     if dim is None:
         dim = 1 if call.name == "normalize" else -1
-    mixed = _mix(run, call, labels, {int(dim) % labels.dim()})
+    mixed = mix(run, call, labels, {int(dim) % labels.dim()})
     return run.unknown(call, f"channels are mixed by {call.name!r}") if mixed is None else _like(call, mixed)
 
 
@@ -146,7 +155,7 @@ def glu(run: Propagation, call: Call) -> Any:
     return compress(value)
 
 
-def _mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor | None:
+def mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor | None:
     """Tie along ``dims`` where they vary; None when they alone vary, so that tying would be one unit."""
     varied = run.varied(labels)
     inside = [dim for dim in varied if dim in dims]

@@ -18,6 +18,7 @@ from smcp_fx.channels.propagation import (
     channel_labels,
     place,
 )
+from smcp_fx.channels.rules_elementwise import mix
 
 
 def convolution(run: Propagation, call: Call) -> Any:
@@ -31,6 +32,12 @@ def convolution(run: Propagation, call: Call) -> Any:
     groups = int(call.option(6, "groups", 1))
     labels = run.of(call.argument(0, "input"))
     axis = labels.dim() - rank - 1
+    varied = run.varied(labels)
+    if varied and axis not in varied:
+        run.blind = True
+        run.pin(
+            labels, call.node.name, f"{call.node.name!r} slides over the channels, which mixes neighbours"
+        )
     inputs = channel_labels(run, labels, axis)
     channels, out_channels = inputs.numel(), call.shape[axis]
     if groups == channels and channels > 1:
@@ -60,27 +67,8 @@ def convolution(run: Propagation, call: Call) -> Any:
         kind = "dense"
     if bias is not None:
         run.slot(bias.name, 0, outputs)
-    run.trail.layers.append(
-        Layer(
-            node=call.node.name,
-            path=_path(call, weight),
-            kind=kind,
-            weight=weight.name,
-            bias=bias.name if bias is not None else None,
-            in_dim=in_dim,
-            out_dim=out_dim,
-            groups=groups,
-            in_labels=in_slots,
-            out_labels=out_slots,
-            output_channels=outputs,
-            input_channels=inputs,
-            images=labels.shape[0] if axis > 0 else 1,
-            in_shape=tuple(labels.shape),
-            out_shape=call.shape,
-            transposed=transposed,
-            weight_shape=weight.shape,
-        )
-    )
+    slots, channel_pair = (in_slots, out_slots), (inputs, outputs)
+    _record(run, call, weight, bias, kind, (in_dim, out_dim), groups, slots, channel_pair, axis)
     return place(outputs, call.shape, axis)
 
 
@@ -89,7 +77,19 @@ def linear(run: Propagation, call: Call) -> Any:
     weights = _weights(run, call)
     if weights is None:
         return run.unknown(call, "a linear whose weight is computed, not a parameter")
-    weight, bias = weights
+    return dense(run, call, *weights, in_dim=1, out_dim=0)
+
+
+def dense(
+    run: Propagation,
+    call: Call,
+    weight: ParameterRef,
+    bias: ParameterRef | None,
+    *,
+    in_dim: int,
+    out_dim: int,
+) -> Tensor:
+    """A product of the last dimension with a matrix of parameters: `linear`, or `x @ weight`."""
     labels = run.of(call.argument(0, "input"))
     last = labels.dim() - 1
     varied = run.varied(labels)
@@ -100,36 +100,55 @@ def linear(run: Propagation, call: Call) -> Any:
                 run.fix_parameter(parameter, call.node.name, "mixes along a dimension without channels")
         return narrow_uniform(labels).expand(*labels.shape[:-1], 1).expand(call.shape)
     inputs = _inputs(run, call, channel_labels(run, labels, last))
-    if weight.name in run.trail.slots:
-        outputs = run.trail.slots[weight.name][0]
-    else:
+    outputs = run.trail.slots.get(weight.name, {}).get(out_dim)
+    if outputs is None:
         outputs = run.fresh(call.node.name, call.shape[-1])
-    run.slot(weight.name, 1, inputs)
-    run.slot(weight.name, 0, outputs)
+    run.slot(weight.name, in_dim, inputs)
+    run.slot(weight.name, out_dim, outputs)
     if bias is not None:
         run.slot(bias.name, 0, outputs)
+    axis = labels.dim() - 1
+    _record(
+        run, call, weight, bias, "dense", (in_dim, out_dim), 1, (inputs, outputs), (inputs, outputs), axis
+    )
+    return place(outputs, call.shape, -1)
+
+
+def _record(
+    run: Propagation,
+    call: Call,
+    weight: ParameterRef,
+    bias: ParameterRef | None,
+    kind: str,
+    dims: tuple[int, int],
+    groups: int,
+    slots: tuple[Tensor, Tensor],
+    channels: tuple[Tensor, Tensor],
+    axis: int,
+) -> None:
+    """Note a layer. ``dims``, ``slots``, ``channels``: (input, output); ``axis``: of the input's channels."""
+    shape = tuple(run.of(call.argument(0, "input")).shape)
     run.trail.layers.append(
         Layer(
             node=call.node.name,
             path=_path(call, weight),
-            kind="dense",
+            kind=kind,
             weight=weight.name,
             bias=bias.name if bias is not None else None,
-            in_dim=1,
-            out_dim=0,
-            groups=1,
-            in_labels=inputs,
-            out_labels=outputs,
-            output_channels=outputs,
-            input_channels=inputs,
-            images=labels.shape[0] if last > 0 else 1,
-            in_shape=tuple(labels.shape),
+            in_dim=dims[0],
+            out_dim=dims[1],
+            groups=groups,
+            in_labels=slots[0],
+            out_labels=slots[1],
+            input_channels=channels[0],
+            output_channels=channels[1],
+            images=shape[0] if axis > 0 else 1,
+            in_shape=shape,
             out_shape=call.shape,
-            transposed=False,
+            transposed="transpose" in (call.name or ""),
             weight_shape=weight.shape,
         )
     )
-    return place(outputs, call.shape, -1)
 
 
 def batch_norm(run: Propagation, call: Call) -> Any:
@@ -160,13 +179,17 @@ def group_norm(run: Propagation, call: Call) -> Any:
 
 
 def layer_norm(run: Propagation, call: Call) -> Any:
-    """Mixes the normalised dimensions, which pins channels there; channels elsewhere pass."""
+    """Mixes the normalised dimensions, which pins channels there; channels elsewhere pass. So does RMS norm."""
     labels = run.of(call.argument(0, "input"))
     shape = call.option(1, "normalized_shape")
-    mixed = range(labels.dim() - len(tuple(shape)), labels.dim())
-    if any(dim in mixed for dim in run.varied(labels)):
-        run.blind = True
+    mixed = set(range(labels.dim() - len(tuple(shape)), labels.dim()))
+    tied = mix(run, call, labels, mixed)
+    if tied is None:
         run.pin(labels, call.node.name, f"normalised over channels by {call.node.name!r}")
+    else:
+        labels = (
+            tied  # channels that can be told apart elsewhere, too (heads), go with all that is normalised
+        )
     if call.module is None:
         for parameter in (call.argument(2, "weight"), call.argument(3, "bias")):
             if isinstance(parameter, ParameterRef):
@@ -264,6 +287,7 @@ RULES: dict[str, Rule] = {
     "instancenorm": batch_norm,
     "groupnorm": group_norm,
     "layernorm": layer_norm,
+    "rmsnorm": layer_norm,
     "prelu": prelu,
     "embedding": embedding,
 }

@@ -9,9 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.labels import compress, varied_dims
+from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
 from smcp_fx.channels.operations import operation_name
-from smcp_fx.channels.propagation import Call, Propagation, Rule, Shuffle, tensor_leaves
+from smcp_fx.channels.propagation import (
+    Call,
+    ConstantRef,
+    ParameterRef,
+    Propagation,
+    Rule,
+    Shuffle,
+    tensor_leaves,
+)
 
 _MOVES = """
 broadcastto channelshuffle chunk diagonal expand expandas flatten flip getitem indexselect movedim
@@ -44,17 +52,23 @@ def perform(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 def move(run: Propagation, call: Call) -> Any:
     """Execute the movement on the labels."""
-    args, kwargs = labelled(run, (call.args, call.kwargs))
+    unknown = [t for t in tensor_leaves((call.args[1:], call.kwargs)) if not isinstance(t, ConstantRef)]
+    if isinstance(call.args[0], Tensor) and len(unknown) > (
+        1 if call.name in ("expandas", "viewas", "reshapeas") else 0
+    ):
+        return run.unknown(call, f"{call.name!r} by a tensor whose values are not known")
+    table, index = call.args[0], call.args[1] if len(call.args) > 1 else None
+    if isinstance(table, ParameterRef) and isinstance(index, ConstantRef) and _looks_up(table, index):
+        # Rows that are looked up over and over (relative positions) are no channels: one label a column.
+        run.of(table, range(1 - len(table.shape), 0))
+    args, kwargs = labelled(run, call.args[:1]) + known_values(call.args[1:]), known_values(call.kwargs)
+    args, kwargs = labelled(run, (args, kwargs))
     source = args[0]
     if not isinstance(source, Tensor):
         if isinstance(args[1], bool):  # both modes' outputs, picked by the training flag
             for leaf in tensor_leaves(source):
                 run.pin(run.of(leaf), call.node.name, "reaches the network's output")
         return source[args[1]] if call.name == "getitem" else run.unknown(call)
-    if len(tensor_leaves((args[1:], kwargs))) > (
-        1 if call.name in ("expandas", "viewas", "reshapeas") else 0
-    ):
-        return run.unknown(call, f"{call.name!r} by a tensor whose values are not known")
     result = pytree.tree_map(
         lambda t: compress(t) if isinstance(t, Tensor) else t, execute(call, args, kwargs)
     )
@@ -62,7 +76,8 @@ def move(run: Propagation, call: Call) -> Any:
         run.trail.parts.append(call.node.name)
     if call.name in _CHAIN:
         _find_shuffle(run, call)
-        _refuse_batch(run, call, source, result)
+        if call.name in ("view", "reshape", "flatten", "unflatten"):
+            _refuse_batch(run, call, source, result)
     return result
 
 
@@ -76,7 +91,15 @@ def join(run: Propagation, call: Call) -> Any:
         tensors = [t.unsqueeze(dim) for t in tensors]
     tensors = [t for t in tensors if t.numel()]
     dim %= len(full)
-    varied = {d for t in tensors for d in varied_dims(t)} | {dim}
+    across = {d for t in tensors for d in varied_dims(t)}
+    if len(across) == 1 and dim not in across:
+        # Pieces of space or of tokens, each with the same channels: these go together, and the result is uniform
+        # where it was joined. (Tensors must end up rectangular, whatever is tied later.)
+        first, *others = (narrow_uniform(t, keep=list(across)) for t in tensors)
+        for t in others:
+            run.tie(first, t)
+        return first.expand(full)
+    varied = across | {dim}
     cores = []
     for t in tensors:
         for other in range(t.dim()):
@@ -98,8 +121,10 @@ def pad(run: Propagation, call: Call) -> Any:
         if before == after == 0:
             continue
         if dim in run.varied(labels):
-            if mode != "constant" or before < 0 or after < 0:
-                return run.unknown(call, "padding that copies or drops channels")
+            if mode != "constant" or (call.module is not None and min(before, after) < 0):
+                return run.unknown(call, "padding that copies channels")
+            if min(before, after) < 0:
+                run.trail.parts.append(call.node.name)
             fixed = run.fixed(call.node.name, f"padding added by {call.node.name!r}")
             labels = F.pad(labels, [0, 0] * (labels.dim() - 1 - dim) + [before, after], value=fixed)
         else:
@@ -115,6 +140,15 @@ def labelled(run: Propagation, tree: Any) -> Any:
         run.of(leaf) if tensor_leaves(leaf) and not isinstance(leaf, slice) else leaf for leaf in leaves
     ]
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _looks_up(table: ParameterRef, index: ConstantRef) -> bool:
+    return len(table.shape) > 1 and len(index.shape) == 1 and index.shape[0] > table.shape[0]
+
+
+def known_values(tree: Any) -> Any:
+    """The arguments with constants of integers and booleans as the tensors they are."""
+    return pytree.tree_map(lambda v: v.value if isinstance(v, ConstantRef) else v, tree)
 
 
 def _refuse_batch(run: Propagation, call: Call, source: Tensor, result: Tensor) -> None:
@@ -134,10 +168,15 @@ def _find_shuffle(run: Propagation, call: Call) -> None:
     root = call.node.args[0]
     environment = run.trail.labels
     while isinstance(root, fx.Node) and isinstance(environment.get(root.name), Tensor):
+        if root.name in run.trail.virtual:
+            return  # inside a chain already: nothing may start there
         labels = environment[root.name]
         if len(chain) > 1 and labels.shape == torch.Size(call.shape) and _records(run, root, chain, labels):
             return
-        if not _moves_only(run, root) or len(root.users) > 1 or not isinstance(root.args[0], fx.Node):
+        ends_another = root.name in run.trail.shuffles  # becomes one node, which this chain may start from
+        if ends_another or not _moves_only(run, root) or len(root.users) > 1:
+            return
+        if not isinstance(root.args[0], fx.Node):
             return
         chain.insert(0, root)
         root = root.args[0]

@@ -16,17 +16,51 @@ from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
 from smcp_fx.channels.propagation import Trail
 
 
+class Why:
+    """The reasons for which units must stay: a mapping unit -> [(node, reason), ...], kept as two arrays."""
+
+    def __init__(self, units: list[Tensor], reasons: list[int], texts: list[tuple[str, str]]) -> None:
+        sizes = torch.tensor([u.numel() for u in units], dtype=torch.int64)
+        unit = torch.cat(units) if units else torch.empty(0, dtype=torch.int64)
+        order = torch.argsort(unit, stable=True)
+        self.units = unit[order]
+        self.reasons = torch.repeat_interleave(torch.tensor(reasons, dtype=torch.int64), sizes)[order]
+        self.texts = texts
+
+    def get(self, unit: int, default: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Up to eight different reasons of a unit, in the order they were found."""
+        first, last = torch.searchsorted(self.units, torch.tensor([unit, unit + 1])).tolist()
+        found = self.reasons[first:last].tolist()
+        return list(dict.fromkeys(self.texts[index] for index in found))[:8] if found else default
+
+    def pinned(self, count: int) -> Tensor:
+        """A bool for each of ``count`` units: must it stay?"""
+        return torch.bincount(self.units, minlength=count) > 0
+
+    def with_text(self, start: str, count: int) -> Tensor:
+        """A bool for each of ``count`` units: does one of its reasons start like this?"""
+        starts = torch.tensor([text.startswith(start) for _, text in self.texts] or [False])
+        return torch.bincount(self.units[starts[self.reasons]], minlength=count) > 0
+
+    def and_also(self, units: Tensor, node: str, text: str) -> Why:
+        """These reasons and one more, for the units given."""
+        more = Why([self.units, units], [0, len(self.texts)], [*self.texts, (node, text)])
+        reasons = torch.cat([self.reasons, torch.full_like(units, len(self.texts))])
+        more.reasons = reasons[torch.argsort(torch.cat([self.units, units]), stable=True)]
+        return more
+
+
 @dataclass(frozen=True)
 class Units:
-    """``unit[label]`` for every label; ``why[unit]`` lists the (node, reason) of those that must stay."""
+    """``unit[label]`` for every label; ``why`` lists the (node, reason) of those that must stay."""
 
     unit: Tensor
-    why: dict[int, list[tuple[str, str]]]
+    why: Why
 
     def of(self, labels: Tensor) -> Tensor:
         """Units of labels; -1 where the source always stays."""
         core = narrow_uniform(labels)
-        known = torch.where(core > 0, self.unit[core.clamp(min=0)], torch.full_like(core, -1))
+        known = torch.where(core > 0, self.unit[core.clamp(min=0)], -1)
         return compress(known.expand(labels.shape))
 
 
@@ -35,7 +69,8 @@ def close(trail: Trail) -> Units:
     pairs = list(trail.ties)
     pins = list(trail.pins)
     tensors = _tensors(trail)
-    units = Units(_components(pairs, trail.count), {})
+    nothing = Why([], [], [])
+    units = Units(_components(pairs, trail.count), nothing)
     while True:
         extra: list[Tensor] = []
         for labels in tensors:
@@ -43,18 +78,20 @@ def close(trail: Trail) -> Units:
         if not extra:
             break
         pairs += extra
-        units = Units(_components(pairs, trail.count), {})
+        units = Units(_components(pairs, trail.count), nothing)
     trail.ties = pairs
-    for labels, reason in pins:
-        for unit in torch.unique(units.unit[labels]).tolist():
-            _add(units.why, unit, trail.reasons[reason])
+    texts = list(trail.reasons)
+    kept = [torch.unique(units.unit[labels]) for labels, _ in pins]
+    reasons = [reason for _, reason in pins]
     for name, labels in _whole(trail):
         known = units.of(labels)
         if known.numel() and not varied_dims(known):
-            unit = int(known.reshape(-1)[0])
-            if unit >= 0:
-                _add(units.why, unit, (name, f"removing it would leave {name!r} empty"))
-    return units
+            unit = known[(0,) * known.dim()]
+            if int(unit) >= 0:
+                kept.append(unit.reshape(1))
+                reasons.append(len(texts))
+                texts.append((name, f"removing it would leave {name!r} empty"))
+    return Units(units.unit, Why(kept, reasons, texts))
 
 
 def _components(pairs: list[Tensor], count: int) -> Tensor:
@@ -127,9 +164,3 @@ def _whole(trail: Trail) -> list[tuple[str, Tensor]]:
     ]
     found += [(name, labels) for name, slots in trail.slots.items() for labels in slots.values()]
     return found + list(trail.elements.items())
-
-
-def _add(why: dict[int, list[tuple[str, str]]], unit: int, reason: tuple[str, str]) -> None:
-    reasons = why.setdefault(unit, [])
-    if reason not in reasons and len(reasons) < 8:
-        reasons.append(reason)

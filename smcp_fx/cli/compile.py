@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from rich.console import Console
-
+from smcp_fx.cli.common import consoles, guarded
 from smcp_fx.config import PruningConfig
-from smcp_fx.errors import SmcpError
 
 #: Measured this far above the target (a fraction of the dense latency), the run counts as missed.
 MISSED = 0.03
@@ -83,47 +81,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = vars(build_parser().parse_args(argv))
     debug = arguments.pop("debug")
-    console = Console(highlight=False, soft_wrap=True, emoji=False)
-    problems = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
-    try:
+    console, problems = consoles()
+
+    def run() -> int:
         from smcp_fx.compiler import CompileSettings, compile_model
 
         settings = CompileSettings(**{f.name: arguments[f.name] for f in fields(CompileSettings)})
         config = PruningConfig(**{f.name: _as_field(arguments[f.name]) for f in fields(PruningConfig)})
         report = compile_model(settings, config, console)
-    except KeyboardInterrupt:
-        problems.print(
-            f"\nInterrupted. Go on with the same command and --resume (state in {arguments['out']}/state)."
-        )
-        return 130
-    except SmcpError as error:
-        if debug:
-            raise
-        problems.print(f"[red]smcp-compile:[/red] {_plain(error)}", markup=True)
-        return error.exit_code
-    except OSError as error:
-        if debug:
-            raise
-        problems.print(f"[red]smcp-compile:[/red] {error.strerror or error}: {error.filename or ''}. Free space or "
-                       "give another --out.")  # fmt: skip
-        return 2
-    above = report["measured_fraction"] - report["target_fraction"]
-    if report["cost"] == "ms" and above > MISSED and not settings.allow_missed:
-        problems.print(
-            f"[red]smcp-compile:[/red] the target was missed: asked for {report['target_fraction']:.1%} of the dense "
-            f"latency, measured {report['measured_fraction']:.1%}. The files are written; run again on a quieter "
-            "machine, or ask for less."
-        )
-        return 3
-    return 0
+        above = report["measured_fraction"] - report["target_fraction"]
+        if report["cost"] == "ms" and above > MISSED and not settings.allow_missed:
+            problems.print(
+                f"[red]smcp-compile:[/red] the target was missed: asked for {report['target_fraction']:.1%} of the "
+                f"dense latency, measured {report['measured_fraction']:.1%}. The files are written; run again on a "
+                "quieter machine, or ask for less."
+            )
+            return 3
+        return 0
+
+    return guarded(
+        "smcp-compile",
+        run,
+        problems,
+        debug=debug,
+        interrupted=f"Go on with the same command and --resume (state in {arguments['out']}/state).",
+        advice="Free space or give another --out.",
+    )
 
 
 def _as_field(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _plain(error: BaseException) -> str:
-    return " ".join(str(error).split()).replace("[", "\\[")
 
 
 if __name__ == "__main__":

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, nn
 
 from smcp_fx.backends import Backend, Engine, Measurement, measure_interleaved
 from smcp_fx.compiler.data import ImageData
 from smcp_fx.compiler.models import FittedModel
-from smcp_fx.prepare import PreparedModel, convert
-from smcp_fx.pruner import Solve
+from smcp_fx.errors import CheckpointError
+from smcp_fx.files import write_texts
+from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.prepare import PreparedModel, sliced
+from smcp_fx.solve import Solve
 
 #: A measured fraction this far from the target is good enough to leave the masks as they are.
 CLOSE = 0.01
-#: How often a solve is repeated with a better correction before the masks are fixed.
+#: How often the last masks are solved for again with a better correction before they are fixed.
 TRIES = 3
+#: Predictions that differ by less than this (in logarithms) say nothing about the slope of the measured latency; and
+#: the slopes believed.
+_APART, _SLOPES = 0.1, (0.4, 1.25)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One network measured beside the dense one, in turns: predicted and measured ms."""
+    """One network measured beside the dense one, in turns: predicted and measured ms, after optimiser ``step``."""
 
     name: str
     predicted_ms: float | None
     dense: Measurement
     pruned: Measurement
+    step: int = 0
 
     @property
     def fraction(self) -> float:
@@ -42,7 +51,8 @@ class Corrector:
     """Measures the network that a solve chose, and corrects the pruner's target before masks are fixed.
 
     The table's sum and the engine's latency may differ by a factor (fusion across blocks, caches); the
-    pruner's ``correction`` is that factor for the fraction pruned / dense.
+    pruner's ``correction`` is that factor for the fraction pruned / dense. ``comparisons`` are kept in ``state``,
+    so that a resumed run knows them.
     """
 
     def __init__(
@@ -52,45 +62,110 @@ class Corrector:
         dense: Engine,
         inputs: tuple[Tensor, ...],
         fraction: float,
-        scratch: Path,
+        state: Path,
         say: Callable[[str], None],
+        cost: LatencyCost | None = None,
     ) -> None:
         self.prepared = prepared
         self.backend = backend
         self.dense = dense
         self.inputs = inputs
         self.fraction = fraction
-        self.scratch = scratch
+        self.file = state / "comparisons.json"
+        self.scratch = state / "candidate.onnx"
         self.say = say
+        self.cost = cost
         self.comparisons: list[Comparison] = []
 
     def after(self, solve: Solve) -> None:
-        """Measure after the first solve for the final target, and after the last one until it fits."""
+        """Measure before the final target arrives; after the last solve, solve again until it fits.
+
+        When no solve fits, the masks that came nearest stay, and what they measured is said.
+        """
         schedule = self.prepared.pruner.schedule
         assert schedule is not None
+        self._reprice()
         if solve.step == schedule.last_step:
-            for _ in range(TRIES):
-                if abs(self._measure("last masks") - self.fraction) <= CLOSE:
-                    return
-                self.prepared.pruner.solve()
-        elif solve.step >= schedule.ramp_end and not self.comparisons:
-            self._measure("first masks at the target")
+            self._fit(solve.step)
+        elif solve.step + schedule.every >= schedule.ramp_end and not self.comparisons:
+            # One solve before the target arrives: it then arrives corrected, and masks can stay from there on.
+            self._measure("first masks near the target", solve.step)
 
-    def _measure(self, name: str) -> float:
+    def resume(self, step: int) -> None:
+        """Take up the comparisons that were made up to the optimiser step that training goes on from."""
+        self._reprice()
+        if not self.file.exists():
+            return
+        try:
+            records = json.loads(self.file.read_text(encoding="utf-8"))
+            found = [_comparison(record) for record in records]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"{self.file} is damaged ({type(error).__name__}); start without --resume"
+            ) from error
+        self.comparisons = [comparison for comparison in found if comparison.step <= step]
+
+    def _reprice(self) -> None:
+        """Price the next solve around the present counts: how cold the weights are follows from all of them."""
+        if self.cost is not None:
+            self.prepared.pruner.cost = self.cost.around(self.prepared.pruner.counts)
+
+    def _fit(self, step: int) -> None:
+        tried: list[tuple[float, dict[str, Tensor]]] = []
+        for attempt in range(TRIES + 1):
+            if attempt:
+                self.prepared.pruner.solve()
+                self._reprice()
+            missed = self._measure("last masks" if not attempt else f"last masks, try {attempt + 1}", step)
+            missed -= self.fraction
+            tried.append((missed, self.prepared.masks))
+            if abs(missed) <= CLOSE:
+                return
+        missed, masks = min(tried, key=lambda entry: abs(entry[0]))
+        self.prepared.set_masks(masks)
+        self._reprice()
+        self.say(
+            f"no solve came within {CLOSE:.0%} of the target: the nearest is kept, at {self.fraction + missed:.1%}"
+        )
+
+    def _measure(self, name: str, step: int) -> float:
         pruner = self.prepared.pruner
-        module = convert(self.prepared)
+        module = sliced(self.prepared)
         predicted = pruner.cost.cost(pruner.counts)
         with self.backend.compile(module, self.inputs, self.scratch) as engine:
             dense, pruned = measure_interleaved([self.dense, engine])
         self.scratch.unlink(missing_ok=True)
-        found = Comparison(name, predicted, dense, pruned)
+        found = Comparison(name, predicted, dense, pruned, step)
         self.comparisons.append(found)
-        pruner.correction = found.fraction / (predicted / pruner.full_cost)
+        write_texts({self.file: json.dumps([asdict(c) for c in self.comparisons], indent=1)}, "measurements")
+        pruner.correction = self.fraction * pruner.full_cost / self._aim()
+        unsure = "" if dense.stable and pruned.stable else " (unstable: the machine is busy)"
         self.say(
-            f"{name}: measured {found.fraction:.1%} of the dense latency, the table says "
+            f"{name}: measured {found.fraction:.1%} of the dense latency{unsure}, the table says "
             f"{predicted / pruner.full_cost:.1%}, asked {self.fraction:.1%}"
         )
         return found.fraction
+
+    def _aim(self) -> float:
+        """The predicted ms that should measure what was asked, from the last comparison.
+
+        Latencies that do not fall as predicted (overheads that stay) are followed along the line through an
+        earlier comparison, in logarithms, where one lies far enough from the last for its slope to mean something.
+        """
+        last = self.comparisons[-1]
+        assert last.predicted_ms is not None
+        slope = 1.0
+        for earlier in self.comparisons[-2::-1]:
+            apart = math.log(last.predicted_ms / earlier.predicted_ms) if earlier.predicted_ms else 0.0
+            if abs(apart) > _APART:
+                slope = min(max(math.log(last.fraction / earlier.fraction) / apart, _SLOPES[0]), _SLOPES[1])
+                break
+        return float(last.predicted_ms * (self.fraction / last.fraction) ** (1 / slope))
+
+
+def _comparison(record: dict[str, Any]) -> Comparison:
+    sides = {side: Measurement(**record[side]) for side in ("dense", "pruned")}
+    return Comparison(**{**record, **sides})
 
 
 def accuracy_of(engine: Engine, data: ImageData, fitted: FittedModel, batch: int) -> float:
@@ -134,11 +209,11 @@ def layer_counts(prepared: PreparedModel) -> list[dict[str, Any]]:
     ]
 
 
-def converted_full(prepared: PreparedModel) -> fx.GraphModule:
-    """The network as a plain graph with every channel, whatever the masks are now."""
+def converted_full(prepared: PreparedModel) -> nn.Module:
+    """The network as a plain model with every channel, whatever the masks are now."""
     masks = prepared.masks
     prepared.set_masks({name: torch.ones_like(mask) for name, mask in masks.items()})
     try:
-        return convert(prepared)
+        return sliced(prepared)
     finally:
         prepared.set_masks(masks)

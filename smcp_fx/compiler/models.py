@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,8 @@ def load_model(spec: str, data: ImageData, weights: str | None = None) -> Fitted
             )
     elif kind == "timm" and name:
         model = _timm(name, data)
-    elif spec.rpartition(":")[0].endswith(".py"):
-        model = call_factory(spec)
-        if not isinstance(model, nn.Module):
-            raise InputError(f"{spec} must return an nn.Module, not {type(model).__name__}")
     else:
-        raise InputError(
-            f"unknown model {spec!r}: give torchvision:NAME, timm:NAME, or path/to/file.py:factory"
-        )
+        model = _from_factory(spec)
     channels, size = _fit(model, spec, data)
     if channels != data.channels:
         notes.append(
@@ -65,6 +60,30 @@ def load_model(spec: str, data: ImageData, weights: str | None = None) -> Fitted
     if weights is not None:
         load_weights(model, weights)
     return FittedModel(model, name if kind in ("torchvision", "timm") else spec, channels, size, tuple(notes))
+
+
+def build_model(spec: str) -> nn.Module:
+    """Build ``torchvision:NAME`` (of any task), ``timm:NAME`` or ``path/to/file.py:factory`` as it comes.
+
+    Weights are random. Raises `InputError` for what is not there or does not build.
+    """
+    kind, _, name = spec.partition(":")
+    if kind == "torchvision" and name:
+        from torchvision import models
+
+        _check_name(name, models.list_models(), "model")
+        parameters = inspect.signature(models.get_model_builder(name)).parameters
+        options: dict[str, Any] = {"weights_backbone": None} if "weights_backbone" in parameters else {}
+        if name in ("googlenet", "inception_v3"):
+            options["init_weights"] = False  # half a minute of sampling that nobody looks at
+        try:
+            model: nn.Module = models.get_model(name, weights=None, **options)
+        except Exception as error:
+            raise InputError(f"torchvision cannot build {name!r}: {type(error).__name__}: {error}") from error
+        return model
+    if kind == "timm" and name:
+        return _create_timm(name)
+    return _from_factory(spec)
 
 
 def load_weights(model: nn.Module, path: str) -> None:
@@ -92,12 +111,7 @@ def load_weights(model: nn.Module, path: str) -> None:
 def _torchvision(name: str, classes: int) -> nn.Module:
     from torchvision import models
 
-    if name not in models.list_models(module=models):
-        near = [m for m in models.list_models(module=models) if m.startswith(name[:4])]
-        raise InputError(
-            f"torchvision has no classification model {name!r}"
-            + (f"; it has {', '.join(near)}" if near else "")
-        )
+    _check_name(name, models.list_models(module=models), "classification model")
     options: dict[str, Any] = {"num_classes": classes}
     if name in ("googlenet", "inception_v3"):
         options.update(aux_logits=False, init_weights=False)
@@ -105,15 +119,38 @@ def _torchvision(name: str, classes: int) -> nn.Module:
     return model
 
 
+def _check_name(name: str, known: list[str], what: str) -> None:
+    if name not in known:
+        near = [other for other in known if other.startswith(name[:4])]
+        raise InputError(
+            f"torchvision has no {what} {name!r}" + (f"; it has {', '.join(near)}" if near else "")
+        )
+
+
 def _timm(name: str, data: ImageData) -> nn.Module:
+    return _create_timm(name, num_classes=data.classes, in_chans=data.channels)
+
+
+def _create_timm(name: str, **options: Any) -> nn.Module:
     try:
         import timm
     except ModuleNotFoundError as error:
         raise InputError("--model timm:NAME needs timm: pip install timm") from error
     try:
-        model: nn.Module = timm.create_model(name, num_classes=data.classes, in_chans=data.channels)
+        model: nn.Module = timm.create_model(name, pretrained=False, **options)
     except Exception as error:
         raise InputError(f"timm cannot build {name!r}: {type(error).__name__}: {error}") from error
+    return model
+
+
+def _from_factory(spec: str) -> nn.Module:
+    if not spec.rpartition(":")[0].endswith(".py"):
+        raise InputError(
+            f"unknown model {spec!r}: give torchvision:NAME, timm:NAME, or path/to/file.py:factory"
+        )
+    model = call_factory(spec)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{spec} must return an nn.Module, not {type(model).__name__}")
     return model
 
 

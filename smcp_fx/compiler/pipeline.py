@@ -6,9 +6,6 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +14,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from smcp_fx.backends import get_backend
-from smcp_fx.backends.base import Backend, measure_interleaved
+from smcp_fx.backends.base import Backend, Fingerprint, measure_interleaved
 from smcp_fx.compiler.data import ImageData, load_data
-from smcp_fx.compiler.measuring import Corrector, accuracy_of, converted_full, layer_counts
+from smcp_fx.compiler.measuring import Corrector, accuracy_of, converted_full
 from smcp_fx.compiler.models import FittedModel, load_model
+from smcp_fx.compiler.reporting import Measured, build_report
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.training import EpochResult, Trainer
 from smcp_fx.config import PruningConfig
-from smcp_fx.costs import CostModel, bind
-from smcp_fx.errors import CheckpointError, InputError
+from smcp_fx.errors import CheckpointError, InputError, TableError, TraceError
 from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.latency_exchange import differences
 from smcp_fx.latency_table import LatencyTable
 from smcp_fx.latency_table import Progress as TableProgress
 from smcp_fx.prepare import PreparedModel, convert, prepare
-from smcp_fx.pruner import Solve
 from smcp_fx.report import summary_table, write_report
-from smcp_fx.tracing import Traced
 
 
 def compile_model(
@@ -67,8 +63,8 @@ class _Run:
             self.console.print(f"  {note}")
         inputs = (torch.randn(settings.batch, fitted.channels, fitted.size, fitted.size),)
         self._check_early(fitted)
+        cost = self._cost(backend)  # a damaged or foreign table is refused before anything is trained
         dense_results = self._train_dense(fitted, data)
-        cost, table = self._cost(backend)
         prepared = self._prepare(fitted, data, inputs, cost)
         folder = settings.folder
         dense_path, pruned_path = folder / "dense.onnx", folder / "pruned.onnx"
@@ -77,9 +73,10 @@ class _Run:
             dense = backend.compile(full, inputs, dense_path)
         fraction = self._fraction(prepared, dense.latency().median_ms)
         corrector = Corrector(
-            prepared, backend, dense, inputs, fraction, folder / "state" / "candidate.onnx", self._say
-        )
-        trainer = self._prune(prepared, fitted, data, corrector)
+            prepared, backend, dense, inputs, fraction, folder / "state", self._say,
+            cost if isinstance(cost, LatencyCost) else None,
+        )  # fmt: skip
+        trainer = self._prune(prepared, fitted, data, corrector, cost)
         with self._stage("emitting"):
             smaller = convert(prepared)
             self._save(smaller, prepared, folder / "pruned.safetensors")
@@ -88,9 +85,13 @@ class _Run:
             measured = measure_interleaved([dense, pruned])
         with self._stage("reading accuracies from the emitted files"):
             accuracies = [accuracy_of(engine, data, fitted, settings.batch) for engine in (dense, pruned)]
-        report = self._report(
-            prepared, fitted, data, backend, cost, table, corrector, measured, accuracies, fraction,
-            [("dense", dense_results), ("prune", trainer.results)],
+        report = build_report(
+            settings, self.config, prepared, fitted, data, backend, corrector,
+            Measured(tuple(measured), tuple(accuracies), fraction),
+            cost=cost if isinstance(cost, LatencyCost) else None,
+            training=[("dense", dense_results), ("prune", trainer.results)],
+            seconds=self.seconds,
+            notes=self.notes,
         )  # fmt: skip
         write_report(report, folder)
         self.console.print(summary_table(report))
@@ -105,10 +106,10 @@ class _Run:
         record_file = state / "settings.json"
         record = as_record(self.settings, self.config)
         try:
+            if self.settings.resume and not record_file.exists():
+                raise CheckpointError(f"there is no run to resume in {folder}; start it without --resume")
             state.mkdir(parents=True, exist_ok=True)
             if self.settings.resume:
-                if not record_file.exists():
-                    raise CheckpointError(f"there is no run to resume in {folder}; start it without --resume")
                 try:
                     before = json.loads(record_file.read_text(encoding="utf-8"))
                 except ValueError as error:
@@ -125,7 +126,7 @@ class _Run:
                         "with the same, or start afresh without --resume"
                     )
                 return
-            for old in state.glob("*.pt"):
+            for old in state.glob("*.safetensors"):
                 old.unlink()
             record_file.write_text(json.dumps(record, indent=1), encoding="utf-8")
         except OSError as error:
@@ -142,6 +143,11 @@ class _Run:
             cost=self.settings.cost if exact else "flops",
             config=self.config,
         )
+        if trial.regions:
+            raise TraceError(
+                f"{trial.untraced['']} Its parts can be traced and pruned in your own training loop "
+                "(smcp_fx.prepare), but what this command emits is one graph."
+            )
         trial.pruner.check_target()
 
     def _train_dense(self, fitted: FittedModel, data: ImageData) -> list[EpochResult]:
@@ -157,7 +163,7 @@ class _Run:
             lr=settings.lr,
             weight_decay=settings.weight_decay,
             seed=settings.seed,
-            checkpoint=settings.folder / "state" / "dense.pt",
+            checkpoint=settings.folder / "state" / "dense.safetensors",
         )
         if settings.resume:
             trainer.load()
@@ -166,17 +172,39 @@ class _Run:
         self.console.print(f"  dense test accuracy {trainer.results[-1].accuracy:.2%}")
         return trainer.results
 
-    def _cost(self, backend: Backend) -> tuple[str | CostModel, LatencyTable | None]:
+    def _cost(self, backend: Backend) -> str | LatencyCost:
         if self.settings.cost != "latency":
-            return self.settings.cost, None
-        path = (
-            Path(self.settings.table) if self.settings.table else self.settings.folder.parent / "table.sqlite"
+            return self.settings.cost
+        default = self.settings.folder.parent / "table.sqlite"
+        table = LatencyTable(Path(self.settings.table) if self.settings.table else default)
+        foreign = self._foreign(table, backend.fingerprint()) if self.settings.table else None
+        return LatencyCost(table, backend, fingerprint=foreign)
+
+    def _foreign(self, table: LatencyTable, here: Fingerprint) -> Fingerprint | None:
+        """The fingerprint of a given table's rows where they are not of this device and runtime, if allowed."""
+        known = table.fingerprints()
+        if not known or here in known:
+            return None
+        told = "; ".join(f"{other.describe()} ({differences(other, here)})" for other in known)
+        if not self.settings.allow_fingerprint:
+            raise TableError(
+                f"{table.path} holds no rows of {here.describe()}, only of: {told}. Measure into another file, fill "
+                "this one with smcp-table measure, or use its rows as they are with --allow-fingerprint"
+            )
+        if len(known) > 1:
+            raise TableError(
+                f"{table.path} holds rows of {len(known)} fingerprints, none of this device ({told}); "
+                "--allow-fingerprint needs a table of one: smcp-table merge --fingerprint KEY makes it"
+            )
+        self.notes.append(
+            f"latencies predicted by rows of another fingerprint, as allowed: {known[0].describe()}, not "
+            f"{here.describe()} ({differences(known[0], here)})"
         )
-        table = LatencyTable(path)
-        return LatencyCost(table, backend), table
+        self._say(self.notes[-1])
+        return known[0]
 
     def _prepare(
-        self, fitted: FittedModel, data: ImageData, inputs: tuple[Any, ...], cost: str | CostModel
+        self, fitted: FittedModel, data: ImageData, inputs: tuple[Any, ...], cost: str | LatencyCost
     ) -> PreparedModel:
         schedule = self.settings.schedule(data.steps_per_epoch(self.settings.train_batch))
         wanted = self.settings.wanted
@@ -218,7 +246,12 @@ class _Run:
         return pruner.target / pruner.full_cost
 
     def _prune(
-        self, prepared: PreparedModel, fitted: FittedModel, data: ImageData, corrector: Corrector
+        self,
+        prepared: PreparedModel,
+        fitted: FittedModel,
+        data: ImageData,
+        corrector: Corrector,
+        cost: str | LatencyCost,
     ) -> Trainer:
         settings = self.settings
         pruner = prepared.pruner
@@ -232,155 +265,25 @@ class _Run:
             lr=settings.lr * 2 / 3,
             weight_decay=settings.weight_decay,
             seed=settings.seed + 1,
-            checkpoint=settings.folder / "state" / "pruning.pt",
+            checkpoint=settings.folder / "state" / "pruning.safetensors",
         )
         if settings.resume and trainer.load():
-            pruner.correction = float(trainer.extra.get("correction", 1.0))
-            pruner.history = [Solve(**entry) for entry in json.loads(trainer.extra.get("history", "[]"))]
+            corrector.resume(trainer.step)
 
         def before_step(step: int) -> None:
             solve = pruner.step()
-            if solve is not None:
-                if pruner.cost.unit == "ms":
-                    corrector.after(solve)
-                trainer.extra["correction"] = pruner.correction
-                trainer.extra["history"] = json.dumps([asdict(entry) for entry in pruner.history])
+            if solve is not None and isinstance(cost, LatencyCost):
+                corrector.after(solve)
 
         with self._stage("pruning while training"), self._bar("pruning while training") as tick:
             trainer.run(tick, before_step)
         return trainer
 
-    def _save(self, smaller: torch.fx.GraphModule, prepared: PreparedModel, path: Path) -> None:
+    def _save(self, smaller: torch.nn.Module, prepared: PreparedModel, path: Path) -> None:
         from smcp_fx.serialization import save
 
         save(smaller, path, metadata={"model": self.settings.model, "target": self.settings.target,
                                       "kept": prepared.pruner.counts})  # fmt: skip
-
-    # ---- the report -------------------------------------------------------------------------------------
-
-    def _report(
-        self, prepared: PreparedModel, fitted: FittedModel, data: ImageData, backend: Backend,
-        cost: str | CostModel, table: LatencyTable | None, corrector: Corrector, measured: Any,
-        accuracies: list[float], fraction: float, training: list[tuple[str, list[EpochResult]]],
-    ) -> dict[str, Any]:  # fmt: skip
-        settings, pruner = self.settings, prepared.pruner
-        counts, unit = pruner.counts, pruner.cost.unit
-        full_counts = pruner.cost.full_counts
-        traced = Traced(prepared, prepared.plan.traced.values)
-        others = {name: bind(name, traced, prepared.channels) for name in ("flops", "params")}
-        predicted = {"dense": pruner.full_cost, "pruned": pruner.cost.cost(counts)}
-        sides = {}
-        for side, chosen, result, accuracy in zip(
-            ("dense", "pruned"), (full_counts, counts), measured, accuracies, strict=True
-        ):
-            sides[side] = {
-                "accuracy": accuracy,
-                "latency_ms": result.median_ms,
-                "latency_q1_ms": result.q1_ms,
-                "latency_q3_ms": result.q3_ms,
-                "latency_stable": result.stable,
-                "predicted_ms": predicted[side] if unit == "ms" else None,
-                "params": others["params"].cost(chosen),
-                "flops": others["flops"].cost(chosen),
-            }
-        measured_fraction = measured[1].median_ms / measured[0].median_ms
-        per_epoch = pruner.schedule.steps_per_epoch if pruner.schedule is not None else 1
-        blocks = []
-        if unit == "ms":
-            blocks = [
-                {"name": term.name, "dense_ms": term.cost(full_counts), "pruned_ms": term.cost(counts)}
-                for term in pruner.cost.terms
-            ]
-        validation = [
-            {"name": c.name, "predicted_ms": c.predicted_ms, "measured_ms": c.pruned.median_ms}
-            for c in corrector.comparisons
-        ]
-        if unit == "ms":
-            validation.insert(
-                0, {"name": "dense", "predicted_ms": predicted["dense"], "measured_ms": measured[0].median_ms}
-            )
-            validation.append(
-                {"name": "emitted", "predicted_ms": predicted["pruned"], "measured_ms": measured[1].median_ms}
-            )
-        return {
-            "model": fitted.name,
-            "data": data.name,
-            "seed": settings.seed,
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "target": settings.target,
-            "target_fraction": fraction,
-            "predicted_fraction": predicted["pruned"] / predicted["dense"],
-            "measured_fraction": measured_fraction,
-            "correction": pruner.correction,
-            "cost": unit,
-            "batch": settings.batch,
-            "epochs": settings.epochs,
-            "settings": as_record(settings, self.config),
-            "backend": backend.fingerprint().as_dict(),
-            "versions": _versions(),
-            "seconds": self.seconds,
-            **sides,
-            "layers": layer_counts(prepared),
-            "groups": [
-                {
-                    "name": group.name,
-                    "size": group.size,
-                    "kept": counts.get(group.name, group.size),
-                    "consumers": list(group.consumers),
-                    "producers": list(group.producers),
-                    "pinned": list(group.pinned),
-                }
-                for group in prepared.channels.groups
-            ],
-            "solves": [
-                {
-                    "step": s.step,
-                    "epoch": s.step / per_epoch,
-                    "target": s.target,
-                    "cost": s.cost,
-                    "importance_kept": s.importance_kept,
-                    "bound": s.bound,
-                    "changed_share": s.changed_share,
-                    "returned": s.returned,
-                    "seconds": s.seconds,
-                }
-                for s in pruner.history
-            ],
-            "training": [
-                {"epoch": r.epoch, "phase": phase, "loss": r.loss, "accuracy": r.accuracy}
-                for phase, results in training
-                for r in results
-            ],
-            "validation": validation,
-            "blocks": blocks,
-            "table": self._table_facts(table, cost, backend),
-            "files": {
-                "dense": "dense.onnx",
-                "pruned": "pruned.onnx",
-                "weights": "pruned.safetensors",
-                "manifest": "pruned.json",
-                "report": "report.html",
-                "data": "report.json",
-            },
-            "notes": self.notes,
-        }
-
-    def _table_facts(
-        self, table: LatencyTable | None, cost: str | CostModel, backend: Backend
-    ) -> dict[str, Any] | None:
-        if table is None or not isinstance(cost, LatencyCost) or cost.report is None:
-            return None
-        fingerprint = backend.fingerprint()
-        error = table.held_out_error(cost.blocks, fingerprint)
-        return {
-            "path": str(table.path),
-            "rows": len(table.rows(fingerprint)),
-            "measured": cost.report.measured,
-            "reused": cost.report.reused,
-            "held_out_points": error.points,
-            "held_out_median": error.median,
-            "held_out_p95": error.p95,
-        }
 
     # ---- what the user sees -----------------------------------------------------------------------------
 
@@ -415,13 +318,3 @@ class _Run:
                 progress.update(task, completed=done, total=total, description=f"{name}, loss {loss:.3f}")
 
             yield tick
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("smcp_fx", "torch", "torchvision", "onnx", "onnxruntime", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

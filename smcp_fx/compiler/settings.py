@@ -49,6 +49,9 @@ class CompileSettings:
         None, "steps between two solves (r); default: about 24 solves, at most 80 steps"
     )
     table: str | None = option(None, "latency table to use and extend (default: table.sqlite beside --out)")
+    allow_fingerprint: bool = option(
+        False, "use the rows of --table although they are of another device, runtime or version"
+    )
     out: str = option("runs/compile", "folder for the files")
     seed: int = option(0, "seed of everything random")
     resume: bool = option(False, "go on with an interrupted run in --out")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.compiler.data import ImageData
 from smcp_fx.compiler.models import FittedModel
-from smcp_fx.errors import CheckpointError, TrainingError
+from smcp_fx.errors import TrainingError
 
 #: Called after every optimiser step with (steps done, steps in all, loss).
 Ticker = Callable[[int, int, float], None]
@@ -59,7 +58,6 @@ class Trainer:
         self.total_steps = max(1, round(epochs * self.steps_per_epoch))
         self.step = 0
         self.results: list[EpochResult] = []
-        self.extra: dict[str, Any] = {}
         decayed = [p for p in model.parameters() if p.dim() > 1]
         plain = [p for p in model.parameters() if p.dim() <= 1]
         self.optimizer = torch.optim.SGD(
@@ -90,10 +88,12 @@ class Trainer:
                 loss.backward()  # type: ignore[no-untyped-call]
                 value = float(loss.detach())
                 if not math.isfinite(value):
+                    saved = (
+                        f"; the last good state is in {self.checkpoint}" if self.checkpoint.exists() else ""
+                    )
                     raise TrainingError(
                         f"the loss is {value} at step {self.step + 1} of {self.total_steps} (epoch {epoch + 1}): "
-                        f"training has diverged. Try a smaller learning rate than {self.lr} (--lr); the last "
-                        f"good state is in {self.checkpoint}."
+                        f"training has diverged. Try a smaller learning rate than {self.lr} (--lr){saved}."
                     )
                 self.step += 1
                 if before_step is not None:
@@ -127,56 +127,17 @@ class Trainer:
             group["lr"] = self.lr * factor
 
     def save(self) -> None:
-        """Write the checkpoint beside, then rename it."""
-        write_checkpoint(
-            self.checkpoint,
-            {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "step": self.step,
-                "results": [[r.epoch, r.loss, r.accuracy] for r in self.results],
-                "extra": self.extra,
-            },
+        """Write the checkpoint; it is complete or not there."""
+        results = [[r.epoch, r.loss, r.accuracy] for r in self.results]
+        save_checkpoint(
+            self.checkpoint, self.model, self.optimizer, extras={"step": self.step, "results": results}
         )
 
     def load(self) -> bool:
         """Go back to the checkpoint; False when there is none."""
         if not self.checkpoint.exists():
             return False
-        state = read_checkpoint(self.checkpoint)
-        try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.step = int(state["step"])
-            self.results = [EpochResult(int(e), float(lo), float(a)) for e, lo, a in state["results"]]
-            self.extra = dict(state["extra"])
-        except (KeyError, RuntimeError, ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"{self.checkpoint} does not belong to this run ({str(error).splitlines()[0]}); delete it or "
-                "give another --out"
-            ) from error
+        extras = load_checkpoint(self.checkpoint, self.model, self.optimizer)
+        self.step = int(extras["step"])
+        self.results = [EpochResult(int(e), float(lo), float(a)) for e, lo, a in extras["results"]]
         return True
-
-
-def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Save tensors and plain values; the file is complete or not there."""
-    beside = path.with_name(path.name + ".part")
-    try:
-        torch.save(state, beside)
-        os.replace(beside, path)
-    except (OSError, RuntimeError) as error:
-        beside.unlink(missing_ok=True)
-        raise CheckpointError(f"cannot write {path}: {error}. Is the disk full?") from error
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Load what `write_checkpoint` saved, running no code from it."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} is damaged or no checkpoint ({type(error).__name__}); delete it, or start without --resume"
-        ) from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} is no checkpoint; delete it, or start without --resume")
-    return state

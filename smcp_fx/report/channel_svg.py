@@ -12,6 +12,13 @@ from smcp_fx.report.svg import Markup, dot, element, line, rect, text
 _ROW = 25.0
 _LETTER = 6.8  # a letter's mean advance in the widest of the page's fonts, in pixels
 _LABEL_LIMIT = 46
+#: The zoom buttons: what each does (the script knows them by it), its sign, its keys.
+_ZOOM = (
+    ("zoom out", "\N{MINUS SIGN}", "- or Ctrl and the wheel"),
+    ("zoom in", "+", "+ or Ctrl and the wheel"),
+    ("fit", "fit", "0"),
+    ("true size", "1:1", "1"),
+)
 
 
 def draw_channel_graph(report: Mapping[str, Any]) -> Markup | None:
@@ -37,6 +44,16 @@ def draw_channel_graph(report: Mapping[str, Any]) -> Markup | None:
         drawing = _draw_level(level, groups, expandable=not every)
         drawings.append(element("div", drawing, class_=f"level level-{index}"))
     bar = element("fieldset", element("legend", "Modules shown"), *choices, class_="tabs")
+    zoom = element(
+        "div",
+        *(
+            element("button", sign, type="button", data_zoom=name, aria_label=name, title=f"{name} ({keys})")
+            for name, sign, keys in _ZOOM
+        ),
+        class_="zoom js-only",
+        role="group",
+        aria_label="Zoom",
+    )
     search = element(
         "label",
         element("span", "Find a layer, a group or a reason"),
@@ -47,7 +64,9 @@ def draw_channel_graph(report: Mapping[str, Any]) -> Markup | None:
     panel = element(
         "aside",
         element(
-            "p", "Point at a group to see its members; click to hold it. Click a layer to see what it shares."
+            "p",
+            "Point at a group or a layer to see its members, its shapes and what would go with it; click to hold it. "
+            "A box with a plus opens its module. Drag to move, Ctrl and the wheel to zoom.",
         ),
         id="cg-panel",
         class_="panel js-only",
@@ -56,17 +75,18 @@ def draw_channel_graph(report: Mapping[str, Any]) -> Markup | None:
     body = element("div", element("div", *drawings, class_="scroll"), panel, class_="cg-body")
     return element(
         "div",
-        element("div", bar, search, class_="cg-bar"),
-        _legend(),
+        element("div", bar, zoom, search, class_="cg-bar"),
+        _legend(any("kept" in group for group in groups)),
         body,
-        element("script", Markup(_data(groups)), type="application/json", id="cg-data"),
+        element("script", Markup(_data(groups, layers)), type="application/json", id="cg-data"),
         class_="cg",
     )
 
 
 def describe_group(group: Mapping[str, Any]) -> str:
     """Return what a group is, in a few lines of plain text."""
-    lines = [f"{group['name']}: {group['kept']} of {group['size']} kept"]
+    size = f"{group['kept']} of {group['size']} kept" if "kept" in group else f"{group['size']} units"
+    lines = [f"{group['name']}: {size}"]
     for title, key in (("written by", "producers"), ("read by", "consumers")):
         members = list(group.get(key) or [])
         if members:
@@ -78,9 +98,16 @@ def describe_group(group: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _data(groups: Sequence[Mapping[str, Any]]) -> str:
-    fields = ("name", "size", "kept", "producers", "consumers", "pinned")
-    data = [{key: group.get(key) for key in fields} for group in groups]
+def _data(groups: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the script tells of each group and layer: {"groups": [...], "layers": {path: {...}}}."""
+    of_group = ("name", "size", "kept", "producers", "consumers", "pinned", "permitted", "channels")
+    of_layer = ("kind", "weight_shape", "in_shape", "out_shape", "groups")
+    data = {
+        "groups": [{key: group[key] for key in of_group if key in group} for group in groups],
+        "layers": {
+            str(layer["path"]): {key: layer[key] for key in of_layer if key in layer} for layer in layers
+        },
+    }
     return json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")  # no "</script>" from a name
 
 
@@ -203,6 +230,7 @@ def _draw_lane(
     if len(members) > 4:
         tips.append(f"and {len(members) - 4} more groups")
     kept, size = _totals(members)
+    pruned = any("kept" in group for group in members)
     y = _middle(lane.top)
     parts = [
         element("title", "\n".join(tips)),
@@ -218,10 +246,14 @@ def _draw_lane(
             parts.append(dot(x, at, 4 if mark == "write" else 3.6, f"mark {mark}"))
     parts += [
         rect(x - width / 2, y - 9, width, 18, "node", rx=5),
-        rect(x - width / 2 + 4, y + 5.2, (width - 8), 2, "node-track", rx=1),
-        rect(x - width / 2 + 4, y + 5.2, (width - 8) * (kept / size if size else 1), 2, "node-share", rx=1),
-        text(x, y + 3, label, "node-text", "middle"),
+        text(x, y + (3 if pruned else 3.8), label, "node-text", "middle"),
     ]
+    if pruned:
+        share = kept / size if size else 1
+        parts += [
+            rect(x - width / 2 + 4, y + 5.2, width - 8, 2, "node-track", rx=1),
+            rect(x - width / 2 + 4, y + 5.2, (width - 8) * share, 2, "node-share", rx=1),
+        ]
     return element(
         "g",
         *parts,
@@ -230,25 +262,31 @@ def _draw_lane(
         data_rows=" ".join(map(str, lane.marks)),
         tabindex=0,
         role="button",
-        aria_label=f"{', '.join(str(group['name']) for group in members[:4])}: {kept} of {size} channels kept",
+        aria_label=f"{', '.join(str(group['name']) for group in members[:4])}: {_share(members)} channels",
     )
 
 
 def _node_text(lane: Lane, groups: Sequence[Mapping[str, Any]]) -> str:
-    kept, size = _totals([groups[index] for index in lane.groups])
     several = f"{len(lane.groups)}: " if len(lane.groups) > 1 else ""
-    return f"{several}{kept}/{size}"
+    return several + _share([groups[index] for index in lane.groups])
 
 
 def _inside(row: MapRow, groups: Sequence[Mapping[str, Any]]) -> str:
     if not row.inside:
         return ""
-    kept, size = _totals([groups[index] for index in row.inside])
-    return f"{len(row.inside)} group{'s' * (len(row.inside) > 1)}, {kept}/{size}"
+    share = _share([groups[index] for index in row.inside])
+    return f"{len(row.inside)} group{'s' * (len(row.inside) > 1)}, {share}"
+
+
+def _share(members: Sequence[Mapping[str, Any]]) -> str:
+    """Return "kept/size"; the size alone where nothing was pruned yet."""
+    kept, size = _totals(members)
+    return f"{kept}/{size}" if any("kept" in group for group in members) else f"{size}"
 
 
 def _totals(members: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    return sum(int(group["kept"]) for group in members), sum(int(group["size"]) for group in members)
+    kept = sum(int(group.get("kept", group["size"])) for group in members)
+    return kept, sum(int(group["size"]) for group in members)
 
 
 def _shortened(label: str) -> str:
@@ -265,7 +303,7 @@ def _shared_prefix(before: str, label: str) -> int:
     return shared
 
 
-def _legend() -> Markup:
+def _legend(pruned: bool) -> Markup:
     def sample(body: Markup, words: str) -> Markup:
         drawing = element(
             "svg", body, viewBox="0 0 22 18", width=22, height=18, class_="graph", aria_hidden="true"
@@ -278,7 +316,7 @@ def _legend() -> Markup:
         sample(rect(7.5, 5.5, 7, 7, "layer", rx=2), "layer"),
         sample(
             element("g", rect(1, 2, 20, 14, "node", rx=4), class_="lane"),
-            "group of channels: kept/size (before a colon: how many groups)",
+            f"group of channels: {'kept/size' if pruned else 'its units'} (before a colon: how many groups)",
         ),
         sample(pinned, "must stay whole"),
         sample(element("g", dot(11, 9, 4, "mark write"), class_="lane"), "the layer writes it too"),

@@ -10,6 +10,7 @@ from smcp_fx.report.bars import block_bars, channel_bars, latency_bars
 from smcp_fx.report.channel_svg import draw_channel_graph
 from smcp_fx.report.curves import solve_curves, training_curves, validation_pairs, validation_scatter
 from smcp_fx.report.formats import MISSING, milliseconds, number, percent, relative_change, significant
+from smcp_fx.report.heat_map import heat_map
 from smcp_fx.report.provenance import provenance
 from smcp_fx.report.summary import comparison, headline, model_name, target_line, unsteady
 from smcp_fx.report.svg import Markup, element, join
@@ -20,24 +21,27 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 def render_page(report: dict[str, Any]) -> str:
     """Return the whole page of a report (plain JSON values) as HTML text."""
+    main = element("main", _header(report), *_pictures(report), _channels(report), provenance(report))
+    return document(f"{model_name(report)}: smcp_fx report", main, scripts=(asset("channel_graph.js"),))
+
+
+def document(title: str, main: Markup, *, styles: Sequence[str] = (), scripts: Sequence[str] = ()) -> str:
+    """Return a whole page that fetches nothing, in the report's style; ``styles`` are added to it."""
     head = element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
-        element("title", f"{model_name(report)}: smcp_fx report"),
-        element("style", Markup(_asset("style.css"))),
+        element("title", title),
+        *(element("style", Markup(style)) for style in (asset("style.css"), *styles)),
     )
-    body = element(
-        "body",
-        element("main", _header(report), *_pictures(report), _channels(report), provenance(report)),
-        element("script", Markup(_asset("channel_graph.js"))),
-    )
+    body = element("body", main, *(element("script", Markup(script)) for script in scripts))
     return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return the text of one of the report's style sheets and scripts."""
     return resources.files("smcp_fx.report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -201,7 +205,30 @@ def _pictures(report: dict[str, Any]) -> list[Markup]:
             ),
         ),
     ]
-    return [wide[0], element("div", *small, class_="trio"), wide[1]]
+    return [wide[0], element("div", *small, class_="trio"), wide[1], *_surfaces(report)]
+
+
+def _surfaces(report: dict[str, Any]) -> list[Markup]:
+    """The latency surfaces of the dearest blocks, side by side."""
+    drawn = []
+    for block in report.get("surfaces") or []:
+        drawing = heat_map(block)
+        if drawing is not None:
+            chosen = " x ".join(map(str, block.get("chosen") or []))
+            drawn.append(
+                element(
+                    "figure", element("figcaption", element("p", f"{block['name']}, kept {chosen}")), drawing
+                )
+            )
+    if not drawn:
+        return []
+    words = (
+        "What the table holds of the blocks that take longest, over the channels they may keep. Colour is the time a "
+        "channel pair takes: an edge is a cliff of the runtime. White dots were measured, the rest is interpolated; "
+        "the frame is what was kept."
+    )
+    title = element("figcaption", element("h2", "Latency by channels"), element("p", words))
+    return [element("figure", title, element("div", *drawn, class_="trio"))]
 
 
 def _loss(value: Any) -> str:

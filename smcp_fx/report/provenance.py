@@ -62,10 +62,21 @@ def _certainty(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if pairs:
         name, predicted, measured = pairs[-1]
         rows.append((f"measured over predicted, {name}", relative_change(predicted, measured) or MISSING))
+    if table.get("foreign"):
+        rows.append(
+            ("table's rows are of another device or runtime", _described(table.get("fingerprint") or {}))
+        )
+    if table.get("unstable"):
+        rows.append(("table's rows that spread too far", count(table["unstable"])))
     correction = number(report.get("correction"))
     if correction is not None:
         rows.append(("correction of the table by an engine, before masks were fixed", f"× {correction:.3f}"))
     return rows
+
+
+def _described(fingerprint: Mapping[str, Any]) -> str:
+    parts = (fingerprint.get(key) for key in ("runtime", "version", "device"))
+    return ", ".join(str(part) for part in parts if part)
 
 
 def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import numbers
-import os
 from pathlib import Path
 from typing import Any
 
-from smcp_fx.errors import InputError, SmcpError
+from smcp_fx.errors import InputError
+from smcp_fx.files import write_texts
 from smcp_fx.report.page import render_page
 
 
@@ -26,23 +25,8 @@ def write_report(report: dict[str, Any], directory: Path) -> tuple[Path, Path]:
         "report.json": json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         "report.html": render_page(plain),
     }
-    targets = [directory / name for name in texts]
-    beside = [target.with_name(target.name + ".part") for target in targets]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for part, content in zip(beside, texts.values(), strict=True):
-            part.write_text(content, encoding="utf-8", errors="backslashreplace", newline="\n")
-        for part, target in zip(beside, targets, strict=True):
-            os.replace(part, target)
-    except OSError as error:
-        for part in beside:
-            with contextlib.suppress(OSError):  # the first error is the one to tell
-                part.unlink()
-        raise SmcpError(
-            f"cannot write the report into {directory}: {error.strerror or error}. Free space there, or give "
-            "another directory"
-        ) from error
-    return targets[0], targets[1]
+    write_texts({directory / name: content for name, content in texts.items()}, "the report")
+    return directory / "report.json", directory / "report.html"
 
 
 def plain_values(value: Any, where: str) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from torch import fx, nn
@@ -19,7 +20,16 @@ from smcp_fx.backends.onnx_blocks import BlockModels
 from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeEngine
 from smcp_fx.backends.onnxruntime_blocks import add_context, block_ms
 from smcp_fx.backends.onnxruntime_profile import NodeTime
-from smcp_fx.backends.timing import Sample, TimingConfig, measure_timers, summarise, take_sample, warm_up
+from smcp_fx.backends.onnxruntime_session import bound_run
+from smcp_fx.backends.timing import (
+    Sample,
+    TimingConfig,
+    measure_timers,
+    stopwatch,
+    summarise,
+    take_sample,
+    warm_up,
+)
 from smcp_fx.errors import BackendError, InputError, TableError
 
 FAST = TimingConfig(min_repeats=2, max_repeats=3, budget_ms=1, attempts=1, warmup_ms=1)
@@ -59,13 +69,44 @@ def test_warm_up_ends_when_runs_agree():
     assert warm_up(Clock(9, 5, 3, 2, 1.9, 1.9), config) == 5
 
 
-def test_timers_are_interleaved():
+def test_timers_take_turns_that_begin_with_untimed_runs():
     log: list[str] = []
-    config = TimingConfig(min_repeats=4, max_repeats=4, attempts=1, warmup_window=1)
+    config = TimingConfig(
+        min_repeats=4, max_repeats=4, attempts=1, warmup_window=1, settle=3, settle_ms=1e6, burst=2
+    )
     a, b = Clock(1.0, log=log, name="a"), Clock(2.0, log=log, name="b")
     first, second = measure_timers([a, b], config)
-    assert "".join(log) == "aabb" + "ab" * 4
+    assert "".join(log) == "aabb" + "aaaaabbbbb" * 2
     assert (first.median_ms, second.median_ms, first.repeats) == (1.0, 2.0, 4)
+
+
+def test_untimed_runs_are_not_timed_and_end_with_their_time():
+    """Each turn is dear at first: 9 and 9 ms untimed, then 1 ms."""
+    turn = [9.0, 9.0, 1.0, 1.0]
+    config = TimingConfig(min_repeats=4, max_repeats=4, attempts=1, warmup_window=1, settle=2, burst=2)
+    measured, _ = measure_timers([Clock(9.0, 9.0, *turn, *turn), Clock(1.0)], config)
+    assert (measured.median_ms, measured.q3_ms) == (1.0, 1.0)
+
+    def slow() -> float:
+        time.sleep(0.002)
+        calls.append(0)
+        return 2.0
+
+    calls: list[int] = []
+    config = TimingConfig(min_repeats=1, max_repeats=1, attempts=1, warmup_window=1, settle_ms=1.0, burst=1)
+    measure_timers([slow, Clock(1.0)], config)
+    assert len(calls) == 2 + 1 + 1  # warm-up, one untimed, one timed
+
+
+def test_a_clock_of_whole_steps_is_averaged():
+    """Three of ten runs of 2.3 steps show as 3: the median would say 2."""
+    samples = [Sample(0.002)] * 7 + [Sample(0.003)] * 3
+    m = summarise(samples, spread_limit=0.05, resolution_ms=0.001)
+    assert m.median_ms == pytest.approx(0.0023)
+    assert m.stable
+    assert summarise([*samples, Sample(5.0)], 0.05, 0.001).median_ms == pytest.approx(0.0023)
+    assert not summarise([Sample(0.002), Sample(0.012)] * 5, 0.05, 0.001).stable
+    assert not summarise(samples, spread_limit=0.05).stable
 
 
 def test_an_unstable_set_is_taken_again_and_then_said_to_be_unstable():
@@ -182,6 +223,73 @@ def test_layer_latencies_name_every_node():
         latencies = engine.layer_latencies()
     assert len(latencies) >= 2
     assert all(ms >= 0 for ms in latencies.values())
+
+
+def test_layer_latencies_of_torch_are_by_module_and_follow_the_work():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small, self.large = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 9, padding=4)
+            self.unused = nn.ReLU()
+
+        def forward(self, x):
+            return self.large(torch.relu(self.small(x)))
+
+    model = Twice()
+    with get_backend("torch").compile(model, (torch.randn(2, 8, 48, 48),)) as engine:
+        latencies = engine.layer_latencies()
+        again = engine.layer_latencies()
+    assert list(latencies) == list(again) == ["small", "large"]
+    assert 0 < latencies["small"] < latencies["large"]
+    assert not model.large._forward_hooks
+    with get_backend("torch", compiled=True).compile(model, (torch.randn(2, 8, 8, 8),)) as engine:
+        assert engine.layer_latencies() is None
+
+
+def test_layer_latencies_are_what_the_nodes_cost_without_the_profiler():
+    """A chain of tiny convolutions: what the profiler adds to each is several times what each takes."""
+    chain = nn.Sequential(*(nn.Conv2d(16, 16, 1) for _ in range(40))).eval()
+    with get_backend("onnxruntime").compile(chain, (torch.randn(1, 16, 2, 2),)) as engine:
+        whole = engine.latency().median_ms
+        nodes = sum(engine.layer_latencies().values())
+    assert 0 < nodes < 3 * whole
+
+
+def test_timing_with_bound_inputs_runs_the_network():
+    """What CUDA is timed with, on the CPU: the same outputs, and a run at each call."""
+    module, x = network(), torch.randn(2, 3, 8, 8)
+    with get_backend("onnxruntime").compile(module, (x,)) as engine:
+        run = bound_run(engine._session, {engine.input_names[0]: x.numpy()}, "cpu")
+        run()
+        assert 0 < stopwatch(run)() < 1e3
+
+
+@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="there is CUDA")
+def test_cuda_is_refused_with_the_line_that_installs_it():
+    with pytest.raises(
+        BackendError, match=r"has no CUDAExecutionProvider, only .*pip install onnxruntime-gpu"
+    ):
+        get_backend("onnxruntime", device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("CUDAExecutionProvider" not in ort.get_available_providers(), reason="needs CUDA")
+def test_cuda_computes_and_times_what_the_module_does():
+    backend = get_backend("onnxruntime", device="cuda")
+    assert "driver" in dict(backend.fingerprint().settings)
+    module, x = network(), torch.randn(2, 3, 8, 8)
+    with backend.compile(module, (x,)) as engine, torch.no_grad():
+        assert np.allclose(engine.run([x.numpy()])[0], module(x).numpy(), rtol=1e-2, atol=1e-2)
+        assert engine.latency(config=FAST).median_ms > 0
+        assert engine.layer_latencies() is None
+    latency = backend.block_latency(ABlock("conv", size=16), (16, 16), FAST)
+    assert latency.hot.median_ms > 0
+    assert latency.cold is None
+
+
+def test_devices_that_are_none_are_named():
+    with pytest.raises(BackendError, match="not measured on 'npu'"):
+        get_backend("onnxruntime", device="npu")
 
 
 def test_files_that_are_no_networks_are_refused(tmp_path):

@@ -79,6 +79,59 @@ def test_file_computes_what_the_module_does_at_any_batch(small, tmp_path, opset,
     assert [p.name for p in path.parent.iterdir()] == ["net.onnx"]
 
 
+def runtime_takes(opset: int) -> bool:
+    """Whether the installed ONNX Runtime loads a network of one node in this opset."""
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", values[:1], values[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    try:
+        ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    except Exception:  # whatever the runtime throws, it does not take it
+        return False
+    return True
+
+
+@pytest.mark.parametrize("opset", range(onnx_export.OLDEST_OPSET, onnx.defs.onnx_opset_version() + 1))
+def test_every_opset_is_written_and_runs_or_is_refused_by_the_runtime(small, tmp_path, opset):
+    """Opsets newer than the installed ONNX Runtime knows end in its refusal, and no file."""
+    x = torch.randn(2, 3, 12, 12)
+    assert runtime_takes(onnx_export.DEFAULT_OPSET)
+    if not runtime_takes(opset):
+        with pytest.raises(BackendError, match="refuses"):
+            export_onnx(small, x, tmp_path / "n.onnx", opset=opset)
+        assert list(tmp_path.iterdir()) == []
+        return
+    path = export_onnx(small, x, tmp_path / "n.onnx", opset=opset)
+    model = onnx.load(path)
+    assert [o.version for o in model.opset_import if not o.domain] == [opset]
+    assert not {"Identity", "Cast", "Transpose", "BatchNormalization"} & {n.op_type for n in model.graph.node}
+    with torch.no_grad():
+        assert np.allclose(run_file(path, x.numpy())[0], small.eval()(x).numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision_holds_half_precision_weights_and_no_casts(small, tmp_path):
+    small.eval()
+    x = torch.randn(2, 3, 12, 12)
+    path = export_onnx(small, x, tmp_path / "half.onnx", precision="fp16", metadata={"precision": "fp16"})
+    model = onnx.load(path)
+    floats = {t.data_type for t in model.graph.initializer if t.data_type != TensorProto.INT64}
+    assert floats == {TensorProto.FLOAT16}
+    kinds = [v.type.tensor_type.elem_type for v in (*model.graph.input, *model.graph.output)]
+    assert kinds == [TensorProto.FLOAT16] * 2
+    operations = Counter(node.op_type for node in model.graph.node)
+    assert operations == {"Conv": 2, "Relu": 2, "Add": 1, "GlobalAveragePool": 1, "Reshape": 1, "Gemm": 1}
+    found = run_file(path, x.numpy().astype(np.float16))[0]
+    assert found.dtype == np.float16
+    with torch.no_grad():
+        expected = small(x).numpy()
+    assert np.abs(found - expected).max() <= 1e-2 * np.abs(expected).max()
+    assert next(small.parameters()).dtype == torch.float32
+    full = export_onnx(small, x, tmp_path / "full.onnx")
+    assert path.stat().st_size < 0.75 * full.stat().st_size
+    with pytest.raises(InputError, match="precision 'int8'"):
+        export_onnx(small, x, tmp_path / "n.onnx", precision="int8")
+
+
 def test_metadata_is_in_the_file_and_the_exporting_machine_is_not(small, tmp_path):
     path = export_onnx(
         small, torch.randn(2, 3, 8, 8), tmp_path / "n.onnx", metadata={"target": 0.4, "of": "me"}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import models_layers  # noqa: F401  (these three register their networks)
+import models_layers  # noqa: F401  (these register their networks)
 import models_movement  # noqa: F401
+import models_products  # noqa: F401
+import models_shapes  # noqa: F401
 import models_wiring  # noqa: F401
 import pytest
 from models import AWKWARD, Case, check_slicing

@@ -13,6 +13,7 @@ import torch
 
 import smcp_fx
 from smcp_fx.cli.compile import build_parser, main
+from smcp_fx.cli.table import main as table_main
 from smcp_fx.compiler import CompileSettings, training
 from smcp_fx.compiler.data import load_data
 
@@ -175,6 +176,18 @@ def test_bad_input_is_one_paragraph(
     assert not list(tmp_path.rglob("*.onnx")) + list(tmp_path.rglob("*.part"))
 
 
+def test_what_cannot_work_is_refused_before_training(
+    model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.sqlite"
+    table.write_text("no table")
+    assert main([*arguments(f"{model_file}:build", tmp_path / "out"), "--table", str(table)]) == 2
+    assert "no latency table, or a damaged one" in " ".join(capsys.readouterr().err.split())
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+    assert main([*arguments(f"{model_file}:build", tmp_path / "never"), "--resume"]) == 2
+    assert not (tmp_path / "never").exists()
+
+
 def test_unknown_backends_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--backend", "abacus"])
@@ -189,6 +202,34 @@ def test_other_settings_are_not_resumed(
     assert main(arguments(f"{model_file}:build", tmp_path / "out", *flags)) == 0
     assert main(arguments(f"{model_file}:build", tmp_path / "out", *flags, "--seed", "3", "--resume")) == 2
     assert "seed: 0 -> 3" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_table_of_another_device_is_refused_or_used_as_it_is(
+    model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rows are this machine's under another name, so that they hold for every block."""
+    flags = ("--target", "0.95", "--allow-missed", "--epochs", "1")
+    assert main(arguments(f"{model_file}:build", tmp_path / "first", *flags)) == 0
+    rows = tmp_path / "rows.json"
+    assert table_main(["export", str(tmp_path / "table.sqlite"), str(rows)]) == 0
+    device = json.loads((tmp_path / "first" / "report.json").read_text())["backend"]["device"]
+    rows.write_text(rows.read_text().replace(json.dumps(device), '"a toaster"'))
+    other = tmp_path / "toaster.sqlite"
+    assert table_main(["import", str(rows), str(other)]) == 0
+    capsys.readouterr()
+
+    again = arguments(f"{model_file}:build", tmp_path / "second", *flags, "--table", str(other))
+    assert main(again) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    for text in ("holds no rows of", "a toaster", f"device: a toaster and {device}", "--allow-fingerprint"):
+        assert text in said
+    assert main([*again, "--allow-fingerprint"]) == 0
+    report = json.loads((tmp_path / "second" / "report.json").read_text())
+    assert report["table"]["foreign"] is True
+    assert report["table"]["fingerprint"]["device"] == "a toaster"
+    assert report["table"]["measured"] == 0
+    assert any("a toaster" in note for note in report["notes"])
+    assert "a toaster" in (tmp_path / "second" / "report.html").read_text()
 
 
 def test_the_help_names_every_setting_with_its_default() -> None:

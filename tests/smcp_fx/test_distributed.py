@@ -1,78 +1,130 @@
-"""Two processes train on different data: every rank ends with the same masks."""
+"""Two and three processes (gloo): every rank holds the same masks, errors reach all, a dead rank ends the job."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-WORKER = """
-import sys
-import smcp_fx
-import torch
-import torch.distributed as dist
-
-rank, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = torch.nn.Sequential(
-    torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU(),
-    torch.nn.Conv2d(16, 24, 3, padding=1), torch.nn.BatchNorm2d(24), torch.nn.ReLU(),
-    torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(24, 5),
-)
-schedule = smcp_fx.Schedule(epochs=1, steps_per_epoch=8, warmup=0.25, ramp=0.25, cooldown=0.25, every=2)
-config = smcp_fx.PruningConfig(multiple=1)
-prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), target=0.4, schedule=schedule, config=config)
-wrapped = torch.nn.parallel.DistributedDataParallel(prepared) if sys.argv[4] == "ddp" else prepared
-optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
-torch.manual_seed(1 + rank)
-prepared.train()
-for _ in range(8):
-    optimizer.zero_grad()
-    loss = torch.nn.functional.cross_entropy(wrapped(torch.randn(4, 3, 8, 8)), torch.randint(5, (4,)))
-    loss.backward()
-    prepared.pruner.step()
-    optimizer.step()
-names = ("keep", "remembered", "gathered")
-state = {name: getattr(prepared.smcp, name) for name in names}
-state["weight"] = prepared.get_parameter("0.weight").detach()
-torch.save(state, f"{folder}/{rank}.pt")
-dist.destroy_process_group()
-"""
+SCRIPT = Path(__file__).with_name("ddp_training.py")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-@pytest.mark.parametrize("kind", ["ddp", "gradients of its own"])
-def test_every_rank_holds_the_same_masks(kind: str, tmp_path: Path) -> None:
-    """Also where the ranks' gradients differ, which tells a broadcast from equal inputs."""
+def launch(folder: Path, world: int, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run the script with torchrun."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    return subprocess.run(
+        [*command, str(SCRIPT), str(folder), *more],
+        env=environment,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def results(folder: Path, world: int, *more: str) -> list[dict[str, Any]]:
+    done = launch(folder, world, *more)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", ["ddp", "own"])
+def test_every_rank_holds_the_same_masks(world: int, kind: str, tmp_path: Path) -> None:
+    """After every solve; also where the ranks' gradients differ, which tells a broadcast from equal inputs."""
+    ranks = results(tmp_path, world, kind)
+    first = ranks[0]
+    assert [step for step, _, _ in first["masks"]] == [4, 6, 8, 10]
+    assert len({masks for _, masks, _ in first["masks"]}) > 1
+    assert not bool(first["state"]["keep"].all())
+    for rank in ranks[1:]:
+        assert rank["masks"] == first["masks"]
+        assert torch.equal(rank["state"]["keep"], first["state"]["keep"])
+        assert torch.equal(rank["state"]["remembered"], first["state"]["remembered"])
+        same = kind == "ddp"
+        assert torch.equal(rank["state"]["weight"], first["state"]["weight"]) is same
+        assert torch.equal(rank["state"]["gathered"], first["state"]["gathered"]) is same
+        assert not torch.equal(rank["draw"], first["draw"])
+
+
+@pytest.mark.parametrize("skipped", ["0", "2"])
+def test_a_rank_that_skips_a_step_solves_with_the_others(skipped: str, tmp_path: Path) -> None:
+    """Its own gradients were not finite once; rank 0's count decides when a solve is due."""
+    first, second = results(tmp_path, 2, "own", "--skip", skipped)
+    assert first["masks"] == second["masks"]
+    assert [step for step, _, _ in first["masks"]] == [4, 6, 8, 10]
+    assert int(first["state"]["steps"]) == int(second["state"]["steps"]) == 12
+
+
+def test_a_target_out_of_reach_ends_all_ranks(tmp_path: Path) -> None:
+    """Rank 0 finds out; the others raise the same error instead of waiting for its masks."""
+    done = launch(tmp_path, 2, "ddp", "--target", "0.0001")
+    assert done.returncode != 0
+    assert done.stderr.count("InfeasibleBudgetError: the target of") == 2
+
+
+def test_a_dead_rank_ends_the_job_which_resumes_with_as_many_ranks_or_more(tmp_path: Path) -> None:
+    """Killed at step 7, resumed from step 5: with two ranks bit by bit the uninterrupted run."""
+    whole = results(tmp_path / "whole", 2)
+    for world in (2, 3):
+        folder = tmp_path / f"cut {world}"
+        done = launch(folder, 2, "ddp", "--die", "7")
+        assert done.returncode != 0
+        assert "SIGKILL" in done.stderr or "Signal 9" in done.stderr
+        assert not (folder / "0.pt").exists()
+        resumed = results(folder, world)
+        assert [step for step, _, _ in resumed[0]["masks"]] == [6, 8, 10]
+        for rank in resumed:
+            assert torch.equal(rank["state"]["keep"], resumed[0]["state"]["keep"])
+            assert int(rank["state"]["steps"]) == 12
+        if world == 2:
+            for rank, expected in zip(resumed, whole, strict=True):
+                assert rank["masks"] == expected["masks"][1:]
+                assert torch.equal(rank["draw"], expected["draw"])
+                for name, tensor in expected["state"].items():
+                    assert torch.equal(rank["state"][name], tensor), name
+
+
+def test_a_rank_that_dies_before_a_solve_is_named(tmp_path: Path) -> None:
+    """Without gradients to exchange, the solve is where the others notice; nobody but they end the job."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
+    job = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    first, second = (
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), port, str(tmp_path), kind],
-            env=environment,
-            cwd="/",
+            [sys.executable, str(SCRIPT), str(tmp_path), "own", "--die", "3"],
+            env={**os.environ, **job, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=120)
-        assert rank.returncode == 0, errors
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
-    assert torch.equal(first["keep"], second["keep"])
-    assert torch.equal(first["remembered"], second["remembered"])
-    assert not bool(first["keep"].all())
-    same = kind == "ddp"
-    assert torch.equal(first["weight"], second["weight"]) is same
-    assert torch.equal(first["gathered"], second["gathered"]) is same
+    )
+    _, errors = first.communicate(timeout=300)
+    second.communicate(timeout=300)
+    assert second.returncode == -signal.SIGKILL
+    assert first.returncode != 0
+    assert "rank 0 of 2 cannot reach the others: one has died or hangs" in errors
+    assert "goes on from the last checkpoint" in errors
+
+
+def test_frozen_layers_on_several_ranks(tmp_path: Path) -> None:
+    """Their importances come from the masks' gradients, of which all ranks take the mean."""
+    first, second = results(tmp_path, 2, "ddp", "--freeze")
+    assert first["masks"] == second["masks"]
+    assert torch.equal(first["state"]["gathered"], second["state"]["gathered"])
+    assert float(first["state"]["remembered"].min()) > 0

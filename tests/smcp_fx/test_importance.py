@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx import importance as importance_module
 from smcp_fx.errors import TrainingError
 from smcp_fx.importance import TaylorImportance
 
@@ -166,3 +168,41 @@ def test_corollary_masks(mode: str) -> None:
         assert float(channels[4:].abs().max()) == 0
     else:
         assert float(channels[4:].abs().min()) > 0
+
+
+# ---- the two ways to sum, against the definition ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        conv(5, 7),
+        conv(5, 7).to(memory_format=torch.channels_last),
+        nn.Conv2d(6, 9, 1),
+        nn.Conv2d(6, 9, 1).to(memory_format=torch.channels_last),
+        nn.Conv1d(6, 4, 3),
+        nn.Conv3d(4, 5, 2),
+        nn.Linear(6, 11),
+        nn.ConvTranspose2d(5, 3, 2),
+        nn.Conv2d(8, 6, 3, groups=2),
+    ],
+    ids=lambda module: f"{type(module).__name__} {tuple(module.weight.shape)} {module.weight.stride()}",
+)
+@pytest.mark.parametrize("gradient_like", ["weight", "other"])
+def test_sums_over_all_but_the_input_channels(
+    module: nn.Module, gradient_like: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few rows at a time or all layers at once, whatever the layout of weight and gradient."""
+    monkeypatch.setattr(importance_module, "_CHUNK", 40)
+    weight = module.weight.detach()  # type: ignore[operator, union-attr]
+    assert isinstance(weight, Tensor)
+    gradient = torch.randn_like(weight)
+    if gradient_like == "other" and weight.dim() == 4:
+        layout = torch.contiguous_format if not weight.is_contiguous() else torch.channels_last
+        gradient = gradient.to(memory_format=layout)
+    layer = SimpleNamespace(in_dim=0 if isinstance(module, nn.ConvTranspose2d) else 1)
+    axes = "oihwd"[: weight.dim()] if layer.in_dim else "iohwd"[: weight.dim()]
+    expected = torch.einsum(f"{axes},{axes}->i", weight.double(), gradient.double()).float()
+    for way in (importance_module._on_cpu, importance_module._on_device):
+        (found,) = way([(weight, gradient)], [layer])  # type: ignore[list-item]
+        assert_close(found, expected, "importance", way.__name__)

@@ -21,12 +21,15 @@ NAMES = [
     "PruningConfig",
     "Schedule",
     "SmcpError",
+    "TrainingWarning",
     "allocate",
     "convert",
     "export_onnx",
     "load",
+    "load_checkpoint",
     "prepare",
     "save",
+    "save_checkpoint",
     "solve_knapsack",
 ]
 

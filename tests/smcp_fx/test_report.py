@@ -6,13 +6,13 @@ import copy
 import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from html_page import HOSTILE, Page
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
@@ -27,50 +27,6 @@ from smcp_fx.report.curves import dense_cost, solve_curves, training_curves, val
 from smcp_fx.report.formats import count, duration, milliseconds, percent, relative_change, significant
 from smcp_fx.report.page import render_page
 from smcp_fx.report.svg import rounded_up, ticks
-
-VOID = {"meta", "input", "br", "hr"}
-HOSTILE = "</script><script>alert('x')</script>\"'&<b>"
-
-
-class Page(HTMLParser):
-    """Reads a page into lists, and refuses one whose tags do not match."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str]]] = []
-        self.texts: list[str] = []
-        self.raw: dict[str, list[str]] = {"script": [], "style": []}
-        self.feed(source)
-        self.close()
-        assert self.open == [], f"left open: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert len({name for name, _ in attrs}) == len(attrs), f"an attribute stands twice in <{tag} {attrs}>"
-        self.elements.append((tag, {name: value or "" for name, value in attrs}))
-        if tag in self.raw:
-            self.raw[tag].append("")
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
-        self.open.pop()
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in self.raw:
-            self.raw[self.open[-1]][-1] += data
-        else:
-            self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.texts).replace("\N{NO-BREAK SPACE}", " ")
-
-    def having(self, class_: str) -> list[dict[str, str]]:
-        return [
-            attributes for _, attributes in self.elements if class_ in attributes.get("class", "").split()
-        ]
 
 
 class Small(nn.Module):
@@ -391,7 +347,9 @@ def test_script_finds_what_it_looks_for(real: dict[str, Any]) -> None:
         re.sub("[A-Z]", lambda m: f"-{m[0].lower()}", name) for name in re.findall(r"dataset\.(\w+)", script)
     }
     assert {f"data-{field}" for field in fields} <= used
-    assert json.loads(page.raw["script"][0]) == real["groups"]
+    told = json.loads(page.raw["script"][0])
+    assert told["groups"] == real["groups"]
+    assert list(told["layers"]) == [layer["path"] for layer in real["layers"]]
 
 
 def test_hostile_names_stay_text(real: dict[str, Any]) -> None:
@@ -413,7 +371,7 @@ def test_hostile_names_stay_text(real: dict[str, Any]) -> None:
     assert tags.count("script") == [tag for tag, _ in before.elements].count("script") == 2
     assert "b" not in tags
     assert page.text.count(HOSTILE) >= 10
-    assert json.loads(page.raw["script"][0])[0]["pinned"] == [HOSTILE]
+    assert json.loads(page.raw["script"][0])["groups"][0]["pinned"] == [HOSTILE]
     assert not any(
         a.get("href", "./x").partition(":")[0] in {"javascript", "https"} for _, a in page.elements
     )

@@ -91,11 +91,6 @@ def test_control_flow_on_data_is_refused_and_located() -> None:
     assert re.search(r"It stopped at .*\.py:\d+ \(.+\)", str(caught.value))
 
 
-def test_loops_over_tensors_are_refused() -> None:
-    with pytest.raises(TraceError, match="cannot trace Net"):
-        trace(between(lambda s, h: sum(part for part in h)), (IMAGE,))
-
-
 @pytest.mark.parametrize(
     ("inputs", "shown"),
     [

@@ -1,0 +1,127 @@
+"""What masks and scales have in common: in the graph, both multiply a weight before a layer uses it.
+
+    before   conv1 = call_module[conv1](x)
+    after    product = function(get_attr[conv1.weight], get_attr[smcp.mask_conv1])
+             conv1 = forward_with_weight(get_attr[conv1], product, x)
+
+Folding goes back, with the product in the weight's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, fx
+
+from smcp_fx.errors import PassError
+from smcp_fx.masking import META, STATE, Mark, forward_with_weight, mark_of
+from smcp_fx.passes.base import GraphPass, PassResult
+
+
+def require_buffer(module: fx.GraphModule, name: str, asking: GraphPass) -> None:
+    """Raise `PassError` unless the prepared model's state has a buffer ``name``."""
+    if not hasattr(module.get_submodule(STATE), name):
+        raise PassError(f"{asking.name}: the module has no buffer {STATE}.{name}")
+
+
+def insert_product(
+    graph: fx.Graph,
+    uses: list[fx.Node],
+    weight: str,
+    factor: str,
+    function: Callable[..., Tensor],
+    kind: Literal["mask", "scale"],
+) -> bool:
+    """Let ``uses``, in order, take function(weight, buffer ``factor`` of the state); False if they do already."""
+    if mark_of(uses[0]) is not None:
+        return False
+    with graph.inserting_before(uses[0]):
+        original = _weight_of(uses[0]) or graph.create_node("get_attr", weight)
+        other = graph.create_node("get_attr", f"{STATE}.{factor}")
+        product = graph.call_function(function, (original, other))
+    for use in uses:
+        _redirect(graph, use, product, kind)
+    return True
+
+
+def _weight_of(use: fx.Node) -> fx.Node | None:
+    """The node that reads the weight of a functional call; None for a module's call."""
+    if use.op == "call_module":
+        return None
+    weight = use.args[1] if len(use.args) > 1 else use.kwargs["weight"]
+    assert isinstance(weight, fx.Node)
+    return weight
+
+
+def _redirect(graph: fx.Graph, use: fx.Node, product: fx.Node, kind: Literal["mask", "scale"]) -> None:
+    original = _weight_of(use)
+    if original is None:
+        path = str(use.target)
+        with graph.inserting_before(use):
+            owner = graph.create_node("get_attr", path)
+        use.op, use.target = "call_function", forward_with_weight
+        use.args = (owner, product, *use.args)
+        use.meta[META] = Mark(kind, path)
+    else:
+        use.replace_input_with(original, product)
+        if not original.users:
+            graph.erase_node(original)
+        use.meta[META] = Mark(kind, None)
+
+
+class FoldProducts(GraphPass):
+    """Multiplies each product of ``functions`` into its weight, and gives the layers their calls back."""
+
+    functions: ClassVar[tuple[Callable[..., Any], ...]]
+    what: ClassVar[str]
+
+    def apply(self, module: fx.GraphModule) -> PassResult:
+        """Fold."""
+        report = []
+        graph = module.graph
+        for node in list(graph.nodes):
+            if node.op != "call_function" or node.target not in self.functions:
+                continue
+            weight, factor = node.args
+            with torch.no_grad():
+                tensor = _attribute(module, weight)
+                tensor.mul_(_attribute(module, factor).to(tensor.dtype))
+            for use in list(node.users):
+                _restore(graph, use, weight)
+            for dead in (node, factor, weight):
+                if not dead.users:
+                    graph.erase_node(dead)
+            report.append(f"{weight.target}: {self.what} folded")
+        return PassResult(module, bool(report), tuple(report))
+
+    def ensures(self, module: fx.GraphModule) -> None:
+        """No product is left."""
+        if any(node.target in self.functions for node in module.graph.nodes):
+            raise PassError(f"{self.name} left a {self.what} in the graph")
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node) -> Tensor:
+    """The tensor a `get_attr` node reads."""
+    owner, _, name = str(node.target).rpartition(".")
+    value = getattr(module.get_submodule(owner), name)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _restore(graph: fx.Graph, use: fx.Node, original: fx.Node) -> None:
+    """Turn a `forward_with_weight` node back into the module call (or functional call) it was made from."""
+    mark = mark_of(use)
+    assert mark is not None
+    if mark.path is None:
+        replaced = _weight_of(use)
+        assert replaced is not None
+        use.replace_input_with(replaced, original)
+    else:
+        owner = use.args[0]
+        use.op, use.target = "call_module", mark.path
+        use.args = use.args[2:]
+        assert isinstance(owner, fx.Node)
+        graph.erase_node(owner)
+    del use.meta[META]

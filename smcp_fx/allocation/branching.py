@@ -1,0 +1,74 @@
+"""Close a gap that the Lagrangian cannot: halve one group's counts, and solve both halves.
+
+Where two choices far apart cost and are worth about the same (every second group whole and the others narrow,
+or the other way round), no multiplier proves more than what lies between them, and listing what loses little
+takes too long. With one group's counts halved between the two, each half holds one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from smcp_fx.allocation.problem import Array
+from smcp_fx.cost_model import NetworkCost
+from smcp_fx.errors import InfeasibleBudgetError
+
+#: Halvings of one solve, and the share of the bound that is worth one.
+_HALVINGS, _GAP = 8, 1e-6
+
+
+@dataclass(frozen=True)
+class Node:
+    """A solved restriction: the best counts found, their value, a bound, and the group and count to part it at."""
+
+    cost: NetworkCost
+    counts: dict[str, int]
+    value: float
+    bound: float
+    split: tuple[str, int] | None
+
+
+def close_gap(
+    root: Node,
+    values: Mapping[str, Array],
+    solve: Callable[[NetworkCost, dict[str, Array]], Node],
+) -> tuple[dict[str, int], float]:
+    """Return the best counts and the bound after up to `_HALVINGS` halvings, the widest bound first.
+
+    ``values`` belong to ``root.cost.permitted``; ``solve`` solves a restriction of it.
+    """
+    permitted = root.cost.permitted
+    best, closed = root, -math.inf
+    queue: list[tuple[float, int, Node]] = [(-root.bound, 0, root)]
+    made = 1
+    while queue:
+        node = queue[0][2]
+        if node.bound - best.value <= _GAP * abs(node.bound) or made > 2 * _HALVINGS:
+            break
+        heapq.heappop(queue)
+        if node.split is None:
+            closed = max(closed, node.bound)
+            continue
+        group, last = node.split
+        for keep_low in (True, False):
+            allowed = tuple(c for c in node.cost.permitted[group] if (c <= last) is keep_low)
+            counts = {**node.cost.permitted, group: allowed}
+            part = {
+                name: values[name][[permitted[name].index(c) for c in allowed]]
+                for name, allowed in counts.items()
+            }
+            made += 1
+            try:
+                half = solve(dataclasses.replace(node.cost, permitted=counts), part)
+            except InfeasibleBudgetError:
+                continue
+            # What bounds the whole bounds its halves.
+            half = dataclasses.replace(half, bound=min(half.bound, node.bound))
+            if half.value > best.value:
+                best = half
+            heapq.heappush(queue, (-half.bound, made, half))
+    return best.counts, max([best.value, closed, *(-bound for bound, _, _ in queue)])

@@ -1,0 +1,147 @@
+"""Channel rules of products of two tensors: matmul, bmm, einsum, scaled dot-product attention.
+
+Every dimension of a product is one of three: shared (a batch, attention heads), contracted (summed over), or free
+(of one operand only). No mask stands on an activation, so a contracted dimension mixes its channels: where they
+can also be told apart along another dimension, they are tied along the contracted one (a head goes as a whole),
+else they stay. Shared dimensions are tied across the operands, free ones pass. A product with a two-dimensional
+parameter is a dense layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smcp_fx.channels.labels import uniform, varied_dims
+from smcp_fx.channels.propagation import Call, ParameterRef, Propagation, Rule
+from smcp_fx.channels.rules_elementwise import bring_together, mix
+from smcp_fx.channels.rules_layers import dense
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def matmul(run: Propagation, call: Call) -> Any:
+    """`a @ b`, in any of its ranks; with a parameter on the right, a linear layer."""
+    if len(call.args) < 2 or not all(isinstance(a, (Tensor, ParameterRef)) for a in call.args[:2]):
+        return run.unknown(call)
+    left, right = call.args[:2]
+    fresh = isinstance(right, ParameterRef) and right.name not in run.trail.elements
+    if fresh and len(right.shape) == 2 and isinstance(left, Tensor) and left.dim() > 1:
+        return dense(run, call, right, None, in_dim=0, out_dim=1)
+    sides = [len(side.shape) for side in (left, right)]
+    names = ["k"] if sides[0] == 1 else [*_LETTERS[26 - sides[0] : 24], "y", "k"]
+    others = ["k"] if sides[1] == 1 else [*_LETTERS[26 - sides[1] : 24], "k", "z"]
+    rank = len(call.shape)
+    batch = max(sides) - 2 if min(sides) > 1 or max(sides) > 2 else 0
+    out = [*_LETTERS[24 - batch : 24]] + ["y"] * (sides[0] > 1) + ["z"] * (sides[1] > 1)
+    if len(out) != rank:
+        return run.unknown(call)
+    return _product(run, call, (left, right), (names, others), out, call.shape)
+
+
+def einsum(run: Propagation, call: Call) -> Any:
+    """Two operands, each index once an operand, no ellipsis; anything else stays."""
+    equation, *operands = call.args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) != 2:
+        return run.unknown(call, "an einsum of this form has no channel rule")
+    inputs, out = equation.replace(" ", "").split("->")
+    left, _, right = inputs.partition(",")
+    if any(len(set(names)) != len(names) for names in (left, right, out)):
+        return run.unknown(call, "an einsum that takes a diagonal has no channel rule")
+    return _product(run, call, (operands[0], operands[1]), (list(left), list(right)), list(out), call.shape)
+
+
+def attention(run: Propagation, call: Call) -> Any:
+    """softmax(q k^T + mask) v: heads go as a whole where all three can tell them apart."""
+    query, key, value = (call.argument(i, name) for i, name in enumerate(("query", "key", "value")))
+    mask = call.argument(3, "attn_mask")
+    if call.kwargs.get("enable_gqa") or not all(
+        isinstance(t, (Tensor, ParameterRef)) for t in (query, key, value)
+    ):
+        return run.unknown(call)
+    q, k, v = run.of(query), run.of(key), run.of(value)
+    lead = list(_LETTERS[: q.dim() - 2])
+    shape = (*q.shape[:-1], k.shape[-2])
+    scores = _product(run, call, (q, k), ([*lead, "n", "d"], [*lead, "m", "d"]), [*lead, "n", "m"], shape)
+    if isinstance(mask, (Tensor, ParameterRef)):
+        scores = bring_together(run, call, [scores, run.of(mask)], shape)
+    mixed = mix(run, call, scores, {len(shape) - 1})
+    if mixed is None:
+        run.pin(scores, call.node.name, f"positions are mixed by {call.node.name!r}")
+        mixed = uniform(run.fixed(call.node.name, f"made by {call.node.name!r}"), shape)
+    return _product(
+        run, call, (mixed, v), ([*lead, "n", "m"], [*lead, "m", "e"]), [*lead, "n", "e"], call.shape
+    )
+
+
+def _product(
+    run: Propagation,
+    call: Call,
+    operands: tuple[Any, Any],
+    names: tuple[list[str], list[str]],
+    out: list[str],
+    shape: tuple[int, ...],
+) -> Tensor:
+    """Labels of a product whose operands' and result's dimensions are named."""
+    sides = [
+        _contracted(run, call, run.of(operand), {d for d, name in enumerate(own) if name not in out})
+        for operand, own in zip(operands, names, strict=True)
+    ]
+    shared = {name for name in names[0] if name in names[1] and name in out}
+    for this, other in ((0, 1), (1, 0)):
+        across = {names[this][d] for d in run.varied(sides[this])}
+        if across & shared:
+            # This operand's heads can be told apart: the other's go with them as a whole.
+            told = {names[other][d] for d in run.varied(sides[other])}
+            for d in varied_dims(sides[other]) if told & shared else ():
+                if names[other][d] not in shared:
+                    sides[other] = run.tie_along(sides[other], d)
+    aligned = [_aligned(labels, own, out) for labels, own in zip(sides, names, strict=True)]
+    free = [set(varied_dims(labels)) for labels in aligned]
+    if free[0] and free[1] and not free[0] & free[1]:
+        # An outer product: rows and columns cannot both go. The operand with more to tell apart may.
+        less = int(torch.unique(aligned[0]).numel() >= torch.unique(aligned[1]).numel())
+        run.pin(
+            aligned[less],
+            call.node.name,
+            f"spread over the channels of the other factor in {call.node.name!r}",
+        )
+        aligned[less] = uniform(
+            run.fixed(call.node.name, f"a factor of {call.node.name!r}"), aligned[less].shape
+        )
+    return bring_together(run, call, aligned, shape)
+
+
+def _contracted(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor:
+    """The labels made uniform along the contracted dimensions, or pinned where nothing else tells them apart."""
+    mixed = mix(run, call, labels, dims)
+    if mixed is not None:
+        return mixed
+    run.pin(labels, call.node.name, f"summed over in {call.node.name!r}")
+    return uniform(run.fixed(call.node.name, f"summed over in {call.node.name!r}"), tuple(labels.shape))
+
+
+def _aligned(labels: Tensor, names: list[str], out: list[str]) -> Tensor:
+    """The labels with the result's dimensions in its order; size 1 where the operand lacks one."""
+    for d in reversed(range(len(names))):
+        if names[d] not in out:
+            labels = labels.select(d, 0)
+    kept = [name for name in names if name in out]
+    labels = labels.permute([kept.index(name) for name in out if name in kept])
+    for place, name in enumerate(out):
+        if name not in kept:
+            labels = labels.unsqueeze(place)
+    return labels
+
+
+RULES: dict[str, Rule] = {
+    "matmul": matmul,
+    "bmm": matmul,
+    "mm": matmul,
+    "einsum": einsum,
+    "scaleddotproductattention": attention,
+}

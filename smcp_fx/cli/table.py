@@ -1,0 +1,372 @@
+"""smcp-table: measure, show, join, exchange and check latency tables."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from smcp_fx.cli.common import consoles, escaped, guarded
+from smcp_fx.errors import InputError
+
+if TYPE_CHECKING:
+    from smcp_fx.backends.base import Backend
+    from smcp_fx.blocks import FusedBlock
+    from smcp_fx.latency_store import Row
+
+_EXAMPLES = """examples:
+  smcp-table measure torchvision:resnet50 --batch 1              fill table.sqlite with what ResNet-50 needs here
+  smcp-table measure torchvision:resnet50 --shard 2/8 --table part2.sqlite      an eighth of it, on another machine
+  smcp-table merge table.sqlite part1.sqlite part2.sqlite        join the parts
+  smcp-table show table.sqlite                                   what is in it, measured on what and when
+  smcp-table check table.sqlite --model torchvision:resnet50     is it sound, and complete for this model
+  smcp-table export table.sqlite rows.csv                        for a spreadsheet, or another tool
+  smcp-table export table.sqlite todo.csv --wanted --model torchvision:resnet50      what is still to be measured
+  smcp-table import rows.csv table.sqlite                        take rows that were measured elsewhere
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="smcp-table",
+        description="Latency tables: what the blocks of networks cost on a device. A table is one SQLite file; every "
+        "row is kept as it is measured, and several processes may fill one table.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    measure = commands.add_parser("measure", help="measure what a model needs and the table lacks")
+    measure.add_argument("model", help="torchvision:NAME, timm:NAME, or path/to/file.py:factory")
+    measure.add_argument("--table", type=Path, default=Path("table.sqlite"), metavar="FILE",
+                         help="file to fill (default: table.sqlite)")  # fmt: skip
+    _network_options(measure)
+    measure.add_argument("--shard", default="1/1", metavar="I/N", help="measure the I-th of N parts only")
+    measure.add_argument("--retry-failed", action="store_true", help="measure rows again that failed before")
+    measure.add_argument("--retry-unstable", action="store_true", help="... and those that were unstable")
+    show = commands.add_parser("show", help="what is in a table, measured on what and when")
+    show.add_argument("table", type=Path)
+    show.add_argument("--block", metavar="TEXT", help="every row of the blocks whose name holds this")
+    merge = commands.add_parser("merge", help="join tables of one fingerprint")
+    merge.add_argument("into", type=Path, help="file to join into; made if it is not there")
+    merge.add_argument("tables", type=Path, nargs="+")
+    merge.add_argument("--fingerprint", metavar="KEY", help="take the rows of this one (see show)")
+    export = commands.add_parser("export", help="write rows as .json or .csv")
+    export.add_argument("table", type=Path)
+    export.add_argument("file", type=Path, help="ends in .json or .csv")
+    export.add_argument("--wanted", action="store_true",
+                        help="the rows that --model lacks instead, to measure elsewhere and import")  # fmt: skip
+    export.add_argument("--onnx", type=Path, metavar="FOLDER", help="... with an ONNX file for each of them")
+    export.add_argument("--device", metavar="NAME",
+                        help="... measured on this device (default: the backend's)")  # fmt: skip
+    _network_options(export, model=True)
+    take = commands.add_parser("import", help="read rows from .json or .csv")
+    take.add_argument("file", type=Path)
+    take.add_argument("table", type=Path)
+    check = commands.add_parser("check", help="look for damage, failed, unstable and missing rows")
+    check.add_argument("table", type=Path)
+    _network_options(check, model=True)
+    for command in commands.choices.values():
+        command.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _network_options(parser: argparse.ArgumentParser, model: bool = False) -> None:
+    if model:
+        parser.add_argument(
+            "--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, or file.py:factory"
+        )
+    parser.add_argument("--batch", type=int, default=1, help="batch size (default: 1)")
+    parser.add_argument("--input-size", metavar="SIZE", default="224",
+                        help="a side (224), or sizes without the batch (3x224x224); default: 224")  # fmt: skip
+    parser.add_argument("--multiple", type=int, default=8, help="widths in multiples of this (default: 8)")
+    parser.add_argument("--backend", default="onnxruntime", choices=("onnxruntime", "torch"),
+                        help="runtime to measure in (default: onnxruntime)")  # fmt: skip
+    parser.add_argument("--threads", type=int, default=1, help="threads of the runtime (default: 1)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 1 where ``check`` found something bad, 2 for errors."""
+    arguments = build_parser().parse_args(argv)
+    console, problems = consoles()
+    commands = {"measure": _measure, "show": _show, "merge": _merge, "export": _export, "import": _import,
+                "check": _check}  # fmt: skip
+    return guarded(
+        "smcp-table",
+        lambda: commands[arguments.command](arguments, console),
+        problems,
+        debug=arguments.debug,
+        interrupted="Every finished row is kept: the same command goes on.",
+        advice="Free space, or give another place.",
+    )
+
+
+def _measure(arguments: argparse.Namespace, console: Console) -> int:
+    from smcp_fx.latency_table import LatencyTable, unique_blocks
+    from smcp_fx.latency_table import Progress as State
+
+    shard, shards = _shard(arguments.shard)
+    with LatencyTable(
+        arguments.table
+    ) as table:  # a file that cannot be used is told before anything is built
+        backend, blocks = _backend(arguments), _blocks(arguments)
+        mine = unique_blocks(blocks, shard, shards)
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"),
+                   TimeElapsedColumn())  # fmt: skip
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("measuring", total=1.0, left="")
+
+            def tell(state: State) -> None:
+                progress.update(
+                    task,
+                    completed=state.fraction,
+                    description=f"{state.measured} rows, {escaped(state.block)}",
+                    left=f"about {_duration(state.remaining_seconds)} left,",
+                )
+
+            report = table.measure(
+                mine, backend, tell,
+                retry_failed=arguments.retry_failed, retry_unstable=arguments.retry_unstable,
+            )  # fmt: skip
+        error = table.held_out_error(
+            [b for b in mine if not _failed(b.name, report.failed)], backend.fingerprint()
+        )
+    console.print(
+        f"{arguments.table}: {report.measured} rows measured, {report.reused} were there, "
+        f"in {_duration(report.seconds)}, for {len(mine)} blocks"
+        + (f" (shard {arguments.shard})" if shards > 1 else "")
+    )
+    console.print(f"  on {escaped(backend.fingerprint().describe())}")
+    if error.points:
+        console.print(
+            f"  interpolation at {error.points} points it does not rest on: off by {error.median:.1%} in the "
+            f"median, {error.p95:.1%} for 95 of 100"
+        )
+    if report.unstable:
+        console.print(f"  {len(report.unstable)} rows are unstable; --retry-unstable measures them again")
+    for name, widths, why in report.failed:
+        console.print(f"  failed: {escaped(name)} at {widths}: {escaped(why)}")
+    return 1 if report.failed else 0
+
+
+def _show(arguments: argparse.Namespace, console: Console) -> int:
+    rows = _read(arguments.table)
+    if not rows:
+        console.print(f"{arguments.table} is an empty latency table")
+    by_print: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_print[row.fingerprint.key()].append(row)
+    for key, of_print in by_print.items():
+        first, last = (_when(pick(row.measured_at for row in of_print)) for pick in (min, max))
+        failed = sum(row.latency is None for row in of_print)
+        unstable = sum(row.latency is not None and not row.latency.hot.stable for row in of_print)
+        fingerprint = of_print[0].fingerprint
+        console.print(f"[bold]{key}[/bold]  {escaped(fingerprint.describe())}")
+        console.print("  " + escaped(", ".join(f"{name} {value}" for name, value in fingerprint.settings)))
+        console.print(
+            f"  {len(of_print)} rows, measured {first} to {last}; {failed} failed, {unstable} unstable"
+        )
+        console.print(_rows_table(of_print, arguments.block) if arguments.block else _blocks_table(of_print))
+    return 0
+
+
+def _blocks_table(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, padding=(0, 2))
+    for name in ("block", "rows", "widths", "fastest", "slowest", "largest spread"):
+        table.add_column(name, justify="left" if name == "block" else "right")
+    by_block: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_block[row.signature].append(row)
+    for members in by_block.values():
+        found = [(row.widths, row.latency.hot) for row in members if row.latency]
+        spans = zip(*(widths for widths, _ in found), strict=True)
+        times = [hot.median_ms for _, hot in found]
+        table.add_row(
+            escaped(members[0].name),
+            str(len(members)),
+            " x ".join(f"{min(span)}..{max(span)}" for span in spans),
+            *(f"{pick(times):.4g} ms" if times else "failed" for pick in (min, max)),
+            f"{max((hot.spread for _, hot in found), default=0.0):.0%}",
+        )
+    return table
+
+
+def _rows_table(rows: Sequence[Row], name: str) -> Table:
+    table = Table(box=None, padding=(0, 2))
+    for column in ("block", "widths", "in cache", "from memory", "spread", "repeats", "measured"):
+        table.add_column(column, justify="left" if column == "block" else "right")
+    chosen = [row for row in rows if name in row.name]
+    if not chosen:
+        known = ", ".join(dict.fromkeys(row.name for row in rows))
+        raise InputError(f"the table has no block {name!r}; it has {known}")
+    for row in sorted(chosen, key=lambda row: (row.name, row.widths)):
+        widths = "x".join(map(str, row.widths))
+        if row.latency is None:
+            table.add_row(escaped(row.name), widths, "failed", "", "", "", escaped(row.error))
+            continue
+        hot, cold = row.latency.hot, row.latency.cold
+        spread = f"{hot.spread:.0%}{'' if hot.stable else ' unstable'}"
+        table.add_row(escaped(row.name), widths, f"{hot.median_ms:.4f} ms", f"{cold.median_ms:.4f} ms" if cold
+                      else "", spread, str(hot.repeats), _when(row.measured_at))  # fmt: skip
+    return table
+
+
+def _merge(arguments: argparse.Namespace, console: Console) -> int:
+    from smcp_fx.latency_exchange import merge
+
+    done = merge(arguments.into, arguments.tables, arguments.fingerprint)
+    console.print(f"{arguments.into}: {done.taken} of {done.read} rows were new or better")
+    return 0
+
+
+def _export(arguments: argparse.Namespace, console: Console) -> int:
+    from smcp_fx.latency_exchange import export_rows
+
+    if not arguments.wanted:
+        rows = _read(arguments.table)
+        export_rows(rows, arguments.file)
+        console.print(f"{arguments.file}: {len(rows)} rows")
+        return 0
+    rows = _wanted(arguments)
+    export_rows(rows, arguments.file)
+    console.print(
+        f"{arguments.file}: {len(rows)} rows to measure. Fill in hot_ms, import the file, and ask again: what is "
+        "wanted next depends on what was found."
+    )
+    return 0
+
+
+def _wanted(arguments: argparse.Namespace) -> list[Row]:
+    from dataclasses import replace
+
+    from smcp_fx.latency_exchange import wanted_rows
+    from smcp_fx.latency_table import LatencyTable
+
+    if not arguments.model:
+        raise InputError("--wanted needs --model: of which network?")
+    blocks, fingerprint = _blocks(arguments), _backend(arguments).fingerprint()
+    if arguments.device:
+        fingerprint = replace(fingerprint, device=arguments.device)
+    with LatencyTable(arguments.table) as table:
+        wanted = [(block, widths) for block, points in table.wanted(blocks, fingerprint) for widths in points]
+    if arguments.onnx:
+        _write_models(arguments.onnx, wanted)
+    return wanted_rows([(b.name, b.signature, widths) for b, widths in wanted], fingerprint)
+
+
+def _write_models(folder: Path, wanted: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
+    from smcp_fx.backends.onnx_blocks import BlockModels
+
+    folder.mkdir(parents=True, exist_ok=True)
+    models = BlockModels()
+    for number, (block, widths) in enumerate(wanted, 2):  # the line of its row in a CSV file
+        name = f"{number:05d}_{block.name}_{'x'.join(map(str, widths))}.onnx"
+        (folder / name).write_bytes(models.model(block, widths).SerializeToString())
+
+
+def _import(arguments: argparse.Namespace, console: Console) -> int:
+    from smcp_fx.latency_exchange import import_rows
+
+    done = import_rows(arguments.file, arguments.table)
+    console.print(f"{arguments.table}: {done.taken} of {done.read} rows were new or better")
+    return 0
+
+
+def _check(arguments: argparse.Namespace, console: Console) -> int:
+    from smcp_fx.latency_exchange import Finding, check
+    from smcp_fx.latency_table import LatencyTable
+
+    findings = check(arguments.table)
+    if arguments.model:
+        fingerprint = _backend(arguments).fingerprint()
+        with LatencyTable(arguments.table, create=False) as table:
+            holes = table.wanted(_blocks(arguments), fingerprint)
+        findings += [
+            Finding(f"missing: {block.name} at {', '.join('x'.join(map(str, p)) for p in points[:6])}"
+                    + (f" and {len(points) - 6} more" if len(points) > 6 else ""), True)
+            for block, points in holes
+        ]  # fmt: skip
+    for finding in findings:
+        console.print(f"{'[red]bad[/red] ' if finding.bad else 'note'} {escaped(finding.what)}")
+    bad = sum(finding.bad for finding in findings)
+    console.print(f"{arguments.table}: {f'{bad} problems' if bad else 'sound'}")
+    return 1 if bad else 0
+
+
+# ---- what the commands share ------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> list[Row]:
+    from smcp_fx.latency_store import LatencyStore
+
+    store = LatencyStore(path, create=False)
+    try:
+        return store.rows()
+    finally:
+        store.close()
+
+
+def _backend(arguments: argparse.Namespace) -> Backend:
+    from smcp_fx.backends import get_backend
+
+    return get_backend(arguments.backend, threads=arguments.threads)
+
+
+def _blocks(arguments: argparse.Namespace) -> list[FusedBlock]:
+    import torch
+
+    from smcp_fx.blocks import cut
+    from smcp_fx.channels import build
+    from smcp_fx.compiler.models import build_model
+    from smcp_fx.tracing import trace
+
+    if arguments.batch < 1 or arguments.multiple < 1:
+        raise InputError("--batch and --multiple must be at least 1")
+    model = build_model(arguments.model)
+    first = next((m for m in model.modules() if isinstance(m, torch.nn.Conv2d)), None)
+    channels = 3 if first is None else first.in_channels
+    shape = _size(arguments.input_size, channels)
+    traced = trace(model, (torch.randn(arguments.batch, *shape),))
+    return cut(traced, build(traced.module, traced.values, multiple=arguments.multiple))
+
+
+def _size(text: str, channels: int) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"--input-size {text!r}: give a side (224), or sizes without the batch (3x224x224)")
+    return (channels, sizes[0], sizes[0]) if len(sizes) == 1 else sizes
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        raise InputError(f"--shard {text!r}: give I/N with 1 <= I <= N, such as 2/8")
+    return int(part), int(parts)
+
+
+def _failed(name: str, failed: Sequence[tuple[str, Any, str]]) -> bool:
+    return any(other == name for other, _, _ in failed)
+
+
+def _when(stamp: float) -> str:
+    return datetime.fromtimestamp(stamp, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole} s" if whole < 90 else f"{whole // 60} min {whole % 60:02d} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

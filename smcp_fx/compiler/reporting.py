@@ -1,0 +1,199 @@
+"""What a compile run came to, as the JSON values that the report is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, cast
+
+from torch import fx
+
+from smcp_fx.backends import Backend, Measurement
+from smcp_fx.compiler.data import ImageData
+from smcp_fx.compiler.measuring import Corrector, layer_counts
+from smcp_fx.compiler.models import FittedModel
+from smcp_fx.compiler.settings import CompileSettings, as_record
+from smcp_fx.compiler.surfaces import surfaces
+from smcp_fx.compiler.training import EpochResult
+from smcp_fx.config import PruningConfig
+from smcp_fx.costs import bind
+from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.prepare import PreparedModel
+from smcp_fx.tracing import Traced
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Dense and pruned, measured in turns, and read for accuracy; ``asked``: the fraction of the dense cost."""
+
+    latencies: tuple[Measurement, ...]
+    accuracies: tuple[float, ...]
+    asked: float
+
+
+def build_report(
+    settings: CompileSettings,
+    config: PruningConfig,
+    prepared: PreparedModel,
+    fitted: FittedModel,
+    data: ImageData,
+    backend: Backend,
+    corrector: Corrector,
+    measured: Measured,
+    *,
+    cost: LatencyCost | None,
+    training: Sequence[tuple[str, list[EpochResult]]],
+    seconds: Mapping[str, float],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """Return the report; ``cost`` is None where the target is no latency, ``training`` is by phase."""
+    pruner = prepared.pruner
+    counts, unit = pruner.counts, pruner.cost.unit
+    full_counts = pruner.cost.full_counts
+    traced = Traced(cast(fx.GraphModule, prepared), prepared.plan.traced.values)
+    others = {name: bind(name, traced, prepared.channels) for name in ("flops", "params")}
+    predicted = {"dense": pruner.full_cost, "pruned": pruner.cost.cost(counts)}
+    sides = {}
+    for side, chosen, result, accuracy in zip(
+        ("dense", "pruned"), (full_counts, counts), measured.latencies, measured.accuracies, strict=True
+    ):
+        sides[side] = {
+            "accuracy": accuracy,
+            "latency_ms": result.median_ms,
+            "latency_q1_ms": result.q1_ms,
+            "latency_q3_ms": result.q3_ms,
+            "latency_stable": result.stable,
+            "predicted_ms": predicted[side] if unit == "ms" else None,
+            "params": others["params"].cost(chosen),
+            "flops": others["flops"].cost(chosen),
+        }
+    measured_fraction = measured.latencies[1].median_ms / measured.latencies[0].median_ms
+    per_epoch = pruner.schedule.steps_per_epoch if pruner.schedule is not None else 1
+    blocks = _blocks(cost, counts) if cost is not None else []
+    validation = [
+        {"name": c.name, "predicted_ms": c.predicted_ms, "measured_ms": c.pruned.median_ms}
+        for c in corrector.comparisons
+    ]
+    if unit == "ms":
+        validation.insert(
+            0,
+            {
+                "name": "dense",
+                "predicted_ms": predicted["dense"],
+                "measured_ms": measured.latencies[0].median_ms,
+            },
+        )
+        validation.append(
+            {
+                "name": "emitted",
+                "predicted_ms": predicted["pruned"],
+                "measured_ms": measured.latencies[1].median_ms,
+            }
+        )
+    return {
+        "model": fitted.name,
+        "data": data.name,
+        "seed": settings.seed,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "target": settings.target,
+        "target_fraction": measured.asked,
+        "predicted_fraction": predicted["pruned"] / predicted["dense"],
+        "measured_fraction": measured_fraction,
+        "correction": pruner.correction,
+        "cost": unit,
+        "batch": settings.batch,
+        "epochs": settings.epochs,
+        "settings": as_record(settings, config),
+        "backend": backend.fingerprint().as_dict(),
+        "versions": _versions(),
+        "seconds": seconds,
+        **sides,
+        "layers": layer_counts(prepared),
+        "groups": [
+            {
+                "name": group.name,
+                "size": group.size,
+                "kept": counts.get(group.name, group.size),
+                "consumers": list(group.consumers),
+                "producers": list(group.producers),
+                "pinned": list(group.pinned),
+            }
+            for group in prepared.channels.groups
+        ],
+        "solves": [
+            {
+                "step": s.step,
+                "epoch": s.step / per_epoch,
+                "target": s.target,
+                "cost": s.cost,
+                "importance_kept": s.importance_kept,
+                "bound": s.bound,
+                "changed_share": s.changed_share,
+                "returned": s.returned,
+                "seconds": s.seconds,
+            }
+            for s in pruner.history
+        ],
+        "training": [
+            {"epoch": r.epoch, "phase": phase, "loss": r.loss, "accuracy": r.accuracy}
+            for phase, results in training
+            for r in results
+        ],
+        "validation": validation,
+        "blocks": blocks,
+        "surfaces": surfaces(cost, counts) if cost is not None else [],
+        "table": _table_facts(cost),
+        "files": {
+            "dense": "dense.onnx",
+            "pruned": "pruned.onnx",
+            "weights": "pruned.safetensors",
+            "manifest": "pruned.json",
+            "report": "report.html",
+            "data": "report.json",
+        },
+        "notes": notes,
+    }
+
+
+def _blocks(cost: LatencyCost, counts: Mapping[str, int]) -> list[dict[str, Any]]:
+    """What each block is predicted to take in the dense and in the pruned network, weighed for each of them."""
+    blocks = {block.name for block in cost.blocks}
+    full = cost.full_counts
+    sides = [
+        {term.name: term.cost(chosen) for term in cost.around(chosen).terms if term.name in blocks}
+        for chosen in (full, counts)
+    ]
+    return [{"name": name, "dense_ms": ms, "pruned_ms": sides[1][name]} for name, ms in sides[0].items()]
+
+
+def _table_facts(cost: LatencyCost | None) -> dict[str, Any] | None:
+    """What the latencies rest on: rows, how sure they are, and how they were weighed."""
+    if cost is None:
+        return None
+    error = cost.table.held_out_error(cost.blocks, cost.fingerprint)
+    report = cost.report
+    return {
+        "path": str(cost.table.path),
+        "rows": len(cost.table.rows(cost.fingerprint)),
+        "measured": report.measured if report else 0,
+        "reused": report.reused if report else None,
+        "unstable": len(report.unstable) if report else None,
+        "held_out_points": error.points,
+        "held_out_median": error.median,
+        "held_out_p95": error.p95,
+        "fingerprint": cost.fingerprint.as_dict(),
+        "foreign": cost.fingerprint != cost.backend.fingerprint(),
+        "residency": asdict(cost.residency),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("smcp_fx", "torch", "torchvision", "onnx", "onnxruntime", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,45 @@
+"""The latency surfaces of a network's dearest blocks, as the report draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.report.heat_map import thinned
+
+#: The report shows so many blocks: of each shape the one that takes longest.
+_SHOWN = 8
+
+
+def surfaces(cost: LatencyCost, counts: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return, dearest first, what `smcp_fx.report.heat_map.heat_map` draws.
+
+    Latencies are as the pruned network with these counts has them: hot and cold rows weighed as for it.
+    """
+    share = cost.share(counts)
+    dearest: dict[str, tuple[float, dict[str, Any]]] = {}
+    for block in cost.blocks:
+        if not block.widths:
+            continue
+        surface = cost.table.surface(block, cost.fingerprint, share)
+        dense_ms = float(surface(*(np.asarray(width) for width in block.full_widths)))
+        if dense_ms <= dearest.get(block.signature, (0.0, {}))[0]:
+            continue
+        values = [[grid[i] for i in thinned(grid)] for grid in block.grids]
+        at = np.ix_(*(np.asarray(v, dtype=np.int64) for v in values))
+        titles = ("channels in", "channels out") if len(values) == 2 else ("channels",)
+        dearest[block.signature] = (
+            dense_ms,
+            {
+                "name": block.name,
+                "axes": [{"title": title, "values": v} for title, v in zip(titles, values, strict=True)],
+                "ms": surface(*at).tolist(),
+                "measured": [list(point) for point in surface.points],
+                "chosen": [width.channels(counts) for width in block.widths],
+                "full": list(block.full_widths),
+            },
+        )
+    return [found for _, found in sorted(dearest.values(), key=lambda pair: -pair[0])[:_SHOWN]]

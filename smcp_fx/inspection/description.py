@@ -1,0 +1,174 @@
+"""What there is to tell of a network's channel graph, as plain values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smcp_fx.channels import ChannelGraph, build
+from smcp_fx.channels.graph import Group
+from smcp_fx.channels.propagation import Layer
+from smcp_fx.compiler.models import build_model
+from smcp_fx.errors import InputError
+from smcp_fx.prepare import trace_parts
+from smcp_fx.tracing import default_inputs, run_eager
+
+#: Image sides tried before the smallest that works: what the known architectures were made for.
+_SIDES = {1: (224,), 2: (224, 299), 3: (112,)}
+_FRAMES = 16
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A network's channel graph, and what it was traced with: the model's name and its inputs' shapes.
+
+    ``regions`` are the parts of a model that could not be traced as a whole, ``untraced`` says why, by path.
+    """
+
+    name: str
+    inputs: tuple[tuple[int, ...], ...]
+    channels: ChannelGraph
+    regions: tuple[str, ...] = ()
+    untraced: Mapping[str, str] = field(default_factory=dict)
+
+
+def inspect_model(
+    spec: str, *, input_size: str | None = None, multiple: int = 8, exclude: tuple[str, ...] = ()
+) -> Inspection:
+    """Build a model, trace it and derive its channel graph.
+
+    ``spec`` as `build_model` takes it; ``input_size``: "160" (a side), "3x160x160" (one input without its batch)
+    or "4x3x160x160". Raises `InputError` for models and sizes that do not fit, `TraceError` for models that
+    cannot be traced, not even in parts.
+    """
+    model = build_model(spec)
+    inputs = _inputs(model, input_size)
+    traced, joined = trace_parts(model, inputs)
+    channels = build(traced.module, traced.values, multiple=multiple, exclude=exclude)
+    shapes = tuple(tuple(value.shape) for value in inputs if isinstance(value, Tensor))
+    if joined is None:
+        return Inspection(spec, shapes, channels)
+    return Inspection(spec, shapes, channels, tuple(r.path for r in joined.regions), joined.stopped)
+
+
+def _inputs(model: nn.Module, size: str | None) -> tuple[Any, ...]:
+    first = next((m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d))), None)
+    if size is not None:
+        return (torch.randn(_shape(size, first)),)
+    if first is None or getattr(model, "example_input_array", None) is not None:
+        return default_inputs(model)
+    rank = len(first.kernel_size)
+    if not getattr(model, "pretrained_cfg", None):
+        for side in _SIDES[rank]:
+            image = torch.randn(_image(first, side))
+            try:
+                run_eager(model, (image,))
+            except Exception:  # the next size, and in the end the one that says why none fits
+                continue
+            return (image,)
+    return default_inputs(model)
+
+
+def _shape(size: str, first: nn.Conv1d | nn.Conv2d | nn.Conv3d | None) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in size.lower().replace(",", "x").split("x"))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"input size {size!r} is none: give a side (224), or sizes like 3x224x224")
+    if len(sizes) == 1:
+        if first is None:
+            raise InputError(f"the model has no convolution; give its whole input shape, not {size!r}")
+        return _image(first, sizes[0])
+    rank = len(first.kernel_size) if first is not None else 0
+    return (2, *sizes) if len(sizes) == rank + 1 else sizes
+
+
+def _image(first: nn.Conv1d | nn.Conv2d | nn.Conv3d, side: int) -> tuple[int, ...]:
+    rank = len(first.kernel_size)
+    spatial = (_FRAMES, side, side) if rank == 3 else (side,) * rank
+    return (2, first.in_channels, *spatial)
+
+
+def describe(inspection: Inspection) -> dict[str, Any]:
+    """Return everything as plain JSON values.
+
+    ``layers`` in the order they run, each once; ``groups`` as in a compile report, with ``permitted`` counts and
+    ``channels``: [path, "in" or "out", channels a unit has there]; ``pinned`` sums up what keeps units;
+    ``regions`` and ``untraced`` as in `Inspection`.
+    """
+    channels = inspection.channels
+    return {
+        "model": inspection.name,
+        "inputs": [list(shape) for shape in inspection.inputs],
+        "regions": list(inspection.regions),
+        "untraced": dict(inspection.untraced),
+        "free_share": channels.free_share,
+        "layers": [layer_record(channels, layer) for layer in unique_layers(channels)],
+        "groups": [group_record(group) for group in channels.groups],
+        "pinned": [
+            {"reason": reason, "groups": groups, "units": units}
+            for reason, groups, units in pinned_summary(channels)
+        ],
+    }
+
+
+def unique_layers(channels: ChannelGraph) -> list[Layer]:
+    """Return the layers in the order they run, those called again left out."""
+    found: dict[str, Layer] = {}
+    for layer in channels.layers:
+        found.setdefault(layer.path, layer)
+    return list(found.values())
+
+
+def groups_of(channels: ChannelGraph, labels: Tensor) -> dict[str, int]:
+    """Return how many of these 1-D labels' channels each group holds, by name; "" for those of none."""
+    units = channels.units.of(labels)
+    indices = torch.where(units >= 0, channels.group_of_unit[units.clamp(min=0)], units.new_tensor(-1))
+    counts = Counter(indices.tolist())
+    return {channels.groups[i].name if i >= 0 else "": n for i, n in sorted(counts.items())}
+
+
+def layer_record(channels: ChannelGraph, layer: Layer) -> dict[str, Any]:
+    """Return a layer as plain values; ``in_group`` and ``out_group`` are lists of names."""
+    return {
+        "path": layer.path,
+        "kind": layer.kind,
+        "groups": layer.groups,
+        "in_channels": layer.input_channels.numel(),
+        "out_channels": layer.output_channels.numel(),
+        "weight_shape": list(layer.weight_shape),
+        "in_shape": list(layer.in_shape),
+        "out_shape": list(layer.out_shape),
+        "in_group": [name for name in groups_of(channels, layer.input_channels) if name],
+        "out_group": [name for name in groups_of(channels, layer.output_channels) if name],
+    }
+
+
+def group_record(group: Group) -> dict[str, Any]:
+    """Return a group as plain values."""
+    return {
+        "name": group.name,
+        "size": group.size,
+        "permitted": list(group.permitted),
+        "pinned": list(group.pinned),
+        "producers": list(group.producers),
+        "consumers": list(group.consumers),
+        "channels": [[path, side, count] for (path, side), count in group.channels.items()],
+    }
+
+
+def pinned_summary(channels: ChannelGraph) -> list[tuple[str, int, int]]:
+    """Return (reason, groups, units) for every reason why units must stay, the most units first."""
+    groups: Counter[str] = Counter()
+    units: Counter[str] = Counter()
+    for group in channels.groups:
+        for reason in group.pinned:
+            groups[reason] += 1
+            units[reason] += group.size
+    return [(reason, groups[reason], count) for reason, count in units.most_common()]

@@ -1,0 +1,94 @@
+"""Pruning in PyTorch Lightning.
+
+    trainer = lightning.Trainer(callbacks=[PruningCallback()], ...)
+
+The Lightning module holds a prepared model, ``self.model = smcp_fx.prepare(...)``, and calls it like the
+original; `configure_optimizers` builds the optimiser on ``self.parameters()``.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import asdict
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:  # the older distribution of the same package
+    from pytorch_lightning import Callback, LightningModule, Trainer
+
+from smcp_fx.errors import TrainingError
+from smcp_fx.loop_watch import TrainingWarning
+from smcp_fx.prepared import PreparedModel
+from smcp_fx.pruner import Pruner
+from smcp_fx.solve import Solve
+
+
+class PruningCallback(Callback):  # type: ignore[misc]
+    """Calls the pruner before each optimiser step, logs its solves, and keeps its history in checkpoints.
+
+    Works with gradient accumulation and clipping, every precision and DDP; gradients are unscaled before. With
+    several optimisers the one that holds the prepared parameters counts. What a solve reports goes to the
+    trainer's loggers under ``prefix``, and target and cost to the progress bar.
+    """
+
+    def __init__(self, prefix: str = "pruning") -> None:
+        self.prefix = prefix
+        self._pruner: Pruner | None = None
+        self._history: list[Solve] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the prepared model and hold its schedule against the length of the training."""
+        prepared = [module for module in pl_module.modules() if isinstance(module, PreparedModel)]
+        if len(prepared) != 1:
+            raise TrainingError(
+                f"PruningCallback needs one prepared model in {type(pl_module).__name__}, which holds "
+                f"{len(prepared)}: set self.model = smcp_fx.prepare(model, ...) in its __init__"
+            )
+        self._pruner = prepared[0].pruner
+        if self._history:
+            self._pruner.history = self._history
+        self._own = {id(parameter) for parameter in prepared[0].parameters()}
+        schedule, steps = self._pruner.schedule, trainer.estimated_stepping_batches
+        if schedule is not None and steps < schedule.last_step:
+            warnings.warn(
+                f"the pruning schedule solves for the last masks at step {schedule.last_step}, and the trainer "
+                f"makes {steps:.0f} optimiser steps: give prepare a schedule of this length, such as "
+                f"Schedule.scaled(epochs, steps_per_epoch)",
+                TrainingWarning,
+                stacklevel=2,
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See that an optimiser holds the prepared parameters."""
+        if not any(self._is_ours(optimizer) for optimizer in trainer.optimizers):
+            raise TrainingError(
+                "no optimiser holds a parameter of the prepared model: prepare copies the model, so build the "
+                "optimiser in configure_optimizers on self.parameters() after self.model = smcp_fx.prepare(...)"
+            )
+
+    def _is_ours(self, optimizer: Any) -> bool:
+        return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Gather importances, and solve when it is time."""
+        if self._pruner is None or not self._is_ours(optimizer):
+            return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        solve = self._pruner.step(scaler)
+        if solve is not None:
+            metrics = {f"{self.prefix}/{name}": value for name, value in solve.metrics().items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)
+            shown = {f"{self.prefix}_{name}": getattr(solve, name) for name in ("target", "cost")}
+            pl_module.log_dict(shown, prog_bar=True, logger=False, on_step=True, rank_zero_only=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What Lightning's checkpoints hold besides the model's own state dict: the history, as JSON."""
+        history = self._history if self._pruner is None else self._pruner.history
+        return {"history": json.dumps([asdict(solve) for solve in history])}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave."""
+        self._history = [Solve(**entry) for entry in json.loads(state_dict["history"])]

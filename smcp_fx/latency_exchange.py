@@ -1,0 +1,309 @@
+"""Latency tables as files that travel: merging, CSV and JSON, and what is wrong with a table.
+
+JSON keeps every field; CSV is for devices that cannot run this library: write the rows that are wanted, let
+the device fill in the latencies, and read them back.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smcp_fx.backends.base import BlockLatency, Fingerprint
+from smcp_fx.backends.timing import Measurement
+from smcp_fx.errors import InputError, TableError
+from smcp_fx.files import write_texts
+from smcp_fx.latency_store import LatencyStore, Row
+
+FORMAT = "smcp_fx latency table"
+VERSION = 1
+_MEASUREMENT = ("ms", "q1_ms", "q3_ms", "repeats", "stable")
+_COLUMNS = (
+    "name",
+    "widths",
+    *(f"hot_{name}" for name in _MEASUREMENT),
+    *(f"cold_{name}" for name in _MEASUREMENT),
+    "error",
+    "measured_at",
+    "fingerprint",
+    "signature",
+)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What came of a merge or an import: rows read, and those of them that were new or better."""
+
+    read: int
+    taken: int
+
+
+def merge(target: Path, sources: Sequence[Path], fingerprint_key: str | None = None) -> Exchanged:
+    """Join tables into ``target`` (made if it is not there), all rows or none.
+
+    They must be of one fingerprint, what stands in ``target`` included, or ``fingerprint_key`` says which rows
+    to take; else `TableError`. Of two measurements of one row the stable one stays.
+    """
+    rows: list[Row] = []
+    for source in sources:
+        if source.resolve() == target.resolve():
+            raise TableError(f"{source} is the file to merge into; name it once")
+        rows += _rows(source)
+    standing = _rows(target) if target.exists() and target.stat().st_size else []
+    if fingerprint_key is None:
+        refuse_mixed([*standing, *rows], "pass --fingerprint KEY to merge the rows of one")
+    else:
+        rows = [row for row in rows if row.fingerprint.key() == fingerprint_key]
+        if not rows:
+            raise TableError(f"none of the tables has rows of fingerprint {fingerprint_key!r}")
+    return _insert(target, rows)
+
+
+def refuse_mixed(rows: Iterable[Row], advice: str) -> None:
+    """Raise `TableError` when rows are of several devices, runtimes or settings."""
+    found = {row.fingerprint.key(): row.fingerprint for row in rows}
+    if len(found) > 1:
+        told = "; ".join(f"{key}: {fingerprint.describe()}" for key, fingerprint in found.items())
+        raise TableError(
+            f"latencies of {len(found)} fingerprints are not mixed ({told}; they differ in "
+            f"{differences(*list(found.values())[:2])}): {advice}"
+        )
+
+
+def differences(left: Fingerprint, right: Fingerprint) -> str:
+    """Return in what two fingerprints differ: "threads: 1 and 2"."""
+    a, b = (_flat(fingerprint.as_dict()) for fingerprint in (left, right))
+    names = [name for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name)]
+    return ", ".join(f"{name}: {a.get(name, 'not set')} and {b.get(name, 'not set')}" for name in names)
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {**values, **values["settings"], "settings": ""}
+
+
+def export_rows(rows: Sequence[Row], path: Path) -> None:
+    """Write rows as ``.json`` or ``.csv``; the file is whole or not there."""
+    kind = _kind(path)
+    write_texts({path: _as_json(rows) if kind == "json" else _as_csv(rows)}, "the rows")
+
+
+def import_rows(path: Path, target: Path) -> Exchanged:
+    """Read a file that `export_rows` wrote (a device may have filled in latencies) into a table, all or none.
+
+    Rows without a latency and an error are skipped. `TableError` names the line that does not fit.
+    """
+    kind = _kind(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise TableError(f"there is no file {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise TableError(f"cannot read {path}: {error}") from error
+    records = _from_json(text, path) if kind == "json" else _from_csv(text, path)
+    rows = [row for number, record in records if (row := _row(record, f"{path}, {number}")) is not None]
+    if not rows:
+        raise TableError(f"{path} has no row with a latency; fill in hot_ms (and cold_ms where it is known)")
+    return _insert(target, rows)
+
+
+def wanted_rows(missing: Iterable[tuple[str, str, tuple[int, ...]]], fingerprint: Fingerprint) -> list[Row]:
+    """Return rows without latencies for ``missing`` (name, signature, widths), for another device to fill in."""
+    return [Row(name, signature, widths, fingerprint, None, None, 0.0) for name, signature, widths in missing]
+
+
+# ---- checking ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to know about a table; ``bad`` when its numbers should not be used as they are."""
+
+    what: str
+    bad: bool
+
+
+def check(path: Path) -> list[Finding]:
+    """Look through a table's file: damage, failed, unstable, impossible and abandoned rows, mixed fingerprints.
+
+    `TableError` for files that are missing, foreign, of another version, or too damaged to be read.
+    """
+    store = LatencyStore(path, create=False)
+    try:
+        findings = [Finding(f"damaged: {line}", True) for line in store.damage()]
+        rows = store.rows()
+        alive, left = store.claimed()
+    finally:
+        store.close()
+    for row in rows:
+        where = f"{row.name} at {_join(row.widths) or 'its only size'}"
+        if row.latency is None:
+            findings.append(Finding(f"failed: {where}: {row.error}", True))
+            continue
+        for state, found in (("hot", row.latency.hot), ("cold", row.latency.cold)):
+            if found is None:
+                continue
+            if not (math.isfinite(found.median_ms) and found.median_ms > 0):
+                findings.append(Finding(f"impossible: {where}: {state} {found.median_ms} ms", True))
+            elif not found.stable:
+                told = f"unstable: {where}: {state} {found.median_ms:.4g} ms, spread {found.spread:.0%}"
+                findings.append(Finding(told, False))
+    prints = {row.fingerprint.key() for row in rows}
+    if len(prints) > 1:
+        findings.append(Finding(f"rows of {len(prints)} fingerprints, each used by itself", False))
+    if left:
+        findings.append(
+            Finding(f"{left} rows left unfinished; they are measured again when asked for", False)
+        )
+    if alive:
+        findings.append(Finding(f"{alive} rows are being measured now", False))
+    return findings
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def _rows(path: Path) -> list[Row]:
+    store = LatencyStore(path, create=False)
+    try:
+        return store.rows()
+    finally:
+        store.close()
+
+
+def _insert(target: Path, rows: Sequence[Row]) -> Exchanged:
+    store = LatencyStore(target)
+    try:
+        return Exchanged(len(rows), store.insert(rows))
+    finally:
+        store.close()
+
+
+def _kind(path: Path) -> str:
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in ("json", "csv"):
+        raise InputError(f"{path} must end in .json or .csv")
+    return kind
+
+
+def _record(row: Row) -> dict[str, Any]:
+    record: dict[str, Any] = {"name": row.name, "widths": list(row.widths)}
+    for state in ("hot", "cold"):
+        found: Measurement | None = getattr(row.latency, state) if row.latency else None
+        values = [None] * 5 if found is None else [
+            found.median_ms, found.q1_ms, found.q3_ms, found.repeats, found.stable
+        ]  # fmt: skip
+        record.update(zip((f"{state}_{name}" for name in _MEASUREMENT), values, strict=True))
+    return {
+        **record,
+        "error": row.error,
+        "measured_at": row.measured_at or None,
+        "fingerprint": row.fingerprint.as_dict(),
+        "signature": row.signature,
+    }
+
+
+def _as_json(rows: Sequence[Row]) -> str:
+    prints = {row.fingerprint.key(): row.fingerprint.as_dict() for row in rows}
+    records = [{**_record(row), "fingerprint": row.fingerprint.key()} for row in rows]
+    whole = {"format": FORMAT, "version": VERSION, "fingerprints": prints, "rows": records}
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def _as_csv(rows: Sequence[Row]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        record = _record(row)
+        record["widths"] = _join(row.widths)
+        record["fingerprint"] = json.dumps(record["fingerprint"], sort_keys=True)
+        writer.writerow({key: _cell(value) for key, value in record.items()})
+    return out.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    return repr(value) if isinstance(value, float) else int(value) if isinstance(value, bool) else value
+
+
+def _join(widths: tuple[int, ...]) -> str:
+    return "x".join(map(str, widths))
+
+
+def _from_json(text: str, path: Path) -> list[tuple[str, dict[str, Any]]]:
+    try:
+        whole = json.loads(text)
+    except ValueError as error:
+        raise TableError(f"{path} is no JSON, or was cut off: {error}") from error
+    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+        raise TableError(f"{path} is no exported latency table (its format is not {FORMAT!r})")
+    if whole.get("version") != VERSION:
+        raise TableError(f"{path} is of version {whole.get('version')}, this library reads {VERSION}")
+    found = []
+    for number, record in enumerate(whole.get("rows") or [], 1):
+        key = record.get("fingerprint") if isinstance(record, dict) else None
+        if key not in whole.get("fingerprints", {}):
+            raise TableError(f"{path}, row {number}: its fingerprint {key!r} is not in the file")
+        found.append((f"row {number}", {**record, "fingerprint": whole["fingerprints"][key]}))
+    return found
+
+
+def _from_csv(text: str, path: Path) -> list[tuple[str, dict[str, Any]]]:
+    reader = csv.DictReader(io.StringIO(text))
+    missing = [name for name in ("name", "widths", "hot_ms", "fingerprint", "signature") if name not in (
+        reader.fieldnames or ())]  # fmt: skip
+    if missing:
+        raise TableError(f"{path} is no exported latency table: it has no columns {', '.join(missing)}")
+    found = []
+    for record in reader:
+        where = f"line {reader.line_num}"
+        values: dict[str, Any] = {key: None if value == "" else value for key, value in record.items()}
+        try:
+            values["widths"] = [int(w) for w in (values["widths"] or "").split("x") if w]
+            values["fingerprint"] = json.loads(values["fingerprint"] or "")
+        except ValueError as error:
+            raise TableError(f"{path}, {where}: {error}; was the file cut off?") from error
+        found.append((where, values))
+    return found
+
+
+def _row(record: Mapping[str, Any], where: str) -> Row | None:
+    """Return the row of a record; None when it holds neither a latency nor an error."""
+    try:
+        hot, cold = (_measurement(record, state) for state in ("hot", "cold"))
+        error = record.get("error")
+        if hot is None and not error:
+            return None
+        return Row(
+            str(record["name"]),
+            str(record["signature"]),
+            tuple(int(width) for width in record["widths"]),
+            Fingerprint.from_dict(record["fingerprint"]),
+            BlockLatency(hot, cold) if hot is not None else None,
+            None if hot is not None else str(error),
+            float(record.get("measured_at") or time.time()),
+        )
+    except TableError as error:
+        raise TableError(f"{where}: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise TableError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def _measurement(record: Mapping[str, Any], state: str) -> Measurement | None:
+    """Return a state's measurement; quartiles that are not given are the median, and one repeat is assumed."""
+    median, q1, q3, repeats, stable = (record.get(f"{state}_{name}") for name in _MEASUREMENT)
+    if median is None:
+        return None
+    ms = float(median)
+    if not (math.isfinite(ms) and ms > 0):
+        raise ValueError(f"{state}_ms is {median}; a latency is a positive number of ms")
+    steady = stable is None or str(stable).lower() in ("1", "true")
+    return Measurement(
+        ms, ms if q1 is None else float(q1), ms if q3 is None else float(q3), int(repeats or 1), steady
+    )

@@ -1,0 +1,119 @@
+"""How much of a network's weights comes from memory rather than from cache, and what that does to its latency.
+
+A block's weights are in cache when it runs if they stayed there since the network's last run: so what counts
+is the size of the *whole* network against the cache. A table row has both states (hot, cold); the sum over
+the blocks is weighed between them:
+
+    T = run + hot + share(weights) * (cold - hot)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from smcp_fx.errors import InputError
+
+#: The share is half-way up when the weights are this many times as large as the last-level cache: other
+#: processes want some of it, and activations.
+_HALF_OF_CACHE = 0.7
+_STEEPNESS = 6.0
+_FLOOR = 0.05
+#: What a calibration gives in mean log error for staying near its start, for each of (log half_bytes, log
+#: steepness, floor, log scale): networks that are all large say little of the floor, for instance.
+_INERTIA = np.array([0.02, 0.01, 0.3, 0.05])
+
+
+@dataclass(frozen=True)
+class Residency:
+    """How cold a network's weights are, in [0, 1): rises with their size, half-way up at ``half_bytes``.
+
+    ``steepness``: how fast; ``floor``: of a small network, whose weights wait in an outer cache where a block
+    in a loop has them in the inner one; ``scale``: measured over predicted latency where they differ by a factor.
+    """
+
+    half_bytes: float
+    steepness: float = _STEEPNESS
+    floor: float = _FLOOR
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.half_bytes <= 0 or self.steepness <= 0 or self.scale <= 0 or not 0 <= self.floor < 1:
+            raise InputError(f"{self}: half_bytes, steepness and scale must be positive, floor in [0, 1)")
+
+    @classmethod
+    def of_cache(cls, cache_bytes: int) -> Residency:
+        """Return what to assume before anything is measured, from the size of the last-level cache."""
+        return cls(_HALF_OF_CACHE * cache_bytes)
+
+    def share(self, weight_bytes: float) -> float:
+        """Return the share for a network with so many bytes of weights."""
+        return self.floor + (1 - self.floor) * self._rise(weight_bytes)
+
+    def slope(self, weight_bytes: float) -> float:
+        """Return by how much the share rises with a byte more."""
+        if weight_bytes <= 0:
+            return 0.0
+        rise = self._rise(weight_bytes)
+        return (1 - self.floor) * self.steepness * rise * (1 - rise) / weight_bytes
+
+    def _rise(self, weight_bytes: float) -> float:
+        with np.errstate(divide="ignore", over="ignore"):
+            return float(1 / (1 + np.power(self.half_bytes / np.float64(weight_bytes), self.steepness)))
+
+    def latency(self, hot_ms: float, cold_ms: float, weight_bytes: float, run_ms: float = 0.0) -> float:
+        """Return the predicted latency of a whole network, in ms."""
+        return self.scale * (run_ms + hot_ms + self.share(weight_bytes) * (cold_ms - hot_ms))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole network: the sums of its blocks in both states, its weights, and what it was measured to take."""
+
+    hot_ms: float
+    cold_ms: float
+    weight_bytes: float
+    run_ms: float
+    measured_ms: float
+
+
+def relative_errors(residency: Residency, wholes: Sequence[Whole]) -> list[float]:
+    """Return (predicted - measured) / measured of each network."""
+    return [
+        residency.latency(w.hot_ms, w.cold_ms, w.weight_bytes, w.run_ms) / w.measured_ms - 1 for w in wholes
+    ]
+
+
+def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
+    """Return the residency that predicts these measured networks best (least mean absolute log error).
+
+    All four numbers are searched on a grid around ``start``, and what is nearer to it wins where the errors are
+    all but equal. Fewer than three networks give the scale alone.
+    """
+    if not wholes:
+        return start
+    hot, cold, weights, run, measured = (
+        np.array([getattr(w, name) for w in wholes])
+        for name in ("hot_ms", "cold_ms", "weight_bytes", "run_ms", "measured_ms")
+    )
+    grid: tuple[Sequence[float], ...] = ((1.0,), (start.steepness,), (start.floor,))
+    if len(wholes) >= 3:
+        grid = (
+            [2.0 ** (e / 8) for e in range(-24, 13)],
+            (2.0, 4.0, 6.0, 8.0),
+            (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4),
+        )
+    best, least = start, np.inf
+    for factor, steepness, floor in itertools.product(*grid):
+        trial = Residency(start.half_bytes * factor, steepness, floor)
+        shares = np.array([trial.share(size) for size in weights])
+        off = np.log(measured / (run + hot + shares * (cold - hot)))
+        scale = float(np.median(off))
+        away = np.abs([np.log(factor), np.log(steepness / start.steepness), floor - start.floor, scale])
+        error = float(np.abs(off - scale).mean() + away @ _INERTIA)
+        if error < least:
+            best, least = replace(trial, scale=float(np.exp(scale))), error
+    return best

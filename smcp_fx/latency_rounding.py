@@ -1,0 +1,91 @@
+"""Rounding that hurts, avoided: counts for which more channels cost no more.
+
+Runtimes work in steps of several channels, and some counts are slower than larger ones. A count is *dominated*
+when a larger permitted one of its group is as fast or faster whatever the other groups keep: no allocation
+needs it. What is dominated only beside the other groups' present counts, `grow_for_free` takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smcp_fx.cost_model import CostTerm, NetworkCost, Width
+
+
+def without_dominated(cost: NetworkCost) -> NetworkCost:
+    """Return the cost without permitted counts that a larger one of the group never loses against."""
+    terms = _terms_of(cost)
+    permitted = {group: _undominated(group, terms[group], cost) for group in cost.permitted}
+    return dataclasses.replace(cost, permitted=permitted)
+
+
+def grow_for_free(cost: NetworkCost, counts: Mapping[str, int]) -> dict[str, int]:
+    """Return counts, no smaller in any group and no dearer in all, in which no larger count of one is free.
+
+    The costs of the groups' terms never rise, so neither does the network's.
+    """
+    terms, found = _terms_of(cost), dict(counts)
+    grown = True
+    while grown:
+        grown = False
+        for group, allowed in cost.permitted.items():
+            present = sum(term.cost(found) for term in terms[group])
+            for count in (c for c in reversed(allowed) if c > found[group]):
+                if sum(term.cost({**found, group: count}) for term in terms[group]) <= present:
+                    found[group], grown = count, True
+                    break
+    return found
+
+
+def _terms_of(cost: NetworkCost) -> dict[str, list[CostTerm]]:
+    terms: dict[str, list[CostTerm]] = defaultdict(list)
+    for term in cost.terms:
+        for group in term.groups:
+            terms[group].append(term)
+    return terms
+
+
+def _undominated(group: str, terms: list[CostTerm], cost: NetworkCost) -> tuple[int, ...]:
+    counts = cost.permitted[group]
+    if not terms:
+        return counts
+    # One row a count, one column a context: what the terms cost beside every choice of the other groups.
+    table = np.concatenate([_contexts(group, term, cost) for term in terms], axis=1)
+    kept: list[int] = []
+    for index, count in enumerate(counts):
+        larger = table[index + 1 :]
+        if not len(larger) or not (larger <= table[index]).all(axis=1).any():
+            kept.append(count)
+    return tuple(kept)
+
+
+def _contexts(group: str, term: CostTerm, cost: NetworkCost) -> NDArray[np.float64]:
+    """Return the term's prices, [counts of the group, contexts]."""
+    own = np.asarray(cost.permitted[group], dtype=np.int64)
+    axes = []
+    for position, width in enumerate(term.widths):
+        rest = _values(width, group, cost)
+        shape = [len(own), *(len(rest) if other == position else 1 for other in range(len(term.widths)))]
+        slope = dict(width.groups).get(group, 0)
+        axes.append(
+            (slope * own).reshape(len(own), *(1 for _ in term.widths))
+            + rest.reshape(1, *shape[1:])
+        )  # fmt: skip
+    shape = list(np.broadcast_shapes(*(axis.shape for axis in axes)))
+    prices = np.broadcast_to(term.price(*np.broadcast_arrays(*axes)), shape)
+    flat: NDArray[np.float64] = np.asarray(prices, dtype=np.float64).reshape(len(own), -1)
+    return flat
+
+
+def _values(width: Width, group: str, cost: NetworkCost) -> NDArray[np.int64]:
+    """Return every value that the width's part without ``group`` can take."""
+    sums = {width.constant}
+    for other, per_unit in width.groups:
+        if other != group:
+            sums = {total + per_unit * count for total in sums for count in cost.permitted[other]}
+    return np.asarray(sorted(sums), dtype=np.int64)

@@ -1,0 +1,176 @@
+"""Modules as JSON and tensors: classes by name from the lists of `smcp_fx.graph_codec`, and plain attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from smcp_fx.errors import CheckpointError
+from smcp_fx.graph_codec import (
+    check_identifier,
+    check_path,
+    class_name,
+    find_class,
+    find_function,
+    function_name,
+)
+from smcp_fx.tensor_file import TensorWriter
+from smcp_fx.value_codec import decode_value, encode_value
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+#: What every module carries besides its own attributes; `torch.compile` leaves the last one.
+MODULE_FIELDS = {*vars(nn.Module()), "_compiled_call_impl"}
+#: Weak references and the like that a module makes anew from its parameters.
+_DERIVED: dict[type[nn.Module], set[str]] = {nn.RNNBase: {"_flat_weights", "_flat_weight_refs"}}
+
+
+def encode_modules(root: fx.GraphModule, tensors: TensorWriter) -> list[dict[str, Any]]:
+    """Every module in order, parents before children; a module at a second path refers to the first."""
+    generated = set(vars(fx.GraphModule(nn.Module(), fx.Graph()))) | {"_tracer_cls", "_tracer_extras"}
+    entries: list[dict[str, Any]] = []
+    seen: dict[int, str] = {}
+
+    def visit(module: nn.Module | None, path: str) -> None:
+        where = f"module {path!r}" if path else "the model"
+        if path:
+            check_path(path, where)
+        if module is None or id(module) in seen:
+            entries.append({"path": path, "same_as": None if module is None else seen[id(module)]})
+            return
+        seen[id(module)] = path
+        entries.append({"path": path, **_encode_module(module, path, where, tensors, generated)})
+        for name, child in module._modules.items():
+            visit(child, f"{path}.{name}" if path else name)
+
+    visit(root, "")
+    return entries
+
+
+def _encode_module(
+    module: nn.Module, path: str, where: str, tensors: TensorWriter, generated: set[str]
+) -> dict[str, Any]:
+    is_root = not path
+    kind = "torch.nn.modules.module.Module" if is_root else class_name(module, where)
+    hooks = [name for name in _HOOKS if getattr(module, name)]
+    if hooks:
+        raise CheckpointError(
+            f"{where} ({type(module).__name__}) has hooks ({', '.join(hooks)}), which a file cannot hold; remove "
+            "them before saving"
+        )
+
+    def tensor(name: str, value: Tensor | None) -> str | None:
+        return None if value is None else tensors.add(f"{path}.{name}" if path else name, value, where)
+
+    def special(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return {"tensor": tensor(attribute, value)}
+        if callable(value) and not isinstance(value, type):
+            return {"function": function_name(value, f"{where}, attribute {attribute!r}")}
+        return None
+
+    skipped = MODULE_FIELDS | (generated if is_root else set())
+    for owner, names in _DERIVED.items():
+        skipped |= names if isinstance(module, owner) else set()
+    attributes = {}
+    for attribute, value in vars(module).items():
+        if attribute not in skipped:
+            attributes[attribute] = encode_value(value, f"{where}, attribute {attribute!r}", special)
+    persistent = {name for name in module._buffers if name not in module._non_persistent_buffers_set}
+    return {
+        "class": kind,
+        "training": module.training,
+        "attributes": attributes,
+        "parameters": {name: tensor(name, value) for name, value in module._parameters.items()},
+        "buffers": {
+            name: [tensor(name, value), name in persistent] for name, value in module._buffers.items()
+        },
+    }
+
+
+def decode_modules(entries: list[dict[str, Any]], tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Inverse of `encode_modules`; no constructor runs. `CheckpointError` names the module that does not fit."""
+    modules: dict[str, nn.Module] = {}
+    for entry in entries:
+        path = entry["path"]
+        where = f"module {path!r}"
+        if path:
+            check_path(path, where)
+        if path in modules or bool(path) != bool(modules):
+            raise CheckpointError(f"{where} comes twice in the manifest, or before the model itself")
+        if "same_as" in entry:
+            module = None if entry["same_as"] is None else modules[entry["same_as"]]
+        else:
+            module = _decode_module(entry, where, tensors)
+        if module is not None:
+            modules[path] = module
+        if path:
+            parent, _, name = path.rpartition(".")
+            _check_name(name, where)
+            modules[parent]._modules[name] = module
+    return modules[""]
+
+
+def _decode_module(entry: Mapping[str, Any], where: str, tensors: Mapping[str, Tensor]) -> nn.Module:
+    kind = find_class(entry["class"], where)
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    module.training = bool(entry["training"])
+    special = {"tensor": tensors.__getitem__, "function": lambda name: find_function(name, where)}
+    for name, data in entry["attributes"].items():
+        check_identifier(_check_name(name, where), where)
+        if callable(getattr(kind, name, None)):
+            raise CheckpointError(f"{where}: {name!r} would hide a method of {kind.__name__}")
+        vars(module)[name] = decode_value(data, f"{where}, attribute {name!r}", special)
+    for name, reference in entry["parameters"].items():
+        parameter = None if reference is None else tensors[reference]
+        if not (parameter is None or isinstance(parameter, nn.Parameter)):
+            raise CheckpointError(f"{where}: {name!r} should be a parameter and is a buffer in the manifest")
+        module._parameters[_check_name(name, where)] = parameter
+    for name, (reference, persistent) in entry["buffers"].items():
+        buffer = None if reference is None else tensors[reference]
+        module.register_buffer(_check_name(name, where), buffer, persistent=bool(persistent))
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
+    return module
+
+
+def _check_name(name: Any, where: str) -> str:
+    """A name in a module's own tables: one path atom that hides nothing every module has."""
+    if "." in check_path(name, where) or name in MODULE_FIELDS:
+        raise CheckpointError(f"{where}: {name!r} is not a name that a saved model may use")
+    return str(name)
+
+
+def check_targets(root: nn.Module, graph: fx.Graph) -> None:
+    """Every module the graph calls and every value it reads is there; what it reads is no module."""
+    for node in graph.nodes:
+        if node.op not in ("get_attr", "call_module"):
+            continue
+        owner, _, name = str(node.target).rpartition(".")
+        try:
+            parent = root.get_submodule(owner)
+        except AttributeError:
+            parent = None
+        found = None if parent is None else {**vars(parent), **_members(parent)}.get(name)
+        expected = nn.Module if node.op == "call_module" else (Tensor, bool, int, float, str, tuple, list)
+        if not isinstance(found, expected):
+            wanted = "a module" if node.op == "call_module" else "a tensor or a plain value"
+            raise CheckpointError(
+                f"node {node.name!r} needs {wanted} {str(node.target)!r}; the model has "
+                f"{'none' if found is None else type(found).__name__} there"
+            )
+
+
+def _members(module: nn.Module) -> dict[str, Any]:
+    return {**module._buffers, **module._parameters, **module._modules}

@@ -1,0 +1,163 @@
+"""What `prepare` returns: a model with masks in it, traced as a whole or in regions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.config import PruningConfig
+from smcp_fx.cost_model import NetworkCost
+from smcp_fx.errors import CheckpointError
+from smcp_fx.masking import STATE
+from smcp_fx.pruner import Pruner
+from smcp_fx.regions import Joined, run_by_graphs
+from smcp_fx.schedule import Schedule
+from smcp_fx.state import PruningState
+from smcp_fx.tracing import Traced
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a prepared model was made with; shared by its copies."""
+
+    traced: Traced
+    channels: ChannelGraph
+    cost: NetworkCost
+    target: float
+    config: PruningConfig
+    schedule: Schedule | None
+    example_inputs: tuple[Any, ...]
+    joined: Joined | None = None
+
+
+class PreparedModel(nn.Module):
+    """A model with channel masks and batch-norm scales in it; called and trained like the original.
+
+    Its parameters keep their names. ``channels`` is the channel graph, ``pruner`` goes into the training
+    loop, ``masks`` and `set_masks` read and set masks by hand.
+    """
+
+    smcp: PruningState
+    plan: Plan
+    pruner: Pruner
+    graph: fx.Graph
+
+    @property
+    def channels(self) -> ChannelGraph:
+        """The network's channel graph."""
+        return self.plan.channels
+
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """Every group's mask by name: [size] bool, true where a unit is kept (copies)."""
+        return self.smcp.masks
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """The modules that were traced one by one; empty when the model was traced as a whole."""
+        joined = self.plan.joined
+        return () if joined is None else tuple(region.path for region in joined.regions)
+
+    @property
+    def untraced(self) -> dict[str, str]:
+        """Why modules were not traced, by path ("" is the model itself); empty when it was traced as a whole."""
+        return {} if self.plan.joined is None else dict(self.plan.joined.stopped)
+
+    def set_masks(self, masks: Mapping[str, Tensor]) -> None:
+        """Set groups' masks: any bool tensor of the group's size that keeps a unit. Batch-norm scales follow.
+
+        Raises `InputError` (and changes nothing) for unknown groups, wrong shapes, masks that keep nothing,
+        and pinned groups.
+        """
+        self.smcp.set_masks(masks)
+
+    def __reduce__(self) -> Any:
+        raise CheckpointError(
+            "a prepared model is not pickled: save prepared.state_dict() and load it into a model prepared the "
+            "same way, or save the converted model with smcp_fx.save"
+        )
+
+
+class PreparedGraph(PreparedModel, fx.GraphModule):
+    """A model that was traced as a whole."""
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, plan: Plan, state: PruningState, name: str) -> None:
+        super().__init__(root, graph, class_name=name)
+        self.plan = plan
+        self.add_module(STATE, state)
+        self.pruner = Pruner(self, plan.cost, plan.target, plan.config, plan.schedule)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedGraph:
+        root = nn.Module()
+        root.training = self.training
+        for part in ("_modules", "_parameters", "_buffers"):
+            setattr(root, part, copy.deepcopy(getattr(self, part), memo))
+        state = root.get_submodule(STATE)
+        assert isinstance(state, PruningState)
+        copied = PreparedGraph(root, copy.deepcopy(self.graph), self.plan, state, type(self).__name__)
+        copy_modes(self, copied)
+        copied.pruner.history = list(self.pruner.history)
+        memo[id(self)] = copied
+        return copied
+
+
+class PreparedRegions(PreparedModel):
+    """A model whose own Python calls regions that are graphs.
+
+    ``python`` is the copy of the model that does; its submodules, parameters and buffers are this module's, and its
+    other attributes and methods can be reached through this module. ``graph`` is the regions' joined graph.
+    """
+
+    python: nn.Module
+
+    def __init__(self, python: nn.Module, graph: fx.Graph, plan: Plan, state: PruningState) -> None:
+        super().__init__()
+        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[table] = python.__dict__[table]
+        self.__dict__["python"] = python  # not a submodule: the names in the state dict stay
+        self.training = python.training
+        self.graph = graph
+        self.plan = plan
+        self.add_module(STATE, state)
+        assert plan.joined is not None
+        run_by_graphs(python, graph, plan.joined)
+        self.pruner = Pruner(self, plan.cost, plan.target, plan.config, plan.schedule)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original's."""
+        return self.python(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> PreparedRegions:
+        """As usual."""
+        super().train(mode)
+        self.python.training = mode
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "python" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["python"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedRegions:
+        python = copy.deepcopy(self.python, memo)
+        state = python.get_submodule(STATE)
+        assert isinstance(state, PruningState)
+        copied = PreparedRegions(python, copy.deepcopy(self.graph), self.plan, state)
+        copied.pruner.history = list(self.pruner.history)
+        memo[id(self)] = copied
+        return copied
+
+
+def copy_modes(source: nn.Module, target: nn.Module) -> None:
+    """Give each module of ``target`` the train/eval mode of the module of its name in ``source``."""
+    modes = {name: module.training for name, module in source.named_modules()}
+    for name, module in target.named_modules():
+        module.training = modes.get(name, source.training)

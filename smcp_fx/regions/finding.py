@@ -1,0 +1,278 @@
+"""Find the largest submodules of a model that can be traced, as the example inputs call them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.errors import InputError, SmcpError, TraceError
+from smcp_fx.tracing import Traced, run_eager, same_values, trace
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a module is called: the structure of its arguments, and those among them that are no tensors."""
+
+    structure: pytree.TreeSpec
+    constants: tuple[tuple[int, Any], ...]
+
+    def tensors(self, leaves: list[Any]) -> list[Tensor]:
+        """The tensors among the flattened arguments."""
+        fixed = {place for place, _ in self.constants}
+        return [leaf for place, leaf in enumerate(leaves) if place not in fixed]
+
+    def rebuild(self, tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with these in the tensors' places."""
+        rest, fixed = iter(tensors), dict(self.constants)
+        count = self.structure.num_leaves
+        leaves = [fixed[place] if place in fixed else next(rest) for place in range(count)]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        return args, kwargs
+
+
+@dataclass(frozen=True)
+class Region:
+    """A submodule that runs as a graph.
+
+    ``output`` is the structure of what it returns, None where that differs between ``train()`` and ``eval()``.
+    ``graph`` is its trace, with one placeholder a tensor; modules and tensors in it have their paths in the model.
+    """
+
+    path: str
+    form: Form
+    output: pytree.TreeSpec | None
+    graph: fx.Graph
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The regions in the order they are first called, and what kept the rest from being traced: {path: why}."""
+
+    regions: tuple[Region, ...]
+    stopped: dict[str, str]
+
+
+@dataclass
+class CallSeen:
+    """One call of a module in the example run: its arguments flattened (tensors copied), and its output."""
+
+    leaves: list[Any]
+    structure: pytree.TreeSpec
+    output: Any = None
+
+
+def bound_arguments(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments as ``forward`` will see them, however they were passed: ``(args, kwargs)``, defaults included."""
+    try:
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return tuple(args), dict(kwargs)
+    bound.apply_defaults()
+    return bound.args, bound.kwargs
+
+
+def find_regions(
+    model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (), why: str = ""
+) -> Split:
+    """Split a model that refuses to be traced; ``why`` is what it refused with.
+
+    Modules named in ``leaves`` stay as they are, and so does what has no weights of rank two or more: there is
+    nothing to prune in it. The model is run once a level of the module tree, in eval mode.
+    """
+    stopped = {"": why}
+    found: dict[str, Region] = {}
+    frontier = _children(model, "")
+    seen: set[int] = set()
+    while frontier:
+        modules = {path: model.get_submodule(path) for path in frontier}
+        calls = _calls(model, inputs, modules)
+        frontier = []
+        for path, module in modules.items():
+            if id(module) in seen or path in leaves or not _has_weights(module):
+                continue
+            seen.add(id(module))
+            if calls[path]:
+                try:
+                    found[path] = _trace_region(model, path, calls[path], leaves)
+                    continue
+                except Exception as error:  # whatever it is, the parts may do better
+                    stopped[path] = str(error)
+            frontier += _children(module, path)
+    return Split(tuple(_unshared(model, found, stopped)), stopped)
+
+
+def images_in(inputs: tuple[Any, ...]) -> int:
+    """How many images the example holds; a region's own batch may be something else (boxes, say).
+
+    The length of the first argument: a batch, or a list of images.
+    """
+    first = inputs[0] if inputs else None
+    return len(first) if isinstance(first, (list, tuple, Tensor)) and len(first) else 1
+
+
+def _children(module: nn.Module, path: str) -> list[str]:
+    return [f"{path}.{name}" if path else name for name, _ in module.named_children()]
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters())
+
+
+def _unshared(model: nn.Module, found: dict[str, Region], stopped: dict[str, str]) -> Iterator[Region]:
+    """The regions whose weights no module outside them holds, too: those could not be sliced."""
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        home = next((path for path in found if name.startswith(path + ".")), "")
+        owners.setdefault(id(parameter), set()).add(home)
+    shared = {home for homes in owners.values() if "" in homes for home in homes}
+    for path, region in found.items():
+        if path in shared:
+            stopped[path] = "it shares weights with a module that is not traced"
+        else:
+            yield region
+
+
+def _calls(
+    model: nn.Module, inputs: tuple[Any, ...], modules: dict[str, nn.Module]
+) -> dict[str, list[CallSeen]]:
+    """Run the model and return the calls of each of the modules."""
+    calls: dict[str, list[CallSeen]] = {path: [] for path in modules}
+
+    def enter(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, structure = pytree.tree_flatten(bound_arguments(module.forward, args, kwargs))
+        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        calls[path].append(CallSeen(copies, structure))
+
+    def leave(path: str, module: nn.Module, output: Any) -> None:
+        # What is returned may be changed in place later on.
+        calls[path][-1].output = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, output)
+
+    with watched(modules, enter, leave):
+        run_eager(model, inputs)
+    return calls
+
+
+@contextmanager
+def watched(
+    modules: dict[str, nn.Module],
+    enter: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], None],
+    leave: Callable[[str, nn.Module, Any], None],
+) -> Iterator[None]:
+    """Call ``enter`` before and ``leave`` after each call of the modules."""
+    with ExitStack() as stack:
+        for path, module in modules.items():
+
+            def before(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                enter(path, module, args, kwargs)
+
+            def after(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
+                leave(path, module, output)
+
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(after).remove)
+        yield
+
+
+def _trace_region(model: nn.Module, path: str, calls: list[CallSeen], leaves: tuple[str, ...]) -> Region:
+    form = _form(path, calls)
+    inputs = form.tensors(calls[0].leaves)
+    if not inputs:
+        raise TraceError(f"{path!r} is called without tensors")
+    harness = _harness(model, path, form)
+    traced = trace(harness, tuple(inputs), leaves)
+    for call in calls[1:]:
+        given = tuple(tensor.clone() for tensor in form.tensors(call.leaves))
+        try:
+            same = same_values(call.output, run_eager(traced.module, given))
+        except (SmcpError, AssertionError, RuntimeError) as error:
+            raise TraceError(
+                f"{path!r} is called in several ways that one graph does not hold: {error}"
+            ) from error
+        if not same:
+            raise TraceError(f"{path!r} computes something else when it is called again")
+    graph = traced.module.graph
+    _rename(model, traced, path)
+    returned, structure = pytree.tree_flatten(calls[0].output)
+    end = next(node for node in graph.nodes if node.op == "output")
+    fixed = all(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(end.args[0]))
+    fixed = fixed and len(pytree.tree_leaves(end.args[0])) == len(returned)
+    if not all(leaf is None or isinstance(leaf, Tensor) for leaf in returned):
+        raise TraceError(f"{path!r} returns more than tensors")
+    return Region(path, form, structure if fixed else None, graph, traced.assumptions)
+
+
+def _form(path: str, calls: list[CallSeen]) -> Form:
+    """The one form all calls have; numbers and objects among the arguments are refused: they may change."""
+    forms = []
+    for call in calls:
+        rest = tuple((place, leaf) for place, leaf in enumerate(call.leaves) if not isinstance(leaf, Tensor))
+        for _, leaf in rest:
+            if not (leaf is None or isinstance(leaf, (bool, str))):
+                raise TraceError(
+                    f"{path!r} is called with a {type(leaf).__name__}, which may change from call to call"
+                )
+        forms.append(Form(call.structure, rest))
+    if any(form != forms[0] for form in forms):
+        raise TraceError(f"{path!r} is called with arguments of several structures")
+    return forms[0]
+
+
+class _Harness(nn.Module):
+    """Holds one module at its path in the model, and calls it with tensors as the form says."""
+
+    def __init__(self, path: str, module: nn.Module, form: Form) -> None:
+        super().__init__()
+        *parents, last = path.split(".")
+        owner: nn.Module = self
+        for name in parents:
+            owner.add_module(name, nn.Module())
+            owner = owner.get_submodule(name)
+        owner.add_module(last, module)
+        self._path, self._form = path, form
+
+    def _called(self, tensors: tuple[Any, ...]) -> Any:
+        args, kwargs = self._form.rebuild(tensors)
+        return self.get_submodule(self._path)(*args, **kwargs)
+
+
+def _harness(model: nn.Module, path: str, form: Form) -> nn.Module:
+    """A module whose forward takes the tensors one by one: fx reads its signature."""
+    count = form.structure.num_leaves - len(form.constants)
+    names = ", ".join(f"tensor_{place}" for place in range(count))
+    scope: dict[str, Any] = {}
+    exec(f"def forward(self, {names}): return self._called(({names},))", scope)
+    kind = type(
+        f"Region{type(model.get_submodule(path)).__name__}", (_Harness,), {"forward": scope["forward"]}
+    )
+    harness: nn.Module = kind(path, model.get_submodule(path), form)
+    harness.training = model.get_submodule(path).training
+    return harness
+
+
+def _rename(model: nn.Module, traced: Traced, path: str) -> None:
+    """What the tracer kept beside the module (constants, its own flag) gets a place inside it."""
+    module = model.get_submodule(path)
+    for node in traced.module.graph.nodes:
+        target = str(node.target)
+        if node.op != "get_attr" or target.startswith(path + "."):
+            continue
+        if target == "training":
+            node.target = f"{path}.training"
+            continue
+        value = getattr(traced.module, target)
+        name = f"traced{target}"
+        number = 0
+        while hasattr(module, name) and getattr(module, name) is not value:
+            name = f"traced{target}_{(number := number + 1)}"
+        if not isinstance(value, Tensor):
+            raise InputError(f"{path!r} reads {target!r}, which is no tensor of its own")
+        if not hasattr(module, name):
+            module.register_buffer(name, value.detach(), persistent=False)
+        node.target = f"{path}.{name}"

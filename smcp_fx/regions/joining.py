@@ -1,0 +1,105 @@
+"""Put all calls of all regions into one graph, for the channel graph, the costs and the passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels.propagation import ORIGIN, PASSED_ON
+from smcp_fx.errors import TraceError
+from smcp_fx.regions.finding import Region, Split
+from smcp_fx.regions.running import CALL, sharing
+from smcp_fx.regions.wiring import Source, observe
+from smcp_fx.tracing import Traced, record, same_values
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Plain data about a joined graph, shared by copies of a model.
+
+    The graph's output is a tuple with one tuple of tensors a call. ``first[i]`` is the number of region i's first
+    call, ``sources[i]`` says where that call's inputs come from: output tensors of other calls, or the
+    placeholders that ``names[i]`` lists in the same order.
+    """
+
+    regions: tuple[Region, ...]
+    first: tuple[int, ...]
+    sources: tuple[tuple[Source, ...], ...]
+    names: tuple[tuple[str, ...], ...]
+    stopped: dict[str, str]
+
+
+def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tuple[Traced, Joined]:
+    """Run the model once more to see how the regions are wired, and join their graphs.
+
+    The result's module shares the model's submodules. Raises `TraceError` when the joined graph computes something
+    else than the calls did.
+    """
+    wiring = observe(model, inputs, split.regions)
+    graph = fx.Graph()
+    ends: list[list[Any]] = []
+    given: list[Tensor] = []
+    names: list[tuple[str, ...]] = []
+    last: fx.Node | None = None
+    for number, (call, sources) in enumerate(zip(wiring.calls, wiring.sources, strict=True)):
+        starts: list[fx.Node] = []
+        for place, source in enumerate(sources):
+            if source.call is not None:
+                starts.append(ends[source.call][source.place])
+                continue
+            name = f"{call.region.path}_{call.nth}_{place}".replace(".", "_")
+            with graph.inserting_after(last):
+                start = graph.placeholder(name)
+            last = start
+            start.meta[ORIGIN] = f"comes into region {call.region.path!r} from code that was not traced"
+            starts.append(start)
+            given.append(call.copies[place])
+        names.append(tuple(start.name for start in starts))
+        ends.append(_copy(graph, call.region, starts, number))
+    end = graph.output(tuple(tuple(tensors) for tensors in ends))
+    end.meta[ORIGIN] = "leaves the traced regions for code that was not traced"
+    graph.lint()
+    module = sharing(model, graph)
+    found, values = record(module, tuple(given))
+    passed_on, index = [], 0
+    for number, call in enumerate(wiring.calls):
+        results = [leaf for leaf in pytree.tree_leaves(found[number]) if isinstance(leaf, Tensor)]
+        if not same_values(call.output_copies, results):
+            raise TraceError(
+                f"the joined graph of the traced parts computes something else than {call.region.path!r} does. "
+                "Something outside the traced parts changes a tensor in place; write it out of place."
+            )
+        passed_on += [index + place for place in range(len(results)) if place not in wiring.read[number]]
+        index += len(results)
+    end.meta[PASSED_ON] = tuple(passed_on)
+    first = {call.region.path: number for number, call in reversed(list(enumerate(wiring.calls)))}
+    regions = tuple(region for region in split.regions if region.path in first)
+    numbers = tuple(first[region.path] for region in regions)
+    joined = Joined(
+        regions,
+        numbers,
+        tuple(wiring.sources[number] for number in numbers),
+        tuple(names[number] for number in numbers),
+        split.stopped,
+    )
+    said = dict.fromkeys(sentence for region in regions for sentence in region.assumptions)
+    return Traced(module, values, tuple(said)), joined
+
+
+def _copy(graph: fx.Graph, region: Region, starts: list[fx.Node], number: int) -> list[Any]:
+    """Copy a region's graph for one call, and return the nodes of its outputs."""
+    placed: dict[fx.Node, fx.Node] = {}
+    remaining = iter(starts)
+    for node in region.graph.nodes:
+        if node.op == "placeholder":
+            placed[node] = next(remaining)
+        elif node.op == "output":
+            results = fx.node.map_arg(node.args[0], lambda n: placed[n])
+            return pytree.tree_leaves(results) if region.output is not None else [results]
+        else:
+            placed[node] = graph.node_copy(node, lambda n: placed[n])
+            placed[node].meta[CALL] = number
+    raise AssertionError("a graph without output")

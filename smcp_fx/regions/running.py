@@ -1,0 +1,171 @@
+"""Run a model whose regions are graphs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.errors import InputError, PassError
+
+if TYPE_CHECKING:
+    from smcp_fx.regions.finding import Region
+    from smcp_fx.regions.joining import Joined
+
+#: In a node's meta: the number of the region's call it belongs to.
+CALL = "smcp_call"
+_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
+def sharing(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A `GraphModule` of the graph whose submodules, parameters and buffers are ``owner``'s own tables."""
+    module = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(owner).__name__)
+    for table in _TABLES:
+        module.__dict__[table] = owner.__dict__[table]
+    module.training = owner.training
+    module.graph = graph
+    return module
+
+
+class RegionForward:
+    """Stands in for a module's forward: takes its arguments apart, runs the graph, puts the output together.
+
+    The graph's modules and tensors are found in ``owner``, which is the module itself or the model.
+    """
+
+    def __init__(
+        self, owner: nn.Module, graph: fx.Graph, region: Region, signature: inspect.Signature
+    ) -> None:
+        self.owner = owner
+        self.region = region
+        self.signature = signature
+        self.module = sharing(owner, graph)
+        self.busy = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it; raises `InputError` for arguments of another structure than it was traced with."""
+        region = self.region
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        leaves, structure = pytree.tree_flatten((bound.args, bound.kwargs))
+        constants = tuple((place, leaf) for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
+        if structure != region.form.structure or constants != region.form.constants:
+            traced_with = _told(region.form.structure, region.form.constants)
+            called_with = _told(structure, constants)
+            raise InputError(
+                f"{region.path!r} runs as a graph, traced with {traced_with}; it is now called with {called_with}. "
+                "Prepare the model with example inputs for which it is called in this way, or with "
+                f"leaves=[{region.path!r}]."
+            )
+        if (
+            self.busy
+        ):  # a layer with another weight: its graph calls the layer, and means the layer's own forward
+            plain = self.owner.get_submodule(region.path)
+            return type(plain).forward(plain, *args, **kwargs)
+        self.module.training = self.owner.training
+        self.busy = True
+        try:
+            output = self.module(*region.form.tensors(leaves))
+        finally:
+            self.busy = False
+        return output[0] if region.output is None else pytree.tree_unflatten(list(output), region.output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionForward:
+        copied = RegionForward.__new__(RegionForward)
+        memo[id(self)] = copied
+        copied.region, copied.signature, copied.busy = self.region, self.signature, False
+        copied.owner = copy.deepcopy(self.owner, memo)
+        tables = (
+            nn.Module()
+        )  # the owner's copy may not have its tables yet; the memo makes these the same objects
+        for table in _TABLES:
+            tables.__dict__[table] = copy.deepcopy(self.owner.__dict__[table], memo)
+        copied.module = sharing(tables, copy.deepcopy(self.module.graph))
+        return copied
+
+
+def _told(structure: pytree.TreeSpec, constants: tuple[tuple[int, Any], ...]) -> str:
+    fixed = dict(constants)
+    leaves = [repr(fixed[place]) if place in fixed else "tensor" for place in range(structure.num_leaves)]
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    words = [*map(str, args), *(f"{name}={value}" for name, value in kwargs.items())]
+    return f"({', '.join(words)})".replace("'tensor'", "tensor")
+
+
+def runs_in_regions(model: nn.Module) -> bool:
+    """Tell whether `run_by_graphs` was at work on the model, or on a part of it."""
+    return any(isinstance(vars(module).get("forward"), RegionForward) for module in model.modules())
+
+
+def run_by_graphs(model: nn.Module, graph: fx.Graph, joined: Joined, *, alone: bool = False) -> None:
+    """Make the model's regions run as the joined graph says.
+
+    ``alone``: each region's graph refers to what is inside its module only, so that the module can be taken out
+    of the model; otherwise to the whole model (where masks are).
+    """
+    for index, region in enumerate(joined.regions):
+        module = model.get_submodule(region.path)
+        module.__dict__.pop("forward", None)
+        part = _extract(graph, joined, index)
+        if any(node.op == "call_module" and node.target == region.path for node in part.nodes):
+            continue  # a layer, whose graph is a call of itself
+        owner = model
+        if alone:
+            _relative(part, region.path)
+            owner = module
+        module.__dict__["forward"] = RegionForward(owner, part, region, inspect.signature(module.forward))
+
+
+def _extract(graph: fx.Graph, joined: Joined, index: int) -> fx.Graph:
+    """The graph of a region's first call, out of the joined one."""
+    nodes = {node.name: node for node in graph.nodes}
+    end = next(node for node in graph.nodes if node.op == "output")
+    number = joined.first[index]
+    every: Any = end.args[0]
+    results = every[number]
+    part = fx.Graph()
+    placed: dict[fx.Node, fx.Node] = {}
+    for place, (source, name) in enumerate(zip(joined.sources[index], joined.names[index], strict=True)):
+        start = part.placeholder(f"tensor_{place}")
+        if source.call is None:
+            placed.setdefault(nodes[name], start)
+        else:
+            placed.setdefault(every[source.call][source.place], start)
+    wanted = [node for node in graph.nodes if node.meta.get(CALL) == number]
+    needed = set(_reaching([*wanted, *pytree.tree_leaves(results)], placed))
+    for node in graph.nodes:
+        if node in needed:
+            if node.op == "placeholder":
+                raise PassError(
+                    f"region {joined.regions[index].path!r} needs {node.name!r}, which is not its input"
+                )
+            placed[node] = part.node_copy(node, lambda n: placed[n])
+    part.output(fx.node.map_arg(results, lambda n: placed[n]))
+    part.lint()
+    return part
+
+
+def _reaching(ends: list[Any], known: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:
+    """The nodes that these depend on, back to the known ones."""
+    seen: set[fx.Node] = set(known)
+    stack = [node for node in ends if isinstance(node, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes
+            yield node
+
+
+def _relative(graph: fx.Graph, path: str) -> None:
+    """Name modules and tensors from the module at ``path``."""
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            target = str(node.target)
+            if not target.startswith(path + "."):
+                raise PassError(f"region {path!r} reads {target!r}, which is not inside it")
+            node.target = target.removeprefix(path + ".")

@@ -1,0 +1,197 @@
+"""Which tensors go straight from one region into another, as an example run shows it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smcp_fx.regions.finding import Region, bound_arguments, watched
+from smcp_fx.tracing import run_eager
+
+#: What Python may ask of a tensor without looking at its channels' values. (Sizes of what is pruned will differ:
+#: code that computes with `x.shape[1]` sees the pruned model's, as it would in a model that was built that way.)
+_HARMLESS = {
+    getattr(Tensor, name).__get__
+    for name in "shape dtype device ndim requires_grad is_cuda layout is_mps is_xpu is_quantized is_sparse".split()
+} | {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.__len__, Tensor.get_device, Tensor.is_complex}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor comes from: output ``place`` of call number ``call``; from Python when ``call`` is None."""
+
+    call: int | None
+    place: int = 0
+
+
+@dataclass
+class Passage:
+    """One call of a region: its input tensors (kept alive, so that identities stay unique) and its outputs."""
+
+    region: Region
+    nth: int
+    inputs: list[Tensor]
+    versions: list[int]
+    copies: list[Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+    output_versions: list[int] = field(default_factory=list)
+    output_copies: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The calls in order; ``sources[i]`` of call i's inputs; ``read[i]``: the outputs of call i that Python reads."""
+
+    calls: tuple[Passage, ...]
+    sources: tuple[tuple[Source, ...], ...]
+    read: tuple[frozenset[int], ...]
+
+
+class _Watcher:
+    """Notes what happens to tensors outside the regions."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.touched: dict[int, Tensor] = {}
+
+    def touch(self, *trees: Any) -> None:
+        if not self.inside:
+            for leaf in pytree.tree_leaves(trees):
+                if isinstance(leaf, Tensor):
+                    self.touched[id(leaf)] = leaf
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, watcher: _Watcher) -> None:
+        super().__init__()
+        self.watcher = watcher
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _HARMLESS:
+            self.watcher.touch(args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees what does not go through a torch function, custom operators above all."""
+
+    def __init__(self, watcher: _Watcher) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watcher = watcher
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.watcher.touch(args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ...]) -> Wiring:
+    """Run the model in eval mode, and in train mode where it takes the inputs there, and return its wiring.
+
+    The calls are those of the eval run; what Python reads is what it reads in either.
+    """
+    calls, watcher = _run(model, inputs, regions, training=False)
+    read = _read(calls, watcher)
+    with _restored(model):
+        try:
+            also = _read(*_run(model, inputs, regions, training=True))
+        except Exception:  # detection models want targets there; what their eval run shows must do
+            also = {}
+    produced: dict[int, tuple[int, int]] = {}
+    sources: list[tuple[Source, ...]] = []
+    places: list[frozenset[int]] = []
+    numbers = {id(call): index for index, call in enumerate(calls)}
+    for call in calls:
+        seen = read[_key(call)] | also.get(_key(call), set())
+        if call.region.output is None:  # other tensors in train mode: nothing is known of them
+            seen = set(range(len(call.outputs)))
+        places.append(frozenset(seen))
+        origins = []
+        for tensor, version in zip(call.inputs, call.versions, strict=True):
+            maker, place = produced.get(id(tensor), (None, 0))
+            straight = maker is not None and calls[maker].output_versions[place] == version
+            straight = straight and place not in places[maker or 0]
+            origins.append(Source(maker, place) if straight else Source(None))
+        sources.append(tuple(origins))
+        for place, tensor in enumerate(call.outputs):
+            produced[id(tensor)] = (numbers[id(call)], place)
+    used = {(source.call, source.place) for origins in sources for source in origins}
+    for index, call in enumerate(calls):  # what nobody took may be for code that did not run
+        idle = {place for place in range(len(call.outputs)) if (index, place) not in used}
+        places[index] = places[index] | idle
+    return Wiring(tuple(calls), tuple(sources), tuple(places))
+
+
+def _key(call: Passage) -> tuple[str, int]:
+    return call.region.path, call.nth
+
+
+def _read(calls: list[Passage], watcher: _Watcher) -> dict[tuple[str, int], set[int]]:
+    return {
+        _key(call): {place for place, tensor in enumerate(call.outputs) if id(tensor) in watcher.touched}
+        for call in calls
+    }
+
+
+def _run(
+    model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ...], *, training: bool
+) -> tuple[list[Passage], _Watcher]:
+    by_path = {region.path: region for region in regions}
+    calls: list[Passage] = []
+    open_calls: list[Passage] = []
+    numbers: dict[str, int] = defaultdict(int)
+    watcher = _Watcher()
+
+    def enter(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        watcher.inside += 1
+        region = by_path[path]
+        leaves = pytree.tree_leaves(bound_arguments(module.forward, args, kwargs))
+        tensors = region.form.tensors(leaves)
+        copies = [tensor.detach().clone() for tensor in tensors]
+        call = Passage(region, numbers[path], tensors, [t._version for t in tensors], copies)
+        numbers[path] += 1
+        calls.append(call)
+        open_calls.append(call)
+
+    def leave(path: str, module: nn.Module, output: Any) -> None:
+        call = open_calls.pop()
+        call.outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        call.output_versions = [tensor._version for tensor in call.outputs]
+        call.output_copies = [tensor.detach().clone() for tensor in call.outputs]
+        watcher.inside -= 1
+
+    modules = {path: model.get_submodule(path) for path in by_path}
+    with watched(modules, enter, leave), _Functions(watcher), _Operators(watcher):
+        if training:
+            model.train()
+            with torch.no_grad():
+                result = model(*inputs)
+        else:
+            result = run_eager(model, inputs)
+    watcher.touch(result)
+    return calls, watcher
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Modes, buffers and the random generator as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {buffer.device.index or 0 for buffer in model.buffers() if buffer.is_cuda}
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,183 @@
+"""Small networks with products of two tensors: attention in its many forms, matmul, einsum, computed weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from models import Net, awkward, between, conv, free_parameter
+from torch import Tensor, nn
+
+TOKENS = (2, 5, 6)
+
+
+def heads(x: Tensor, count: int) -> Tensor:
+    """[batch, tokens, channels] to [batch, heads, tokens, channels / heads]."""
+    return x.reshape(x.shape[0], x.shape[1], count, -1).transpose(1, 2)
+
+
+@awkward(1.0, TOKENS)
+def attention_of_one_head() -> nn.Module:
+    """Queries and keys stay, being summed over; the values' channels may go."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        q, k, v = s.q(x), s.k(x), s.v(x)
+        return s.out(torch.softmax(q @ k.transpose(1, 2), -1) @ v)  # type: ignore[no-any-return]
+
+    return Net(wiring, q=nn.Linear(6, 8), k=nn.Linear(6, 8), v=nn.Linear(6, 8), out=nn.Linear(8, 4))
+
+
+@awkward(1.0, TOKENS)
+def attention_of_heads_from_one_linear() -> nn.Module:
+    """Whole heads go: their queries, keys and values together."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = s.qkv(x).reshape(b, n, 3, 4, 2).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q * 0.7) @ k.transpose(-2, -1)
+        return s.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, 8))  # type: ignore[no-any-return]
+
+    return Net(wiring, qkv=nn.Linear(6, 24), out=nn.Linear(8, 4))
+
+
+@awkward(1.0, TOKENS)
+def attention_of_torch() -> nn.Module:
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (heads(layer(x), 4) for layer in (s.q, s.k, s.v))
+        y = F.scaled_dot_product_attention(q, k, v)
+        return s.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    return Net(wiring, q=nn.Linear(6, 8), k=nn.Linear(6, 8), v=nn.Linear(6, 8), out=nn.Linear(8, 4))
+
+
+class RelativeBias(nn.Module):
+    """Attention with a bias a head, looked up in a table by an index the module holds."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(*sizes) for sizes in ((6, 8), (6, 8), (6, 8), (8, 4)))
+        self.table = free_parameter(9, 4)
+        place = torch.arange(5)
+        self.register_buffer("index", (place[:, None] - place[None, :] + 4).reshape(-1), persistent=False)
+        self.outside = outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[2, 5, 4]."""
+        q, k, v = (heads(layer(x), 4) for layer in (self.q, self.k, self.v))
+        bias = self.table[self.index].view(5, 5, -1).permute(2, 0, 1).unsqueeze(0)
+        if self.outside:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        else:
+            y = (q @ k.transpose(-2, -1) + bias).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(x.shape[0], 5, -1))  # type: ignore[no-any-return]
+
+
+@awkward(1.0, TOKENS)
+def attention_with_a_bias_from_a_table() -> nn.Module:
+    return RelativeBias(False)
+
+
+@awkward(1.0, TOKENS)
+def attention_of_torch_with_a_bias_from_a_table() -> nn.Module:
+    return RelativeBias(True)
+
+
+@awkward(1.0, TOKENS)
+def attention_with_normalised_queries() -> nn.Module:
+    """A layer norm inside each head: heads go whole, so that it sees all it saw."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        q, k, v = heads(s.q(x), 2), heads(s.k(x), 2), heads(s.v(x), 2)
+        y = F.scaled_dot_product_attention(s.norm(q), s.norm(k), v)
+        return s.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    parts = {name: nn.Linear(6, 8) for name in "qkv"}
+    return Net(wiring, norm=nn.LayerNorm(4), out=nn.Linear(8, 4), **parts)
+
+
+@awkward(14 / 30)
+def attention_over_channels() -> nn.Module:
+    """Channels attend to channels: the product's rows and columns cannot both go, nor what it sums over."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        flat = h.flatten(2)
+        return s.mid(h) + (torch.softmax(s.k(h).flatten(2) @ flat.transpose(1, 2), -1) @ flat).view(h.shape)  # type: ignore[no-any-return]
+
+    net = between(wiring, 8, mid=conv(8, 8), k=conv(8, 8))
+    net.out = nn.Sequential(conv(8, 6), nn.ReLU(), conv(6, 4))
+    return net
+
+
+@awkward(1.0)
+def matmul_with_a_parameter() -> nn.Module:
+    return between(
+        lambda s, h: (h.permute(0, 2, 3, 1) @ s.mix).permute(0, 3, 1, 2), 8, 6, mix=free_parameter(8, 6)
+    )
+
+
+@awkward(1.0)
+def matmul_over_space() -> nn.Module:
+    """Global context: weights over the positions, channels free."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        weights = s.where(h).flatten(2).softmax(-1).unsqueeze(-1)  # [2, 1, 64, 1]
+        context = torch.matmul(h.flatten(2).unsqueeze(1), weights)  # [2, 1, 8, 1]
+        return h + context.view(h.shape[0], -1, 1, 1)
+
+    return between(wiring, where=nn.Conv2d(8, 1, 1))
+
+
+@awkward(1.0)
+def einsum_over_space() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        scores = torch.einsum("bchw,bdhw->bd", s.where(h), h)
+        return h * torch.sigmoid(scores)[:, :, None, None]
+
+    return between(wiring, where=nn.Conv2d(8, 1, 1))
+
+
+@awkward(0.0)
+def einsum_over_channels() -> nn.Module:
+    """No mask stands on what an einsum of two activations sums over: it stays."""
+    return between(lambda s, h: torch.einsum("bchw,bcij->bhw", h, h).unsqueeze(1).expand(-1, 4, -1, -1), 8, 4)
+
+
+class Standardised(nn.Conv2d):
+    """A convolution whose weight is standardised each time it runs, as NFNets and BiT have them."""
+
+    def __init__(self, inputs: int, outputs: int, groups: int = 1) -> None:
+        super().__init__(inputs, outputs, 3, padding=1, groups=groups)
+        self.gain = free_parameter(outputs, 1, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As conv2d."""
+        flat = self.weight.reshape(1, self.out_channels, -1)
+        weight = F.batch_norm(flat, None, None, (self.gain * 0.5).view(-1), training=True, momentum=0.0)
+        return F.conv2d(x, weight.reshape_as(self.weight), self.bias, padding=1, groups=self.groups)
+
+
+@awkward(1.0)
+def standardised_weights() -> nn.Module:
+    return nn.Sequential(Standardised(3, 8), nn.ReLU(), Standardised(8, 8, 2), nn.ReLU(), Standardised(8, 4))
+
+
+@awkward(1.0)
+def standardised_by_hand() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        mean = s.weight.mean((1, 2, 3), keepdim=True)
+        deviation = s.weight.std((1, 2, 3), keepdim=True)
+        return F.conv2d(h, (s.weight - mean) / (deviation + 1e-5), padding=1)
+
+    return between(wiring, 8, 6, weight=free_parameter(6, 8, 3, 3))
+
+
+@awkward(8 / 14)
+def weight_computed_from_the_input() -> nn.Module:
+    """Mixtures of weights are data, not parameters: what they read stays."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        weight = torch.sigmoid(h.mean()) * s.weight
+        return s.mid(F.conv2d(h, weight, padding=1))  # type: ignore[no-any-return]
+
+    return between(wiring, 8, 8, weight=free_parameter(6, 8, 3, 3), mid=conv(6, 8))

@@ -1,0 +1,267 @@
+"""Latency as a cost: how cold a network's weights are, prices around a choice, and counts that cost nothing more."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_latency_table import FakeBackend
+from torch import nn
+
+import smcp_fx
+from smcp_fx.cost_model import CostTerm, NetworkCost, Width
+from smcp_fx.errors import InputError, TableError
+from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.latency_residency import Residency, Whole, calibrate, relative_errors
+from smcp_fx.latency_rounding import grow_for_free, without_dominated
+from smcp_fx.latency_table import LatencyTable
+
+MB = 1 << 20
+
+# ---- residency --------------------------------------------------------------------------------------------------
+
+
+def test_share_rises_from_the_floor_to_one_around_the_cache() -> None:
+    residency = Residency(16 * MB, steepness=6, floor=0.1)
+    assert residency.share(0) == pytest.approx(0.1)
+    assert residency.share(16 * MB) == pytest.approx(0.55)
+    assert residency.share(1 << 40) == pytest.approx(1.0)
+    sizes = np.geomspace(1e3, 1e9, 50)
+    assert (np.diff([residency.share(size) for size in sizes]) >= 0).all()
+    for size in (1 * MB, 12 * MB, 30 * MB):
+        step = 1e-4 * size
+        numeric = (residency.share(size + step) - residency.share(size - step)) / (2 * step)
+        assert residency.slope(size) == pytest.approx(numeric, rel=1e-4)
+    assert residency.slope(0) == 0.0
+    with pytest.raises(InputError, match="floor"):
+        Residency(1.0, floor=1.0)
+
+
+def test_latency_by_hand() -> None:
+    residency = Residency(10.0, steepness=2, floor=0.0, scale=1.1)
+    assert residency.latency(2.0, 4.0, weight_bytes=10.0, run_ms=0.5) == pytest.approx(
+        1.1 * (0.5 + 2.0 + 1.0)
+    )
+
+
+def wholes(truth: Residency, count: int, noise: float = 0.0) -> list[Whole]:
+    rng = np.random.default_rng(3)
+    found = []
+    for size in np.geomspace(1 * MB, 60 * MB, count):
+        hot = float(size / MB / 10 * rng.uniform(0.7, 1.4))
+        cold = hot * rng.uniform(1.8, 3.0)
+        ms = truth.latency(hot, cold, size, 0.004) * (1 + noise * rng.standard_normal())
+        found.append(Whole(hot, cold, float(size), 0.004, float(ms)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [Residency(24 * MB, 6.0, 0.1), Residency(12 * MB, 8.0, 0.0, 1.08), Residency(40 * MB, 3.0, 0.25, 0.93)],
+)
+def test_calibration_finds_what_made_the_latencies(truth: Residency) -> None:
+    start = Residency.of_cache(32 * MB)
+    fitted = calibrate(wholes(truth, 8), start)
+    others = wholes(truth, 25)
+    before, after = (np.abs(relative_errors(r, others)).mean() for r in (start, fitted))
+    assert after < 0.04
+    assert after <= before
+
+
+def test_a_few_networks_give_a_scale_and_none_nothing() -> None:
+    start = Residency.of_cache(32 * MB)
+    assert calibrate([], start) == start
+    one = wholes(Residency(start.half_bytes, start.steepness, start.floor, 1.2), 1)
+    fitted = calibrate(one, start)
+    assert fitted.scale == pytest.approx(1.2)
+    assert replace(fitted, scale=1.0) == start
+    assert calibrate(wholes(start, 8), start).half_bytes == start.half_bytes
+
+
+# ---- the cost ---------------------------------------------------------------------------------------------------
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Conv2d(64, 32, 1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+def smooth(*widths: int) -> float:
+    return 0.1 + sum(0.001 * w for w in widths) + 1e-4 * float(np.prod(widths))
+
+
+def bound(tmp_path: Path, residency: Residency | None = None, share: float | None = None) -> LatencyCost:
+    table = LatencyTable(tmp_path / "t.sqlite", cold_share=share)
+    cost = LatencyCost(table, FakeBackend(latency=smooth, cold=3.0), residency=residency)
+    smcp_fx.prepare(network(), torch.randn(2, 3, 12, 12), cost=cost)
+    return cost
+
+
+#: In the middle of the rise for this network of about 90 kB.
+RISING = Residency(60_000.0, steepness=2.0, floor=0.1)
+
+
+def test_the_prediction_is_the_weighed_sum_over_blocks(tmp_path: Path) -> None:
+    cost = bound(tmp_path, RISING)
+    fingerprint = cost.backend.fingerprint()
+    counts = {"0": 16, "2": 40, "4": 8}
+    widths = {"0": (16,), "2": (16, 40), "4": (40, 8), "6": (8,), "7": (8,), "8": (8,)}
+    by_name = {block.name: block for block in cost.blocks}
+    hot = sum(
+        float(cost.table.price(by_name[n], fingerprint)(*map(np.array, w)))
+        for n, w in widths.items()
+        if n in by_name
+    )
+    weights = 4 * (3 * 9 * 16 + 16 + 16 * 9 * 40 + 40 + 40 * 8 + 8 + 8 * 10 + 10)
+    share = RISING.share(weights)
+    assert {"0", "2", "4"} <= set(by_name) <= set(widths)
+    assert cost.whole(counts).weight_bytes == weights
+    assert cost.latency(counts) == pytest.approx(hot * (1 + 2 * share))
+
+
+def test_around_is_exact_there_and_first_order_nearby(tmp_path: Path) -> None:
+    cost = bound(tmp_path, RISING)
+    at = {"0": 16, "2": 40, "4": 16}
+    near = cost.around(at)
+    assert near.cost(at) == pytest.approx(cost.latency(at), rel=1e-12)
+    full = cost.around(cost.full_counts)
+    assert full.cost(cost.full_counts) == pytest.approx(cost.latency(cost.full_counts), rel=1e-12)
+    moved = {**at, "2": 48}
+    change = cost.latency(moved) - cost.latency(at)
+    assert near.cost(moved) - near.cost(at) == pytest.approx(change, rel=0.05)
+    plain = sum(t.cost(moved) - t.cost(at) for t in near.terms if "in memory" not in t.name)
+    assert abs(plain - change) > 0.1 * change  # what the weights' share adds is no rounding error
+
+
+def test_a_share_set_by_the_user_holds_for_every_choice(tmp_path: Path) -> None:
+    cost = bound(tmp_path, share=0.25)
+    for counts in (cost.full_counts, {"0": 8, "2": 8, "4": 8}):
+        whole = cost.whole(counts)
+        expected = whole.hot_ms + 0.25 * (whole.cold_ms - whole.hot_ms)
+        assert cost.latency(counts) == pytest.approx(expected)
+        assert cost.around(cost.full_counts).cost(counts) == pytest.approx(expected)
+
+
+def test_solving_again_around_the_answer_meets_the_true_target(tmp_path: Path) -> None:
+    cost = bound(tmp_path, RISING)
+    from smcp_fx.allocation import allocate
+
+    counts = cost.full_counts
+    target = 0.5 * cost.latency(counts)
+    for _ in range(6):
+        near = cost.around(counts)
+        values = {name: np.sqrt(np.array(allowed, dtype=float)) for name, allowed in near.permitted.items()}
+        counts = allocate(values, near, target).counts
+    assert 0.9 * target < cost.latency(counts) <= target * 1.005
+
+
+def test_rows_of_another_device_are_used_only_when_asked_for(tmp_path: Path) -> None:
+    there = bound(tmp_path)
+    here = FakeBackend(latency=smooth, device="here")
+    with pytest.raises(TableError, match="rows of: none 1"):
+        smcp_fx.prepare(
+            network(), torch.randn(2, 3, 12, 12), cost=LatencyCost(there.table, here, measure=False)
+        )
+    cost = LatencyCost(there.table, here, fingerprint=there.fingerprint)
+    smcp_fx.prepare(network(), torch.randn(2, 3, 12, 12), cost=cost)
+    assert cost.latency(cost.full_counts) == pytest.approx(there.latency(there.full_counts))
+    assert here.log == []
+
+
+def test_a_cost_without_a_network_says_so(tmp_path: Path) -> None:
+    with LatencyTable(tmp_path / "t.sqlite") as table, pytest.raises(InputError, match="prepare one with it"):
+        LatencyCost(table, FakeBackend()).latency({})
+
+
+def test_what_a_run_costs_is_kept_with_the_table(tmp_path: Path) -> None:
+    class Slow(FakeBackend):
+        def run_overhead_ms(self) -> float:
+            calls.append(0)
+            return 0.25 * len(calls)
+
+    calls: list[int] = []
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        table.measure([], Slow())
+        table.measure([], Slow())
+        assert table.run_overhead(Slow().fingerprint()) == 0.25
+        assert table.run_overhead(FakeBackend(device="other").fingerprint()) == 0.0
+
+
+# ---- rounding ---------------------------------------------------------------------------------------------------
+
+
+def stepped(step: int):
+    return lambda x, y: (-(-x // step) * step) * (-(-y // step) * step) * 1e-3
+
+
+def test_counts_within_a_step_of_the_runtime_are_dropped() -> None:
+    a, b = Width(groups=(("a", 1),)), Width(groups=(("b", 1),))
+    terms = (CostTerm("1", (Width(3), a), stepped(16)), CostTerm("2", (a, b), stepped(16)))
+    cost = NetworkCost("ms", {"a": (8, 16, 24, 32, 40), "b": (8, 16, 24)}, terms)
+    assert without_dominated(cost).permitted == {"a": (16, 32, 40), "b": (16, 24)}
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> NetworkCost:
+    """Three groups in a chain with a concat; prices are drawn from few values, so that ties and cliffs abound."""
+    permitted = {name: tuple(range(1, draw(st.integers(2, 5)))) for name in "abc"}
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    widths = {
+        "ab": (Width(0, (("a", 1),)), Width(1, (("b", 1),))),
+        "bc": (Width(0, (("b", 1), ("c", 2))), Width(0, (("c", 1),))),
+        "aa": (Width(0, (("a", 1),)), Width(0, (("a", 1),))),
+    }
+
+    def price(table: np.ndarray):
+        return lambda x, y: table[x, y]
+
+    terms = tuple(
+        CostTerm(name, pair, price(rng.integers(1, 4, (16, 16)).astype(float)))
+        for name, pair in widths.items()
+    )
+    return NetworkCost("ms", permitted, terms)
+
+
+@settings(max_examples=60, deadline=None)
+@given(costs(), st.integers(0, 1000))
+def test_dropping_dominated_counts_loses_no_value(cost: NetworkCost, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = {name: np.cumsum(rng.random(len(allowed))) for name, allowed in cost.permitted.items()}
+    reduced = without_dominated(cost)
+
+    def best(permitted, budget: float) -> float:
+        found = -np.inf
+        for choice in itertools.product(*permitted.values()):
+            counts = dict(zip(permitted, choice, strict=True))
+            if cost.cost(counts) <= budget:
+                worth = sum(values[n][cost.permitted[n].index(c)] for n, c in counts.items())
+                found = max(found, worth)
+        return found
+
+    for name, allowed in cost.permitted.items():
+        assert reduced.permitted[name][-1] == allowed[-1]
+        assert set(reduced.permitted[name]) <= set(allowed)
+    for budget in (3.0, 4.0, 6.0, 9.0):
+        assert best(reduced.permitted, budget) == best(cost.permitted, budget)
+
+
+@settings(max_examples=60, deadline=None)
+@given(costs())
+def test_growing_for_free_ends_where_no_larger_count_is_free(cost: NetworkCost) -> None:
+    start = cost.smallest_counts
+    grown = grow_for_free(cost, start)
+    assert cost.cost(grown) <= cost.cost(start)
+    assert all(grown[name] >= start[name] for name in start)
+    for name, allowed in cost.permitted.items():
+        for count in allowed:
+            if count > grown[name]:
+                assert cost.cost({**grown, name: count}) > cost.cost(grown)

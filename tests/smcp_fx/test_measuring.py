@@ -1,0 +1,145 @@
+"""Correcting the target by measured engines: what is measured when, what is kept, and what a resumed run knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import smcp_fx
+from smcp_fx.backends.base import Backend, Engine, Fingerprint
+from smcp_fx.compiler.measuring import CLOSE, TRIES, Corrector
+from smcp_fx.errors import CheckpointError
+from smcp_fx.prepare import PreparedModel
+
+
+class FixedEngine(Engine):
+    """Takes ``ms``, always."""
+
+    def __init__(self, ms: float) -> None:
+        self.ms = ms
+
+    def run(self, inputs):
+        raise AssertionError("only timed")
+
+    def timer(self, inputs=None):
+        return lambda: self.ms
+
+
+class Formula(Backend):
+    """Latency as a function of a network's parameters; ``compiled`` lists the parameters of what was measured."""
+
+    name = "formula"
+
+    def __init__(self, latency: Callable[[int, int], float]) -> None:
+        self.latency = latency
+        self.compiled: list[int] = []
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint("formula", "none", "none", "1", 1, "float32")
+
+    def compile(self, module, example_inputs, path=None) -> Engine:
+        self.compiled.append(sum(p.numel() for p in module.parameters()))
+        return FixedEngine(self.latency(self.compiled[-1], len(self.compiled)))
+
+
+def prepared(target: float = 0.5) -> PreparedModel:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Flatten(),
+        nn.Linear(256, 4),
+    )  # fmt: skip
+    schedule = smcp_fx.Schedule(epochs=1, steps_per_epoch=12, warmup=0.1, ramp=0.4, cooldown=0.1, every=2)
+    config = smcp_fx.PruningConfig(multiple=1)
+    return smcp_fx.prepare(
+        net, torch.randn(2, 3, 8, 8), target=target, cost="params", schedule=schedule, config=config
+    )
+
+
+def train(model: PreparedModel, corrector: Corrector, steps: int = 12) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    while int(model.smcp.steps) < steps:
+        optimizer.zero_grad()
+        model(torch.randn(8, 3, 8, 8)).square().mean().backward()
+        solve = model.pruner.step()
+        if solve is not None:
+            corrector.after(solve)
+        optimizer.step()
+
+
+def corrector_of(
+    model: PreparedModel, latency: Callable[[int, int], float], state: Path, said: list[str]
+) -> Corrector:
+    full = model.pruner.full_cost
+    return Corrector(
+        model, Formula(latency), FixedEngine(full), (torch.randn(2, 3, 8, 8),), 0.5, state, said.append
+    )
+
+
+def measured_now(model: PreparedModel) -> float:
+    return sum(p.numel() for p in smcp_fx.convert(model).parameters()) / model.pruner.full_cost
+
+
+def test_the_target_is_met_in_what_is_measured(tmp_path: Path) -> None:
+    """Engines that take twice the square root: the prediction alone would miss by far."""
+    model, said = prepared(), []
+    full = model.pruner.full_cost
+    corrector = corrector_of(model, lambda size, _: full * (size / full) ** 0.5, tmp_path, said)
+    train(model, corrector)
+    assert abs(measured_now(model) ** 0.5 - 0.5) <= CLOSE
+    names = [c.name for c in corrector.comparisons]
+    assert names[:2] == ["first masks near the target", "last masks"]
+    assert corrector.comparisons[-1].pruned.median_ms == pytest.approx(full * measured_now(model) ** 0.5)
+    assert abs(corrector.comparisons[-1].fraction - 0.5) <= CLOSE
+    assert len(said) == len(names)
+
+
+def test_every_solve_of_the_last_masks_is_measured_and_the_nearest_kept(tmp_path: Path) -> None:
+    """Engines that do not follow the prediction: no try fits; the one that came nearest stays."""
+    model, said = prepared(), []
+    full = model.pruner.full_cost
+    answers = {1: 0.9, 2: 0.8, 3: 0.42, 4: 0.56, 5: 0.7}
+    corrector = corrector_of(model, lambda _, count: full * answers[count], tmp_path, said)
+    train(model, corrector)
+    assert [c.fraction for c in corrector.comparisons] == pytest.approx(list(answers.values()))
+    assert len(corrector.comparisons) == 1 + 1 + TRIES
+    assert corrector.backend.compiled[3] == round(measured_now(model) * full)  # the try that measured 0.56
+    assert "the nearest is kept, at 56.0%" in said[-1]
+
+
+def test_a_resumed_run_knows_what_was_measured_before_its_checkpoint(tmp_path: Path) -> None:
+    model = prepared()
+    full = model.pruner.full_cost
+    first = corrector_of(model, lambda size, _: 0.9 * size, tmp_path, [])
+    train(model, first, steps=8)
+    assert [c.name for c in first.comparisons] == ["first masks near the target"]
+    step = first.comparisons[0].step
+    saved = model.state_dict()
+
+    again = prepared()
+    again.load_state_dict(saved)
+    second = corrector_of(again, lambda size, _: 0.9 * size, tmp_path, [])
+    second.resume(8)
+    assert second.comparisons == first.comparisons
+    assert again.pruner.correction == model.pruner.correction
+    train(again, second)
+    assert [c.name for c in second.comparisons][:2] == ["first masks near the target", "last masks"]
+    assert second.comparisons[0] == first.comparisons[0]
+    assert len(second.backend.compiled) == len(second.comparisons) - 1  # the first is not measured again
+
+    earlier = corrector_of(prepared(), lambda size, _: full, tmp_path, [])
+    earlier.resume(step - 1)
+    assert earlier.comparisons == []
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "comparisons.json").write_text('[{"name": "first"}]')
+    corrector = corrector_of(prepared(), lambda size, _: size, tmp_path, [])
+    with pytest.raises(CheckpointError, match=r"comparisons\.json is damaged"):
+        corrector.resume(5)
+    (tmp_path / "comparisons.json").unlink()
+    corrector.resume(5)
+    assert corrector.comparisons == []

@@ -1,0 +1,262 @@
+"""smcp-table with real runtimes, real processes and real kills; and what it says to bad input."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from smcp_fx.cli.table import build_parser, main
+from smcp_fx.latency_store import LatencyStore, Row
+
+MODEL = """
+from torch import nn
+
+def build():
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 64, 3, 2, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )
+
+def unmeasurable():
+    class Odd(nn.Module):
+        def forward(self, x):
+            return x.sort(dim=-1, stable=True).values
+    model = build()
+    model.insert(6, Odd())
+    return model
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "tiny_net.py"
+    path.write_text(MODEL, encoding="utf-8")
+    return f"{path}:build"
+
+
+@pytest.fixture(scope="module")
+def table(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("table") / "t.sqlite"
+    assert main(measuring(model, path)) == 0
+    return path
+
+
+def measuring(model: str, table: Path, *more: str) -> list[str]:
+    return ["measure", model, "--table", str(table), "--input-size", "16", *more]
+
+
+def rows(path: Path) -> dict[tuple[str, tuple[int, ...]], Row]:
+    if not path.exists() or not path.stat().st_size:  # SQLite makes the file before it writes
+        return {}
+    store = LatencyStore(path, create=False)
+    found = {(row.signature, row.widths): row for row in store.rows()}
+    store.close()
+    return found
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err
+    return " ".join((shown.out + shown.err).split())
+
+
+def test_measure_fills_a_table_once(model: str, table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = rows(table)
+    assert len(before) > 10
+    assert main(measuring(model, table)) == 0
+    assert "0 rows measured" in said(capsys)
+    assert rows(table) == before
+    assert main(["check", str(table), "--model", model, "--input-size", "16"]) == 0
+    assert "sound" in said(capsys)
+
+
+def test_check_names_the_holes(model: str, table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(table), "--model", model, "--input-size", "32"]) == 1
+    assert "missing: 3 at 16x64" in said(capsys)
+
+
+def test_show_tells_on_what_and_when(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(table)]) == 0
+    shown = said(capsys)
+    fingerprint = next(iter(rows(table).values())).fingerprint
+    for text in (fingerprint.key(), fingerprint.version, "spinning on", "rows, measured 20", " UTC"):
+        assert text in shown
+    assert main(["show", str(table), "--block", "3"]) == 0
+    assert "16x64" in said(capsys)
+    assert main(["show", str(table), "--block", "absent"]) == 2
+    assert "no block 'absent'; it has one run, 0, 3" in said(capsys)
+
+
+def test_shards_are_disjoint_and_merge_to_the_whole(model: str, table: Path, tmp_path: Path) -> None:
+    parts = [tmp_path / "1.sqlite", tmp_path / "2.sqlite"]
+    for number, part in enumerate(parts, 1):
+        assert main(measuring(model, part, "--shard", f"{number}/2")) == 0
+    blocks = [{row.signature for row in rows(part).values() if row.name != "one run"} for part in parts]
+    assert all(blocks)
+    assert not blocks[0] & blocks[1]
+    assert blocks[0] | blocks[1] == {row.signature for row in rows(table).values() if row.name != "one run"}
+    assert main(["merge", str(tmp_path / "all.sqlite"), *map(str, parts)]) == 0
+    assert main(["check", str(tmp_path / "all.sqlite"), "--model", model, "--input-size", "16"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["json", "csv"])
+def test_export_and_import_give_the_same_rows(table: Path, tmp_path: Path, kind: str) -> None:
+    file, copy = tmp_path / f"rows.{kind}", tmp_path / "copy.sqlite"
+    assert main(["export", str(table), str(file)]) == 0
+    assert main(["import", str(file), str(copy)]) == 0
+    assert rows(copy) == rows(table)
+
+
+def test_what_is_wanted_goes_out_with_its_networks(
+    model: str, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder = tmp_path / "todo.csv", tmp_path / "onnx"
+    flags = ["--wanted", "--model", model, "--input-size", "16", "--device", "another", "--onnx", str(folder)]
+    assert main(["export", str(table), str(file), *flags]) == 0
+    assert "4 rows to measure" in said(capsys)
+    lines = file.read_text().splitlines()
+    assert len(lines) == 5
+    assert all('""device"": ""another""' in line for line in lines[1:])
+    assert sorted(p.name.split("_")[0] for p in folder.iterdir()) == ["00002", "00003", "00004", "00005"]
+
+
+def _start(model: str, table: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "smcp_fx.cli.table", *measuring(model, table)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
+
+
+def _wait_for_rows(table: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while len(rows(table)) < count:
+        assert process.poll() is None, process.stderr and process.stderr.read().decode()
+        assert time.monotonic() < deadline, "nothing was measured in two minutes"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_kill_9_loses_at_most_the_row_under_way(model: str, table: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t.sqlite"
+    for count in (2, 5, 9):
+        process = _start(model, path)
+        _wait_for_rows(path, count, process)
+        before = rows(path)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        after = rows(path)
+        assert before.items() <= after.items()
+        with sqlite3.connect(path) as database:
+            assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+            (claimed,) = database.execute("SELECT count(*) FROM latency WHERE state = 'claimed'").fetchone()
+        database.close()
+        assert claimed <= 1
+    assert main(measuring(model, path)) == 0
+    final = rows(path)
+    assert after.items() <= final.items()
+    assert {s for s, _ in final} == {s for s, _ in rows(table)}
+    assert main(["check", str(path), "--model", model, "--input-size", "16"]) == 0
+
+
+@pytest.mark.slow
+def test_two_processes_fill_one_table_without_double_work(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.sqlite"
+    workers = [_start(model, path) for _ in range(2)]
+    for worker in workers:
+        _, errors = worker.communicate(timeout=180)
+        assert worker.returncode == 0, errors.decode()
+    with sqlite3.connect(path) as database:
+        found = database.execute("SELECT state, attempts, owner FROM latency").fetchall()
+    database.close()
+    assert {state for state, _, _ in found} == {"measured"}
+    assert {attempts for _, attempts, _ in found} == {1}
+    assert main(["check", str(path), "--model", model, "--input-size", "16"]) == 0
+
+
+def test_a_block_that_cannot_be_measured_is_named_and_the_rest_goes_on(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeBackend
+
+    measure = OnnxRuntimeBackend.block_latency
+
+    def crash(self, block, widths, config=None):
+        if widths == (16, 64):
+            raise RuntimeError("the kernel crashed")
+        return measure(self, block, widths, config)
+
+    monkeypatch.setattr(OnnxRuntimeBackend, "block_latency", crash)
+    path = tmp_path / "t.sqlite"
+    assert main(measuring(model, path)) == 1
+    assert "failed: 3 at (16, 64): RuntimeError: the kernel crashed" in said(capsys)
+    assert len(rows(path)) > 5
+    assert main(["check", str(path)]) == 1
+    assert "failed: 3 at 16x64" in said(capsys)
+    monkeypatch.undo()
+    assert main(measuring(model, path, "--retry-failed")) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["show", "{dir}/absent.sqlite"], "there is no latency table"),
+        (["check", "{dir}/absent.sqlite"], "there is no latency table"),
+        (["show", "{dir}/text.sqlite"], "is no latency table, or a damaged one"),
+        (["check", "{dir}/foreign.sqlite"], "is a database, but no latency table"),
+        (["check", "{dir}/other.sqlite"], "is a latency table of format 99"),
+        (["check", "{dir}/cut.sqlite"], "damaged"),
+        (["measure", "{model}", "--table", "{dir}/text.sqlite"], "is no latency table"),
+        (["measure", "{model}", "--table", "{dir}/text.sqlite/t.sqlite"], "cannot open the latency table"),
+        (["measure", "torchvision:resnet181"], "no model 'resnet181'"),
+        (["measure", "{model}", "--shard", "3/2"], "give I/N"),
+        (["measure", "{model}", "--input-size", "tiny"], "--input-size 'tiny'"),
+        (["measure", "{model}", "--batch", "0"], "--batch"),
+        (["measure", "{model}", "--threads", "0"], "threads = 0"),
+        (["merge", "{dir}/new.sqlite", "{dir}/absent.sqlite"], "there is no latency table"),
+        (["export", "{dir}/good.sqlite", "{dir}/rows.txt"], "must end in .json or .csv"),
+        (["export", "{dir}/good.sqlite", "{dir}/rows.csv", "--wanted"], "--wanted needs --model"),
+        (["import", "{dir}/absent.csv", "{dir}/new.sqlite"], "there is no file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_paragraph(
+    model: str,
+    table: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    what: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("good", "other", "cut"):
+        shutil.copy(table, tmp_path / f"{name}.sqlite")
+    (tmp_path / "text.sqlite").write_text("no database at all, but long enough to be taken for one\n" * 40)
+    with sqlite3.connect(tmp_path / "foreign.sqlite") as database:
+        database.execute("CREATE TABLE mine (x)")
+    database.close()
+    with sqlite3.connect(tmp_path / "other.sqlite") as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    whole = (tmp_path / "cut.sqlite").read_bytes()
+    (tmp_path / "cut.sqlite").write_bytes(whole[: len(whole) // 2])
+    given = [a.replace("{dir}", str(tmp_path)).replace("{model}", model) for a in arguments]
+    code = main(given)
+    assert what in said(capsys)
+    assert code in ((1, 2) if "cut" in arguments[-1] else (2,))
+    assert not (tmp_path / "new.sqlite").exists()
+
+
+def test_the_help_names_every_command() -> None:
+    text = build_parser().format_help()
+    for name in ("measure", "show", "merge", "export", "import", "check"):
+        assert name in text

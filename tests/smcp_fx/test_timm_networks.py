@@ -1,0 +1,34 @@
+"""A selection of timm's families, each with what others lack: the whole list is swept by tools/sweep_models.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import check_slicing
+
+timm = pytest.importorskip("timm")
+
+# (model, pixels a side, share of input channels that is free)
+NETWORKS: list[tuple[str, int, float]] = [
+    ("resnet10t", 32, 1.0),
+    ("skresnet18", 32, 1.0),  # attention over branches that are stacked
+    ("resnest14d", 32, 1.0),  # the same over a radix
+    ("nf_resnet26", 32, 1.0),  # weights standardised when they are used
+    ("resnetv2_50d_evos", 64, 1.0),  # groups of channels viewed with a number that is worked out
+    ("tf_mobilenetv3_small_minimal_100", 32, 1.0),  # padding that depends on the size
+    ("ghostnet_050", 32, 1.0),
+    ("regnety_002", 32, 1.0),
+    ("lcnet_050", 32, 1.0),
+    ("hgnetv2_b0", 32, 1.0),
+    ("repghostnet_050", 32, 1.0),
+    ("fasternet_t0", 32, 1.0),  # a convolution of a part of the channels
+    ("levit_conv_128s", 224, 1.0),  # attention with a bias looked up
+    ("convnext_atto", 32, 0.751),  # the streams pass layer norms
+    ("vit_tiny_patch16_224", 224, 0.706),  # the same; heads and hidden units are free
+]
+
+
+@pytest.mark.parametrize(("name", "side", "free"), NETWORKS, ids=[name for name, *_ in NETWORKS])
+def test_slicing_is_exact(name: str, side: int, free: float) -> None:
+    prepared = check_slicing(timm.create_model(name), (torch.randn(2, 3, side, side),), share=0.7)
+    assert prepared.channels.free_share == pytest.approx(free, abs=1e-3)

@@ -1,0 +1,251 @@
+"""Hold the latency table against whole networks: sums, targets, and rounding.
+
+    python tools/bench/latency.py run --record latency.jsonl             every model and setting, two hours at most
+    python tools/bench/latency.py run --record latency.jsonl --models resnet18 --settings 64x32 --prunings 6
+    python tools/bench/latency.py tables --record latency.jsonl --out docs/latency.md
+
+For each model and setting (side x batch; ONNX Runtime, one thread): the table is measured; random prunings are
+timed beside the dense network, in turns, and held against the table's sum; 70, 50 and 30 % of the dense latency
+are asked for and the emitted file measured; and of five groups no larger count should be as fast as the chosen.
+Every result is a line of JSON the moment it is there: run again to go on. Set OMP_NUM_THREADS=1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from latency_networks import MODELS, SETTINGS, Network
+from latency_tables import write_tables
+
+from smcp_fx.allocation import allocate
+from smcp_fx.backends import Backend, Engine, Measurement, TimingConfig, get_backend, measure_interleaved
+from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.latency_residency import Residency, Whole, calibrate
+from smcp_fx.latency_rounding import grow_for_free
+from smcp_fx.latency_table import LatencyTable
+
+TARGETS = (0.7, 0.5, 0.3)
+#: So many prunings calibrate the prediction for the others, and for the targets.
+CALIBRATING = 5
+#: A target is solved for again, with the measured correction, until it is met this well, or so often.
+CLOSE, TRIES = 0.01, 4
+#: Timings that spread further (interquartile range over median) are taken again, and then told and left out.
+STEADY, ATTEMPTS, PAUSE = 0.1, 3, 2.0
+_TIMING = TimingConfig(min_repeats=9, max_repeats=60, budget_ms=250.0)
+
+
+class Record:
+    """Lines of JSON, each written when it is known; a line that a killed run left unfinished is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: list[dict[str, Any]] = []
+        if path.exists():
+            whole = [
+                line
+                for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
+                if line.endswith("\n")
+            ]
+            self.lines = [json.loads(line) for line in whole]
+            path.write_text("".join(whole), encoding="utf-8")
+
+    def find(self, kind: str, **keys: Any) -> list[dict[str, Any]]:
+        """The lines of a kind with these values."""
+        return [
+            line for line in self.lines if line["kind"] == kind and all(line[k] == v for k, v in keys.items())
+        ]
+
+    def add(self, kind: str, **values: Any) -> dict[str, Any]:
+        """Write a line."""
+        line = {"kind": kind, "time": time.time(), **values}
+        self.lines.append(line)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        return line
+
+
+class Bench:
+    """One model at one setting: its table, its prunings, its targets, its rounding."""
+
+    def __init__(
+        self, record: Record, table: LatencyTable, backend: Backend, model: str, setting: str
+    ) -> None:
+        self.record = record
+        self.backend = backend
+        self.key = {"model": model, "setting": setting}
+        began = time.monotonic()
+        self.cost = LatencyCost(table, backend)
+        self.network = Network.make(model, setting, self.cost)
+        report = self.cost.report
+        if not record.find("table", **self.key) and report is not None:
+            error = table.held_out_error(self.cost.blocks, backend.fingerprint())
+            record.add("table", **self.key, blocks=len(self.cost.blocks), measured=report.measured,
+                       reused=report.reused, seconds=time.monotonic() - began, failed=len(report.failed),
+                       unstable=len(report.unstable), points=error.points,
+                       median=error.median, p95=error.p95)  # fmt: skip
+        self.dense = self.network.engine(self.network.random_counts(0))
+
+    def prunings(self, count: int, deadline: float) -> None:
+        """Time random prunings beside the dense network."""
+        for index in range(count + 1):
+            if self.record.find("whole", **self.key, index=index) or time.monotonic() > deadline:
+                continue
+            counts = self.network.random_counts(index)
+            with self.network.engine(counts) as engine:
+                dense, pruned = self.timed(engine)
+            whole = self.cost.whole(counts, pruned.median_ms)
+            self.record.add("whole", **self.key, index=index, whole=vars(whole), stable=pruned.stable,
+                            spread=pruned.spread, dense_ms=dense.median_ms, dense_spread=dense.spread)  # fmt: skip
+
+    def timed(self, engine: Engine) -> list[Measurement]:
+        """Dense and pruned in turns; where the machine did not let them be, again after a while."""
+        found: list[Measurement] = []
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(PAUSE)
+            again = measure_interleaved([self.dense, engine], config=_TIMING)
+            if not found or max(m.spread for m in again) < max(m.spread for m in found):
+                found = again
+            if max(m.spread for m in found) <= STEADY:
+                break
+        return found
+
+    def calibrate(self) -> None:
+        """Fit the prediction to the first prunings that were timed steadily."""
+        found = [x for x in self.record.find("whole", **self.key) if x["spread"] <= STEADY][:CALIBRATING]
+        self.cost.residency = calibrate([Whole(**line["whole"]) for line in found], self.cost.residency)
+
+    def targets(self, deadline: float) -> None:
+        """Ask for fractions of the dense latency, and measure the emitted files."""
+        full = self.network.random_counts(0)
+        for asked in TARGETS:
+            if self.record.find("target", **self.key, asked=asked) or time.monotonic() > deadline:
+                continue
+            dense_ms, correction, tried = self.cost.latency(full), 1.0, []
+            for _ in range(TRIES):
+                counts = self.allocated(asked * dense_ms / correction)
+                with tempfile.TemporaryDirectory() as folder:
+                    path = Path(folder) / "pruned.onnx"
+                    with self.network.emitted(counts, self.backend, path) as engine:
+                        measured, stable = self.fraction(engine)
+                predicted = self.cost.latency(counts) / dense_ms
+                tried.append({"predicted": predicted, "measured": measured, "stable": stable})
+                if abs(measured - asked) <= CLOSE:
+                    break
+                correction = measured / predicted
+            best = min(tried, key=lambda entry: abs(entry["measured"] - asked))
+            self.record.add("target", **self.key, asked=asked, tried=tried, **best)
+            if asked == 0.5 and not self.record.find("rounding", **self.key):
+                self.rounding(counts)
+
+    def fraction(self, engine: Engine) -> tuple[float, bool]:
+        """Pruned over dense, in turns: the median of three measurements."""
+        fractions, stable = [], []
+        for _ in range(3):
+            dense, pruned = self.timed(engine)
+            fractions.append(pruned.median_ms / dense.median_ms)
+            stable.append(max(dense.spread, pruned.spread) <= STEADY)
+        return float(np.median(fractions)), sum(stable) >= 2
+
+    def allocated(self, budget: float) -> dict[str, int]:
+        """Counts of the greatest value for random importances, the cost taken again around each answer."""
+        counts: Mapping[str, int] = self.cost.full_counts
+        for _ in range(4):
+            cost = self.cost.around(counts)
+            found = allocate(self.network.random_values(0, cost.permitted), cost, budget)
+            settled = dict(found.counts) == dict(counts)
+            counts = found.counts
+            if settled:
+                break
+        return grow_for_free(self.cost.around(counts), counts)
+
+    def rounding(self, counts: Mapping[str, int]) -> None:
+        """Of five groups, measure the blocks anew at the chosen count and at the larger ones the table likes best."""
+        cost = self.cost.around(counts)
+        blocks = {block.name: block for block in self.cost.blocks}
+        rng = np.random.default_rng(5)
+        open_groups = [name for name, allowed in self.network.permitted.items() if counts[name] < allowed[-1]]
+        share = self.cost.residency.share(self.cost.whole(counts).weight_bytes)
+        for name in rng.choice(open_groups, min(5, len(open_groups)), replace=False):
+            terms = [term for term in cost.terms if name in term.groups and term.name in blocks]
+            larger = [c for c in self.network.permitted[name] if c > counts[name]][:6]
+            tabled = {
+                c: sum(term.cost({**counts, name: c}) for term in terms) for c in (counts[name], *larger)
+            }
+            likely = min(larger, key=lambda c: tabled[c])
+            ms = {counts[name]: 0.0, likely: 0.0}
+            for _ in range(3):
+                for count in ms:  # in turns
+                    for term in terms:
+                        widths = tuple(w.channels({**counts, name: count}) for w in term.widths)
+                        found = self.backend.block_latency(blocks[term.name], widths)
+                        cold = found.cold or found.hot
+                        ms[count] += (1 - share) * found.hot.median_ms + share * cold.median_ms
+            self.record.add("rounding", **self.key, group=str(name), chosen=counts[name], larger=likely,
+                            tabled=tabled[likely] / tabled[counts[name]],
+                            measured=ms[likely] / ms[counts[name]])  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure what the record lacks."""
+    deadline = time.monotonic() + 60 * arguments.minutes
+    record, backend = Record(arguments.record), get_backend("onnxruntime", threads=1)
+    versions = {
+        name: version(name) for name in ("smcp_fx", "torch", "torchvision", "onnx", "onnxruntime", "numpy")
+    }
+    record.add("machine", fingerprint=backend.fingerprint().as_dict(), versions=versions,
+               system=platform.platform(), cache_bytes=backend.cache_bytes(),
+               residency=vars(Residency.of_cache(backend.cache_bytes())))  # fmt: skip
+    path = arguments.table or arguments.record.with_suffix(".sqlite")
+    with LatencyTable(path) as table:
+        for model in arguments.models:
+            for setting in arguments.settings:
+                if time.monotonic() > deadline:
+                    print(f"{arguments.minutes} minutes are over; run again to go on")
+                    return
+                print(f"{model} {setting}", flush=True)
+                bench = Bench(record, table, backend, model, setting)
+                bench.prunings(arguments.prunings, deadline)
+                bench.calibrate()
+                if not arguments.no_targets:
+                    bench.targets(deadline)
+                bench.dense.close()
+
+
+def main() -> None:
+    """Parse the command line and run it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    measure = commands.add_parser("run", help="measure what the record lacks")
+    measure.add_argument("--record", type=Path, required=True, help="file of JSON lines to fill")
+    measure.add_argument("--table", type=Path, help="latency table to use (default: beside the record)")
+    measure.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    measure.add_argument("--settings", nargs="+", default=tuple(SETTINGS), choices=tuple(SETTINGS))
+    measure.add_argument("--prunings", type=int, default=20)
+    measure.add_argument(
+        "--minutes", type=float, default=120.0, help="start nothing after so long (default: 120)"
+    )
+    measure.add_argument("--no-targets", action="store_true", help="prunings only")
+    tables = commands.add_parser("tables", help="write the tables of a record into a document")
+    tables.add_argument("--record", type=Path, nargs="+", required=True, help="one record an occasion")
+    tables.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        run(arguments)
+    else:
+        write_tables([Record(path).lines for path in arguments.record], arguments.out, CALIBRATING, STEADY)
+
+
+if __name__ == "__main__":
+    main()

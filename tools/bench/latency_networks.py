@@ -1,0 +1,105 @@
+"""Networks for the latency benchmark: random prunings, and their engines without an export each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import smcp_fx
+from smcp_fx.backends.base import Backend, Engine
+from smcp_fx.backends.block_shapes import built_shapes, module_paths
+from smcp_fx.backends.onnx_blocks import Template, consistent, resize
+from smcp_fx.backends.onnx_export import export_model_proto
+from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeEngine
+from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.prepare import PreparedModel
+
+MODELS = (
+    "resnet18",
+    "resnet50",
+    "mobilenet_v2",
+    "vgg16_bn",
+    "densenet121",
+    "efficientnet_b0",
+    "shufflenet_v2_x1_0",
+)
+#: Name: (side of the image, batch).
+SETTINGS = {"224x1": (224, 1), "64x1": (64, 1), "64x32": (64, 32)}
+
+
+@dataclass
+class Network:
+    """One model at one setting, prepared with a latency cost."""
+
+    prepared: PreparedModel
+    cost: LatencyCost
+    inputs: tuple[Tensor, ...]
+    template: Template | None = None
+    exports: int = 0
+
+    @classmethod
+    def make(cls, model: str, setting: str, cost: LatencyCost) -> Network:
+        """Build the model with random weights; what the cost's table lacks is measured."""
+        torch.manual_seed(0)
+        side, batch = SETTINGS[setting]
+        inputs = (torch.randn(batch, 3, side, side),)
+        return cls(
+            smcp_fx.prepare(torchvision.models.get_model(model).eval(), inputs, cost=cost), cost, inputs
+        )
+
+    def pruned(self, counts: Mapping[str, int]) -> nn.Module:
+        """The network with so many units of each group, the first ones."""
+        free = (group for group in self.prepared.channels.groups if group.free)
+        self.prepared.set_masks({g.name: torch.arange(g.size) < counts[g.name] for g in free})
+        return smcp_fx.convert(self.prepared).eval()
+
+    def engine(self, counts: Mapping[str, int]) -> Engine:
+        """An engine of the pruned network with random weights; from one export for all counts where that holds.
+
+        The latency does not depend on the weights' values, and an export takes many times what a measurement does.
+        """
+        module = self.pruned(counts)
+        shapes = built_shapes(copy.deepcopy(module), self.inputs, "network")
+        model = resize(self.template, shapes) if self.template is not None else None
+        if model is None or not consistent(model):
+            self.exports += 1
+            model = export_model_proto(module, self.inputs, dynamic_batch=False)
+            self.template = Template(model, module_paths(module))
+        return OnnxRuntimeEngine(model.SerializeToString(), self.inputs, self.cost.fingerprint.threads)
+
+    def emitted(self, counts: Mapping[str, int], backend: Backend, path: Path) -> Engine:
+        """An engine of the file that the compiler would emit, exported and checked."""
+        return backend.compile(self.pruned(counts), self.inputs, path)
+
+    @property
+    def permitted(self) -> dict[str, tuple[int, ...]]:
+        """Every permitted count of each free group, dominated ones included."""
+        return {group.name: group.permitted for group in self.prepared.channels.groups if group.free}
+
+    def random_counts(self, index: int) -> dict[str, int]:
+        """Counts number ``index``: a share for the whole network, and each group about it; 0 is the whole."""
+        if index == 0:
+            return {name: allowed[-1] for name, allowed in self.permitted.items()}
+        rng = np.random.default_rng([7, index])
+        share = rng.uniform(0.15, 1.0)
+        counts = {}
+        for name, allowed in self.permitted.items():
+            wanted = min(share * rng.uniform(0.5, 1.5), 1.0) * allowed[-1]
+            counts[name] = int(min(allowed, key=lambda count: abs(count - wanted)))
+        return counts
+
+    def random_values(self, seed: int, permitted: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+        """Values of each permitted count, as for units of exponentially distributed importances."""
+        rng = np.random.default_rng([11, seed])
+        values = {}
+        for name, allowed in self.permitted.items():
+            units = np.sort(rng.exponential(rng.uniform(0.3, 1.0), allowed[-1]))[::-1]
+            values[name] = np.cumsum(units)[np.asarray(permitted[name]) - 1]
+        return values

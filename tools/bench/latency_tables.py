@@ -1,0 +1,162 @@
+"""The tables of the latency benchmark's records, written between two marks of a document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from smcp_fx.latency_residency import Residency, Whole, calibrate, relative_errors
+
+Lines = list[dict[str, Any]]
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def write_tables(occasions: Sequence[Lines], path: Path, calibrating: int, steady: float) -> None:
+    """Put every occasion's tables between the marks of ``path``, which is made if it is not there.
+
+    Timings that spread further than ``steady`` are counted and left out.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else f"# Latency\n\n{BEGIN}\n{END}\n"
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    parts = [_occasion(lines, calibrating, steady) for lines in occasions]
+    path.write_text(before + BEGIN + "\n\n" + "\n\n".join(parts) + "\n\n" + END + after, encoding="utf-8")
+
+
+def _occasion(lines: Lines, calibrating: int, steady: float) -> str:
+    machine = next(line for line in lines if line["kind"] == "machine")
+    when = datetime.fromtimestamp(machine["time"], timezone.utc).strftime("%Y-%m-%d")
+    device = machine["fingerprint"]
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    start = Residency(**machine["residency"])
+    keys = list(dict.fromkeys((line["model"], line["setting"]) for line in lines if "model" in line))
+    return "\n\n".join(
+        part
+        for part in (
+            f"### {when}, {device['device']}, {device['threads']} thread, {device['runtime']} {device['version']}",
+            f"{versions}; last-level cache {machine['cache_bytes'] >> 20} MiB. Settings are image side x batch.",
+            _sums(lines, keys, start, calibrating, steady),
+            _targets(lines, keys),
+            _rounding(lines),
+            _rows(lines),
+        )
+        if part
+    )
+
+
+def _sums(
+    lines: Lines, keys: list[tuple[str, str]], start: Residency, calibrating: int, steady: float
+) -> str:
+    """Errors on the prunings that were not calibrated on, before and after the calibration."""
+    rows, every, left_out = [], [], []
+    for model, setting in keys:
+        found = [x for x in lines if x["kind"] == "whole" and (x["model"], x["setting"]) == (model, setting)]
+        found.sort(key=lambda line: line["index"])
+        wholes = [Whole(**line["whole"]) for line in found if line["spread"] <= steady]
+        if len(wholes) <= calibrating:
+            left_out.append(f"{model} {setting}: {len(wholes)} of {len(found)} steady")
+            continue
+        fitted, others = calibrate(wholes[:calibrating], start), wholes[calibrating:]
+        before, after = (np.array(relative_errors(r, others)) for r in (start, fitted))
+        measured = [w.measured_ms for w in others]
+        rank = spearmanr([m * (1 + e) for m, e in zip(measured, after, strict=True)], measured)[0]
+        spread = np.median([line["spread"] for line in found if line["spread"] <= steady])
+        every += after.tolist()
+        share = f"{len(others)} of {len(found) - calibrating}"
+        rows.append(
+            [model, setting, share, *_errors(before), *_errors(after), f"{rank:.3f}", f"{spread:.1%}"]
+        )
+    if not rows:
+        return f"No model was timed steadily often enough ({'; '.join(left_out)})." if left_out else ""
+    errors = ["mean error", "within 10 %"]
+    head = [
+        "model",
+        "setting",
+        "steady prunings",
+        "bias before",
+        *errors,
+        "bias after",
+        *errors,
+        "Spearman",
+        "spread",
+    ]
+    total = np.array(every)
+    return (
+        "Sum over the table against the measured whole network, before and after a calibration on "
+        f"{calibrating} other networks (the dense one and {calibrating - 1} prunings) of the model and setting:\n\n"
+        + _table(head, rows)
+        + f"\n\nAll {len(total)} after calibration: mean error {np.abs(total).mean():.1%}, "
+        f"{np.mean(np.abs(total) <= 0.1):.0%} within 10 %. Timings that spread (interquartile range) by more than "
+        f"{steady:.0%} of their median are left out{': ' + '; '.join(left_out) if left_out else ''}."
+    )
+
+
+def _errors(errors: np.ndarray) -> list[str]:
+    return [f"{errors.mean():+.1%}", f"{np.abs(errors).mean():.1%}", f"{np.mean(np.abs(errors) <= 0.1):.0%}"]
+
+
+def _targets(lines: Lines, keys: list[tuple[str, str]]) -> str:
+    rows = []
+    for model, setting in keys:
+        found = {
+            x["asked"]: x
+            for x in lines
+            if x["kind"] == "target" and (x["model"], x["setting"]) == (model, setting)
+        }
+        if found:
+            cells = []
+            for asked in sorted(found, reverse=True):
+                line = found[asked]
+                first, unsure = line["tried"][0]["measured"], "" if line["stable"] else " (unsteady)"
+                cells.append(f"{line['measured']:.1%}{unsure}; {first:.1%}, {len(line['tried'])}")
+            rows.append([model, setting, *cells])
+    if not rows:
+        return ""
+    asked = sorted({x["asked"] for x in lines if x["kind"] == "target"}, reverse=True)
+    measured = [x for x in lines if x["kind"] == "target"]
+    met = sum(abs(x["measured"] - x["asked"]) <= 0.03 for x in measured)
+    rows = [row + [""] * (2 + len(asked) - len(row)) for row in rows]
+    return (
+        "Emitted files against what was asked for, share of the dense latency measured in turns (the first solve's "
+        "and the number of solves behind it):\n\n"
+        + _table(["model", "setting", *(f"asked {a:.0%}" for a in asked)], rows)
+        + f"\n\n{met} of {len(measured)} within 3 points."
+    )
+
+
+def _rounding(lines: Lines) -> str:
+    found = [line for line in lines if line["kind"] == "rounding"]
+    if not found:
+        return ""
+    free = [line for line in found if line["measured"] <= 1.0]
+    words = (
+        f"Rounding: of {len(found)} sampled groups, {len(found) - len(free)} chosen counts are faster than the "
+        "larger one that the table prices lowest (their blocks measured anew, in turns)."
+    )
+    if free:
+        told = [f"{x['model']} {x['setting']} {x['group']}: {x['chosen']} to {x['larger']} takes "
+                f"x {x['measured']:.3f} (table: x {x['tabled']:.3f})" for x in free]  # fmt: skip
+        words += " More channels for nothing: " + "; ".join(told) + "."
+    return words
+
+
+def _rows(lines: Lines) -> str:
+    found = [line for line in lines if line["kind"] == "table"]
+    rows = [
+        [x["model"], x["setting"], str(x["blocks"]), str(x["measured"]), str(x["reused"]), f"{x['seconds']:.0f} s",
+         f"{x['median']:.1%}", f"{x['p95']:.1%}", str(x["unstable"]), str(x["failed"])]
+        for x in found
+    ]  # fmt: skip
+    head = ["model", "setting", "blocks", "rows measured", "reused", "time", "held-out median", "held-out 95 %",
+            "unstable", "failed"]  # fmt: skip
+    return "The tables behind it:\n\n" + _table(head, rows) if rows else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,0 +1,82 @@
+"""Masked against sliced on random networks: `tests/random_networks.py`, over a range of seeds, resumable.
+
+    python tools/check_random_networks.py --first 0 --last 10000 --record random_networks.jsonl
+
+One line of JSON for every hundred seeds; a failure's line has its seed, its program and the message, and the run
+goes on. Seeds that the record has are not run again. Exit code 1 when one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+
+
+def main() -> int:
+    """Run the seeds that the record lacks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--last", type=int, default=10_000, help="one past the last seed")
+    parser.add_argument("--record", type=Path, default=Path("random_networks.jsonl"))
+    parser.add_argument("--step", type=int, default=100, help="seeds a line")
+    options = parser.parse_args()
+    import smcp_fx  # noqa: F401  (before tests/ is on the path, which has a folder of that name)
+
+    sys.path.append(str(TESTS))
+    done, failed = set(), 0
+    if options.record.exists():
+        for line in map(json.loads, options.record.read_text().splitlines()):
+            done.update(range(line["first"], line["last"]))
+            failed += len(line["failures"])
+    for first in range(options.first, options.last, options.step):
+        seeds = [seed for seed in range(first, min(first + options.step, options.last)) if seed not in done]
+        if not seeds:
+            continue
+        line = run(seeds)
+        failed += len(line["failures"])
+        with options.record.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(line["first"], line["last"], f"{line['free']:.3f}", f"{line['seconds']:.0f} s", flush=True)
+        for failure in line["failures"]:
+            print(json.dumps(failure), flush=True)
+    return int(failed > 0)
+
+
+def run(seeds: list[int]) -> dict[str, Any]:
+    """Check each seed; failures are collected."""
+    import torch
+    from models import check_slicing
+    from random_networks import random_network
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    failures, free = [], []
+    started = time.monotonic()
+    for seed in seeds:
+        network = random_network(seed)
+        try:
+            prepared = check_slicing(network, (torch.randn(2, 3, 8, 8),), seeds=(seed,))
+            free.append(prepared.channels.free_share)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            failures.append({"seed": seed, "program": network.program, "why": text[:1000]})
+    return {
+        "first": seeds[0],
+        "last": seeds[-1] + 1,
+        "free": sum(free) / max(len(free), 1),
+        "seconds": time.monotonic() - started,
+        "failures": failures,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Prepare, mask, convert and compare every model of `model_lists.py`; writes docs/models.md.
+
+    python tools/sweep_models.py [--family timm] [--only NAME ...] [--limit N] [--onnx] [--again failed|all]
+
+Each model runs in a process of its own, under limits of memory and time, so that a crash is a row like any
+other. Results are lines of JSON in ``--record``; a model that has a line is not run again, unless ``--again``
+says so. Weights and batch-norm statistics are random, masks keep each unit with probability 0.6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from model_lists import Entry, entries  # noqa: E402
+from try_model import work  # noqa: E402
+
+RECORD = HERE.parent / "docs" / "models.jsonl"
+PAGE = HERE.parent / "docs" / "models.md"
+
+
+def main() -> int:
+    """Run what has no line yet, then write the page. Exit code 1 when a model failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--family", choices=["classification", "segmentation", "video", "timm"])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="models by name")
+    parser.add_argument("--limit", type=int, help="run at most this many")
+    parser.add_argument("--onnx", action="store_true", help="export to ONNX and compare, the slow step")
+    parser.add_argument("--again", choices=["failed", "all"], help="run models that have a line already")
+    parser.add_argument("--seconds", type=int, default=900, help="time limit of one model")
+    parser.add_argument("--gigabytes", type=int, default=14, help="memory limit of one model")
+    parser.add_argument("--record", type=Path, default=RECORD, help="the JSON-lines file")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the document")
+    options = parser.parse_args()
+    known = read(options.record)
+    chosen = []
+    for entry in entries():
+        if options.family not in (None, entry.family) or (options.only and entry.name not in options.only):
+            continue
+        row = known.get(entry.key)
+        done = row is not None and not (options.onnx and "onnx_error" not in row and row["status"] == "exact")
+        if (
+            options.again == "all"
+            or not done
+            or (options.again == "failed" and row and row["status"] != "exact")
+        ):
+            chosen.append(entry)
+    for entry in chosen[: options.limit]:
+        row = launch(entry, options)
+        with options.record.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        shown = {
+            key: row.get(key)
+            for key in ("status", "why", "free", "error", "trace_s", "prepare_s", "convert_s")
+        }
+        print(entry.key, json.dumps(shown), flush=True)
+    known = read(options.record)
+    options.page.write_text(render(known))
+    return int(any(row["status"] != "exact" for row in known.values()))
+
+
+def read(record: Path) -> dict[str, dict[str, Any]]:
+    """The last line of each model, in the order of the lists."""
+    lines = record.read_text().splitlines() if record.exists() else []
+    rows = {row["key"]: row for row in map(json.loads, lines)}
+    return {entry.key: rows[entry.key] for entry in entries() if entry.key in rows}
+
+
+def launch(entry: Entry, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one model in a process of its own; its row, or one that says how it ended."""
+    import torchvision  # noqa: F401  (imported once, before the fork)
+
+    with contextlib.suppress(ImportError):
+        import timm  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(entry, options.gigabytes, options.onnx, sender))
+    process.start()
+    sender.close()
+    row = {"key": entry.key, "status": "crashed", "why": f"not done after {options.seconds} s"}
+    if receiver.poll(options.seconds):
+        try:
+            row = receiver.recv()
+        except EOFError:
+            process.join()
+            row["why"] = f"ended with exit code {process.exitcode}"
+    process.kill()
+    process.join()
+    return row
+
+
+# ---- the page -------------------------------------------------------------------------------------------
+
+
+def render(rows: dict[str, dict[str, Any]]) -> str:
+    """The document: totals, then a table a family, then what is pinned."""
+    import torch
+    import torchvision
+
+    versions = f"torch {torch.__version__}, torchvision {torchvision.__version__}"
+    with contextlib.suppress(ImportError):
+        import timm
+
+        versions += f", timm {timm.__version__}"
+    lines = [
+        "# Models",
+        "",
+        "Written by `python tools/sweep_models.py --onnx`, which anyone can run. For each model: random weights",
+        "and batch-norm statistics, `prepare`, a random mask on every group, forward in `train()` and `eval()`,",
+        "`convert`, masked against sliced, forward and backward of the sliced model in `train()`, a save and load",
+        "round trip, and the ONNX file run by ONNX Runtime.",
+        "",
+        f"Python {platform.python_version()}, {versions}, one thread. Times are seconds of one run, on a machine",
+        "that others used, too.",
+        "",
+        "*free*: share of the dense layers' input channels (the network's inputs left out) that can be pruned.",
+        "*error*: max |masked - sliced| over the output's largest magnitude, float32 (in brackets float64, where",
+        "float32 exceeds 1e-5). Networks of 150 batch norms or more had them at 0.3 strength, since at full",
+        "strength float64 errors were 9e-9 to 9e-5 in three (EfficientNet-B7, EfficientNetV2-M and -L), taken for",
+        "rounding; rows of models without pinned channels may stem from an earlier state of the code. *ONNX*: the",
+        "same between PyTorch and ONNX Runtime, empty where not run. *trace*: tracing and channel",
+        "graph. *memory*: peak above the model, in GiB.",
+        "",
+        "| family | models | exact | ONNX checked | not exact |",
+        "|---|---|---|---|---|",
+    ]
+    families: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for key, row in rows.items():
+        family, _, name = key.partition("/")
+        families.setdefault(family, []).append((name, row))
+    for family, members in families.items():
+        exact = sum(row["status"] == "exact" for _, row in members)
+        checked = sum("onnx_error" in row for _, row in members)
+        lines.append(f"| {family} | {len(members)} | {exact} | {checked} | {len(members) - exact} |")
+    for family, members in families.items():
+        lines += ["", f"## {family}", ""]
+        lines.append("| model | input | free | groups | error | ONNX | trace | prepare | convert | memory |")
+        lines.append("|---|---|---|---|---|---|---|---|---|---|")
+        lines += [_line(name, row) for name, row in members]
+    lines += [
+        "",
+        "## What is pinned",
+        "",
+        "The first reason of each pinned input channel, over all models.",
+        "",
+    ]
+    lines += ["| reason | channels | models |", "|---|---|---|"]
+    counts: Counter[str] = Counter()
+    models: Counter[str] = Counter()
+    for row in rows.values():
+        seen = Counter[str]()
+        for reason, count in row.get("pinned", {}).items():
+            seen[_general(reason)] += count
+        counts.update(seen)
+        models.update(seen.keys())
+    lines += [f"| {reason} | {count:,} | {models[reason]} |" for reason, count in counts.most_common(40)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(name: str, row: dict[str, Any]) -> str:
+    if row["status"] != "exact":
+        return (
+            f"| {name} | **{row['status']}** | {row.get('why', '')[:200].replace('|', '/')} | | | | | | | |"
+        )
+    error = f"{row['error']:.1e}" + (f" ({row['error64']:.0e})" if "error64" in row else "")
+    exported = f"{row['onnx_error']:.1e}" if "onnx_error" in row else ""
+    size = "x".join(map(str, row["input"]))
+    trace = row["trace_s"] + row["graph_s"]
+    return (
+        f"| {name} | {size} | {row['free']:.3f} | {row['free_groups']} of {row['groups']} | {error} | {exported} "
+        f"| {trace:.2f} | {row['prepare_s']:.2f} | {row['convert_s']:.2f} | {row['peak_gib']:.2f} |"
+    )
+
+
+def _general(reason: str) -> str:
+    """The reason without the node it names."""
+    parts = reason.split("'")
+    return (
+        "".join(part if index % 2 == 0 else "..." for index, part in enumerate(parts))
+        if len(parts) > 2
+        else reason
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,325 @@
+"""Everything the sweep asks of one model, in order, as a row of plain values."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from model_lists import Entry
+
+#: |masked - sliced| of the output's scale that passes in float32, and in float64 where that is exceeded.
+FLOAT32, FLOAT64 = 1e-5, 1e-9
+
+
+def work(entry: Entry, gigabytes: int, onnx: bool, sender: Any) -> None:
+    """Try one model and send its row."""
+    resource.setrlimit(resource.RLIMIT_DATA, (gigabytes << 30, gigabytes << 30))
+    row: dict[str, Any] = {"key": entry.key, "status": "failed", "stage": "build"}
+    warnings.simplefilter("ignore")
+    try:
+        attempt(entry, row, onnx)
+    except Exception as error:
+        row["why"] = f"{row['stage']}: {type(error).__name__}: {str(error)[:600]}"
+        row["where"] = traceback.format_exc(limit=-4)[-1500:]
+    sender.send(row)
+
+
+def attempt(entry: Entry, row: dict[str, Any], onnx: bool) -> None:
+    """Everything that is asked of a model, in order; ``row`` is filled as it goes."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    import smcp_fx
+    from smcp_fx.errors import CheckpointError
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = entry.build()
+    randomise(model)
+    model.eval()
+    inputs = fitting_inputs(entry, model)
+    row.update(input=list(inputs[0].shape), parameters=sum(p.numel() for p in model.parameters()))
+    before = peak()
+    row["stage"] = "prepare"
+    times = timed_stages()
+    started = time.perf_counter()
+    prepared = smcp_fx.prepare(model, inputs, config=smcp_fx.PruningConfig(multiple=1))
+    row.update(prepare_s=time.perf_counter() - started, trace_s=times["trace"], graph_s=times["build"])
+    row.update(peak_gib=(peak() - before) / 2**20, nodes=len(prepared.graph.nodes))
+    row.update(describe(prepared))
+    row["stage"] = "identity"
+    expected = run(model, inputs)
+    row["identity"] = difference(run(prepared, inputs), expected)
+    if not row["identity"] <= 1e-5:
+        raise ArithmeticError(f"all channels kept, and the output differs by {row['identity']:.3g}")
+    del model
+    row["stage"] = "masked train"
+    prepared.set_masks(random_masks(prepared))
+    # Two images would make each channel of a one-pixel map plus or minus one, a sign that amplifies rounding.
+    many = tuple(torch.randn(8, *i.shape[1:]) if i.numel() <= 2 * 3 * 128**2 else i for i in inputs)
+    calibrate(prepared, many)
+    row["stage"] = "masked eval"
+    masked = run(prepared, inputs)
+    row["stage"] = "convert"
+    started = time.perf_counter()
+    sliced = smcp_fx.convert(prepared)
+    row["convert_s"] = time.perf_counter() - started
+    row["kept"] = sum(p.numel() for p in sliced.parameters()) / row["parameters"]
+    row["stage"] = "sliced eval"
+    row["error"] = difference(run(sliced, inputs), masked)
+    spread = [
+        float((t - t[:1]).abs().max()) for t in pytree.tree_leaves(masked) if isinstance(t, torch.Tensor)
+    ]
+    row["spread"] = max(spread) / max(scale(masked), 1e-30)
+    pair, fitting, bound = (prepared, sliced), inputs, FLOAT32
+    if not row["error"] <= FLOAT32:
+        row["stage"] = "float64"
+        fitting = tuple(i.double() if i.is_floating_point() else i for i in inputs)
+        wide = copy.deepcopy(prepared).double()
+        pair, bound = (wide, smcp_fx.convert(wide)), FLOAT64
+        row["error64"] = difference(run(pair[1], fitting), run(wide, fitting))
+        if not row["error64"] <= FLOAT64:
+            nearby = run(wide, tuple(i * (1 + 1e-12) for i in fitting))
+            raise ArithmeticError(
+                f"masked and sliced differ by {row['error']:.3g}, float64 {row['error64']:.3g}; an input that is "
+                f"1e-12 larger changes the output by {difference(nearby, run(wide, fitting)):.3g}"
+            )
+    row["stage"] = "another batch size"
+    three = tuple(torch.cat([i, i[:1]]) for i in fitting)
+    try:
+        masked = run(pair[0], three)
+    except Exception as error:  # the model itself is made for one batch size, or its trace is
+        row["batch"] = f"{type(error).__name__}: {str(error)[:200]}"
+    else:
+        row["batch"] = difference(run(pair[1], three), masked)
+        if not row["batch"] <= 10 * bound:
+            raise ArithmeticError(f"with a batch of 3, masked and sliced differ by {row['batch']:.3g}")
+    row["stage"] = "train"
+    sliced.train()
+    loss = sum(
+        t.double().square().mean() for t in pytree.tree_leaves(sliced(*inputs)) if isinstance(t, torch.Tensor)
+    )
+    loss.backward()
+    bad = [
+        n
+        for n, p in sliced.named_parameters()
+        if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+    ]
+    if bad:
+        raise ArithmeticError(f"gradients that are not finite: {bad[:3]}")
+    sliced.zero_grad(set_to_none=True)
+    sliced.eval()
+    row["stage"] = "save and load"
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = run(sliced, inputs)
+        try:
+            path = smcp_fx.save(sliced, Path(folder) / "model.safetensors")
+        except CheckpointError as error:
+            if "traced in regions" not in str(error):
+                raise
+            row["regions"] = True  # what is left as Python is not saved, by design
+        else:
+            row["reload"] = difference(run(smcp_fx.load(path), inputs), outputs)
+            if row["reload"] != 0:
+                raise ArithmeticError(f"after loading, the output differs by {row['reload']:.3g}")
+    if onnx:
+        row["stage"] = "ONNX"
+        started = time.perf_counter()
+        row["onnx_error"] = onnx_error(sliced, inputs)
+        row["onnx_s"] = time.perf_counter() - started
+    row["status"] = "exact"
+    del row["stage"]
+
+
+def fitting_inputs(entry: Entry, model: Any) -> tuple[Any, ...]:
+    """The first of the entry's shapes that the model takes in eval mode."""
+    import torch
+
+    errors = []
+    for shape in entry.shapes(model):
+        inputs = (torch.randn(shape),)
+        try:
+            run(model, inputs)
+            for module in model.modules():  # a map of one pixel has no statistics
+                module.training = True
+            run(model, inputs)
+            model.eval()
+        except Exception as error:
+            model.eval()
+            errors.append(f"{shape}: {error}")
+        else:
+            return inputs
+    raise RuntimeError("; ".join(errors)[:600])
+
+
+def timed_stages() -> dict[str, float]:
+    """Let `prepare` note how long its tracing and its channel graph take."""
+    module = sys.modules["smcp_fx.prepare"]
+    times: dict[str, float] = {"trace": 0.0, "build": 0.0}
+    for name in times:
+        function = getattr(module, name)
+
+        def noted(*args: Any, _function: Any = function, _name: str = name, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = _function(*args, **kwargs)
+            times[_name] += time.perf_counter() - started
+            return result
+
+        setattr(module, name, noted)
+    return times
+
+
+def describe(prepared: Any) -> dict[str, Any]:
+    """What is free, and what pins the rest of the dense layers' input channels."""
+    graph = prepared.channels
+    why: Counter[str] = Counter()
+    slots = {"convolution": [0, 0], "linear": [0, 0]}
+    for layer in graph.layers:
+        if layer.kind != "dense":
+            continue
+        kind = slots["convolution" if len(layer.weight_shape) > 2 else "linear"]
+        for unit in graph.units.of(layer.in_labels).tolist():
+            reasons = graph.units.why.get(unit, [])
+            if any(text.startswith("network input") for _, text in reasons):
+                continue
+            kind[0] += not reasons
+            kind[1] += 1
+            if reasons:
+                why[reasons[0][1]] += 1
+    return {
+        "free": graph.free_share,
+        "free_convolution": slots["convolution"],
+        "free_linear": slots["linear"],
+        "groups": len(graph.groups),
+        "free_groups": sum(group.free for group in graph.groups),
+        "pinned": dict(why.most_common(6)),
+        "assumed": list(getattr(prepared.plan.traced, "assumptions", ())),
+    }
+
+
+def randomise(model: Any) -> None:
+    """No weight, statistic or shift keeps the value it was initialised to; weights keep their scale."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    # Branches at full strength would make a hundred random blocks chaotic: each amplifies what came before.
+    gain = 1.0 if len(norms) < 150 else 0.3
+    with torch.no_grad():
+        for module in model.modules():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is None or not tensor.is_floating_point():
+                    continue
+                noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+                if name == "running_var":
+                    tensor.copy_(0.5 + noise.abs())
+                elif tensor.dim() > 1 and float(tensor.std()) > 0:
+                    tensor.mul_(1 + 0.3 * noise)
+                elif name in ("weight", "gain", "gamma"):
+                    tensor.copy_((1 + 0.3 * noise) * (gain if module in norms else 1))
+                elif isinstance(tensor, torch.nn.Parameter):
+                    tensor.add_(0.3 * noise)
+
+
+def calibrate(prepared: Any, inputs: tuple[Any, ...]) -> None:
+    """Statistics near those of the masked network's images, so that its depth neither dies nor explodes."""
+    import torch
+
+    original = torch.nn.functional.batch_norm
+
+    def forgetful(x: Any, mean: Any, var: Any, *rest: Any, **named: Any) -> Any:
+        named.update(zip(("weight", "bias", "training", "momentum", "eps"), rest, strict=False))
+        named.update(momentum=1.0)
+        return original(x, mean, var, **named)
+
+    torch.nn.functional.batch_norm = forgetful  # modules and graphs alike look it up when they run
+    try:
+        run(prepared.train(), inputs)
+    finally:
+        torch.nn.functional.batch_norm = original
+    for norm in prepared.modules():
+        if not isinstance(norm, torch.nn.modules.batchnorm._BatchNorm) or norm.running_mean is None:
+            continue
+        norm.running_mean += 0.2 * torch.randn_like(norm.running_mean) * norm.running_var.sqrt()
+        norm.running_var.clamp_(min=0.5 * float(norm.running_var.mean()))  # none that amplifies rounding
+        norm.running_var *= 0.7 + 0.6 * torch.rand_like(norm.running_var)
+    prepared.eval()
+
+
+def random_masks(prepared: Any, share: float = 0.6) -> dict[str, Any]:
+    """A random mask for every free group; at least one unit is kept."""
+    import torch
+
+    masks = {}
+    for group in prepared.channels.groups:
+        if group.free:
+            mask = torch.rand(group.size) < share
+            mask[int(torch.randint(group.size, (1,)))] = True
+            masks[group.name] = mask
+    return masks
+
+
+def run(model: Any, inputs: tuple[Any, ...]) -> Any:
+    """The model's output, without gradients."""
+    import torch
+
+    with torch.no_grad():
+        return model(*(i.clone() for i in inputs))
+
+
+def scale(outputs: Any) -> float:
+    """Largest magnitude of the outputs."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    return max(float(t.abs().max()) for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor))
+
+
+def difference(found: Any, expected: Any) -> float:
+    """Largest |found - expected| of any output, over that output's scale; infinite for another structure."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    left = [t for t in pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
+    right = [t for t in pytree.tree_leaves(expected) if isinstance(t, torch.Tensor)]
+    if [t.shape for t in left] != [t.shape for t in right]:
+        return float("inf")
+    errors = [
+        float((a - b).abs().max()) / max(float(b.abs().max()), 1e-30)
+        for a, b in zip(left, right, strict=True)
+    ]
+    return float("nan") if any(e != e for e in errors) else max(errors)
+
+
+def onnx_error(sliced: Any, inputs: tuple[Any, ...]) -> float:
+    """Export, run with ONNX Runtime, and return the largest difference from PyTorch, over the scale."""
+    import numpy as np
+    import onnxruntime
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from smcp_fx.backends.onnx_export import export_onnx
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        export_onnx(sliced, inputs, path)
+        settings = onnxruntime.SessionOptions()
+        settings.intra_op_num_threads = 1
+        session = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
+        names = [i.name for i in session.get_inputs()]
+        found = session.run(None, dict(zip(names, (i.numpy() for i in inputs), strict=True)))
+    expected = [t.numpy() for t in pytree.tree_leaves(run(sliced, inputs)) if isinstance(t, torch.Tensor)]
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, expected, strict=True))
+
+
+def peak() -> float:
+    """Peak resident memory of this process, in KiB."""
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
