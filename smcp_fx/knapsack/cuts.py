@@ -23,6 +23,9 @@ from smcp_fx.knapsack.dual import Dual, solve_dual
 #: Spacings tried: this many quantiles of the differences between neighbouring costs of a group.
 _SPACINGS = 16
 
+#: So many of them, those of the tightest bounds at the capacity's own multiplier, get a multiplier of their own.
+_FINALISTS = 3
+
 
 @dataclass(frozen=True)
 class RoundingCut:
@@ -32,13 +35,22 @@ class RoundingCut:
     dual: Dual
 
 
-def best_rounding_cut(core: Core) -> RoundingCut | None:
-    """Return the cut of the tightest bound among those tried, or None if there is no spacing to try."""
-    values = core.groups.ops.floats(core.values)
-    best: RoundingCut | None = None
+def best_rounding_cut(core: Core, multiplier: float) -> RoundingCut | None:
+    """Return the cut of the tightest bound among those tried, or None if there is no spacing to try.
+
+    ``multiplier``: the capacity's price of a unit of cost; a rounded unit is worth a spacing of them at first.
+    """
+    ops, groups = core.groups.ops, core.groups
+    values = ops.floats(core.values)
+    tried = []
     for spacing in _spacings(core):
         costs, room = _round_costs(core, spacing)
-        dual = solve_dual(core.groups, values, core.groups.ops.floats(costs), float(room))
+        price = multiplier * spacing
+        top = ops.segment_max(values - price * ops.floats(costs), groups.starts, groups.group)
+        tried.append((float(top.sum()) + price * room, costs, room))
+    best: RoundingCut | None = None
+    for _, costs, room in sorted(tried, key=lambda one: one[0])[:_FINALISTS]:
+        dual = solve_dual(groups, values, ops.floats(costs), float(room))
         if best is None or dual.bound < best.dual.bound:
             best = RoundingCut(costs, dual)
     return best

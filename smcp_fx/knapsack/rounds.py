@@ -19,6 +19,9 @@ _LEVELS = tuple(1 << bits for bits in (12, 15, 17, 19, 21, 23))
 #: The first budget admits this many options beyond one a group; later ones grow by the factor.
 _FIRST_OPTIONS, _GROWTH = 24, 3.0
 
+#: A budget that falls short of what is open by less than this factor is raised to it.
+_NEARLY = 1.5
+
 #: Once this many partial choices a half did not settle it, a gap this small (relative) is left open.
 _PATIENT_LEVEL, _SMALL_GAP = 1 << 17, 1e-9
 
@@ -135,7 +138,8 @@ class _Solver:
         while states and not self.settled and time.perf_counter() <= deadline:
             before = self.still_open
             self.shrink()
-            self.budget = min(self.budget, before)
+            if self.budget * _NEARLY >= before:
+                self.budget = before
             improved, complete = self.look(self.budget, Effort(states, deadline))
             if complete:
                 self.budget *= _GROWTH
@@ -144,7 +148,7 @@ class _Solver:
 
     def cut(self) -> None:
         """Go over to a rounding cut if its bound is better than what is proven."""
-        cut = best_rounding_cut(self.core)
+        cut = best_rounding_cut(self.core, self.dual.multiplier)
         if cut is None:
             return
         dual = replace(cut.dual, bound=cut.dual.bound + self.core.settled_value)

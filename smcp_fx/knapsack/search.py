@@ -11,6 +11,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from smcp_fx.knapsack.arrays import Array, ArrayOps
 from smcp_fx.knapsack.core import Core
 
@@ -19,6 +22,13 @@ BYTES_PER_STATE, BYTES_PER_STEP = 160, 8
 
 #: Seconds an extension takes for each partial choice, on a slow core: one that would end late is not begun.
 _SECONDS_PER_STATE = 3e-7
+
+
+#: An option that loses a share x of the budget counts exp(-_DECAY * x) when the halves are balanced.
+_DECAY = 4.0
+
+#: A group's options: from, to.
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -66,13 +76,13 @@ def search(core: Core, loss: Array, budget: float, effort: Effort, seed: int) ->
     starts = ops.host(sub.groups.starts).tolist()
     # No groups are left when all are settled: then there is one choice, the empty one.
     spans = list(zip(starts, [*starts, len(kept)][1:], strict=True))
-    spans.sort(key=lambda span: span[1] - span[0])
     fixed = [a for a, b in spans if b - a == 1]
     spans = [span for span in spans if span[1] - span[0] > 1]
     fixed_at = ops.ints(fixed)
     first = (int(sub.costs[fixed_at].sum()), int(sub.values[fixed_at].sum()))
-    left = _enumerate(sub, loss, spans[0::2], first, budget, effort, seed)
-    right = _enumerate(sub, loss, spans[1::2], (0, 0), budget, effort, seed + 1)
+    one, other = _halves(spans, ops.host(loss), budget)
+    left = _enumerate(sub, loss, one, first, budget, effort, seed)
+    right = _enumerate(sub, loss, other, (0, 0), budget, effort, seed + 1)
     nothing = Found(None, fixed_at, False)
     if left is None or right is None:
         return nothing
@@ -91,6 +101,26 @@ def search(core: Core, loss: Array, budget: float, effort: Effort, seed: int) ->
     )
     owner = ops.argsort(sub.groups.group[chosen])
     return Found(int(values[at][0]), kept[chosen[owner]], complete)
+
+
+def _halves(spans: list[Span], loss: NDArray[np.float64], budget: float) -> tuple[list[Span], list[Span]]:
+    """Split the groups so that both halves grow to about as many partial choices.
+
+    How much a group multiplies them is guessed from its options' losses: the smaller, the more often affordable.
+    """
+    weight = np.exp(-_DECAY / max(budget, 1.0) * loss)
+    upto = np.concatenate([[0.0], np.cumsum(weight)])
+    growth = [float(np.log(upto[end] - upto[start])) for start, end in spans]
+    ranked = sorted(zip(growth, spans, strict=True), reverse=True)
+    halves: tuple[list[Span], list[Span]] = ([], [])
+    total = [0.0, 0.0]
+    for grown, span in ranked:
+        smaller = int(total[0] > total[1])
+        halves[smaller].append(span)
+        total[smaller] += grown
+    for half in halves:
+        half.reverse()
+    return halves
 
 
 def _enumerate(

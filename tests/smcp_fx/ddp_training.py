@@ -74,6 +74,9 @@ def main() -> None:
     state["weight"] = prepared.get_parameter("0.weight").detach()
     torch.save({"state": state, "masks": masks, "draw": torch.rand(2)}, options.folder / f"{rank}.pt")
     dist.destroy_process_group()
+    # Without the interpreter's own end: gloo's threads may drop their last tensors during it, which then aborts the
+    # process now and then ("terminate called without an active exception").
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Measure the coupled allocation: budget, certified gap, time, stability; the paper's method beside it.
 
     python tools/bench/allocation.py --networks resnet50 unet --costs flops latency --seeds 0 1
+    python tools/bench/allocation.py --costs measured --table table.sqlite --side 64
 
 The paper's method runs as in training: a solve at every step of an exponential ramp to the budget and more at
 the budget, each priced at the last one's counts. Its value is held against the coupled method's at the true
@@ -13,9 +14,11 @@ import argparse
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from allocation_instances import NETWORKS, PRICERS, Values, network_cost, synthetic_importances, values_of
+from allocation_measured import measured_cost
 
 from smcp_fx.allocation import Allocation, allocate
 from smcp_fx.cost_model import NetworkCost
@@ -57,9 +60,8 @@ def changed_share(cost: NetworkCost, seed: int, before: Allocation, budget: floa
     return changed / sum(len(i) for i in importances.values())
 
 
-def measure(name: str, kind: str, shares: Sequence[float], seed: int, paper: bool) -> None:
+def measure(name: str, kind: str, cost: NetworkCost, shares: Sequence[float], seed: int, paper: bool) -> None:
     """Print one line a budget."""
-    cost = network_cost(name, kind)
     values = values_of(cost, synthetic_importances(cost, seed))
     full, total = cost.cost(cost.full_counts), sum(v[-1] for v in values.values())
     for share in shares:
@@ -90,7 +92,9 @@ def main() -> None:
     imports = peak_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
-    parser.add_argument("--costs", nargs="+", default=list(PRICERS), choices=list(PRICERS))
+    parser.add_argument("--costs", nargs="+", default=list(PRICERS), choices=[*PRICERS, "measured"])
+    parser.add_argument("--table", type=Path, default=Path("table.sqlite"), help="the measured latency table")
+    parser.add_argument("--side", type=int, default=64, help="side of the images of measured networks")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.8, 0.55, 0.3, 0.15])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--no-paper", action="store_true", help="leave the paper's method out")
@@ -100,8 +104,10 @@ def main() -> None:
     print(head if args.no_paper else f"{head}{'paper T':>9}{'osc.':>7}{'its V %':>10}")
     for name in args.networks:
         for kind in args.costs:
+            measured = kind == "measured"
+            cost = measured_cost(name, args.table, args.side) if measured else network_cost(name, kind)
             for seed in args.seeds:
-                measure(name, kind, args.budgets, seed, not args.no_paper)
+                measure(name, kind, cost, args.budgets, seed, not args.no_paper)
     print(f"peak memory beyond the imports: {peak_memory() - imports:.0f} MiB")
 
 
