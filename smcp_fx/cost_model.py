@@ -58,13 +58,17 @@ class NetworkCost:
     """Cost of one network for any permitted counts.
 
     ``permitted[k]`` holds group k's permitted counts, ascending; the last is its full size. Groups without
-    a choice (pinned) are not listed: they are in the widths' constants.
+    a choice (pinned) are not listed: they are in the widths' constants. ``repriced``: gives the cost again for
+    other counts, where a sum of terms is exact at some counts only; see `at`.
     """
 
     unit: str
     permitted: Mapping[str, tuple[int, ...]]
     terms: tuple[CostTerm, ...]
     constant: float = 0.0
+    repriced: Callable[[Mapping[str, int]], NetworkCost] | None = field(
+        default=None, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         for term in self.terms:
@@ -77,6 +81,10 @@ class NetworkCost:
     def cost(self, counts: Mapping[str, int]) -> float:
         """Return T(p), all counts taken together, in ``unit``."""
         return self.constant + sum(term.cost(counts) for term in self.terms)
+
+    def at(self, counts: Mapping[str, int]) -> NetworkCost:
+        """Return the cost as a sum that is exact at these counts: this one, unless it says otherwise."""
+        return self if self.repriced is None else self.repriced(counts)
 
     @property
     def full_counts(self) -> dict[str, int]:

@@ -119,7 +119,7 @@ class LatencyCost:
             ]
         constant = whole.run_ms + (1 - share) * hot.constant + share * cold.constant
         constant += slope * (weights.constant - whole.weight_bytes)
-        return NetworkCost("ms", hot.permitted, tuple(terms), scale * constant)
+        return NetworkCost("ms", hot.permitted, tuple(terms), scale * constant, self.around)
 
     def _state(self, share: float, permitted: Mapping[str, tuple[int, ...]]) -> NetworkCost:
         terms, constant = [], 0.0

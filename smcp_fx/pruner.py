@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Pruner", "Solve"]
 
+#: A cost that is exact at some counts only is taken again at those a solve chose, so often at most, until what was
+#: chosen costs no more than the target (to rounding), and no less than this share below it.
+_PRICINGS, _MISS, _OVER = 5, 0.011, 1e-9
+
 
 class Pruner:
     """Belongs to a prepared model; call `step` once an optimiser step.
@@ -139,7 +143,7 @@ class Pruner:
     def check_finished(self) -> None:
         """Warn when the schedule has not brought the target yet, as when it is longer than the training."""
         if self.schedule is not None:
-            cost = self.cost.cost(self.counts)
+            cost = self.present_cost
             trained = self._watch.backwards > 0
             self._solve_watch.unfinished(int(self._state.steps), self.schedule, cost, self.target, trained)
 
@@ -161,6 +165,12 @@ class Pruner:
     def counts(self) -> dict[str, int]:
         """Units kept, by free group."""
         return self._selector.counts()
+
+    @property
+    def present_cost(self) -> float:
+        """What the network costs with the present masks, in the unit of ``cost``."""
+        counts = self.counts
+        return self.cost.at(counts).cost(counts)
 
     def _scores(self) -> Tensor:
         """Momentum average since the last solve, blended with what was known before it.
@@ -266,14 +276,26 @@ class Pruner:
                 "every importance is zero, so nothing tells which channels matter: train with "
                 "prepared.pruner.step() for some steps before solving, and check that gradients reach the weights"
             )
-        cost = self.cost
-        if self.config.mask == "permanent":
+        permanent = self.config.mask == "permanent"
+        if permanent:
             scores = torch.where(self._state.keep, scores, torch.zeros_like(scores))
-            cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
-        try:
-            return self._selector.settled(scores, cost, target, self._moving(step))
-        except InfeasibleBudgetError as error:
-            raise self._explained(error) from error
+        cost = self.cost.at(self.counts)
+        found: list[Choice] = []
+        for _ in range(_PRICINGS):
+            if permanent:
+                cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
+            try:
+                choice = self._selector.settled(scores, cost, target, self._moving(step))
+            except InfeasibleBudgetError as error:
+                raise self._explained(error) from error
+            counts = choice.allocation.counts
+            cost = self.cost.at(counts)
+            allocation = dataclasses.replace(choice.allocation, cost=cost.cost(counts))
+            found.append(dataclasses.replace(choice, allocation=allocation))
+            if cost is self.cost or -_MISS <= allocation.cost / target - 1 <= _OVER:
+                return found[-1]
+        # Nothing lands: the dearest within the target, or else what exceeds it least.
+        return min(found, key=lambda c: (c.allocation.cost > target, abs(c.allocation.cost - target)))
 
     def _moving(self, step: int) -> bool:
         """Is the target still falling?"""

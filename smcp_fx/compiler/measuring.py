@@ -18,7 +18,6 @@ from smcp_fx.compiler.data import ImageData
 from smcp_fx.compiler.models import FittedModel
 from smcp_fx.errors import CheckpointError
 from smcp_fx.files import write_texts
-from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.prepare import PreparedModel, sliced
 from smcp_fx.solve import Solve
 
@@ -64,7 +63,6 @@ class Corrector:
         fraction: float,
         state: Path,
         say: Callable[[str], None],
-        cost: LatencyCost | None = None,
     ) -> None:
         self.prepared = prepared
         self.backend = backend
@@ -74,7 +72,6 @@ class Corrector:
         self.file = state / "comparisons.json"
         self.scratch = state / "candidate.onnx"
         self.say = say
-        self.cost = cost
         self.comparisons: list[Comparison] = []
 
     def after(self, solve: Solve) -> None:
@@ -84,7 +81,6 @@ class Corrector:
         """
         schedule = self.prepared.pruner.schedule
         assert schedule is not None
-        self._reprice()
         if solve.step == schedule.last_step:
             self._fit(solve.step)
         elif solve.step + schedule.every >= schedule.ramp_end and not self.comparisons:
@@ -93,7 +89,6 @@ class Corrector:
 
     def resume(self, step: int) -> None:
         """Take up the comparisons that were made up to the optimiser step that training goes on from."""
-        self._reprice()
         if not self.file.exists():
             return
         try:
@@ -105,17 +100,11 @@ class Corrector:
             ) from error
         self.comparisons = [comparison for comparison in found if comparison.step <= step]
 
-    def _reprice(self) -> None:
-        """Price the next solve around the present counts: how cold the weights are follows from all of them."""
-        if self.cost is not None:
-            self.prepared.pruner.cost = self.cost.around(self.prepared.pruner.counts)
-
     def _fit(self, step: int) -> None:
         tried: list[tuple[float, dict[str, Tensor]]] = []
         for attempt in range(TRIES + 1):
             if attempt:
                 self.prepared.pruner.solve()
-                self._reprice()
             missed = self._measure("last masks" if not attempt else f"last masks, try {attempt + 1}", step)
             missed -= self.fraction
             tried.append((missed, self.prepared.masks))
@@ -123,7 +112,6 @@ class Corrector:
                 return
         missed, masks = min(tried, key=lambda entry: abs(entry[0]))
         self.prepared.set_masks(masks)
-        self._reprice()
         self.say(
             f"no solve came within {CLOSE:.0%} of the target: the nearest is kept, at {self.fraction + missed:.1%}"
         )
@@ -131,7 +119,7 @@ class Corrector:
     def _measure(self, name: str, step: int) -> float:
         pruner = self.prepared.pruner
         module = sliced(self.prepared)
-        predicted = pruner.cost.cost(pruner.counts)
+        predicted = pruner.present_cost
         with self.backend.compile(module, self.inputs, self.scratch) as engine:
             dense, pruned = measure_interleaved([self.dense, engine])
         self.scratch.unlink(missing_ok=True)

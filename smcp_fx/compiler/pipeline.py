@@ -72,10 +72,7 @@ class _Run:
             full = converted_full(prepared)
             dense = backend.compile(full, inputs, dense_path)
         fraction = self._fraction(prepared, dense.latency().median_ms)
-        corrector = Corrector(
-            prepared, backend, dense, inputs, fraction, folder / "state", self._say,
-            cost if isinstance(cost, LatencyCost) else None,
-        )  # fmt: skip
+        corrector = Corrector(prepared, backend, dense, inputs, fraction, folder / "state", self._say)
         trainer = self._prune(prepared, fitted, data, corrector, cost)
         with self._stage("emitting"):
             smaller = convert(prepared)

@@ -54,7 +54,7 @@ def build_report(
     full_counts = pruner.cost.full_counts
     traced = Traced(cast(fx.GraphModule, prepared), prepared.plan.traced.values)
     others = {name: bind(name, traced, prepared.channels) for name in ("flops", "params")}
-    predicted = {"dense": pruner.full_cost, "pruned": pruner.cost.cost(counts)}
+    predicted = {"dense": pruner.full_cost, "pruned": pruner.present_cost}
     sides = {}
     for side, chosen, result, accuracy in zip(
         ("dense", "pruned"), (full_counts, counts), measured.latencies, measured.accuracies, strict=True

@@ -164,6 +164,25 @@ def test_solving_again_around_the_answer_meets_the_true_target(tmp_path: Path) -
     assert 0.9 * target < cost.latency(counts) <= target * 1.005
 
 
+@pytest.mark.parametrize("fraction", [0.7, 0.5, 0.3])
+def test_a_pruner_lands_on_the_true_latency(tmp_path: Path, fraction: float) -> None:
+    """In a plain loop; what the unpruned prices say of the answer is off by more than 1 %."""
+    table = LatencyTable(tmp_path / "t.sqlite")
+    cost = LatencyCost(table, FakeBackend(latency=smooth, cold=3.0), residency=RISING)
+    config = smcp_fx.PruningConfig(multiple=1, tolerance=0.0)
+    inputs = torch.randn(2, 3, 12, 12)
+    prepared = smcp_fx.prepare(network(), inputs, target=fraction, cost=cost, config=config)
+    prepared(inputs).square().sum().backward()
+    prepared.pruner.step()
+    solve = prepared.pruner.solve()
+    counts = prepared.pruner.counts
+    assert solve.cost == pytest.approx(cost.latency(counts), rel=1e-12)
+    assert prepared.pruner.present_cost == pytest.approx(cost.latency(counts), rel=1e-12)
+    assert 0.985 <= cost.latency(counts) / prepared.pruner.target <= 1 + 1e-9
+    first = cost.around(cost.full_counts)
+    assert abs(first.cost(counts) / cost.latency(counts) - 1) > 0.01
+
+
 def test_rows_of_another_device_are_used_only_when_asked_for(tmp_path: Path) -> None:
     there = bound(tmp_path)
     here = FakeBackend(latency=smooth, device="here")
