@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ class Surface:
             raise InputError(f"{len(widths)} widths were given, the block has {len(self.axes)}")
         if not self.axes:
             return np.asarray(self._points[()], dtype=np.float64)
-        arrays = [np.asarray(w) for w in np.broadcast_arrays(*widths)]
+        arrays = [np.asarray(w) for w in widths]  # an open grid stays open: its nodes are sought once an axis
         for axis, array in zip(self.axes, arrays, strict=True):
             if array.size and (array.min() < axis.first or array.max() > axis.last):
                 outside = array[(array < axis.first) | (array > axis.last)].flat[0]
@@ -116,13 +117,19 @@ class Surface:
 
     def _blend(self, x: NDArray[np.int64], y: NDArray[np.int64]) -> Floats:
         ax, ay = self.axes
-        get = self._points
-        along_y = np.array([[get[i, j] for j in ay.samples] for i in ax.lines])
-        along_x = np.array([[get[i, j] for i in ax.samples] for j in ay.lines])
-        crossings = np.array([[get[i, j] for j in ay.lines] for i in ax.lines])
+        along_y, along_x, crossings = self._lines
         px = _bilinear(x, y, ax.lines, ay.samples, along_y)
         py = _bilinear(y, x, ay.lines, ax.samples, along_x)
         return px + py - _bilinear(x, y, ax.lines, ay.lines, crossings)
+
+    @cached_property
+    def _lines(self) -> tuple[Floats, Floats, Floats]:
+        """What was measured along the lines of constant x, of constant y, and where they cross."""
+        (ax, ay), get = self.axes, self._points
+        along_y = np.array([[get[i, j] for j in ay.samples] for i in ax.lines])
+        along_x = np.array([[get[i, j] for i in ax.samples] for j in ay.lines])
+        crossings = np.array([[get[i, j] for j in ay.lines] for i in ax.lines])
+        return along_y, along_x, crossings
 
 
 @dataclass(frozen=True)
