@@ -14,6 +14,7 @@ and after. Memory is the peak over some steps, measured for each variant in a pr
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -21,6 +22,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,10 +127,18 @@ def solve_seconds(options: argparse.Namespace) -> float:
 
 
 def peak(options: argparse.Namespace, name: str) -> float:
-    """Peak memory of three steps of one variant, in MiB; in this process, which should be a fresh one."""
+    """Peak memory of three steps of one variant, in MiB; in this process, which should be a fresh one.
+
+    What tracing, `prepare` and compiling took before is not counted.
+    """
     step = stepper(options, name)
+    for _ in range(2):
+        step()
+    gc.collect()
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts from the present use
     for _ in range(3):
         step()
     if options.device == "cuda":

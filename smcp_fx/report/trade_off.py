@@ -1,0 +1,180 @@
+"""Pictures that compare methods: accuracy over measured speed-up, and the channels each keeps in every layer.
+
+They stand alone, as SVG files with their style inside, and follow the reader's light or dark scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smcp_fx.report.svg import Markup, Panel, dot, element, line, path, picture, rect, text
+
+_WIDTH = 760.0
+_LETTER = 6.6  # a letter's mean advance, in pixels
+_PITCH = 17.0  # between two lines of a key
+#: Colours that stay apart for most eyes, light and dark scheme; beyond them, methods share colours, not marks.
+_COLOURS = (
+    ("#1d5fc4", "#74abff"),
+    ("#b4490a", "#f19a55"),
+    ("#1a7f5a", "#5fd0a2"),
+    ("#8b3fa8", "#d295ea"),
+    ("#8a6d00", "#e0c04a"),
+    ("#59616e", "#9ba5b3"),
+)
+_MARKS = ("circle", "square", "diamond")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One method at one target: mean speed-up, mean accuracy and its confidence interval, fractions of 1."""
+
+    speed_up: float
+    accuracy: float
+    low: float
+    high: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """A method's points, joined by a line in the order of their speed-ups."""
+
+    name: str
+    points: tuple[Point, ...]
+
+
+def trade_off(series: Sequence[Series], title: str) -> Markup | None:
+    """Return accuracy over speed-up with a bar for every confidence interval; None without points."""
+    drawn = [entry for entry in series if entry.points]
+    every = [point for entry in drawn for point in entry.points]
+    if not every:
+        return None
+    ends = [p.speed_up for p in every]
+    lows, highs = (
+        [100 * min(p.low, p.accuracy) for p in every],
+        [100 * max(p.high, p.accuracy) for p in every],
+    )
+    x_pad = 0.06 * ((max(ends) - min(ends)) or 1.0)
+    y_pad = 0.06 * ((max(highs) - min(lows)) or 1.0)
+    across = (max(0.0, min(ends) - x_pad), max(ends) + x_pad)
+    key_width = 40 + _LETTER * max(len(entry.name) for entry in drawn)
+    panel = Panel(
+        56, 52, _WIDTH - 72 - key_width, 360, across, (min(lows) - y_pad, min(100.5, max(highs) + y_pad))
+    )
+    body = [
+        text(panel.left, 18, title, "heading"),
+        *panel.y_axis("test accuracy, %", about=6),
+        line(panel.left, panel.bottom, panel.right, panel.bottom, "baseline"),
+        *panel.x_axis("measured speed-up", suffix="×"),
+    ]
+    for index, entry in enumerate(drawn):
+        points = sorted(entry.points, key=lambda point: point.speed_up)
+        places = [(panel.x(point.speed_up), panel.y(100 * point.accuracy)) for point in points]
+        body.append(path(places, f"curve s{index % len(_COLOURS)}"))
+        for point, (x, y) in zip(points, places, strict=True):
+            body.append(
+                line(
+                    x,
+                    panel.y(100 * point.low),
+                    x,
+                    panel.y(100 * point.high),
+                    f"whisker s{index % len(_COLOURS)}",
+                )
+            )
+            tip = (
+                f"{entry.name}, {point.label}: {100 * point.accuracy:.1f} % "
+                f"({100 * point.low:.1f} to {100 * point.high:.1f}) at {point.speed_up:.2f}×"
+            )
+            body.append(_mark(x, y, index, tip))
+    body += _key([entry.name for entry in drawn], panel.right + 22, panel.top + 4)
+    words = f"{title}: accuracy over measured speed-up of {', '.join(entry.name for entry in drawn)}"
+    return _alone(
+        panel.bottom + 46, max(panel.bottom + 46, panel.top + _PITCH * len(drawn) + 20), words, body
+    )
+
+
+def kept_shares(
+    layers: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], title: str
+) -> Markup | None:
+    """Return the share of each layer's output channels that methods keep; None without layers or methods.
+
+    ``layers`` in the order they run; each of ``series`` a name and one share (a mean, in [0, 1]) a layer.
+    """
+    if not layers or not series:
+        return None
+    key_width = 40 + _LETTER * max(len(name) for name, _ in series)
+    panel = Panel(56, 52, _WIDTH - 72 - key_width, 300, (-0.5, len(layers) - 0.5), (0, 100))
+    body = [text(panel.left, 18, title, "heading"), *panel.y_axis("output channels kept, %")]
+    below = 14 + _LETTER * max(len(name) for name in layers) * 0.72
+    for index, name in enumerate(layers):
+        x, y = panel.x(index), panel.bottom + 14
+        body.append(line(x, panel.top, x, panel.bottom, "grid"))
+        body.append(
+            element(
+                "text",
+                name,
+                x=x,
+                y=y,
+                class_="tick",
+                text_anchor="end",
+                transform=f"rotate(-40 {x:.1f} {y:.1f})",
+            )
+        )
+    for index, (name, shares) in enumerate(series):
+        places = [(panel.x(at), panel.y(100 * share)) for at, share in enumerate(shares)]
+        body.append(path(places, f"curve s{index % len(_COLOURS)}"))
+        for (x, y), layer, share in zip(places, layers, shares, strict=True):
+            body.append(_mark(x, y, index, f"{name}, {layer}: {100 * share:.0f} % kept"))
+    body += _key([name for name, _ in series], panel.right + 22, panel.top + 4)
+    words = (
+        f"{title}: output channels kept in {len(layers)} layers by {', '.join(name for name, _ in series)}"
+    )
+    return _alone(
+        panel.bottom + below, max(panel.bottom + below, panel.top + _PITCH * len(series) + 20), words, body
+    )
+
+
+def _mark(x: float, y: float, index: int, tip: str = "") -> Markup:
+    """A point of series ``index``: its colour, and its shape where colours repeat."""
+    class_ = f"mark s{index % len(_COLOURS)}"
+    shape = _MARKS[index // len(_COLOURS) % len(_MARKS)]
+    if shape == "circle":
+        return dot(x, y, 4.2, class_, tip)
+    if shape == "square":
+        return rect(x - 4, y - 4, 8, 8, class_, tip)
+    inner = [element("title", tip)] if tip else []
+    return element("path", *inner, d=f"M{x:.1f} {y - 5.5:.1f}l5.5 5.5l-5.5 5.5l-5.5 -5.5z", class_=class_)
+
+
+def _key(names: Sequence[str], x: float, y: float) -> list[Markup]:
+    drawn = []
+    for index, name in enumerate(names):
+        at = y + _PITCH * index
+        drawn.append(line(x, at, x + 18, at, f"curve s{index % len(_COLOURS)}"))
+        drawn.append(_mark(x + 9, at, index))
+        drawn.append(text(x + 26, at + 4, name, "label"))
+    return drawn
+
+
+def _alone(below: float, height: float, words: str, body: Sequence[Markup]) -> Markup:
+    """A whole SVG file: its name space, style and paper."""
+    paper = rect(0, 0, _WIDTH, max(below, height), "paper")
+    inner = picture(_WIDTH, max(below, height), words, [element("style", Markup(_style())), paper, *body])
+    return Markup(inner.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))
+
+
+def _style() -> str:
+    light = "".join(f".s{i}{{--c:{colour}}}" for i, (colour, _) in enumerate(_COLOURS))
+    dark = "".join(f".s{i}{{--c:{colour}}}" for i, (_, colour) in enumerate(_COLOURS))
+    return (
+        "svg{--paper:#fcfcfb;--ink:#15181d;--soft:#59616e;--hair:#e3e6eb}"
+        'text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",Arial,sans-serif;fill:var(--soft)}'
+        ".heading{font-size:14px;font-weight:650;fill:var(--ink)}.label{fill:var(--ink)}.paper{fill:var(--paper)}"
+        ".grid{stroke:var(--hair)}.baseline{stroke:var(--soft)}"
+        ".curve{fill:none;stroke:var(--c);stroke-width:1.6;stroke-opacity:.75}"
+        ".whisker{stroke:var(--c);stroke-width:1.3;stroke-opacity:.6}"
+        ".mark{fill:var(--c);stroke:var(--paper)}"
+        f"{light}@media (prefers-color-scheme:dark){{svg{{--paper:#101317;--ink:#e8ebef;--soft:#9ba5b3;"
+        f"--hair:#2b313a}}{dark}}}"
+    )
