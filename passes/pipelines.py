@@ -7,11 +7,13 @@ from torch import Tensor
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.config import PruningConfig
 from smcp_fx.passes.base import GraphPass
+from smcp_fx.passes.drop_idle_joins import DropIdleJoins
 from smcp_fx.passes.fold_batch_norm_scalers import FoldBatchNormScalers
 from smcp_fx.passes.fold_computed_weights import FoldComputedWeights
 from smcp_fx.passes.fold_masks import FoldMasks
 from smcp_fx.passes.insert_batch_norm_scalers import InsertBatchNormScalers
 from smcp_fx.passes.insert_soft_masks import InsertSoftMasks
+from smcp_fx.passes.remove_branches import RemoveBranches
 from smcp_fx.passes.slice_channels import SliceChannels
 
 
@@ -29,12 +31,19 @@ def prepare_pipeline(channels: ChannelGraph, config: PruningConfig) -> list[Grap
 
 def convert_pipeline(channels: ChannelGraph, keep: Tensor) -> list[GraphPass]:
     """From a model with masks to a plain, smaller one; ``keep``: a bool for every unit."""
-    return [
+    keep = keep.clone()  # which `RemoveBranches` gives units back
+    passes: list[GraphPass] = [
         # Weights computed from parameters become parameters, which can be sliced.
         FoldComputedWeights(),
         # Masks become zeros in the weights, scales part of the batch norms: a plain graph again.
         FoldMasks(),
         FoldBatchNormScalers(),
+        # Layers without channels go, and what they leave becomes a constant.
+        RemoveBranches(channels, keep),
         # What nothing reads any more goes.
         SliceChannels(channels, keep),
     ]
+    if channels.branches is not None:
+        # Concats of one tensor, and sums with nothing, which removed branches leave.
+        passes.append(DropIdleJoins())
+    return passes

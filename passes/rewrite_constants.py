@@ -15,52 +15,17 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
+from smcp_fx.channels.labels import compress, varied_dims
 from smcp_fx.channels.operations import operation_name
 from smcp_fx.channels.propagation import ParameterRef
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.channels.rules_movement import known_values, move, perform
 from smcp_fx.errors import PassError
+from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.shape_tracer import plain_lists
 
 _SIZES = {"view", "reshape", "expand", "broadcastto", "unflatten"}
-_SPLITS = {"split", "chunk", "tensorsplit", "unsafesplit", "unsafechunk"}
-
-
-class Sliced:
-    """Label tensors less the channels that go."""
-
-    def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
-        self.channels = channels
-        self.keep = keep
-
-    def kept(self, labels: Tensor) -> Tensor:
-        """A bool for each element: does it stay?"""
-        units = self.channels.units.of(narrow_uniform(labels))
-        return ((units < 0) | self.keep[units.clamp(min=0)]).expand(labels.shape)
-
-    def positions(self, labels: Tensor) -> Tensor:
-        """Positions of the kept ones among 1-D labels."""
-        return self.kept(labels).nonzero().flatten()
-
-    def axis(self, labels: Tensor) -> tuple[int, Tensor] | None:
-        """The dimension along which something goes, and the kept positions there; None when all stays."""
-        kept = compress(self.kept(labels))
-        if bool(kept.all()):
-            return None
-        dims = varied_dims(kept)
-        if len(dims) != 1:
-            raise PassError(f"a tensor of shape {tuple(labels.shape)} would become ragged")
-        for other in range(kept.dim()):
-            if other != dims[0]:
-                kept = kept.narrow(other, 0, 1)
-        return dims[0], kept.reshape(-1).nonzero().flatten()
-
-    def slice(self, labels: Tensor) -> Tensor:
-        """The labels that stay."""
-        found = self.axis(labels)
-        return labels if found is None else compress(labels.index_select(*found))
+SPLITS = {"split", "chunk", "tensorsplit", "unsafesplit", "unsafechunk"}
 
 
 def rewrite_graph(module: fx.GraphModule, sliced: Sliced) -> list[str]:
@@ -116,7 +81,7 @@ class _Rewriter:
         if name in self.trail.shuffles and self._is_thinned(node):
             self._shuffle(node)
         elif MOVEMENTS.get(operation or "") is move:
-            self._move(node, operation or "", expected)
+            self._move(node, operation or "")
         elif operation == "pad" and node.op == "call_function":
             self._crop(node)
         else:
@@ -181,7 +146,7 @@ class _Rewriter:
         node.args, node.kwargs = (source, dim, index), {}
         self.report.append(f"{node.name}: now an index_select of {wanted.numel()} channels")
 
-    def _move(self, node: fx.Node, operation: str, expected: Any) -> None:
+    def _move(self, node: fx.Node, operation: str) -> None:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or not isinstance(
             self.old.get(source.name), (Tensor, ParameterRef)
@@ -196,7 +161,7 @@ class _Rewriter:
         rewrite = _REWRITES.get(operation)
         if rewrite is not None and rewrite(self, node, before, outputs):
             self.report.append(f"{node.name}: {operation} rewritten")
-        if self._agrees(node, expected):
+        if self._agrees(node, self.new[node.name]):
             return
         kept_in, kept_out = self.sliced.axis(before), self.sliced.axis(outputs[0])
         order = self._order(node, before) if len(outputs) == 1 else None
@@ -343,8 +308,17 @@ def _splits(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]
     if int(given) % before.dim() != dim:
         return False
     sizes = [run.sliced.slice(out).shape[dim] for out in outputs]
-    if 0 in sizes:
-        raise PassError(f"{node.name!r}: a piece of the split would keep no channel")
+    if 0 in sizes:  # nothing reads that piece any more (`RemoveBranches`)
+        pieces = list(node.users)
+        if any(user.target is not operator.getitem or not isinstance(user.args[1], int) for user in pieces):
+            raise PassError(f"{node.name!r}: a piece of the split would keep no channel")
+        for user in pieces:
+            place: Any = user.args[1]
+            user.args = (node, sum(size > 0 for size in sizes[: place % len(sizes)]))
+        run.new[node.name] = tuple(
+            run.sliced.slice(out) for out, size in zip(outputs, sizes, strict=True) if size
+        )
+        sizes = [size for size in sizes if size]
     node.op, node.target = "call_function", torch.split
     node.args, node.kwargs = (node.args[0], sizes, dim), {}
     return True
@@ -405,7 +379,7 @@ def _select(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]
 
 _REWRITES: dict[str, Callable[[_Rewriter, fx.Node, Tensor, list[Tensor]], bool]] = {
     **dict.fromkeys(_SIZES, _sizes),
-    **dict.fromkeys(_SPLITS, _splits),
+    **dict.fromkeys(SPLITS, _splits),
     "getitem": _index,
     "narrow": _narrow,
     "select": _select,

@@ -17,9 +17,10 @@ from torch import Tensor, fx, nn
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.labels import varied_dims
 from smcp_fx.errors import PassError
-from smcp_fx.masking import mark_of
+from smcp_fx.masking import META, Constant, mark_of
 from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.passes.rewrite_constants import Sliced, rewrite_graph
+from smcp_fx.passes.rewrite_constants import rewrite_graph
+from smcp_fx.passes.sliced_labels import Sliced
 
 
 class SliceChannels(GraphPass):
@@ -27,21 +28,36 @@ class SliceChannels(GraphPass):
 
     def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
         self.channels = channels
-        self.keep = keep.cpu() | ~channels.free_units
+        self._keep = keep
+
+    @property
+    def keep(self) -> Tensor:
+        """The units that stay, as they are known when the pass runs."""
+        return self._keep.cpu() | ~self.channels.free_units
 
     def requires(self, module: fx.GraphModule) -> None:
-        """No mask or scale is left in the graph; every group keeps a unit."""
+        """No mask or scale is left in the graph; no layer is left without channels."""
         if any(mark_of(node) is not None for node in module.graph.nodes):
             raise PassError("SliceChannels needs FoldMasks and FoldBatchNormScalers to have run")
-        for group in self.channels.groups:
-            if not bool(self.keep[group.units].any()):
-                raise PassError(f"group {group.name!r} would keep nothing")
+        keep = self.keep
+        if all(bool(keep[group.units].any()) for group in self.channels.groups):
+            return
+        sliced = Sliced(self.channels, keep)
+        present = {node.name for node in module.graph.nodes}
+        for layer in self.channels.layers:
+            for labels in (layer.input_channels, layer.output_channels) if layer.node in present else ():
+                if not bool(sliced.kept(labels).any()):
+                    index = int(self.channels.group_of_unit[self.channels.units.of(labels)[0]])
+                    group = self.channels.groups[index]
+                    raise PassError(
+                        f"group {group.name!r} would keep nothing, and {layer.path!r} no channels"
+                    )
 
     def apply(self, module: fx.GraphModule) -> PassResult:
         """Slice parameters and modules, then rewrite constants."""
         sliced = Sliced(self.channels, self.keep)
         indices = self._indices(sliced)
-        report = _slice_parameters(module, indices)
+        report = _slice_parameters(module, {**indices, **self._constants(module, sliced)})
         if not report and any(self._goes(name, dims) for name, dims in indices.items()):
             return PassResult(module, False)  # sliced already: every parameter has its final shape
         report += self._resize_modules(module, sliced)
@@ -66,6 +82,17 @@ class SliceChannels(GraphPass):
                 indices.setdefault(name, {})[varied[0]] = sliced.positions(line(labels, varied[0]))
         return indices
 
+    def _constants(self, module: fx.GraphModule, sliced: Sliced) -> dict[str, dict[int, Tensor]]:
+        """The same for what removed branches left: constants that hold a node's channels, or one number for all."""
+        found: dict[str, dict[int, Tensor]] = {}
+        for node in module.graph.nodes:
+            mark = node.meta.get(META)
+            if isinstance(mark, Constant):
+                axis = sliced.axis(self.channels.trail.labels[mark.of])
+                if axis is not None and module.get_parameter(str(node.target)).shape[axis[0]] > 1:
+                    found[str(node.target)] = dict([axis])
+        return found
+
     def _goes(self, name: str, dims: dict[int, Tensor]) -> bool:
         slots, elements = self.channels.trail.slots.get(name, {}), self.channels.trail.elements.get(name)
         sizes = {dim: labels.numel() for dim, labels in slots.items()}
@@ -85,7 +112,7 @@ class SliceChannels(GraphPass):
         nodes = {node.name: node for node in module.graph.nodes}
         for name, (groups, labels) in self.channels.trail.grouped.items():
             left = sliced.positions(labels).numel()
-            if left < labels.numel():
+            if left < labels.numel() and name in nodes:  # not removed with its branch
                 report.append(_set_groups(module, nodes[name], groups * left // labels.numel(), left))
         for layer in self.channels.layers:
             node = nodes.get(layer.node)

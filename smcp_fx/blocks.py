@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from smcp_fx.block_widths import take_out, thin
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.graph import RULES
 from smcp_fx.channels.labels import along, compress, varied_dims
@@ -26,7 +27,6 @@ from smcp_fx.channels.propagation import Propagation, TensorInfo
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.channels.units import close
 from smcp_fx.cost_model import Width
-from smcp_fx.errors import PassError
 from smcp_fx.tracing import Traced
 
 _ANCHORS = {f"conv{kind}{rank}d" for kind in ("", "transpose") for rank in (1, 2, 3)} | {"linear"}
@@ -80,11 +80,16 @@ class FusedBlock:
 
         keep = torch.ones(self.channels.free_units.numel(), dtype=torch.bool)
         for line, width in zip(self.lines, widths, strict=True):
-            _thin(line, width, keep, self.name, [port.units for port in self.inputs if port.axis is not None])
+            thin(line, width, keep, self.name, [port.units for port in self.inputs if port.axis is not None])
         module = copy.deepcopy(self.module)
+        absent = {port.node for port in self.inputs if port.axis is not None and not keep[port.units].any()}
+        if absent:  # fewer channels than a concat has inputs: it has fewer
+            take_out(module, absent, self.name)
         SliceChannels(self.channels, keep)(module)
         inputs = []
         for port, info in zip(self.inputs, self.shapes, strict=True):
+            if port.node in absent:
+                continue
             shape = list(info.shape)
             if port.axis is not None:
                 shape[port.axis] = int(keep[port.units].sum())
@@ -309,31 +314,11 @@ def _distinct(lines: list[Tensor]) -> list[Tensor]:
 
 
 def _grid(channels: ChannelGraph, width: Width) -> tuple[int, ...]:
-    """Every value an affine width can take, ascending."""
+    """Every value an affine width can take, ascending; 0 is none (a block without channels is removed)."""
     sums = {width.constant}
     for group, per_unit in width.groups:
         sums = {total + per_unit * count for total in sums for count in channels[group].permitted}
-    return tuple(sorted(sums))
-
-
-def _thin(line: Tensor, width: int, keep: Tensor, name: str, inputs: list[Tensor]) -> None:
-    """Keep ``width`` slots along a line of units, evenly spread, and some of every input of a concat."""
-    order = list(dict.fromkeys(line.tolist()))
-    per_unit = int((line == order[0]).sum())
-    wanted, rest = divmod(width, per_unit)
-    if rest or not 0 < wanted <= len(order):
-        raise PassError(
-            f"block {name!r} cannot be built {width} channels wide ({len(order)} units of {per_unit})"
-        )
-    chosen = {order[index * len(order) // wanted] for index in range(wanted)}
-    parts = [part for units in inputs if (part := set(units.tolist()) & set(order))]
-    for part in parts:
-        if not part & chosen:
-            fullest = max(parts, key=lambda p: len(p & chosen))
-            chosen -= {max(fullest & chosen)}
-            chosen |= {min(part)}
-    for unit in order:
-        keep[unit] = unit in chosen
+    return tuple(sorted(sums - {0}))
 
 
 def _signature(

@@ -56,6 +56,13 @@ class PruningConfig:
         False, "never prune the first convolution's outputs (the paper's setting)"
     )
     exclude: tuple[str, ...] = option((), "modules whose output channels stay")
+    layer_pruning: bool = option(
+        False,
+        "let layers keep no channel at all where the network stays in one piece: branches go as a whole",
+    )
+    layer_pruning_in: tuple[str, ...] = option(
+        (), "with layer pruning: only layers in these modules may keep nothing; by default all"
+    )
     allocation: AllocationMethod = option(
         "coupled",
         "how counts are chosen: all taken together, or by the paper's linearisation",
@@ -67,6 +74,13 @@ class PruningConfig:
             raise InputError(f"multiple must be a whole number of at least 1, not {self.multiple!r}")
         if isinstance(self.exclude, str) or not all(isinstance(name, str) for name in self.exclude):
             raise InputError(f"exclude must be a tuple of module paths, not {self.exclude!r}")
+        paths = self.layer_pruning_in
+        if isinstance(paths, str) or not all(isinstance(name, str) for name in paths):
+            raise InputError(f"layer_pruning_in must be a tuple of module paths, not {paths!r}")
+        if paths and not self.layer_pruning:
+            raise InputError(
+                "layer_pruning_in says where layer pruning may act: set layer_pruning=True as well"
+            )
         for name in ("momentum", "memory", "tolerance"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} must be in [0, 1), not {getattr(self, name)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Collection
 from math import prod
 from typing import Any, Protocol
 
@@ -37,9 +38,14 @@ class FlopsCost:
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
         """Bind to a network."""
         positions: dict[tuple[str, tuple[Width, ...]], float] = defaultdict(float)
+        nodes: dict[str, list[str]] = defaultdict(list)
         for layer in channels.layers:  # a layer that is called again costs again
             positions[layer.path, _weight_widths(channels, layer)] += _positions(layer)
-        terms = [CostTerm(path, widths, _times(times)) for (path, widths), times in positions.items()]
+            nodes[layer.path].append(layer.node)
+        terms = [
+            without_branch(channels, nodes[path], CostTerm(path, widths, _times(times)))
+            for (path, widths), times in positions.items()
+        ]
         return _network("FLOPs", channels, terms, 0.0)
 
 
@@ -49,6 +55,7 @@ class ParamsCost:
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
         """Bind to a network."""
         terms, constant = [], 0.0
+        readers = _readers(traced) if channels.branches is not None else {}
         for name, parameter in traced.module.named_parameters():
             slots = channels.trail.slots.get(name, {})
             dims = {dim: channels.width(labels) for dim, labels in slots.items()}
@@ -58,8 +65,9 @@ class ParamsCost:
             widths = tuple(width for _, width in sorted(dims.items()) if width.groups)
             rest = prod(size for dim, size in enumerate(parameter.shape) if dim not in dims)
             rest *= prod(width.constant for width in dims.values() if not width.groups)
-            if widths:
-                terms.append(CostTerm(name, widths, _times(rest)))
+            term = without_branch(channels, readers.get(name, ()), CostTerm(name, widths, _times(rest)))
+            if term.widths:
+                terms.append(term)
             else:
                 constant += parameter.numel()
         return _network("parameters", channels, terms, constant)
@@ -77,6 +85,43 @@ def _network(unit: str, channels: ChannelGraph, terms: list[CostTerm], constant:
         else:
             constant += term.cost({})
     return NetworkCost(unit, permitted, tuple(kept), constant)
+
+
+def without_branch(channels: ChannelGraph, nodes: Collection[str], term: CostTerm) -> CostTerm:
+    """The term, and nothing where these nodes are of no use since a group keeps nothing (layer pruning).
+
+    Left as it is where it says so itself, and where it depends on two widths already.
+    """
+    free = tuple(width for width in term.widths if width.groups)
+    if channels.branches is None or len(free) > 1:
+        return term
+    own = [width.groups[0][0] for width in free if len(width.groups) == 1 and not width.constant]
+    remover = channels.branches.remover(nodes, own)
+    if remover is None:
+        return term
+
+    def price(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
+        given = iter(widths[:-1])
+        every = [next(given) if width.groups else np.asarray(width.constant) for width in term.widths]
+        return np.where(widths[-1] > 0, term.price(*every), 0.0)
+
+    return CostTerm(term.name, (*free, Width(groups=((remover, 1),))), price)
+
+
+def _readers(traced: Traced) -> dict[str, list[str]]:
+    """The nodes that read each parameter."""
+    names = {id(parameter): name for name, parameter in traced.module.named_parameters()}
+    found: dict[str, list[str]] = defaultdict(list)
+    for node in traced.module.graph.nodes:
+        if node.op == "call_module":
+            for parameter in traced.module.get_submodule(str(node.target)).parameters():
+                found[names[id(parameter)]].append(node.name)
+        elif node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            held = getattr(traced.module.get_submodule(path), name)
+            if id(held) in names:
+                found[names[id(held)]].append(node.name)
+    return found
 
 
 def _times(factor: float) -> Price:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from smcp_fx.backends.base import Backend, Fingerprint
 from smcp_fx.blocks import FusedBlock, cut
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.cost_model import CostTerm, NetworkCost, Price
-from smcp_fx.costs import ParamsCost
+from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
+from smcp_fx.costs import ParamsCost, without_branch
 from smcp_fx.errors import InputError
 from smcp_fx.latency_residency import Residency, Whole, calibrate
 from smcp_fx.latency_rounding import without_dominated
@@ -47,6 +47,7 @@ class LatencyCost:
         self.residency = residency or Residency.of_cache(backend.cache_bytes())
         self.blocks: list[FusedBlock] = []
         self.report: MeasureReport | None = None
+        self._channels: ChannelGraph | None = None
         self._states: tuple[NetworkCost, NetworkCost, NetworkCost] | None = None
 
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
@@ -54,7 +55,7 @@ class LatencyCost:
 
         Weighed for the whole network; see `around`.
         """
-        self.blocks = cut(traced, channels)
+        self.blocks, self._channels = cut(traced, channels), channels
         if self.measure:
             self.report = self.table.measure(self.blocks, self.backend, self.progress)
         permitted = {group.name: group.permitted for group in channels.groups if group.free}
@@ -108,10 +109,13 @@ class LatencyCost:
         if self.table.cold_share is None:  # cold rows that measured faster than hot ones are noise
             slope = residency.slope(whole.weight_bytes) * max(whole.cold_ms - whole.hot_ms, 0.0)
         scale = residency.scale
-        terms = [
-            replace(a, price=_blend(a.price, b.price, scale * (1 - share), scale * share))
-            for a, b in zip(hot.terms, cold.terms, strict=True)
-        ]
+        blends: dict[object, Price] = {}
+        terms = []
+        for a, b in zip(hot.terms, cold.terms, strict=True):
+            pair = id(a.price), id(b.price)
+            if pair not in blends:
+                blends[pair] = _blend(a.price, b.price, scale * (1 - share), scale * share)
+            terms.append(replace(a, price=blends[pair]))
         if slope:
             terms += [
                 replace(t, name=f"{t.name} in memory", price=_scaled(t.price, scale * slope))
@@ -123,10 +127,19 @@ class LatencyCost:
 
     def _state(self, share: float, permitted: Mapping[str, tuple[int, ...]]) -> NetworkCost:
         terms, constant = [], 0.0
+        prices: dict[object, Price] = {}  # blocks that are alike share theirs, so that it is evaluated once
         for block in self.blocks:
-            price = self.table.price(block, self.fingerprint, share)
-            if block.widths:
-                terms.append(CostTerm(block.name, block.widths, price))
+            empty = any(_least(width, permitted) == 0 for width in block.widths)
+            least = tuple(grid[0] for grid in block.grids) if empty else ()
+            if (block.signature, least) not in prices:
+                price = self.table.price(block, self.fingerprint, share)
+                prices[block.signature, least] = _nothing_is_free(price, least) if empty else price
+            price = prices[block.signature, least]
+            term = CostTerm(block.name, block.widths, price)
+            if self._channels is not None:
+                term = without_branch(self._channels, block.nodes, term)
+            if term.widths:
+                terms.append(term)
             else:
                 constant += float(price())
         return NetworkCost("ms", permitted, tuple(terms), constant)
@@ -135,6 +148,21 @@ class LatencyCost:
         if self._states is None:
             raise InputError("this latency cost belongs to no network yet: prepare one with it")
         return self._states
+
+
+def _least(width: Width, permitted: Mapping[str, tuple[int, ...]]) -> int:
+    return width.constant + sum(per_unit * permitted[group][0] for group, per_unit in width.groups)
+
+
+def _nothing_is_free(price: Price, least: tuple[int, ...]) -> Price:
+    """Nothing where a block has no channel to read or to write; ``least``: the smallest widths that have a price."""
+
+    def priced(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
+        present = np.logical_and.reduce([width > 0 for width in np.broadcast_arrays(*widths)])
+        inside = [np.maximum(width, low) for width, low in zip(widths, least, strict=True)]
+        return np.where(present, price(*inside), 0.0)
+
+    return priced
 
 
 def _scaled(price: Price, factor: float) -> Price:

@@ -32,6 +32,13 @@ class Mark:
     path: str | None  # None: a functional call, whose weight argument was replaced
 
 
+@dataclass(frozen=True)
+class Constant:
+    """Marks a `get_attr` of what a removed branch leaves: the value of the node ``of``, at the channels it had."""
+
+    of: str
+
+
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, mask: Tensor) -> Tensor:
@@ -59,7 +66,8 @@ class _DirectScale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (scale,) = ctx.saved_tensors
-        return gradients[0] / scale, None
+        # A layer that reads nothing has scale 0, and its norm's weight no influence and no gradient.
+        return torch.where(scale > 0, gradients[0] / scale, 0.0), None
 
 
 def soft_mask(weight: Tensor, mask: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from smcp_fx.channels import build
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs import CostModel, absolute_target, bind
 from smcp_fx.errors import InputError, TraceError
+from smcp_fx.layer_pruning import allow_layer_pruning
 from smcp_fx.masking import META, STATE
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
@@ -68,6 +69,8 @@ def prepare(
     if config.keep_first_convolution and channels.layers:
         exclude = (*config.exclude, channels.layers[0].path)
         channels = build(traced.module, traced.values, multiple=config.multiple, exclude=exclude)
+    if config.layer_pruning:
+        allow_layer_pruning(traced, channels, config.layer_pruning_in)
     if joined is not None:
         channels.trail.layers = [replace(la, images=images_in(inputs)) for la in channels.layers]
     if joined is not None and not any(group.free for group in channels.groups):

@@ -57,7 +57,7 @@ class Pruner:
         self.history: list[Solve] = []
         self.observers: list[Observer] = []
         self._state = model.smcp
-        self._selector = Selector(model.smcp, config)
+        self._selector = Selector(model.smcp, config, model.channels.branches)
         self._importance = TaylorImportance(model.channels, model.smcp, config.importance)
         layers = self._importance.layers
         self._watch = LoopWatch(model, layers[-1].weight if layers else None)
@@ -133,8 +133,9 @@ class Pruner:
 
     def check_target(self) -> None:
         """Raise `InfeasibleBudgetError` now if no permitted choice reaches the final target."""
-        state = self._state
-        flat = torch.ones_like(state.gathered)
+        if self.cost.cost(self.cost.smallest_counts) <= self.target:
+            return  # a choice that reaches it; equal importances would make a search for the best one long
+        flat = torch.ones_like(self._state.gathered)
         try:
             self._selector.best(flat, self.cost, self.target)
         except InfeasibleBudgetError as error:
@@ -146,6 +147,14 @@ class Pruner:
             cost = self.present_cost
             trained = self._watch.backwards > 0
             self._solve_watch.unfinished(int(self._state.steps), self.schedule, cost, self.target, trained)
+
+    def smallest_cost(self) -> float:
+        """Return the smallest cost that permitted counts reach, priced around the present ones."""
+        flat = torch.ones_like(self._state.gathered)
+        try:
+            return self._selector.best(flat, self.cost.at(self.counts), 0.0).allocation.cost
+        except InfeasibleBudgetError as error:
+            return error.smallest
 
     def _warn_of_infeasible(self) -> None:
         try:
@@ -183,8 +192,12 @@ class Pruner:
         gathers = int(state.gathers)
         if gathers == 0:
             return state.remembered.clone()
-        gathered = state.gathered * self._shares_kept() ** self.config.width_exponent
+        shares = self._shares_kept()
+        gathered = state.gathered * shares**self.config.width_exponent
         fresh = gathered / gathered.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        if self.config.memory:
+            # Gradients do not reach a branch that was removed: what was known of it is kept.
+            fresh = torch.where(shares > 0, fresh, state.remembered)
         solves = int(state.solves)
         memory = min(self.config.memory, solves / (solves + 1))  # a plain mean until the memory is full,
         if self.schedule is not None and int(state.steps) >= self.schedule.ramp_end and solves:
@@ -287,6 +300,8 @@ class Pruner:
             try:
                 choice = self._selector.settled(scores, cost, target, self._moving(step))
             except InfeasibleBudgetError as error:
+                if found:
+                    break
                 raise self._explained(error) from error
             counts = choice.allocation.counts
             cost = self.cost.at(counts)

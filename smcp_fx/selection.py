@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smcp_fx.allocation import Allocation, allocate
+from smcp_fx.channels.branches import Branches
 from smcp_fx.config import PruningConfig
-from smcp_fx.cost_model import NetworkCost
+from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
 from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.settling import Settling, settled_mask
 from smcp_fx.state import PruningState
@@ -48,15 +49,20 @@ class Choice:
 
 
 class Selector:
-    """Chooses units for importances ``scores`` ([units] float32, of the free groups) within a target cost."""
+    """Chooses units for importances ``scores`` ([units] float32, of the free groups) within a target cost.
 
-    def __init__(self, state: PruningState, config: PruningConfig) -> None:
+    ``branches``: with layer pruning, the groups that may keep nothing. What is of no use beside a group that keeps
+    nothing keeps nothing either: its importances speak of a branch that is no more.
+    """
+
+    def __init__(self, state: PruningState, config: PruningConfig, branches: Branches | None = None) -> None:
         self.state = state
         self.config = config
+        self.branches = branches
 
     def best(self, scores: Tensor, cost: NetworkCost, target: float) -> Choice:
         """The choice of greatest importance; `InfeasibleBudgetError` when nothing permitted is cheap enough."""
-        return self._choose(scores, scores, cost, target)
+        return self._choose(scores, scores, self._coupled(cost), target)
 
     def settled(self, scores: Tensor, cost: NetworkCost, target: float, moving: bool = False) -> Choice:
         """The choice within ``tolerance`` of the best that changes the fewest masks: none, if they still fit.
@@ -64,7 +70,8 @@ class Selector:
         While the target is ``moving`` masks must change anyway, and stay closer to the best, so that there is
         tolerance left to stand still with when it has arrived.
         """
-        best = self.best(scores, cost, target)
+        cost = self._coupled(cost)
+        best = self._choose(scores, scores, cost, target)
         if not self.config.tolerance:
             return best
         present = self._present(scores, cost)
@@ -74,7 +81,8 @@ class Selector:
         values = {name: _array(self.state.of_group(scores, name)) for name in names}
         kept = {name: self.state.of_group(self.state.keep, name).cpu().numpy() for name in names}
         least = min(best.allocation.cost, (1 - _UNSPENT) * target)
-        search = Settling(values, kept, cost, least, target)
+        together = () if self.branches is None else self.branches.sets()
+        search = Settling(values, kept, cost, least, target, together)
         starts: list[Mapping[str, int]] = [best.allocation.counts]
         if present is not None:
             starts.append(present.allocation.counts)  # where swaps alone may do
@@ -131,16 +139,36 @@ class Selector:
         values, ranked = {}, {}
         for name, permitted in cost.permitted.items():
             ordered, ranked[name] = torch.sort(state.of_group(ranking, name), descending=True, stable=True)
-            total = torch.cumsum(ordered.double().cpu(), 0)
-            values[name] = total[torch.tensor(permitted) - 1].numpy()
+            total = torch.cat([torch.zeros(1, dtype=torch.float64), torch.cumsum(ordered.double().cpu(), 0)])
+            values[name] = total[torch.tensor(permitted)].numpy()
         allowed = all(present[name] in permitted for name, permitted in cost.permitted.items())
         found = allocate(
             values, cost, target, self.config.allocation, current=present, start=present if allowed else None
         )
+        if self.branches is not None:
+            counts = self.branches.closed(found.counts)
+            if counts != found.counts:
+                found = dataclasses.replace(found, counts=counts, cost=cost.cost(counts))
         keep = torch.zeros_like(state.keep)
         for name, count in found.counts.items():
             state.of_group(keep, name)[ranked[name][:count]] = True
         return Choice(keep, found, float(scores[keep].sum()))
+
+    def _coupled(self, cost: NetworkCost) -> NetworkCost:
+        """The cost, with a prohibitive price where a group keeps units that are of no use beside the others' counts.
+
+        Not for the paper's linearisation, which would take such prices for those of single groups.
+        """
+        if self.branches is None or self.config.allocation == "paper":
+            return cost
+        beyond = 2.0 * (abs(cost.constant) + sum(abs(term.cost(cost.full_counts)) for term in cost.terms))
+        paired = {frozenset(term.groups) for term in cost.terms}
+        terms = [
+            CostTerm(f"{b} without {a}", (_count_of(a), _count_of(b)), _prohibitive(beyond))
+            for a, b in self.branches.couplings(paired)
+            if 0 in cost.permitted[a] and 0 in cost.permitted[b]
+        ]
+        return dataclasses.replace(cost, terms=(*cost.terms, *terms))
 
     def _near(self, permitted: Mapping[str, tuple[int, ...]], window: int) -> dict[str, tuple[int, ...]]:
         """Permitted counts at most ``window`` steps from the present one (or from the nearest below it)."""
@@ -150,6 +178,17 @@ class Selector:
             at = max((i for i, count in enumerate(allowed) if count <= present[name]), default=0)
             near[name] = allowed[max(0, at - window) : at + window + 1]
         return near
+
+
+def _count_of(group: str) -> Width:
+    return Width(groups=((group, 1),))
+
+
+def _prohibitive(price: float) -> Price:
+    def priced(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.where((a == 0) & (b > 0), price, 0.0)
+
+    return priced
 
 
 def _bounded(choice: Choice, best: Choice) -> Choice:

@@ -8,7 +8,7 @@ the present ones, one group or a pair of groups at a time, while that saves chan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +34,8 @@ class Move:
 class Settling:
     """Searches counts that reach ``floor`` with few changes, at a cost between ``least`` and ``most``.
 
-    ``scores`` and ``kept`` hold, for each group, its units' importances and whether they are kept now.
+    ``scores`` and ``kept`` hold, for each group, its units' importances and whether they are kept now;
+    ``together`` lists groups that go back to their present counts at once (those of one branch).
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Settling:
         cost: NetworkCost,
         least: float,
         most: float,
+        together: Sequence[tuple[str, ...]] = (),
     ) -> None:
         self.cost = cost
+        self._together = together
         self.least = least
         self.most = most
         self.present = {name: int(mask.sum()) for name, mask in kept.items()}
@@ -88,7 +91,11 @@ class Settling:
                 for b in away[i + 1 :]
                 if (counts[a] < self.present[a]) != (counts[b] < self.present[b])
             ]
-            for change in (*singles, *pairs):
+            branches = [
+                {name: self.present[name] for name in names if counts[name] != self.present[name]}
+                for names in self._together
+            ]
+            for change in (*singles, *pairs, *(branch for branch in branches if len(branch) > 1)):
                 if self._left <= 0:
                     break
                 after = {**counts, **change}

@@ -106,7 +106,10 @@ class PruningState(nn.Module):
         return vector[self._slices[name]]
 
     def set_masks(self, masks: Mapping[str, Tensor]) -> None:
-        """Set groups' masks ([size], bool, at least one true); raises `InputError`, then nothing is changed."""
+        """Set groups' masks ([size], bool); raises `InputError`, then nothing is changed.
+
+        At least one is true, except where a group may keep nothing (layer pruning).
+        """
         if not isinstance(masks, Mapping):
             raise InputError(f"masks must map group names to bool tensors, not be a {type(masks).__name__}")
         keep = self.keep.clone()
@@ -122,7 +125,7 @@ class PruningState(nn.Module):
                     f"the mask of group {name!r} must be bool of shape ({group.size},), "
                     f"not {mask.dtype} of shape {tuple(mask.shape)}"
                 )
-            if not bool(mask.any()):
+            if not bool(mask.any()) and 0 not in group.permitted:
                 raise InputError(
                     f"the mask of group {name!r} keeps nothing; keep at least one of {group.size} units"
                 )

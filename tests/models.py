@@ -45,14 +45,21 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
-def random_masks(prepared: smcp_fx.PreparedModel, seed: int, share: float = 0.5) -> dict[str, Tensor]:
-    """A random mask for every free group: each unit kept with probability ``share``, at least one kept."""
+def random_masks(
+    prepared: smcp_fx.PreparedModel, seed: int, share: float = 0.5, nothing: float = 0.4
+) -> dict[str, Tensor]:
+    """A random mask for every free group: each unit kept with probability ``share``, at least one kept.
+
+    Groups that may keep nothing do so with probability ``nothing``.
+    """
     generator = torch.Generator().manual_seed(seed)
     masks = {}
     for group in prepared.channels.groups:
         if group.free:
             mask = torch.rand(group.size, generator=generator) < share
             mask[int(torch.randint(group.size, (1,), generator=generator))] = True
+            if 0 in group.permitted and float(torch.rand((), generator=generator)) < nothing:
+                mask[:] = False
             masks[group.name] = mask
     return masks
 
@@ -69,6 +76,7 @@ def check_slicing(
     seeds: tuple[int, ...] = (0,),
     dtype: torch.dtype = torch.float64,
     share: float = 0.5,
+    layer_pruning: bool = False,
 ) -> smcp_fx.PreparedModel:
     """Assert that the prepared model computes what the model does, and under random masks what it slices to.
 
@@ -78,7 +86,8 @@ def check_slicing(
     model = randomise(model).to(dtype).eval()
     inputs = tuple(i.to(dtype) if i.is_floating_point() else i for i in inputs)
     expected = run(model, inputs)
-    prepared = smcp_fx.prepare(model, inputs, config=smcp_fx.PruningConfig(multiple=1))
+    config = smcp_fx.PruningConfig(multiple=1, layer_pruning=layer_pruning)
+    prepared = smcp_fx.prepare(model, inputs, config=config)
     assert_close(run(prepared, inputs), expected, "identity", "all channels kept")
     for seed in seeds:
         masks = random_masks(prepared, seed, share)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import random_branches
 import random_products
 import torch
 import torch.nn.functional as F
@@ -312,12 +313,15 @@ OPERATIONS: list[tuple[Callable[[Builder], None], int]] = [
 ]
 
 
-def random_network(seed: int, steps: int | None = None) -> RandomNetwork:
-    """A network of about ``steps`` operations (2 to 12 by default) on images [batch, 3, 8, 8]."""
+def random_network(seed: int, steps: int | None = None, branches: bool = False) -> RandomNetwork:
+    """A network of about ``steps`` operations (2 to 12 by default) on images [batch, 3, 8, 8].
+
+    ``branches``: half of them are branches that layer pruning can remove.
+    """
     torch.manual_seed(seed)
     b = Builder(seed)
     b.convolve(0, b.width(), 3)
-    functions, shares = zip(*OPERATIONS, strict=True)
+    functions, shares = zip(*OPERATIONS, *(random_branches.OPERATIONS if branches else ()), strict=True)
     for _ in range(steps if steps is not None else b.random.randint(2, 12)):
         b.random.choices(functions, shares)[0](b)
     flat: list[Function] = [

@@ -28,6 +28,11 @@ def main() -> int:
     parser.add_argument("--last", type=int, default=10_000, help="one past the last seed")
     parser.add_argument("--record", type=Path, default=Path("random_networks.jsonl"))
     parser.add_argument("--step", type=int, default=100, help="seeds a line")
+    parser.add_argument(
+        "--layer-pruning",
+        action="store_true",
+        help="more branches, which may go as a whole; masks twice a network",
+    )
     options = parser.parse_args()
     import smcp_fx  # noqa: F401  (before tests/ is on the path, which has a folder of that name)
 
@@ -41,7 +46,7 @@ def main() -> int:
         seeds = [seed for seed in range(first, min(first + options.step, options.last)) if seed not in done]
         if not seeds:
             continue
-        line = run(seeds)
+        line = run(seeds, options.layer_pruning)
         failed += len(line["failures"])
         with options.record.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -51,7 +56,7 @@ def main() -> int:
     return int(failed > 0)
 
 
-def run(seeds: list[int]) -> dict[str, Any]:
+def run(seeds: list[int], layer_pruning: bool = False) -> dict[str, Any]:
     """Check each seed; failures are collected."""
     import torch
     from models import check_slicing
@@ -62,9 +67,14 @@ def run(seeds: list[int]) -> dict[str, Any]:
     failures, free = [], []
     started = time.monotonic()
     for seed in seeds:
-        network = random_network(seed)
+        network = random_network(seed, branches=layer_pruning)
         try:
-            prepared = check_slicing(network, (torch.randn(2, 3, 8, 8),), seeds=(seed,))
+            prepared = check_slicing(
+                network,
+                (torch.randn(2, 3, 8, 8),),
+                seeds=(seed, seed + 1) if layer_pruning else (seed,),
+                layer_pruning=layer_pruning,
+            )
             free.append(prepared.channels.free_share)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"

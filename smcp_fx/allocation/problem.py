@@ -112,6 +112,7 @@ def tabulate(cost: NetworkCost) -> Problem:
         return ids[form], factor, constant
 
     merged: dict[tuple[int, ...], Array] = {}
+    evaluated: dict[object, Array] = {}  # layers that are alike share their price, and their widths' grids
     constant = cost.constant
     for term in cost.terms:
         if len(term.widths) > 2:
@@ -130,7 +131,10 @@ def tabulate(cost: NetworkCost) -> Problem:
                     scope.append(variable)
                 shape[scope.index(variable)] = len(values)
             axes.append(values.reshape(shape))
-        costs = _evaluate(term, axes).reshape([len(variables[v].grid) for v in scope])
+        alike = (id(term.price), *((axis.shape, axis.tobytes()) for axis in axes))
+        if alike not in evaluated:
+            evaluated[alike] = _evaluate(term, axes)
+        costs = evaluated[alike].reshape([len(variables[v].grid) for v in scope])
         if not scope:
             constant += float(costs)
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels import rules_elementwise, rules_layers, rules_movement, rules_products
+from smcp_fx.channels.branches import Branches, bits
 from smcp_fx.channels.labels import narrow_uniform
 from smcp_fx.channels.propagation import Layer, Norm, Propagation, Rule, Trail
 from smcp_fx.channels.units import Units, Why, close
@@ -75,6 +76,16 @@ class ChannelGraph:
             self.place_in_group[group.units] = torch.arange(group.size)
             self.free_units[group.units] = group.free
         self._free_group = torch.where(self.free_units, self.group_of_unit, -1)
+        #: With layer pruning: which groups may keep nothing, and what goes with them.
+        self.branches: Branches | None = None
+
+    def allow_nothing(self, branches: Branches) -> None:
+        """Let the groups that ``branches`` names keep nothing: 0 is the least of their permitted counts."""
+        self.branches = branches
+        for index in bits(branches.removable):
+            group = self.groups[index]
+            self.groups[index] = replace(group, permitted=(0, *group.permitted))
+        self._by_name = {group.name: group for group in self.groups}
 
     def __getitem__(self, name: str) -> Group:
         """Return the group of this name; `InputError` lists near names when there is none."""

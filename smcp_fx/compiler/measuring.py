@@ -122,16 +122,23 @@ class Corrector:
         predicted = pruner.present_cost
         with self.backend.compile(module, self.inputs, self.scratch) as engine:
             dense, pruned = measure_interleaved([self.dense, engine])
-        self.scratch.unlink(missing_ok=True)
+        for file in self.backend.files(self.scratch):
+            file.unlink(missing_ok=True)
         found = Comparison(name, predicted, dense, pruned, step)
         self.comparisons.append(found)
         write_texts({self.file: json.dumps([asdict(c) for c in self.comparisons], indent=1)}, "measurements")
-        pruner.correction = self.fraction * pruner.full_cost / self._aim()
+        smallest = pruner.smallest_cost() * (1 + 1e-6)
+        aim = self._aim()
+        pruner.correction = self.fraction * pruner.full_cost / max(aim, smallest)
         unsure = "" if dense.stable and pruned.stable else " (unstable: the machine is busy)"
         self.say(
             f"{name}: measured {found.fraction:.1%} of the dense latency{unsure}, the table says "
             f"{predicted / pruner.full_cost:.1%}, asked {self.fraction:.1%}"
         )
+        if aim < smallest:
+            self.say(
+                "no permitted choice is predicted to be as fast as that asks for: the fastest is sought instead"
+            )
         return found.fraction
 
     def _aim(self) -> float:

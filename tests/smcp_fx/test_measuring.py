@@ -110,6 +110,17 @@ def test_every_solve_of_the_last_masks_is_measured_and_the_nearest_kept(tmp_path
     assert "the nearest is kept, at 56.0%" in said[-1]
 
 
+def test_engines_that_hardly_get_faster_end_with_the_fastest_masks(tmp_path: Path) -> None:
+    """What the correction asks for is beyond the smallest permitted counts: they are taken, and it is said."""
+    model, said = prepared(), []
+    full = model.pruner.full_cost
+    smallest = model.pruner.smallest_cost()
+    assert smallest == model.pruner.cost.cost(model.pruner.cost.smallest_counts)
+    train(model, corrector_of(model, lambda size, _: full * (0.95 + 0.05 * size / full), tmp_path, said))
+    assert smallest <= measured_now(model) * full <= 3 * smallest  # the last of the tries, at most
+    assert any("the fastest is sought instead" in line for line in said)
+
+
 def test_a_resumed_run_knows_what_was_measured_before_its_checkpoint(tmp_path: Path) -> None:
     model = prepared()
     full = model.pruner.full_cost

@@ -138,7 +138,9 @@ def peak(options: argparse.Namespace, name: str) -> float:
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts from the present use
+        Path("/proc/self/clear_refs").write_text(
+            "5", encoding="ascii"
+        )  # the peak starts from the present use
     for _ in range(3):
         step()
     if options.device == "cuda":

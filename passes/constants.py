@@ -1,0 +1,188 @@
+"""The values of nodes that have become constant, computed from parameters alone.
+
+A value is kept with size 1 along every dimension in which it does not change (the batch, space): ``[1, C, 1, 1]``
+for a feature map. So it fits any batch and any resolution, by broadcasting.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels.branches import CONSTANT, NUMBER, Flow, Walk
+from smcp_fx.channels.labels import compress, narrow_uniform
+from smcp_fx.channels.operations import operation_name
+from smcp_fx.channels.propagation import ConstantRef, Layer
+from smcp_fx.channels.rules_elementwise import RULES as ELEMENTWISE
+from smcp_fx.channels.rules_elementwise import elementwise
+from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
+from smcp_fx.channels.rules_movement import move, perform
+
+_RANDOM = {"randlike", "randnlike", "emptylike", "bernoulli", "rrelu"}
+#: Norms, and whether they refuse inputs of one element a channel.
+_NORMS = {"batchnorm": False, "layernorm": False, "rmsnorm": False, "groupnorm": True, "instancenorm": True}
+
+
+class NoValueError(Exception):
+    """A constant's value cannot be told without the shapes that the network will meet."""
+
+
+class Constants:
+    """Values of the constant nodes of a walk, in `eval()`, from the parameters that ``module`` holds now."""
+
+    def __init__(self, module: fx.GraphModule, flow: Flow, walk: Walk) -> None:
+        self.module = module
+        self.flow = flow
+        self.walk = walk
+        self.labels = flow.channels.trail.labels
+        self._layers = {layer.node: layer for layer in flow.channels.layers}
+        self._known: dict[fx.Node, Any] = {}
+
+    def state(self, node: fx.Node) -> int:
+        """The node's state in the walk; -1 for one that was added since."""
+        place = self.flow.place.get(node.name)
+        return -1 if place is None else self.walk.states[place]
+
+    @torch.no_grad()
+    def value(self, node: fx.Node) -> Any:
+        """The value of a constant node (a tensor, or a tuple of them); raises `NoValueError`."""
+        todo = [node]
+        while todo:  # no recursion: a branch may be long
+            first = todo[-1]
+            missing = [n for n in first.all_input_nodes if self.state(n) == CONSTANT and n not in self._known]
+            step = self.flow.steps[self.flow.place[first.name]]
+            if missing and not step.inputs.empty(self.walk.zero):
+                todo += missing
+                continue
+            self._known[todo.pop()] = self._computed(first)
+        return self._known[node]
+
+    def _computed(self, node: fx.Node) -> Any:
+        layer = self._layers.get(node.name)
+        if layer is not None and self.flow.steps[self.flow.place[node.name]].inputs.empty(self.walk.zero):
+            return self._bias(layer)
+        target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        name = operation_name(node, target) or ""
+        if MOVEMENTS.get(name) is move:
+            return self._moved(node, target)
+        allowed = ELEMENTWISE.get(name) is elementwise and name not in _RANDOM
+        if not (allowed or name == "prelu" or _is_pointwise(name, target) or _is_steady(name, node, target)):
+            raise NoValueError
+        return self._applied(node, target, _NORMS.get(name, False))
+
+    def _bias(self, layer: Layer) -> Tensor:
+        """What a convolution or linear writes when it reads nothing."""
+        rank = len(layer.out_shape)
+        shape = [1] * rank
+        shape[rank - max(len(layer.weight_shape) - 1, 1)] = layer.output_channels.numel()
+        weight = self._held(layer.weight)
+        bias = weight.new_zeros(shape) if layer.bias is None else self._held(layer.bias)
+        assert isinstance(bias, Tensor)
+        return bias.detach().reshape(shape).clone()
+
+    def _moved(self, node: fx.Node, target: nn.Module | None) -> Any:
+        """Move the places of the source's elements, at the recorded shape, and fetch these."""
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or self.state(source) != CONSTANT:
+            raise NoValueError
+        core = self._known[source]
+        if not isinstance(core, Tensor):
+            if not isinstance(node.args[1], int):
+                raise NoValueError
+            return core[node.args[1]]
+        places = torch.arange(core.numel()).reshape(core.shape).expand(self.labels[source.name].shape)
+
+        def recorded(n: fx.Node) -> Any:
+            value = places if n is source else self.labels[n.name]
+            return value.value if isinstance(value, ConstantRef) else value
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), recorded)
+        try:
+            moved = target(*args, **kwargs) if target is not None else perform(node, args, kwargs)
+        except Exception as error:  # whatever an operation says to labels in the place of its other operands
+            raise NoValueError from error
+
+        def fetched(part: Any) -> Any:
+            if not isinstance(part, Tensor):
+                return part
+            part = narrow_uniform(compress(part))
+            if part.numel() > core.numel():  # sizes of the example (its resolution) would be written into it
+                raise NoValueError
+            return core.flatten()[part]
+
+        return pytree.tree_map(fetched, tuple(moved) if isinstance(moved, (tuple, list)) else moved)
+
+    def _applied(self, node: fx.Node, target: nn.Module | None, grow: bool) -> Tensor:
+        """Run the node on its operands' values. ``grow``: with two elements along uniform spatial dimensions."""
+        grown: set[int] = set()
+
+        def operand(n: fx.Node) -> Any:
+            state = self.state(n)
+            if state == CONSTANT:
+                core = self._known[n]
+                if not isinstance(core, Tensor):
+                    raise NoValueError
+                full = self.labels[n.name].shape
+                grown.update(d for d in range(2, core.dim()) if grow and core.shape[d] == 1 and full[d] > 1)
+                return core.expand([2 if d in grown else size for d, size in enumerate(core.shape)]).clone()
+            if n.op == "get_attr":
+                held = self._held(str(n.target))
+                return held.clone() if isinstance(held, Tensor) else False  # a training flag
+            if state == NUMBER:
+                return self.labels[n.name]
+            raise NoValueError
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
+        training = target is not None and target.training
+        try:
+            if target is not None:
+                result = target.eval()(*args, **kwargs)
+            elif node.op == "call_method":
+                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                assert callable(node.target)
+                result = node.target(*args, **kwargs)
+        except Exception as error:  # whatever an operation says to sizes it was not written for
+            raise NoValueError from error
+        finally:
+            if target is not None:
+                target.train(training)
+        shape = self.labels[node.name].shape if isinstance(self.labels[node.name], Tensor) else ()
+        if not isinstance(result, Tensor) or result.dim() != len(shape):
+            raise NoValueError
+        for dim in grown:
+            result = result.narrow(dim, 0, 1)
+        if any(size not in (1, full) for size, full in zip(result.shape, shape, strict=True)):
+            raise NoValueError
+        return result.detach().clone()
+
+    def _held(self, name: str) -> Any:
+        path, _, attribute = name.rpartition(".")
+        return getattr(self.module.get_submodule(path), attribute)
+
+
+def _is_pointwise(name: str, module: nn.Module | None) -> bool:
+    """A layer that reads one place of space at a time: evaluated at one place, it has said all."""
+    if name == "linear":
+        return True
+    if not isinstance(module, nn.modules.conv._ConvNd) or module.transposed:
+        return False
+    return set(module.kernel_size) == {1} and module.padding in (
+        "valid",
+        "same",
+        (0,) * len(module.kernel_size),
+    )
+
+
+def _is_steady(name: str, node: fx.Node, module: nn.Module | None) -> bool:
+    """A norm whose result for a constant does not depend on the batch or the resolution."""
+    if name == "batchnorm" and module is None:  # with statistics that are kept, unless in training
+        mean, training = (
+            node.args[place] if len(node.args) > place else node.kwargs.get(key)
+            for place, key in ((1, "running_mean"), (5, "training"))
+        )
+        return (isinstance(mean, fx.Node) and not training) or isinstance(training, fx.Node)
+    return name in _NORMS and (name != "batchnorm" or getattr(module, "running_mean", None) is not None)

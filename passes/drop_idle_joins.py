@@ -1,0 +1,64 @@
+"""Drop joins that join nothing any more: concats of one tensor, additions of a constant that is zero.
+
+    before   add = constant_conv2 + x                      (a convolution without bias was removed: all zeros)
+    after    x
+
+Branches that were removed leave them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from smcp_fx.channels.branches import writes_in_place
+from smcp_fx.channels.operations import operation_name
+from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
+from smcp_fx.masking import META, Constant
+from smcp_fx.passes.base import GraphPass, PassResult
+from smcp_fx.passes.remove_branches import delete, joined
+
+
+class DropIdleJoins(GraphPass):
+    """Lets the readers of an idle join read its one operand, unless they could write into what others see."""
+
+    def apply(self, module: fx.GraphModule) -> PassResult:
+        """Drop them."""
+        report = []
+        for node in list(module.graph.nodes):
+            zeros, other = _operands(module, node)
+            if other is None:
+                continue
+            if len(other.users) > 1 and any(_may_write(module, user) for user in node.users):
+                continue
+            node.replace_all_uses_with(other)
+            module.graph.erase_node(node)
+            if zeros is not None and not zeros.users:
+                module.graph.erase_node(zeros)
+                delete(module, str(zeros.target))
+            report.append(f"{node.name}: nothing but {other.name}")
+        return PassResult(module, bool(report), tuple(report))
+
+
+def _operands(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """The zeros and the other operand of an idle join."""
+    parts = joined(node)
+    if len(parts) == 1:
+        return None, parts[0]
+    if operation_name(node, None) == "add" and len(node.args) == 2 and not node.kwargs:
+        for one, other in (node.args, node.args[::-1]):
+            if isinstance(other, fx.Node) and _is_zero(module, one):
+                assert isinstance(one, fx.Node)
+                return one, other
+    return None, None
+
+
+def _is_zero(module: fx.GraphModule, node: Any) -> bool:
+    made = isinstance(node, fx.Node) and isinstance(node.meta.get(META), Constant)
+    return made and not bool(module.get_parameter(str(node.target)).any())
+
+
+def _may_write(module: fx.GraphModule, node: fx.Node) -> bool:
+    target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return writes_in_place(node, module) or operation_name(node, target) in MOVEMENTS

@@ -1,0 +1,304 @@
+"""Remove what is left without channels: branches whose inner layers keep nothing, and layers that only they need.
+
+    before   add = bn2(conv2(relu(bn1(conv1(x))))) + x     (all inputs of conv2 masked)
+    after    add = constant_bn2 + x                        (a parameter, [1, C, 1, 1])
+
+What a branch leaves is a constant: a bias that went through the layers behind it. The graph still has its full
+widths; `SliceChannels` slices it, the constants too.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.branches import CONSTANT, EMPTY, LIVE, Flow, Walk, bits, writes_in_place, writes_shared
+from smcp_fx.channels.operations import operation_name
+from smcp_fx.channels.rules_elementwise import RULES as ELEMENTWISE
+from smcp_fx.channels.rules_elementwise import elementwise
+from smcp_fx.errors import PassError
+from smcp_fx.masking import META, Constant, mark_of
+from smcp_fx.passes.base import GraphPass, PassResult
+from smcp_fx.passes.constants import Constants, NoValueError
+from smcp_fx.passes.rewrite_constants import SPLITS
+
+_OUT_OF_PLACE: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+
+
+class RemoveBranches(GraphPass):
+    """Removes what the groups of ``keep`` (a bool a unit) that keep nothing leave without channels or without use.
+
+    Where the constant that is left could not be told without the shapes that the network will meet, the groups at
+    fault get a unit back *in* ``keep``; their consumers' weights are zero there, so nothing else changes.
+    """
+
+    def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
+        self.channels = channels
+        self.keep = keep
+
+    def requires(self, module: fx.GraphModule) -> None:
+        """No mask or scale is left in the graph."""
+        if any(mark_of(node) is not None for node in module.graph.nodes):
+            raise PassError("RemoveBranches needs FoldMasks and FoldBatchNormScalers to have run")
+
+    def apply(self, module: fx.GraphModule) -> PassResult:
+        """Find what goes, and let it go."""
+        zero = empty_groups(self.channels, self.keep)
+        if not zero:
+            return PassResult(module, False)
+        removal = Removal(module, self.channels, zero)
+        report = removal.apply()
+        modified = bool(report)
+        for index in bits(zero & ~removal.zero):
+            group = self.channels.groups[index]
+            self.keep[group.units[0]] = True
+            report.append(f"group {group.name!r}: keeps a unit, since what it would leave depends on sizes")
+        return PassResult(module, modified, tuple(report))
+
+
+def empty_groups(channels: ChannelGraph, keep: Tensor) -> int:
+    """The groups (bits) of which no unit is kept."""
+    found = 0
+    for index, group in enumerate(channels.groups):
+        free = bool(channels.free_units[group.units].all())
+        found |= (free and not bool(keep[group.units].any())) << index
+    return found
+
+
+class Removal:
+    """What goes from a graph when the groups ``zero`` (bits) keep nothing; those that must keep a unit taken out."""
+
+    def __init__(
+        self, module: fx.GraphModule, channels: ChannelGraph, zero: int, flow: Flow | None = None
+    ) -> None:
+        self.module = module
+        self.channels = channels
+        self.flow = flow or Flow(module, channels)
+        self.nodes = list(module.graph.nodes)
+        self.zero = zero
+        self._look()
+        while left := self._unremovable():
+            self.zero &= ~left
+            self._look()
+
+    def _look(self) -> None:
+        self.walk: Walk = self.flow.walk(self.zero)
+        self.needed = dict(zip(self.nodes, self.flow.effective(self.walk), strict=True))
+        self.constants = Constants(self.module, self.flow, self.walk)
+
+    def _state(self, node: fx.Node) -> int:
+        return self.constants.state(node)
+
+    def _causes(self, node: fx.Node) -> int:
+        return self.walk.causes[self.flow.place[node.name]]
+
+    # ---- what can go --------------------------------------------------------------------------------------
+
+    def _unremovable(self) -> int:
+        """Groups (bits) whose absence something that stays could not do with."""
+        if not self.flow.connected(self.zero):
+            return self.zero
+        found = 0
+        for node in self.nodes:
+            if self._state(node) == EMPTY:
+                continue
+            if self.needed[node] and self._state(node) == LIVE:
+                found |= self._lost_pieces(node)
+            if writes_shared(node, self.module):
+                found |= self._causes(node.all_input_nodes[0])
+            for source in node.all_input_nodes if self.needed[node] else ():
+                causes = self._causes(source)
+                if causes and not self._can_lose(node, source):
+                    found |= causes
+        return found
+
+    def _lost_pieces(self, node: fx.Node) -> int:
+        """Groups (bits) that are all there is in a piece of this node, if it is no split that can do without it."""
+        pieces = self.flow.steps[self.flow.place[node.name]].pieces
+        lost = [piece.groups for piece in pieces if piece.empty(self.zero)]
+        read_apart = all(u.target is operator.getitem and isinstance(u.args[1], int) for u in node.users)
+        if not lost or (operation_name(node, None) in SPLITS and read_apart):
+            return 0
+        return functools.reduce(operator.or_, lost)
+
+    def _can_lose(self, node: fx.Node, source: fx.Node) -> bool:
+        """Can the node, which stays, do without this operand, or with its value?"""
+        parts = joined(node)
+        if self._state(source) == EMPTY:
+            return source in parts
+        if self._state(source) != CONSTANT:
+            return False  # the size of something that goes
+        try:
+            value = self.constants.value(source)
+        except NoValueError:
+            return False
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return False
+        if parts:
+            return source in parts and self._sibling(parts) is not None
+        if writes_in_place(node, self.module) and node.args[0] is source and _plain(node) is None:
+            return False
+        # By broadcasting: something else must have the result's shape.
+        return _is_elementwise(node) and any(
+            self._state(other) == LIVE and self._shape(other) == self._shape(node)
+            for other in node.all_input_nodes
+        )
+
+    def _sibling(self, parts: list[fx.Node]) -> fx.Node | None:
+        """The first part of a concat that is live."""
+        return next((part for part in parts if self._state(part) == LIVE), None)
+
+    def _shape(self, node: fx.Node) -> tuple[int, ...] | None:
+        labels = self.channels.trail.labels.get(node.name)
+        return tuple(labels.shape) if isinstance(labels, Tensor) else None
+
+    # ---- letting it go ------------------------------------------------------------------------------------
+
+    def apply(self) -> list[str]:
+        """Change the graph; returns what was done."""
+        if not self.zero:
+            return []
+        report = []
+        graph = self.module.graph
+        unused = {node for node in self.nodes if not node.users}
+        for node in self.nodes:
+            if not self.needed[node]:
+                continue
+            for source in node.all_input_nodes:
+                if self._state(source) == CONSTANT:
+                    report.append(self._replace(node, source))
+            parts = joined(node)
+            if any(self._state(part) == EMPTY for part in parts):
+                node.args = ([part for part in parts if self._state(part) != EMPTY], *node.args[1:])
+        gone: list[fx.Node] = []
+        for node in reversed(self.nodes):
+            if node.users or node.op in ("placeholder", "output"):
+                continue
+            idle = node not in unused or self._asks_what_goes(node)
+            if self._causes(node) or (idle and not self.needed[node]):
+                graph.erase_node(node)
+                gone.append(node)
+        left = [node.name for node in graph.nodes if self._state(node) in (CONSTANT, EMPTY)]
+        if left:
+            raise PassError(f"{', '.join(left[:4])} would be left without channels, yet something reads them")
+        return report + _drop_uncalled(self.module, gone)
+
+    def _asks_what_goes(self, node: fx.Node) -> bool:
+        """Does a number that nothing reads (an assertion) only ask for the sizes of something that is not needed?"""
+        seen, stack = {node}, [node]
+        while stack:
+            found = stack.pop()
+            if self.flow.steps[self.flow.place[found.name]].kind != "number":
+                return found is not node and not self.needed[found]
+            stack += [source for source in found.all_input_nodes if source not in seen]
+            seen.update(stack)
+        return False
+
+    def _replace(self, node: fx.Node, source: fx.Node) -> str:
+        """Let the node read a constant in the place of a node that has become one."""
+        value = self.constants.value(source)
+        assert isinstance(value, Tensor)
+        layer = self._origin(source)
+        path = layer.path.rpartition(".")[0]
+        owner = self.module.get_submodule(path)
+        # Under the module's name: another call of it that leaves the same numbers reads the same ones.
+        name = (
+            f"constant_{str(source.target).replace('.', '_') if source.op == 'call_module' else source.name}"
+        )
+        if hasattr(owner, name) and not torch.equal(getattr(owner, name), value):
+            name = f"constant_{source.name}_"
+        if not hasattr(owner, name):
+            trains = self.module.get_parameter(layer.weight).requires_grad
+            owner.register_parameter(name, nn.Parameter(value.contiguous(), trains))
+        meta = {key: value for key, value in node.meta.items() if key != META}
+        with self.module.graph.inserting_before(node):
+            read = self.module.graph.create_node("get_attr", f"{path}.{name}" if path else name)
+            read.meta = {**meta, META: Constant(source.name)}
+            if parts := joined(node):
+                read = self._spread(read, value, source, node, self._sibling(parts), meta)
+        node.replace_input_with(source, read)
+        if writes_in_place(node, self.module) and node.args[0] is read:
+            plain = _plain(node)
+            assert plain is not None
+            node.target = plain
+        return f"{source.name}: constant, now {tuple(value.shape)} numbers"
+
+    def _spread(
+        self, read: fx.Node, value: Tensor, source: fx.Node, node: fx.Node, like: fx.Node | None, meta: Any
+    ) -> fx.Node:
+        """The constant in its full size, taken from another part of the concat that reads it."""
+        graph, full = self.module.graph, self._shape(source)
+        assert full is not None and like is not None
+        axis = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(full)  # type: ignore[arg-type]
+        sizes: list[int | fx.Node] = []
+        for dim, size in enumerate(value.shape):
+            if dim == axis or size > 1:
+                sizes.append(-1)
+            else:
+                sizes.append(graph.call_method("size", (like, dim)))
+        spread = graph.call_method("expand", (read, *sizes))
+        for made in (spread, *sizes):
+            if isinstance(made, fx.Node):
+                made.meta = dict(meta)
+        return spread
+
+    def _origin(self, node: fx.Node) -> Any:
+        """The layer whose bias a constant comes from, or one of them."""
+        place = self.flow.place[node.name]
+        while not self.flow.steps[place].inputs.empty(self.zero):
+            place = next(s for s in self.flow.steps[place].reads if self.walk.states[s] == CONSTANT)
+        name = self.flow.steps[place].name
+        return next(layer for layer in self.channels.layers if layer.node == name)
+
+
+def joined(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a concat joins; none for another node."""
+    if operation_name(node, None) != "cat" or not node.args or not isinstance(node.args[0], (list, tuple)):
+        return []
+    return [part for part in node.args[0] if isinstance(part, fx.Node)]
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    called = node.op in ("call_function", "call_method")
+    return called and ELEMENTWISE.get(operation_name(node, None) or "") is elementwise
+
+
+def _plain(node: fx.Node) -> Any:
+    """What does the same out of place; None when that is not known."""
+    if node.op == "call_method":
+        return str(node.target).rstrip("_")
+    return _OUT_OF_PLACE.get(node.target)
+
+
+def _drop_uncalled(module: fx.GraphModule, gone: list[fx.Node]) -> list[str]:
+    """Delete the modules and parameters that only these nodes used."""
+    used = {str(node.target) for node in module.graph.nodes if node.op in ("call_module", "get_attr")}
+    report = []
+    for target in {str(node.target) for node in gone if node.op in ("call_module", "get_attr")}:
+        parts = target.split(".")
+        inside = {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+        if inside & used or any(name.startswith(f"{target}.") for name in used):
+            continue
+        if delete(module, target):
+            report.append(f"{target}: removed")
+    return report
+
+
+def delete(module: nn.Module, target: str) -> bool:
+    """Delete a submodule, parameter or buffer; other attributes stay."""
+    path, _, name = target.rpartition(".")
+    owner = module.get_submodule(path)
+    held = getattr(owner, name, None)
+    if isinstance(held, (nn.Module, Tensor)):
+        delattr(owner, name)
+    return isinstance(held, (nn.Module, Tensor))

@@ -1,0 +1,44 @@
+"""Label tensors less the channels that go."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
+from smcp_fx.errors import PassError
+
+
+class Sliced:
+    """Label tensors less the channels that go."""
+
+    def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
+        self.channels = channels
+        self.keep = keep
+
+    def kept(self, labels: Tensor) -> Tensor:
+        """A bool for each element: does it stay?"""
+        units = self.channels.units.of(narrow_uniform(labels))
+        return ((units < 0) | self.keep[units.clamp(min=0)]).expand(labels.shape)
+
+    def positions(self, labels: Tensor) -> Tensor:
+        """Positions of the kept ones among 1-D labels."""
+        return self.kept(labels).nonzero().flatten()
+
+    def axis(self, labels: Tensor) -> tuple[int, Tensor] | None:
+        """The dimension along which something goes, and the kept positions there; None when all stays."""
+        kept = compress(self.kept(labels))
+        if bool(kept.all()):
+            return None
+        dims = varied_dims(kept) if bool(kept.any()) else varied_dims(self.channels.units.of(labels))
+        if len(dims) != 1:
+            raise PassError(f"a tensor of shape {tuple(labels.shape)} would become ragged")
+        for other in range(kept.dim()):
+            if other != dims[0]:
+                kept = kept.narrow(other, 0, 1)
+        return dims[0], kept.reshape(-1).nonzero().flatten()
+
+    def slice(self, labels: Tensor) -> Tensor:
+        """The labels that stay."""
+        found = self.axis(labels)
+        return labels if found is None else compress(labels.index_select(*found))

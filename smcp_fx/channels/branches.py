@@ -1,0 +1,344 @@
+"""Which groups may keep nothing, and what goes with them: layer pruning.
+
+With no channel left between two layers, the second one writes a constant: its bias. Where that constant meets a
+tensor that still depends on the network's inputs (an addition, a concat), the branch between can go. Every node is
+*live* (its value depends on the inputs), *constant* (it did, before), or *empty* (it has no channel left).
+
+Groups may keep nothing only as long as every output depends on the inputs it depended on, though all of them keep
+nothing at once: then any choice among them leaves the network in one piece.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels.labels import narrow_uniform
+from smcp_fx.channels.operations import operation_name
+from smcp_fx.channels.propagation import ParameterRef
+from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
+
+if TYPE_CHECKING:
+    from smcp_fx.channels.graph import ChannelGraph
+
+NUMBER, PARAMETER, LIVE, CONSTANT, EMPTY = range(5)
+
+
+@dataclass(frozen=True)
+class Content:
+    """The groups that tensors hold channels of, as bits, and whether anything else is in them."""
+
+    groups: int = 0
+    more: bool = False
+
+    def empty(self, zero: int) -> bool:
+        """Is nothing left when the groups ``zero`` keep nothing?"""
+        return bool(self.groups) and not self.more and not self.groups & ~zero
+
+    def __or__(self, other: Content) -> Content:
+        return Content(self.groups | other.groups, self.more or other.more)
+
+
+@dataclass
+class Step:
+    """One node: what it reads (places in the order the graph runs), and which channels it reads and holds."""
+
+    name: str
+    kind: str  # "number", "start", "parameter", "sink", "dense", "other"
+    reads: tuple[int, ...]
+    content: Content = Content()
+    pieces: tuple[Content, ...] = ()  # of a node that makes several tensors
+    inputs: Content = Content()  # of a dense layer
+    root: bool = False  # stays although nothing reads it
+    bit: int = 0  # of a start
+
+
+@dataclass
+class Walk:
+    """The nodes when the groups ``zero`` keep nothing.
+
+    Their states, the inputs each depends on, and the groups whose absence made it constant or empty, as bits.
+    """
+
+    zero: int
+    states: list[int] = field(default_factory=list)
+    depends: list[int] = field(default_factory=list)
+    causes: list[int] = field(default_factory=list)
+
+
+class Flow:
+    """How the network's inputs reach its outputs, for any choice of groups that keep nothing (bits)."""
+
+    def __init__(self, module: fx.GraphModule, channels: ChannelGraph) -> None:
+        self.channels = channels
+        nodes = list(module.graph.nodes)
+        self.place = {node.name: index for index, node in enumerate(nodes)}
+        dense = {layer.node: layer for layer in channels.layers if layer.kind == "dense"}
+        self.steps: list[Step] = []
+        starts = 0
+        for node in nodes:
+            reads = tuple(self.place[source.name] for source in node.all_input_nodes)
+            held = [self._of(labels) for labels in _tensors(channels, node)]
+            content = functools.reduce(operator.or_, held, Content())
+            step = Step(node.name, "other", reads, content, tuple(held) if len(held) > 1 else ())
+            if node.op == "placeholder":
+                step.kind, step.bit = "start", 1 << starts
+                starts += 1
+            elif node.op == "output" or _picks_mode(node):
+                step.kind = "sink"
+            elif node.op == "get_attr":
+                step.kind = "parameter"
+            elif not _tensors(channels, node):
+                step.kind = "number"
+            elif node.name in dense:
+                step.kind, step.inputs = "dense", self._of(dense[node.name].input_channels)
+            step.root = writes_shared(node, module)
+            self.steps.append(step)
+        self._sinks = [step for step in self.steps if step.kind == "sink"]
+        self.consumers: dict[int, list[int]] = {}
+        self.producers: dict[int, list[int]] = {}
+        for index, step in enumerate(self.steps):
+            if step.kind == "dense":
+                for table, content in ((self.consumers, step.inputs), (self.producers, step.content)):
+                    for group in bits(content.groups):
+                        table.setdefault(group, []).append(index)
+        self.full = self._walk(0)
+
+    def walk(self, zero: int) -> Walk:
+        """The states of all nodes when these groups keep nothing."""
+        return self._walk(zero) if zero else self.full
+
+    def _walk(self, zero: int) -> Walk:
+        walk = Walk(zero)
+        for index, step in enumerate(self.steps):
+            depends = causes = 0
+            if step.kind == "number" or step.kind == "sink":  # the size of what goes cannot be asked any more
+                state, causes = NUMBER, self._causes(walk, step)
+            elif step.kind == "start":
+                state, depends = LIVE, step.bit
+            elif step.content.empty(zero):
+                state, causes = EMPTY, step.content.groups
+            elif step.inputs.empty(zero):
+                state, causes = CONSTANT, step.inputs.groups
+            elif step.kind == "parameter":
+                state = PARAMETER
+            else:
+                for source in step.reads:
+                    depends |= walk.depends[source]
+                state = LIVE if depends else PARAMETER
+                if not depends and zero and self.full.depends[index]:
+                    state, causes = CONSTANT, self._causes(walk, step)
+            walk.states.append(state)
+            walk.depends.append(depends)
+            walk.causes.append(causes)
+        return walk
+
+    @staticmethod
+    def _causes(walk: Walk, step: Step) -> int:
+        found = 0
+        for source in step.reads:
+            found |= walk.causes[source]
+        return found
+
+    def connected(self, zero: int) -> bool:
+        """Does every output still depend on the inputs that it depended on?"""
+        walk = self.walk(zero)
+        return all(
+            walk.depends[source] == self.full.depends[source]
+            for step in self._sinks
+            for source in step.reads
+            if self.steps[source].kind != "number"
+        )
+
+    def effective(self, walk: Walk) -> list[bool]:
+        """Which nodes an output still needs, or something that cannot go for another reason."""
+        found = [step.kind == "sink" for step in self.steps]
+        for index in reversed(range(len(self.steps))):
+            step = self.steps[index]
+            found[index] |= step.root and walk.states[index] == LIVE
+            if found[index]:
+                for source in step.reads:
+                    if walk.states[source] not in (CONSTANT, EMPTY):
+                        found[source] = True
+        return found
+
+    def widest_cut_free(self, candidates: Iterable[int]) -> int:
+        """As many of these groups as can keep nothing all at once, earlier ones first.
+
+        What leaves an output without an input is left out. Sets of groups that are connected as a whole are
+        taken as a whole; others are halved.
+        """
+        chosen = 0
+        stack = [list(candidates)]
+        while stack:
+            part = stack.pop()
+            together = chosen | sum(1 << group for group in part)
+            if self.connected(together):
+                chosen = together
+            elif len(part) > 1:
+                middle = len(part) // 2
+                stack += [part[middle:], part[:middle]]
+        return chosen
+
+    def _of(self, labels: Tensor) -> Content:
+        channels = self.channels
+        units = torch.unique(channels.units.of(narrow_uniform(labels)))
+        known = units[units >= 0]
+        groups = torch.where(channels.free_units[known], channels.group_of_unit[known], -1)
+        present = torch.unique(groups).tolist()
+        more = known.numel() < units.numel() or -1 in present
+        return Content(sum(1 << group for group in present if group >= 0), more)
+
+
+class Branches:
+    """The groups ``removable`` (bits) of a network, and what else is of no use when one of them keeps nothing.
+
+    ``implied[g]``: the removable groups that nothing useful reads any more when g keeps nothing, or that only hold
+    constants then; ``dead[g]``: the nodes that are of no use then.
+    """
+
+    def __init__(self, flow: Flow, removable: int) -> None:
+        self.flow = flow
+        self.removable = removable
+        self._names = [group.name for group in flow.channels.groups]
+        self._index = {name: index for index, name in enumerate(self._names)}
+        needed = _as_bits(flow.effective(flow.full))
+        self.implied: dict[int, int] = {}
+        self.dead: dict[int, int] = {}
+        for group in bits(removable):
+            zero = self._closed(1 << group)
+            self.implied[group] = zero & ~(1 << group)
+            self.dead[group] = needed & ~_as_bits(flow.effective(flow.walk(zero)))
+
+    def closed(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """The counts, with 0 for the removable groups that are of no use beside the zeros already there."""
+        zero = self._closed(sum(1 << self._index[name] for name, count in counts.items() if count == 0))
+        return {name: 0 if zero >> self._index[name] & 1 else count for name, count in counts.items()}
+
+    def _closed(self, zero: int) -> int:
+        while True:
+            walk = self.flow.walk(zero)
+            needed = self.flow.effective(walk)
+            more = zero
+            for group in bits(self.removable & ~zero):
+                readers, writers = (
+                    table.get(group, []) for table in (self.flow.consumers, self.flow.producers)
+                )
+                unread = bool(readers) and not any(needed[reader] for reader in readers)
+                unwritten = bool(writers) and all(walk.states[writer] == CONSTANT for writer in writers)
+                if unread or unwritten:
+                    more |= 1 << group
+            if more == zero:
+                return zero
+            zero = more
+
+    def sets(self) -> list[tuple[str, ...]]:
+        """The removable groups that go together, by name."""
+        found = {1 << group | implied: None for group, implied in self.implied.items() if implied}
+        return [tuple(self._names[group] for group in bits(together)) for together in found]
+
+    def couplings(self, paired: Collection[frozenset[str]]) -> list[tuple[str, str]]:
+        """Pairs (a, b) that say it all: b must keep nothing when a does.
+
+        Groups that imply each other are chained in the order they run; of what follows by way of another, nothing
+        is said. Pairs in ``paired`` (groups of one layer) are preferred.
+        """
+        classes: list[list[int]] = []
+        seen = 0
+        for group in bits(self.removable):
+            if not seen >> group & 1:
+                same = [group, *(o for o in bits(self.implied[group]) if self.implied[o] >> group & 1)]
+                seen |= sum(1 << other for other in same)
+                classes.append(sorted(same))
+        pairs = []
+        for members in classes:
+            for left, right in itertools.pairwise(members):
+                pairs += [(left, right), (right, left)]
+        heads = {members[0]: members for members in classes}
+        for head, members in heads.items():
+            after = {other for other in heads if other != head and self.implied[head] >> other & 1}
+            direct = {o for o in after if not any(self.implied[via] >> o & 1 for via in after - {o})}
+            for other in sorted(direct):
+                options = [(a, b) for a in members for b in heads[other]]
+                names = {frozenset((self._names[a], self._names[b])): (a, b) for a, b in options}
+                pairs.append(next((p for key, p in names.items() if key in paired), options[0]))
+        return [(self._names[a], self._names[b]) for a, b in pairs]
+
+    def remover(self, nodes: Iterable[str], own: Collection[str]) -> str | None:
+        """The group that leaves these nodes without use when it keeps nothing, and is none of ``own``.
+
+        ``own``: groups at whose zero the nodes are known to cost nothing. None where these say it all. Of several
+        groups, the one that most of the others imply.
+        """
+        places = [self.flow.place[name] for name in nodes if name in self.flow.place]
+        wanted = sum(1 << place for place in places)
+        found = sum(1 << g for g, dead in self.dead.items() if places and not wanted & ~dead)
+        known = sum(1 << self._index[name] for name in own) & found
+        left = [g for g in bits(found) if not known >> g & 1 and not self.implied[g] & known]
+        if not left:
+            return None
+        return self._names[max(left, key=lambda g: sum(self.implied[o] >> g & 1 for o in left))]
+
+
+def bits(number: int) -> Iterator[int]:
+    """The places of the bits that are set, ascending."""
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest
+
+
+def writes_in_place(node: fx.Node, module: torch.nn.Module) -> bool:
+    """Does the node change its first operand?"""
+    if node.op == "call_module":
+        return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    plain = name.endswith("_") and not name.endswith("__")
+    in_operator = getattr(operator, name, None) is node.target and name in (
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+    )
+    return plain or in_operator or node.kwargs.get("inplace") is True
+
+
+def writes_shared(node: fx.Node, module: torch.nn.Module) -> bool:
+    """Does the node change a tensor, or a view of one, that another node reads too?"""
+    base = node.args[0] if node.args and writes_in_place(node, module) else None
+    while isinstance(base, fx.Node):
+        if len(base.users) > 1 or base.op in ("placeholder", "get_attr"):
+            return True
+        target = module.get_submodule(str(base.target)) if base.op == "call_module" else None
+        if operation_name(base, target) not in MOVEMENTS and not writes_in_place(base, module):
+            return False
+        base = base.args[0] if base.args else None
+    return False
+
+
+def _tensors(channels: ChannelGraph, node: fx.Node) -> list[Tensor]:
+    """The label tensors of what a node computes."""
+    trail = channels.trail
+    value = trail.labels.get(node.name)
+    if isinstance(value, ParameterRef):
+        value = trail.elements.get(value.name)
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _picks_mode(node: fx.Node) -> bool:
+    """``(evaluated, trained)[training]``, which stands for the outputs of both modes."""
+    return node.target is operator.getitem and not isinstance(node.args[0], fx.Node)
+
+
+def _as_bits(flags: list[bool]) -> int:
+    return int("".join("1" if flag else "0" for flag in reversed(flags)) or "0", 2)

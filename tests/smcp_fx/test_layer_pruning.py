@@ -1,0 +1,446 @@
+"""Layer pruning: which groups may keep nothing, what is left without them, what that costs, and what solves do."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from models import (
+    Net,
+    Net2,
+    Residual,
+    backward,
+    between,
+    chain,
+    check_slicing,
+    conv,
+    conv_bn,
+    random_masks,
+    randomise,
+    run,
+)
+from random_branches import Excitation
+from random_networks import random_network
+from test_latency_table import FakeBackend
+from tolerances import assert_close
+from torch import Tensor, nn
+
+import smcp_fx
+from smcp_fx.backends.onnx_export import export_onnx
+from smcp_fx.channels.branches import bits
+from smcp_fx.errors import InputError
+from smcp_fx.inspection.text import group_text
+from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.latency_table import LatencyTable
+from smcp_fx.masking import scale_gamma_direct
+
+CONFIG = smcp_fx.PruningConfig(multiple=1, layer_pruning=True)
+IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def prepared(model: nn.Module, inputs: Any = IMAGE, **options: Any) -> smcp_fx.PreparedModel:
+    """Prepared in double precision, with steps of one channel unless told."""
+    config = {"multiple": 1, "layer_pruning": True, **options.pop("config", {})}
+    inputs = tuple(i.double() for i in (inputs if isinstance(inputs, tuple) else (inputs,)))
+    model = randomise(model).double().eval()
+    return smcp_fx.prepare(model, inputs, config=smcp_fx.PruningConfig(**config), **options)
+
+
+def removable(found: smcp_fx.PreparedModel) -> set[str]:
+    return {group.name for group in found.channels.groups if 0 in group.permitted}
+
+
+def nothing(found: smcp_fx.PreparedModel, *names: str) -> dict[str, Tensor]:
+    return {name: torch.zeros(found.channels[name].size, dtype=torch.bool) for name in names}
+
+
+class Bottleneck(nn.Module):
+    """A residual bottleneck with an excitation, as EfficientNet has them."""
+
+    def __init__(self, stream: int = 8, inner: int = 12) -> None:
+        super().__init__()
+        self.expand = conv_bn(stream, inner, 1)
+        self.depthwise = conv_bn(inner, inner, 3, groups=inner)
+        self.gate = Excitation(inner, 3, linear=False)
+        self.project = nn.Sequential(conv(inner, stream, 1, bias=False), nn.BatchNorm2d(stream))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        return x + self.project(self.gate(self.depthwise(self.expand(x))))  # type: ignore[no-any-return]
+
+
+class Mixer(nn.Module):
+    """A ConvNeXt block: what comes before the hidden units has the stream's own channels."""
+
+    def __init__(self, stream: int = 8, hidden: int = 16) -> None:
+        super().__init__()
+        self.depthwise = conv(stream, stream, groups=stream)
+        self.norm = nn.LayerNorm(stream)
+        self.up, self.down = nn.Linear(stream, hidden), nn.Linear(hidden, stream)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        inner = self.down(F.gelu(self.up(self.norm(self.depthwise(x).permute(0, 2, 3, 1)))))
+        return x + inner.permute(0, 3, 1, 2)  # type: ignore[no-any-return]
+
+
+def body(*blocks: nn.Module, stream: int = 8) -> nn.Sequential:
+    """A stem, these blocks, and a classifier."""
+    return nn.Sequential(
+        conv_bn(3, stream), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(stream, 5)
+    )
+
+
+def parallel(*widths: int) -> Net:
+    """Two-layer branches of these (inner, outer) widths side by side."""
+    pairs = list(zip(widths[::2], widths[1::2], strict=True))
+    return Net(
+        lambda s, x: s.out(torch.cat([branch(s.stem(x)) for branch in s.branches], 1)),
+        stem=conv_bn(3, 8),
+        branches=nn.ModuleList(nn.Sequential(conv_bn(8, a), conv_bn(a, b)) for a, b in pairs),
+        out=conv(sum(b for _, b in pairs), 4),
+    )
+
+
+# ---- which groups -----------------------------------------------------------------------------------------------
+
+
+def test_only_what_leaves_the_network_in_one_piece_may_go() -> None:
+    assert removable(prepared(chain(8, 12))) == set()
+    assert removable(prepared(Residual())) == {"conv1", "conv3"}
+    found = removable(prepared(body(Bottleneck(), Mixer())))
+    assert found == {"1.expand.0", "1.gate.down", "2.up"}
+    # Off, as it is by default, nothing may, and masks that keep nothing are refused.
+    off = smcp_fx.prepare(Residual(), IMAGE, config=smcp_fx.PruningConfig(multiple=1))
+    assert removable(off) == set()
+    with pytest.raises(InputError, match="keeps nothing"):
+        off.set_masks(nothing(off, "conv1"))
+
+
+def test_of_branches_side_by_side_the_widest_stays() -> None:
+    found = prepared(parallel(4, 6, 8, 10, 3, 12))
+    assert removable(found) == {f"branches.{i}.{j}.0" for i in (0, 2) for j in (0, 1)}
+    with pytest.raises(InputError, match="keeps nothing"):
+        found.set_masks(nothing(found, "branches.1.0.0"))
+
+
+def test_each_output_keeps_the_inputs_it_depends_on() -> None:
+    """The second input reaches the output through one branch only, which could otherwise go."""
+
+    def wiring(s: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = s.stem(x)
+        return s.out(x + s.from_y(y)), s.aside(x + s.inner(x))
+
+    parts = {"stem": conv(3, 8), "from_y": nn.Sequential(conv(3, 6), conv(6, 8)), "out": conv(8, 4)}
+    inner = nn.Sequential(conv(8, 6), conv(6, 8))
+    found = prepared(Net2(wiring, inner=inner, aside=conv(8, 4), **parts), (IMAGE, IMAGE + 1))
+    assert removable(found) == {"inner.0"}
+
+
+def test_within_modules_that_are_named() -> None:
+    model = body(Bottleneck(), Bottleneck())
+    assert removable(prepared(model, config={"layer_pruning_in": ("2",)})) == {"2.expand.0", "2.gate.down"}
+    assert removable(prepared(model, config={"layer_pruning_in": ("1.gate.down",)})) == {"1.gate.down"}
+    with pytest.raises(InputError, match="no layer in 'nowhere'"):
+        prepared(model, config={"layer_pruning_in": ("nowhere",)})
+    with pytest.raises(InputError, match="layer_pruning=True"):
+        smcp_fx.PruningConfig(layer_pruning_in=("1",))
+
+
+def test_what_goes_with_a_group() -> None:
+    branches = prepared(body(Bottleneck(), Bottleneck())).channels.branches
+    assert branches is not None
+    everything = dict.fromkeys(["0.0", "1.expand.0", "1.gate.down", "2.expand.0", "2.gate.down"], 4)
+    assert branches.closed({**everything, "1.expand.0": 0}) == {
+        **everything,
+        "1.expand.0": 0,
+        "1.gate.down": 0,
+    }
+    assert branches.closed({**everything, "2.gate.down": 0}) == {**everything, "2.gate.down": 0}
+    assert branches.couplings(()) == [("1.expand.0", "1.gate.down"), ("2.expand.0", "2.gate.down")]
+    assert list(bits(0b101001)) == [0, 3, 5]
+    pair = prepared(parallel(4, 6, 8, 10)).channels.branches
+    assert pair is not None  # inner and outer layer of a branch go with each other
+    assert set(pair.couplings(())) == set(itertools.permutations(["branches.0.0.0", "branches.0.1.0"]))
+
+
+# ---- what is left -----------------------------------------------------------------------------------------------
+
+
+def test_a_branch_leaves_one_constant_and_its_layers_go() -> None:
+    found = prepared(Residual())
+    found.set_masks(nothing(found, "conv1", "conv3") | {"stem.0": torch.arange(16) % 4 == 0})
+    masked = run(found, (IMAGE.double(),))
+    sliced = smcp_fx.convert(found)
+    assert_close(run(sliced, (IMAGE.double(),)), masked, "slicing")
+    names = {name.rpartition(".")[0] for name in sliced.state_dict()}
+    assert names == {"stem.0", "stem.1", "fc", ""}
+    constants = {name: tuple(p.shape) for name, p in sliced.named_parameters() if "constant" in name}
+    assert constants == {"constant_bn2": (1, 4, 1, 1), "constant_bn4": (1, 4, 1, 1)}
+    # The batch norm's scale is 0 without inputs, so that its shift is what remains, in training too.
+    assert_close(
+        sliced.get_parameter("constant_bn2").flatten(), found.get_parameter("bn2.bias")[::4], "identity"
+    )
+    for shape in ((5, 3, 8, 8), (1, 3, 12, 10)):  # other batches and resolutions
+        other = torch.randn(shape, dtype=torch.float64)
+        assert_close(run(sliced, (other,)), run(found, (other,)), "slicing")
+
+
+def test_without_a_bias_nothing_is_left_to_add() -> None:
+    branch = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), conv(8, 6, bias=False), conv(6, 8, bias=False))
+    found = prepared(between(lambda s, h: h + s.branch(h), branch=branch))
+    found.set_masks(nothing(found, "branch.2"))
+    sliced = smcp_fx.convert(found)
+    assert_close(run(sliced, (IMAGE.double(),)), run(found, (IMAGE.double(),)), "slicing")
+    assert [n.op for n in sliced.graph.nodes] == ["placeholder", "call_module", "call_module", "output"]
+    assert not [name for name in sliced.state_dict() if "constant" in name]
+
+
+def test_what_changes_a_shared_tensor_in_place_stays() -> None:
+    """The branch starts with an activation in place, which the way around it sees as well."""
+    branch = nn.Sequential(nn.ReLU(inplace=True), conv(8, 6), conv(6, 8))
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        inner = s.branch(h)
+        return h + inner  # type: ignore[no-any-return]
+
+    found = prepared(between(wiring, branch=branch))
+    assert removable(found) == {"branch.1"}
+    found.set_masks(nothing(found, "branch.1"))
+    sliced = smcp_fx.convert(found)
+    assert_close(run(sliced, (IMAGE.double(),)), run(found, (IMAGE.double(),)), "slicing")
+    assert "branch.0" in {node.target for node in sliced.graph.nodes}
+
+
+def test_where_sizes_decide_what_is_left_a_unit_stays() -> None:
+    """Zero padding around a constant: a frame, in the middle of which it is another constant."""
+    branch = nn.Sequential(conv(8, 6), conv(6, 4), nn.Sigmoid(), conv(4, 8))
+    found = prepared(between(lambda s, h: h + s.branch(h), branch=branch))
+    assert removable(found) == {"branch.0", "branch.1"}  # a solve empties both, and then the frame is none
+    found.set_masks(nothing(found, "branch.0"))
+    sliced = smcp_fx.convert(found)
+    assert_close(run(sliced, (IMAGE.double(),)), run(found, (IMAGE.double(),)), "slicing")
+    assert tuple(sliced.get_parameter("branch.0.weight").shape) == (1, 8, 3, 3)
+    assert int(found.masks["branch.0"].sum()) == 0
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: body(Bottleneck(), Mixer(), Bottleneck()),
+        lambda: parallel(4, 6, 8, 10, 3, 12),
+        lambda: between(
+            lambda s, h: torch.cat([h, s.one(h), s.two(torch.cat([h, s.one(h)], 1))], 1),
+            after=16,
+            one=nn.Sequential(conv_bn(8, 6, 1), conv(6, 4)),
+            two=nn.Sequential(conv_bn(12, 6, 1), conv(6, 4)),
+        ),
+        lambda: between(
+            lambda s, h: h + s.branch(h),
+            branch=nn.Sequential(conv(8, 6), nn.GroupNorm(2, 6), nn.ReLU(), conv(6, 8), nn.InstanceNorm2d(8)),
+        ),
+    ],
+    ids=["residual", "parallel", "dense", "norms"],
+)
+def test_masked_is_sliced_for_many_choices_of_what_keeps_nothing(build: Any) -> None:
+    model = build()
+    found = prepared(model)
+    names = sorted(removable(found))
+    assert names
+    choices = list(itertools.product([False, True], repeat=len(names)))
+    for zero in choices[:: -(-len(choices) // 12)] + choices[-1:]:
+        chosen = [name for name, empty in zip(names, zero, strict=True) if empty]
+        found.set_masks(random_masks(found, 3, nothing=0.0) | nothing(found, *chosen))
+        sliced = smcp_fx.convert(found)
+        assert_close(run(sliced, (IMAGE.double(),)), run(found, (IMAGE.double(),)), "slicing", str(chosen))
+    backward(sliced, (IMAGE.double(),))
+    assert all(p.grad is not None for p in sliced.parameters())
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=[pytest.mark.slow] * (first >= 6)) for first in range(0, 60, 6)]
+)
+def test_random_networks_with_branches(first: int) -> None:
+    gone = 0
+    for seed in range(first, first + 6):
+        network = random_network(seed, branches=True)
+        print(
+            f"random_network({seed}, branches=True): {'; '.join(network.program)}"
+        )  # shown when the test fails
+        found = check_slicing(network, (torch.randn(2, 3, 8, 8),), seeds=(seed,), layer_pruning=True)
+        gone += len(removable(found))
+    assert gone > 12
+
+
+# ---- what it costs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cost", ["flops", "params"])
+def test_what_is_of_no_use_costs_nothing(cost: str) -> None:
+    """Against the sliced network, priced on its own: also where a depthwise convolution goes with hidden units."""
+    found = prepared(body(Bottleneck(), Mixer()), cost=cost)
+    for zero in ((), ("2.up",), ("1.expand.0", "1.gate.down"), ("1.gate.down",), tuple(removable(found))):
+        found.set_masks(random_masks(found, 5, nothing=0.0) | nothing(found, *zero))
+        sliced = smcp_fx.convert(found)
+        expected = smcp_fx.prepare(sliced, IMAGE.double(), cost=cost).pruner.full_cost
+        if cost == "params":  # what is left of a branch is no layer's
+            expected -= sum(p.numel() for n, p in sliced.named_parameters() if "constant" in n)
+        assert found.pruner.cost.cost(found.pruner.counts) == pytest.approx(expected, rel=1e-12), zero
+
+
+def test_a_layer_without_channels_takes_no_time_and_no_measurement(tmp_path: Path) -> None:
+    backend = FakeBackend(latency=lambda *widths: 1.0 + sum(widths))
+    with LatencyTable(tmp_path / "t.sqlite", cold_share=0.0) as table:
+        cost = LatencyCost(table, backend)
+        found = prepared(body(Bottleneck(), Mixer()), cost=cost)
+        assert all(0 not in widths for _, widths in backend.log)
+        counts = cost.full_counts
+        blocks = {block.name: block for block in cost.blocks}
+        without = {**counts, "2.up": 0}
+        names = ("2.depthwise", "permute", "2.norm", "2.up", "2.down", "permute_1")  # up to the addition
+        gone = [blocks[name] for name in names]
+        saved = sum(1.0 + sum(w.channels(counts) for w in block.widths) for block in gone)
+        assert cost.latency(counts) - cost.latency(without) == pytest.approx(saved)
+        assert all(0 in cost.around(counts).permitted[name] for name in removable(found))
+
+
+def test_every_width_that_a_concat_can_have_can_be_built() -> None:
+    from smcp_fx.blocks import cut
+    from smcp_fx.channels import build
+    from smcp_fx.layer_pruning import allow_layer_pruning
+    from smcp_fx.tracing import trace
+
+    model = parallel(4, 2, 4, 3, 4, 4)
+    traced = trace(model.eval(), (IMAGE,))
+    channels = build(traced.module, traced.values, multiple=1)
+    allow_layer_pruning(traced, channels)
+    joins = [block for block in cut(traced, channels) if "cat" in block.nodes]
+    (join,) = joins
+    assert join.grids == (tuple(range(1, 10)),)
+    for width in join.grids[0]:
+        module, inputs = join.build((width,))
+        assert sum(i.shape[1] for i in inputs) == width
+        assert run(module, inputs).shape[1] == width
+
+
+# ---- training and solving -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradient", ["chain", "direct"])
+@pytest.mark.parametrize("mask", ["soft", "hard", "permanent"])
+def test_a_network_without_a_branch_trains(gradient: str, mask: str) -> None:
+    found = prepared(Residual(), config={"gamma_gradient": gradient, "mask": mask})
+    found.set_masks(nothing(found, "conv1"))
+    backward(found, (IMAGE.double(),))
+    assert all(bool(torch.isfinite(p.grad).all()) for p in found.parameters() if p.grad is not None)
+    assert not bool(found.get_parameter("conv1.weight").grad.any())  # nothing comes through the mask
+    assert bool(found.get_parameter("bn2.bias").grad.any())
+
+
+def test_a_scale_of_zero_gives_no_gradient() -> None:
+    gamma = torch.ones(4, requires_grad=True)
+    scale_gamma_direct(gamma, torch.tensor([0.0, 0.5, 1.0, 0.0])).backward(torch.ones(4))
+    assert gamma.grad is not None
+    assert gamma.grad.tolist() == [0.0, 2.0, 1.0, 0.0]
+
+
+def steps(found: smcp_fx.PreparedModel, count: int = 2) -> None:
+    """Train for some steps."""
+    found.train()
+    optimiser = torch.optim.SGD(found.parameters(), lr=1e-3)
+    for _ in range(count):
+        optimiser.zero_grad()
+        found(IMAGE.double()).square().mean().backward()
+        found.pruner.step()
+        optimiser.step()
+
+
+@pytest.mark.parametrize("allocation", ["coupled", "paper"])
+@pytest.mark.parametrize("share", [0.5, 0.3])
+def test_solves_remove_whole_branches(allocation: str, share: float) -> None:
+    found = prepared(
+        body(*(Bottleneck() for _ in range(4))),
+        target=share,
+        config={"allocation": allocation, "multiple": 4},
+    )
+    branches = found.channels.branches
+    assert branches is not None
+    for _ in range(3):
+        steps(found)
+        found.pruner.solve()
+        counts = found.pruner.counts
+        assert allocation == "paper" or branches.closed(counts) == counts
+        assert allocation == "paper" or found.pruner.cost.cost(counts) <= found.pruner.target * (1 + 1e-9)
+    sliced = smcp_fx.convert(found.eval())
+    assert_close(run(sliced, (IMAGE.double(),)), run(found, (IMAGE.double(),)), "slicing")
+
+
+def test_a_solve_finds_the_best_choice_with_branches_removed() -> None:
+    """Against all choices of counts. What is of no use beside a group that keeps nothing is worth nothing."""
+    found = prepared(body(Bottleneck(8, 8), Bottleneck(8, 8)), config={"multiple": 4, "tolerance": 0.0})
+    steps(found)
+    pruner, branches = found.pruner, found.channels.branches
+    assert branches is not None
+    ranked = {
+        name: values.sort(descending=True).values.double() for name, values in pruner.importance.items()
+    }
+    names = list(pruner.cost.permitted)
+    for share in (0.6, 0.4, 0.2):
+        budget, best = share * pruner.full_cost, 0.0
+        for choice in itertools.product(*pruner.cost.permitted.values()):
+            counts = dict(zip(names, choice, strict=True))
+            if pruner.cost.cost(counts) <= budget and branches.closed(counts) == counts:
+                best = max(best, sum(float(ranked[name][:count].sum()) for name, count in counts.items()))
+        chosen = pruner._selector.best(torch.cat([pruner.importance[n] for n in names]), pruner.cost, budget)
+        assert chosen.importance == pytest.approx(best, rel=1e-6)
+        assert chosen.allocation.cost == pytest.approx(pruner.cost.cost(chosen.allocation.counts))
+        assert share > 0.3 or 0 in chosen.allocation.counts.values()
+
+
+def test_what_was_known_of_a_removed_branch_is_kept() -> None:
+    found = prepared(Residual(), target=0.9, config={"memory": 0.5})
+    steps(found)
+    found.pruner.solve()
+    before = found.smcp.of_group(found.smcp.remembered, "conv1").clone()
+    assert bool(before.any())
+    found.set_masks(nothing(found, "conv1"))
+    steps(found)
+    assert not bool(found.smcp.of_group(found.smcp.gathered, "conv1").any())
+    assert_close(found.pruner.importance["conv1"], before, "importance")
+
+
+@pytest.mark.slow
+def test_the_exported_file_computes_what_is_left(tmp_path: Path) -> None:
+    model = body(Bottleneck(), Mixer(), Mixer())
+    found = smcp_fx.prepare(randomise(model).eval(), IMAGE, config=CONFIG)
+    found.set_masks(nothing(found, *removable(found)))
+    path = export_onnx(smcp_fx.convert(found), (IMAGE,), tmp_path / "sliced.onnx")
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for images in (IMAGE, torch.cat([IMAGE, -IMAGE])):
+        (output,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+        assert_close(torch.from_numpy(output), run(found, (images,)), "slicing")
+
+
+def test_saved_loaded_told(tmp_path: Path) -> None:
+    model = randomise(body(Bottleneck(), Mixer(), Bottleneck())).eval()
+    found = smcp_fx.prepare(model, IMAGE, config=CONFIG)
+    found.set_masks(nothing(found, "1.expand.0", "1.gate.down", "2.up", "3.gate.down"))
+    sliced = smcp_fx.convert(found)
+    expected = run(sliced, (IMAGE,))
+    assert_close(expected, run(found, (IMAGE,)), "slicing")
+    again = smcp_fx.load(smcp_fx.save(sliced, tmp_path / "sliced.safetensors"))
+    assert torch.equal(run(again.eval(), (IMAGE,)), expected)
+    text = group_text(found.channels, "1.expand.0").plain
+    assert "may keep 0, 1, 2" in text
+    state = found.state_dict()
+    other = smcp_fx.prepare(model, IMAGE, config=CONFIG)
+    other.load_state_dict(state)
+    assert {n: int(m.sum()) for n, m in other.masks.items()} == {
+        n: int(m.sum()) for n, m in found.masks.items()
+    }
+    assert_close(run(other, (IMAGE,)), run(found, (IMAGE,)), "identity")
