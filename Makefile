@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: compile test check install clean
+.PHONY: compile test test-gpu check install clean
 
 compile: $(VENV)/installed  ## the main job: ResNet-18 on the digits, 40 % of its latency; ARGS="--help" for more
 	$(BIN)/python tools/compile.py $(ARGS)
 
 test: $(VENV)/installed  ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(ARGS)
+
+test-gpu: $(VENV)/installed  ## the tests that need an NVIDIA GPU, and those of TensorRT; TRT_PYTHON=... where it is elsewhere
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 -m gpu $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 tests/backends/test_tensorrt.py tests/backends/test_tensorrt_worker.py $(ARGS)
 
 check: $(VENV)/installed  ## style and types
 	$(BIN)/ruff check .

@@ -37,6 +37,11 @@ _BACKENDS = {
         "OnnxRuntimeBackend",
         "pip install onnxruntime onnx onnxscript",
     ),
+    "tensorrt": (
+        "smcp_fx.backends.tensorrt_backend",
+        "TensorRTBackend",
+        "pip install onnx onnxscript",
+    ),
     "torch": ("smcp_fx.backends.torch_backend", "TorchBackend", "pip install torch"),
 }
 
@@ -47,7 +52,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def get_backend(name: str, **options: Any) -> Backend:
-    """Return the backend ``name`` ("onnxruntime" or "torch") with its options (``threads``, ...).
+    """Return the backend ``name`` ("onnxruntime", "tensorrt" or "torch") with its options.
 
     `BackendError` when the name or an option is unknown or the runtime is not installed.
     """

@@ -143,6 +143,13 @@ class Backend(ABC):
         `BackendError` when the runtime cannot express it or computes something else.
         """
 
+    def files(self, path: Path | str) -> list[Path]:
+        """Return the files that `compile` leaves for ``path``."""
+        return [Path(path)]
+
+    def prepare_blocks(self, block: Block, points: Sequence[tuple[int, ...]]) -> None:  # noqa: B027 - a hint
+        """Get ready to measure ``block`` at some of these widths: a chance to build several at a time."""
+
     def run_overhead_ms(self) -> float | None:
         """Return what a run costs beside its blocks, in ms; None where that is not known, or no part of `latency`."""
         return None

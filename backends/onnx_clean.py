@@ -1,4 +1,4 @@
-"""What the exporter leaves behind, taken out of an ONNX model; and opsets older than the exporter's.
+"""What the exporter leaves behind, taken out of an ONNX model.
 
 ReduceMean over the image axes  ->  GlobalAveragePool   (runtimes have a fast kernel for it)
 Identity, Cast to the same type, Transpose pairs that cancel  ->  nothing
@@ -10,8 +10,6 @@ from __future__ import annotations
 import onnx
 from onnx import numpy_helper
 
-from smcp_fx.errors import BackendError
-
 
 def clean_model(model: onnx.ModelProto) -> bool:
     """Clean ``model`` in place and return whether anything changed; a second call changes nothing."""
@@ -19,27 +17,6 @@ def clean_model(model: onnx.ModelProto) -> bool:
     for step in (_drop_traces, _pool_globally, _drop_no_ops, _drop_unused_initializers, _name_after_modules):
         changed = step(model) or changed
     return changed
-
-
-def convert_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    """Return ``model`` in an older ``opset``; `BackendError` when one of its operations has no older form."""
-    try:
-        converted = onnx.version_converter.convert_version(model, opset)
-        for node in converted.graph.node:
-            if node.op_type.startswith("Reduce"):  # the converter forgets this attribute of opset 18
-                _drop_attributes(node, "noop_with_empty_axes")
-        converted.ir_version = min(converted.ir_version, 8)
-        onnx.checker.check_model(converted, full_check=True)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BackendError(f"the network cannot be written in ONNX opset {opset}: {reason}") from error
-    return converted
-
-
-def _drop_attributes(node: onnx.NodeProto, *names: str) -> None:
-    kept = [attribute for attribute in node.attribute if attribute.name not in names]
-    del node.attribute[:]
-    node.attribute.extend(kept)
 
 
 def _drop_traces(model: onnx.ModelProto) -> bool:
@@ -52,7 +29,8 @@ def _drop_traces(model: onnx.ModelProto) -> bool:
     return changed
 
 
-def _constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+def constant_tensors(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+    """Return the tensors that are constant, by name."""
     found = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":
@@ -60,7 +38,8 @@ def _constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     return found
 
 
-def _types(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto.Tensor]:
+def tensor_types(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto.Tensor]:
+    """Return the types and shapes that are recorded, by name."""
     values = (*graph.input, *graph.value_info, *graph.output)
     return {value.name: value.type.tensor_type for value in values}
 
@@ -68,7 +47,7 @@ def _types(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto.Tensor]:
 def _pool_globally(model: onnx.ModelProto) -> bool:
     """ReduceMean over axes 2 and 3 of a 4-D tensor, dimensions kept, is GlobalAveragePool."""
     graph = model.graph
-    constants, types, changed = _constants(graph), _types(graph), False
+    constants, types, changed = constant_tensors(graph), tensor_types(graph), False
     for node in graph.node:
         if node.op_type != "ReduceMean" or len(node.input) != 2 or node.input[1] not in constants:
             continue
@@ -90,7 +69,7 @@ def _drop_no_ops(model: onnx.ModelProto) -> bool:
     graph, changed = model.graph, False
     while True:
         producer = {name: node for node in graph.node for name in node.output}
-        types = _types(graph)
+        types = tensor_types(graph)
         for node in graph.node:
             source = _no_op_source(node, producer, types)
             if source is not None and _bypass(graph, node, source):

@@ -1,7 +1,7 @@
 """PyTorch module to ONNX file, checked against the module in ONNX Runtime before the file gets its name.
 
 `torch.onnx.export(dynamo=True)` does the translation and folds batch norms into convolutions; `clean_model`
-takes out what it leaves behind, and brings the file to opsets older than the exporter's own.
+takes out what it leaves behind; `lower_opset` brings the file to an opset older than the exporter's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, to_arrays
-from smcp_fx.backends.onnx_clean import clean_model, convert_opset
+from smcp_fx.backends.onnx_clean import clean_model
+from smcp_fx.backends.onnx_opset import lower_opset
 from smcp_fx.errors import BackendError, InputError
 
 DEFAULT_OPSET = 20
@@ -99,7 +100,7 @@ def export_model_proto(
         proto = exported.model_proto
         clean_model(proto)
         if opset < _EXPORTER_OPSET:
-            proto = convert_opset(proto, opset)
+            proto = lower_opset(proto)
     found = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
     if found != opset:
         raise BackendError(
@@ -107,6 +108,12 @@ def export_model_proto(
             f"pass opset={found}"
         )
     return proto
+
+
+def write_model(proto: onnx.ModelProto, path: Path) -> None:
+    """Write an ONNX model; the file is whole or not there."""
+    with _replacing(path) as scratch:
+        scratch.write_bytes(_serialise(proto))
 
 
 def in_precision(
@@ -252,16 +259,25 @@ def _compare_with_module(
             compare_outputs(engine.run(to_arrays(inputs)), expected, engine.output_names)
 
 
-def compare_outputs(found: Sequence[Array], expected: Sequence[Array], names: Sequence[str]) -> None:
-    """Raise `BackendError` with both values where an ONNX file's outputs differ from the module's."""
+def compare_outputs(
+    found: Sequence[Array],
+    expected: Sequence[Array],
+    names: Sequence[str],
+    runtime: str = "ONNX Runtime",
+    limit: float | None = None,
+) -> None:
+    """Raise `BackendError` with both values where a runtime's outputs differ from the module's.
+
+    ``limit``: on the difference over the output's scale; by default as the output's type is.
+    """
     if len(found) != len(expected):
         raise BackendError(
-            f"the ONNX file has {len(found)} outputs, the module {len(expected)}; no file written"
+            f"{runtime} gives {len(found)} outputs, the module {len(expected)}; no file written"
         )
     for name, a, b in zip(names, found, expected, strict=True):
         if a.shape != b.shape:
             raise BackendError(
-                f"output {name!r} has shape {a.shape} in ONNX Runtime, {b.shape} in PyTorch; no file written"
+                f"output {name!r} has shape {a.shape} in {runtime}, {b.shape} in PyTorch; no file written"
             )
         if not np.all(np.isfinite(b)):
             raise BackendError(
@@ -269,12 +285,12 @@ def compare_outputs(found: Sequence[Array], expected: Sequence[Array], names: Se
                 "be checked; no file written. Look for overflow, or pass check=False."
             )
         relative, absolute, value, reference = largest_difference(a, b)
-        limit = TOLERANCES.get(str(b.dtype), 0.0)
-        if not relative <= limit:
+        allowed = TOLERANCES.get(str(b.dtype), 0.0) if limit is None else limit
+        if not relative <= allowed:
             raise BackendError(
-                f"output {name!r} differs: ONNX Runtime computes {value:.9g} where PyTorch computes "
+                f"output {name!r} differs: {runtime} computes {value:.9g} where PyTorch computes "
                 f"{reference:.9g} (difference {absolute:.3g}, {relative:.3g} of the output's scale, limit "
-                f"{limit:g}); no file written"
+                f"{allowed:g}); no file written"
             )
 
 

@@ -27,7 +27,7 @@ from smcp_fx.latency_sampling import Plan, Point, SamplingConfig, Surface, held_
 from smcp_fx.latency_store import LatencyStore, Row
 
 #: The signature of the row that holds what a run costs beside its blocks.
-_RUN = '{"steps":"none"}'
+RUN_SIGNATURE = '{"steps":"none"}'
 
 
 class Block(Protocol):
@@ -152,6 +152,7 @@ class LatencyTable:
                     failed += [(block.name, p, failures[p]) for p in plan.wanted]
                     left.finished(block)
                     break
+                backend.prepare_blocks(block, wanted)
                 point = self.store.claim(block.name, block.signature, fingerprint, wanted)
                 if point is None:  # another process is at them
                     time.sleep(0.05)
@@ -167,23 +168,25 @@ class LatencyTable:
         return MeasureReport(measured, reused, time.monotonic() - start, tuple(failed), tuple(unstable))
 
     def wanted(
-        self, blocks: Iterable[Block], fingerprint: Fingerprint
+        self, blocks: Iterable[Block], fingerprint: Fingerprint, ahead: bool = False
     ) -> list[tuple[Block, tuple[Point, ...]]]:
         """Return the blocks that are not complete, each with the widths to measure next (failed ones left out).
 
-        Sampling adapts: after these, others may be wanted.
+        Sampling adapts: after these, others may be wanted. ``ahead``: also those that will be if the latency turns
+        out to be as smooth as can be, for devices that a question takes long to reach.
         """
         found = []
         for block in unique_blocks(blocks):
             plan, failures = self._plan(block, fingerprint)
-            points = tuple(point for point in plan.wanted if point not in failures)
+            wanted = self._wanted_ahead(block, fingerprint) if ahead and plan.wanted else plan.wanted
+            points = tuple(point for point in wanted if point not in failures)
             if points:
                 found.append((block, points))
         return found
 
     def run_overhead(self, fingerprint: Fingerprint) -> float:
         """Return what a run costs beside its blocks, in ms; 0 where that is not measured."""
-        found = self.store.measured(_RUN, fingerprint).get(())
+        found = self.store.measured(RUN_SIGNATURE, fingerprint).get(())
         return 0.0 if found is None else found.hot.median_ms
 
     def price(self, block: Block, fingerprint: Fingerprint, cold_share: float | None = None) -> Price:
@@ -245,8 +248,8 @@ class LatencyTable:
     def _measure_run(self, backend: Backend, fingerprint: Fingerprint) -> None:
         """Keep the run's own cost as a row, so that a prediction is a function of the file alone."""
         ms = backend.run_overhead_ms()
-        if ms is not None and self.store.claim("one run", _RUN, fingerprint, [()]) is not None:
-            self.store.write(_RUN, fingerprint, (), BlockLatency(Measurement(ms, ms, ms, 1, True)))
+        if ms is not None and self.store.claim("one run", RUN_SIGNATURE, fingerprint, [()]) is not None:
+            self.store.write(RUN_SIGNATURE, fingerprint, (), BlockLatency(Measurement(ms, ms, ms, 1, True)))
 
     def _known(self, block: Block, fingerprint: Fingerprint, share: float) -> dict[Point, float]:
         rows = self.store.measured(block.signature, fingerprint)
@@ -260,6 +263,21 @@ class LatencyTable:
         noise = {point: (row.hot.q3_ms - row.hot.q1_ms) / 2 for point, row in rows.items()}
         plan = plan_samples(block.grids, known, self.sampling, _seed(block.signature), noise)
         return plan, self.store.failures(block.signature, fingerprint) if plan.wanted else {}
+
+    def _wanted_ahead(self, block: Block, fingerprint: Fingerprint) -> tuple[Point, ...]:
+        """Plan on with guesses for what is not measured: in proportion to each width, from the largest known."""
+        rows = self.store.measured(block.signature, fingerprint)
+        known = {point: _weighed(latency, 0.0) for point, latency in rows.items()}
+        wanted: list[Point] = []
+        while True:
+            plan = plan_samples(block.grids, known, self.sampling, _seed(block.signature))
+            if not plan.wanted:
+                return tuple(wanted)
+            for point in plan.wanted:
+                top = max(rows, default=point)
+                scale = _weighed(rows[top], 0.0) / float(np.prod(top or (1,))) if rows else 1.0
+                known[point] = scale * float(np.prod(point or (1,)))
+                wanted.append(point)
 
     def _measure_row(
         self,

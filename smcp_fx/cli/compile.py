@@ -20,6 +20,7 @@ _EXAMPLES = """examples:
   smcp-compile                                        ResNet-18 on the digits, 40 %% of its latency
   smcp-compile --model torchvision:mobilenet_v2 --target 0.5 --epochs 10
   smcp-compile --model model.py:build --weights model.safetensors --data data.py:load --target '12 ms' --batch 1
+  smcp-compile --model torchvision:resnet50 --backend tensorrt --precision fp16 --batch 256
   smcp-compile --data imagefolder:/data/flowers --model timm:resnet50 --target 0.3 --cost flops
 """
 
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         from smcp_fx.compiler import CompileSettings, compile_model
 
-        settings = CompileSettings(**{f.name: arguments[f.name] for f in fields(CompileSettings)})
+        settings = CompileSettings(**{f.name: _as_field(arguments[f.name]) for f in fields(CompileSettings)})
         config = PruningConfig(**{f.name: _as_field(arguments[f.name]) for f in fields(PruningConfig)})
         report = compile_model(settings, config, console)
         above = report["measured_fraction"] - report["target_fraction"]

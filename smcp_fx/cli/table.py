@@ -15,11 +15,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from smcp_fx.cli.common import consoles, escaped, guarded
+from smcp_fx.cli.networks import add_network_options, backend_of, blocks_of
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
-    from smcp_fx.backends.base import Backend
-    from smcp_fx.blocks import FusedBlock
     from smcp_fx.latency_store import Row
 
 _EXAMPLES = """examples:
@@ -31,6 +30,7 @@ _EXAMPLES = """examples:
   smcp-table export table.sqlite rows.csv                        for a spreadsheet, or another tool
   smcp-table export table.sqlite todo.csv --wanted --model torchvision:resnet50      what is still to be measured
   smcp-table import rows.csv table.sqlite                        take rows that were measured elsewhere
+  smcp-table measure torchvision:resnet50 --backend tensorrt --emit-requests todo   to be measured on another device
 """
 
 
@@ -48,10 +48,13 @@ def build_parser() -> argparse.ArgumentParser:
     measure.add_argument("model", help="torchvision:NAME, timm:NAME, or path/to/file.py:factory")
     measure.add_argument("--table", type=Path, default=Path("table.sqlite"), metavar="FILE",
                          help="file to fill (default: table.sqlite)")  # fmt: skip
-    _network_options(measure)
+    add_network_options(measure)
     measure.add_argument("--shard", default="1/1", metavar="I/N", help="measure the I-th of N parts only")
     measure.add_argument("--retry-failed", action="store_true", help="measure rows again that failed before")
     measure.add_argument("--retry-unstable", action="store_true", help="... and those that were unstable")
+    measure.add_argument("--emit-requests", type=Path, metavar="DIR",
+                         help="measure nothing here: write requests for TensorRT on another device")  # fmt: skip
+    measure.add_argument("--read-answers", type=Path, metavar="DIR", help="... and read what it answered")
     show = commands.add_parser("show", help="what is in a table, measured on what and when")
     show.add_argument("table", type=Path)
     show.add_argument("--block", metavar="TEXT", help="every row of the blocks whose name holds this")
@@ -67,30 +70,16 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--onnx", type=Path, metavar="FOLDER", help="... with an ONNX file for each of them")
     export.add_argument("--device", metavar="NAME",
                         help="... measured on this device (default: the backend's)")  # fmt: skip
-    _network_options(export, model=True)
+    add_network_options(export, model=True)
     take = commands.add_parser("import", help="read rows from .json or .csv")
     take.add_argument("file", type=Path)
     take.add_argument("table", type=Path)
     check = commands.add_parser("check", help="look for damage, failed, unstable and missing rows")
     check.add_argument("table", type=Path)
-    _network_options(check, model=True)
+    add_network_options(check, model=True)
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
-
-
-def _network_options(parser: argparse.ArgumentParser, model: bool = False) -> None:
-    if model:
-        parser.add_argument(
-            "--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, or file.py:factory"
-        )
-    parser.add_argument("--batch", type=int, default=1, help="batch size (default: 1)")
-    parser.add_argument("--input-size", metavar="SIZE", default="224",
-                        help="a side (224), or sizes without the batch (3x224x224); default: 224")  # fmt: skip
-    parser.add_argument("--multiple", type=int, default=8, help="widths in multiples of this (default: 8)")
-    parser.add_argument("--backend", default="onnxruntime", choices=("onnxruntime", "torch"),
-                        help="runtime to measure in (default: onnxruntime)")  # fmt: skip
-    parser.add_argument("--threads", type=int, default=1, help="threads of the runtime (default: 1)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,11 +102,15 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     from smcp_fx.latency_table import LatencyTable, unique_blocks
     from smcp_fx.latency_table import Progress as State
 
+    if arguments.emit_requests or arguments.read_answers:
+        from smcp_fx.cli.table_requests import exchange
+
+        return exchange(arguments, console, *_shard(arguments.shard))
     shard, shards = _shard(arguments.shard)
     with LatencyTable(
         arguments.table
     ) as table:  # a file that cannot be used is told before anything is built
-        backend, blocks = _backend(arguments), _blocks(arguments)
+        backend, blocks = backend_of(arguments), blocks_of(arguments)
         mine = unique_blocks(blocks, shard, shards)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"),
                    TimeElapsedColumn())  # fmt: skip
@@ -252,7 +245,7 @@ def _wanted(arguments: argparse.Namespace) -> list[Row]:
 
     if not arguments.model:
         raise InputError("--wanted needs --model: of which network?")
-    blocks, fingerprint = _blocks(arguments), _backend(arguments).fingerprint()
+    blocks, fingerprint = blocks_of(arguments), backend_of(arguments).fingerprint()
     if arguments.device:
         fingerprint = replace(fingerprint, device=arguments.device)
     with LatencyTable(arguments.table) as table:
@@ -286,9 +279,9 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
 
     findings = check(arguments.table)
     if arguments.model:
-        fingerprint = _backend(arguments).fingerprint()
+        fingerprint = backend_of(arguments).fingerprint()
         with LatencyTable(arguments.table, create=False) as table:
-            holes = table.wanted(_blocks(arguments), fingerprint)
+            holes = table.wanted(blocks_of(arguments), fingerprint)
         findings += [
             Finding(f"missing: {block.name} at {', '.join('x'.join(map(str, p)) for p in points[:6])}"
                     + (f" and {len(points) - 6} more" if len(points) > 6 else ""), True)
@@ -312,40 +305,6 @@ def _read(path: Path) -> list[Row]:
         return store.rows()
     finally:
         store.close()
-
-
-def _backend(arguments: argparse.Namespace) -> Backend:
-    from smcp_fx.backends import get_backend
-
-    return get_backend(arguments.backend, threads=arguments.threads)
-
-
-def _blocks(arguments: argparse.Namespace) -> list[FusedBlock]:
-    import torch
-
-    from smcp_fx.blocks import cut
-    from smcp_fx.channels import build
-    from smcp_fx.compiler.models import build_model
-    from smcp_fx.tracing import trace
-
-    if arguments.batch < 1 or arguments.multiple < 1:
-        raise InputError("--batch and --multiple must be at least 1")
-    model = build_model(arguments.model)
-    first = next((m for m in model.modules() if isinstance(m, torch.nn.Conv2d)), None)
-    channels = 3 if first is None else first.in_channels
-    shape = _size(arguments.input_size, channels)
-    traced = trace(model, (torch.randn(arguments.batch, *shape),))
-    return cut(traced, build(traced.module, traced.values, multiple=arguments.multiple))
-
-
-def _size(text: str, channels: int) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(part) for part in text.lower().split("x"))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise InputError(f"--input-size {text!r}: give a side (224), or sizes without the batch (3x224x224)")
-    return (channels, sizes[0], sizes[0]) if len(sizes) == 1 else sizes
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -63,7 +63,7 @@ def load_data(spec: str) -> ImageData:
         return _digits()
     kind, _, rest = spec.partition(":")
     if kind == "imagefolder" and rest:
-        return _image_folder(Path(rest))
+        return image_folder(Path(rest))
     if spec.rpartition(":")[0].endswith(".py"):
         return _from_factory(spec)
     raise InputError(
@@ -96,7 +96,8 @@ def _digits() -> ImageData:
     )
 
 
-def _image_folder(root: Path) -> ImageData:
+def image_folder(root: Path, size: int = 224) -> ImageData:
+    """Load a folder of train/ and val/ (or test/) with a folder a class; images of ``size`` pixels a side."""
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
 
@@ -105,7 +106,6 @@ def _image_folder(root: Path) -> ImageData:
         raise InputError(
             f"imagefolder:{root} needs the folders train/ and val/ (or test/) with a folder a class"
         )
-    size = 224
     normalise = [
         v2.ToImage(),
         v2.ToDtype(torch.float32, scale=True),

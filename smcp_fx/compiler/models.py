@@ -62,10 +62,11 @@ def load_model(spec: str, data: ImageData, weights: str | None = None) -> Fitted
     return FittedModel(model, name if kind in ("torchvision", "timm") else spec, channels, size, tuple(notes))
 
 
-def build_model(spec: str) -> nn.Module:
-    """Build ``torchvision:NAME`` (of any task), ``timm:NAME`` or ``path/to/file.py:factory`` as it comes.
+def build_model(spec: str, **options: Any) -> nn.Module:
+    """Build ``torchvision:NAME`` (of any task), ``timm:NAME``, ``smcp:NAME`` or ``path/to/file.py:factory``.
 
-    Weights are random. Raises `InputError` for what is not there or does not build.
+    ``smcp:`` are the networks of the recipes. ``options`` go to what builds a named one; else it is built as it
+    comes. Weights are random. Raises `InputError` for what is not there or does not build.
     """
     kind, _, name = spec.partition(":")
     if kind == "torchvision" and name:
@@ -73,7 +74,8 @@ def build_model(spec: str) -> nn.Module:
 
         _check_name(name, models.list_models(), "model")
         parameters = inspect.signature(models.get_model_builder(name)).parameters
-        options: dict[str, Any] = {"weights_backbone": None} if "weights_backbone" in parameters else {}
+        if "weights_backbone" in parameters:
+            options.setdefault("weights_backbone", None)
         if name in ("googlenet", "inception_v3"):
             options["init_weights"] = False  # half a minute of sampling that nobody looks at
         try:
@@ -82,7 +84,11 @@ def build_model(spec: str) -> nn.Module:
             raise InputError(f"torchvision cannot build {name!r}: {type(error).__name__}: {error}") from error
         return model
     if kind == "timm" and name:
-        return _create_timm(name)
+        return _create_timm(name, **options)
+    if kind == "smcp" and name:
+        from smcp_fx.recipes.networks import build_network
+
+        return build_network(name, **options)
     return _from_factory(spec)
 
 
@@ -101,6 +107,8 @@ def load_weights(model: nn.Module, path: str) -> None:
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read as weights: {type(error).__name__}: {error}") from error
     state = state.get("state_dict", state) if isinstance(state, dict) else state
+    if isinstance(state, dict):  # saved from DataParallel or DistributedDataParallel
+        state = {str(name).removeprefix("module."): value for name, value in state.items()}
     try:
         model.load_state_dict(state)
     except Exception as error:

@@ -15,6 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from smcp_fx.backends import get_backend
 from smcp_fx.backends.base import Backend, Fingerprint, measure_interleaved
+from smcp_fx.backends.tensorrt_engine import TensorRTEngine
+from smcp_fx.backends.tensorrt_layers import blocks_beside_layers
 from smcp_fx.compiler.data import ImageData, load_data
 from smcp_fx.compiler.measuring import Corrector, accuracy_of, converted_full
 from smcp_fx.compiler.models import FittedModel, load_model
@@ -53,7 +55,7 @@ class _Run:
 
     def go(self) -> dict[str, Any]:
         settings = self.settings
-        backend = get_backend(settings.backend, threads=settings.threads)
+        backend = get_backend(settings.backend, **settings.backend_options)
         self._open_folder()
         torch.manual_seed(settings.seed)
         data = load_data(settings.data)
@@ -90,6 +92,9 @@ class _Run:
             seconds=self.seconds,
             notes=self.notes,
         )  # fmt: skip
+        if isinstance(cost, LatencyCost) and isinstance(pruned, TensorRTEngine):
+            predicted = {block["name"]: block["pruned_ms"] for block in report["blocks"]}
+            report["engine_layers"] = blocks_beside_layers(cost.blocks, predicted, pruned.layers())
         write_report(report, folder)
         self.console.print(summary_table(report))
         self.console.print(f"Files in {folder}: {', '.join(report['files'].values())}")

@@ -152,8 +152,18 @@ def build_report(
             "manifest": "pruned.json",
             "report": "report.html",
             "data": "report.json",
+            **_engine_files(backend, settings),
         },
         "notes": notes,
+    }
+
+
+def _engine_files(backend: Backend, settings: CompileSettings) -> dict[str, str]:
+    """The files that the runtime keeps beside the ONNX files: engines and their descriptions."""
+    return {
+        f"{side}{''.join(file.suffixes)}": file.name
+        for side in ("dense", "pruned")
+        for file in backend.files(settings.folder / f"{side}.onnx")[1:]
     }
 
 

@@ -32,7 +32,23 @@ class CompileSettings:
     )
     target: str = option("0.4", "fraction of the dense cost to reach, or an absolute cost such as '12 ms'")
     cost: str = option("latency", "what the target is in", ("latency", "flops", "params"))
-    backend: str = option("onnxruntime", "what the latency is measured in", ("onnxruntime", "torch"))
+    backend: str = option(
+        "onnxruntime", "what the latency is measured in", ("onnxruntime", "tensorrt", "torch")
+    )
+    precision: str = option("fp16", "precision of TensorRT's engines", ("fp32", "fp16", "bf16"))
+    worker_python: str | None = option(
+        None, "command of the Python that has TensorRT, where it is not this one"
+    )
+    builders: int = option(1, "processes that build TensorRT's engines beside each other")
+    tactic_sources_off: tuple[str, ...] = option(
+        (), "libraries TensorRT's builder is not to use: CUBLAS CUBLAS_LT CUDNN"
+    )
+    version_compatible: bool = option(
+        False, "TensorRT engines that later TensorRT versions run, too (from 8.6)"
+    )
+    lean: bool = option(
+        False, "... without the lean runtime in the file: run them with the package tensorrt_lean"
+    )
     threads: int = option(1, "threads of the measured runtime")
     batch: int = option(32, "batch size that the latency is measured at")
     train_batch: int = option(64, "batch size of training")
@@ -75,6 +91,15 @@ class CompileSettings:
             return float(self.target)
         except ValueError:
             return self.target
+
+    @property
+    def backend_options(self) -> dict[str, Any]:
+        """What the backend is made with."""
+        if self.backend != "tensorrt":
+            return {"threads": self.threads}
+        names = ("threads", "precision", "worker_python", "builders", "tactic_sources_off", "version_compatible",
+                 "lean")  # fmt: skip
+        return {name: getattr(self, name) for name in names}
 
     @property
     def folder(self) -> Path:

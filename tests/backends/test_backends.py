@@ -155,8 +155,10 @@ def test_impossible_settings_are_refused():
 
 
 def test_unknown_names_and_options_are_errors_that_list_what_there_is():
-    assert backend_names() == ("onnxruntime", "torch")
-    with pytest.raises(BackendError, match=r"unknown backend 'cuda'; there are: onnxruntime, torch"):
+    assert backend_names() == ("onnxruntime", "tensorrt", "torch")
+    with pytest.raises(
+        BackendError, match=r"unknown backend 'cuda'; there are: onnxruntime, tensorrt, torch"
+    ):
         get_backend("cuda")
     with pytest.raises(BackendError, match="does not take the options"):
         get_backend("torch", colour="blue")

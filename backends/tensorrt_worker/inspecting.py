@@ -1,0 +1,103 @@
+"""What the engine inspector tells of an engine's layers: their types, and the ONNX nodes that each computes.
+
+The inspector's JSON differs by version: types are "Half" or "Row major linear FP16 format", under
+"Format/Datatype" up to TensorRT 10 and under "Format" and "DataType" from 11; ONNX nodes stand in the
+layer's name ("conv1 + relu"), and from 8.6 in its metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Layer = dict[str, Any]
+#: What the inspector calls a type; the first that is found counts, so that BF16 is not taken for FP16.
+_TYPES = (
+    ("bf16", re.compile(r"bf16|bfloat16", re.I)),
+    ("fp16", re.compile(r"fp16|half|float16", re.I)),
+    ("fp8", re.compile(r"fp8|e4m3|e5m2", re.I)),
+    ("fp32", re.compile(r"fp32|float", re.I)),
+    ("int8", re.compile(r"int8", re.I)),
+    ("int", re.compile(r"int|bool", re.I)),
+)
+#: Layers that multiply and add: what the precision is about.
+_PRODUCTS = re.compile(r"conv|gemm|matrix|matmul|fully.?connected|correlation|gemv", re.I)
+_MOVES = re.compile(r"reformat|^copy|noop|shuffle|constant", re.I)
+_ONNX_LAYER = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
+
+
+def parse_layers(text: str) -> list[Layer]:
+    """Return the layers of the inspector's JSON; with their names alone where it is no valid JSON."""
+    try:
+        found = json.loads(text).get("Layers", [])
+    except ValueError:  # quotes in a layer's metadata are not escaped
+        found = re.findall(r'"Name"\s*:\s*"([^"]*)"\s*,\s*"LayerType"', text)
+    return [layer if isinstance(layer, dict) else {"Name": str(layer)} for layer in found]
+
+
+def type_of(text: str) -> str | None:
+    """Return "fp32", "fp16", "bf16" ... as the inspector's words say; None when they say nothing."""
+    return next((name for name, pattern in _TYPES if pattern.search(text)), None)
+
+
+def is_product(layer: Layer) -> bool:
+    """Whether a layer is a convolution or a matrix product."""
+    told = f"{layer.get('LayerType', '')} {layer.get('ParameterType', '')}"
+    if _MOVES.search(told):
+        return False
+    return bool(_PRODUCTS.search(told)) or "Weights" in layer
+
+
+def layer_type(layer: Layer) -> str | None:
+    """Return the type a layer computes in: that of its weights, else of its first input; None if not told."""
+    weights = layer.get("Weights")
+    told = type_of(str(weights.get("Type", ""))) if isinstance(weights, dict) else None
+    if told is not None and told != "int":
+        return told
+    for tensor in layer.get("Inputs") or []:
+        words = [
+            str(value) for key, value in tensor.items() if "format" in key.lower() or "type" in key.lower()
+        ]
+        found = type_of(" ".join(words))
+        if found is not None:
+            return found
+    return None
+
+
+def count_types(layers: Iterable[Layer]) -> dict[str, int]:
+    """Return how many convolutions and matrix products compute in each type ("unknown" where it is not told)."""
+    return dict(Counter(layer_type(layer) or "unknown" for layer in layers if is_product(layer)))
+
+
+def wrong_precision(layers: Sequence[Layer], asked: str) -> str | None:
+    """Return what is wrong where convolutions or products do not compute in ``asked``; None when all do."""
+    wrong = [
+        (str(layer.get("Name", "?")), found)
+        for layer in layers
+        if is_product(layer) and (found := layer_type(layer)) is not None and found != asked
+    ]
+    if not wrong:
+        return None
+    told = ", ".join(f"{name} in {kind}" for name, kind in wrong[:5])
+    more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+    count = f"{len(wrong)} of {sum(map(is_product, layers))} convolutions and products"
+    return f"{count} do not compute in {asked}: {told}{more}"
+
+
+def is_reformat(layer: Layer) -> bool:
+    """Whether a layer only copies a tensor into another format."""
+    return "reformat" in f"{layer.get('LayerType', '')} {layer.get('Name', '')}".lower()
+
+
+def nodes_of(layer: Layer, known: Sequence[str]) -> list[str]:
+    """Return which of the ``known`` ONNX nodes a layer computes, by its metadata and its name."""
+    told = _ONNX_LAYER.findall(str(layer.get("Metadata", "")))
+    if not told and not is_reformat(layer):
+        told = [part.strip() for part in re.split(r" \+ |\|\||\.\.\.|,", str(layer.get("Name", "")))]
+    names = {
+        re.sub(r"^(?:\{?ForeignNode\[|PWN\(|PWN|\(|\[)+|[\])}]+$", "", part).strip() for part in told
+    } | set(told)
+    return [name for name in known if name in names]

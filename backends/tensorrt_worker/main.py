@@ -1,0 +1,243 @@
+"""The worker's command line: works off a folder of requests, or answers a process that asks.
+
+FOLDER/requests.json names ONNX files and how to build and measure them; FOLDER/answers/ID.json is written for each
+as it is done, so that a run that was interrupted goes on. Building and measuring happen in a process of their
+own: where that dies, one request fails, and the next is taken up by another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import PROTOCOL
+from .client import WorkerProcess
+from .problems import WorkerDied, WorkerError
+from .serving import _write, serve
+
+FORMAT = "smcp_fx tensorrt requests"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="smcp-trt-worker",
+        description="Build and measure TensorRT engines of the ONNX files that FOLDER/requests.json names. Needs "
+        "Python 3.10 or newer, numpy, tensorrt and cuda-bindings, nothing else.",
+    )
+    parser.add_argument("folder", type=Path, nargs="?", help="folder with requests.json")
+    parser.add_argument(
+        "--about", action="store_true", help="say what TensorRT and GPU there are, as JSON, and end"
+    )
+    parser.add_argument(
+        "--serve", action="store_true", help="answer JSON lines from standard input (for smcp_fx)"
+    )
+    parser.add_argument("--engine", type=Path, metavar="FILE",
+                        help="measure an engine file that is there, say what it takes as JSON, and end")  # fmt: skip
+    parser.add_argument("--gpu", type=int, default=0, metavar="N", help="which GPU (default: 0)")
+    parser.add_argument("--lean", action="store_true", help="run engines with tensorrt_lean; builds nothing")
+    parser.add_argument("--builders", type=int, default=1, metavar="N",
+                        help="processes that build beside each other; one measures (default: 1)")  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS",
+                        help="give a request up after this long (default: 1800)")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 1 where requests failed, 2 for errors."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.serve:
+        return serve(arguments.gpu, arguments.lean)
+    if not arguments.about and arguments.engine is None and arguments.folder is None:
+        parser.error("give the folder of requests, --engine FILE, or --about")
+    command = [*_itself(), "--serve", "--gpu", str(arguments.gpu)] + (["--lean"] if arguments.lean else [])
+    workers = [WorkerProcess(command, arguments.timeout) for _ in range(max(1, arguments.builders))]
+    try:
+        about = _about(workers[0])
+        if arguments.about:
+            print(json.dumps(about, indent=1))
+            return 0
+        if arguments.engine is not None:
+            print(json.dumps({"about": about, **_measure_file(arguments.engine, workers[0])}, indent=1))
+            return 0
+        return work_off(arguments.folder, workers, about, lambda text: print(text, flush=True))
+    except WorkerError as error:
+        print(f"smcp-trt-worker: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(
+            "smcp-trt-worker: interrupted; what is answered is kept, the same command goes on",
+            file=sys.stderr,
+        )
+        return 130
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def work_off(
+    folder: Path, workers: Sequence[WorkerProcess], about: dict[str, Any], say: Callable[[str], None]
+) -> int:
+    """Answer the folder's requests that have no answers yet; return 1 where any failed."""
+    requests = read_requests(folder)
+    _one_device(folder, about)
+    jobs = [job for job in requests["jobs"] if not _answer_file(folder, job).exists()]
+    done = len(requests["jobs"]) - len(jobs)
+    say(f"{len(jobs)} requests" + (f", {done} are answered" if done else "") + f"; TensorRT {about['tensorrt']}, "
+        f"{about['device']}")  # fmt: skip
+    began, failed = time.monotonic(), 0
+    built: dict[str, str] = {}
+    if len(workers) > 1:
+        built = _build_beside(folder, jobs, workers)
+    for number, job in enumerate(jobs, 1):
+        answer = {"id": job["id"], "about": about}
+        try:
+            if job["id"] in built:
+                raise WorkerError(built[job["id"]])
+            answer |= _measure(folder, job, workers[0], prebuilt=len(workers) > 1)
+        except WorkerError as error:
+            answer["error"] = str(error)
+            failed += 1
+        answer["finished"] = time.time()
+        _write(_answer_file(folder, job), json.dumps(answer, indent=1).encode())
+        told = (
+            f"{answer['measured']['median_ms']:.4f} ms"
+            if "measured" in answer
+            else f"failed: {answer['error']}"
+        )
+        say(f"{number}/{len(jobs)} {job.get('name', job['id'])}: {told}")
+    say(f"{len(jobs)} requests in {time.monotonic() - began:.0f} s, {failed} failed")
+    return 1 if failed else 0
+
+
+def read_requests(folder: Path) -> dict[str, Any]:
+    """Return the folder's requests; `WorkerError` where they are missing, damaged or of another version."""
+    file = folder / "requests.json"
+    try:
+        requests = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise WorkerError(f"there is no {file}: smcp-table measure --emit-requests writes it") from error
+    except (OSError, ValueError) as error:
+        raise WorkerError(f"{file} cannot be read, or was cut off: {error}") from error
+    if (
+        not isinstance(requests, dict)
+        or requests.get("format") != FORMAT
+        or requests.get("version") != PROTOCOL
+    ):
+        raise WorkerError(
+            f"{file} is no file of requests of version {PROTOCOL}; write it with this version of smcp_fx"
+        )
+    return requests
+
+
+def _measure(folder: Path, job: dict[str, Any], worker: WorkerProcess, prebuilt: bool) -> dict[str, Any]:
+    built = {} if prebuilt else _build(folder, job, worker, "job")
+    if prebuilt:
+        built = worker.ask("load", engine=str(_engine_file(folder, job)), key="job")
+    measured = worker.ask("measure", key="job", timing=job.get("timing"))
+    found = {"build": built["build"], "measured": measured["measured"]}
+    if job.get("layers"):
+        found["layers"] = worker.ask("layers", key="job", nodes=job.get("nodes"))["layers"]
+    found["clocks"] = worker.ask("clocks")["clocks"] if job.get("layers") else None
+    worker.ask("unload", key="job")
+    if not job.get("engine"):
+        _forget_engine(folder, job)
+    return found
+
+
+def _measure_file(engine: Path, worker: WorkerProcess) -> dict[str, Any]:
+    """Measure an engine file, by itself and in a row."""
+    loaded = worker.ask("load", engine=str(engine), key="file")["engine"]
+    sides = {"alone": {}, "in a row": {"repeated": True}}
+    return {
+        "engine": loaded,
+        **{side: worker.ask("measure", key="file", timing=timing)["measured"] for side, timing in sides.items()},
+    }
+
+
+def _build(folder: Path, job: dict[str, Any], worker: WorkerProcess, key: str | None) -> dict[str, Any]:
+    keep = key is None or job.get("engine")
+    return worker.ask(
+        "build", onnx=str(folder / job["onnx"]), options=job["options"], key=key, cache=str(folder / "cache"),
+        engine=str(_engine_file(folder, job)) if keep else None,
+    )  # fmt: skip
+
+
+def _build_beside(
+    folder: Path, jobs: Sequence[dict[str, Any]], workers: Sequence[WorkerProcess]
+) -> dict[str, str]:
+    """Build all engines with all workers beside each other; return what failed, by request."""
+    left, failed, lock = list(jobs), dict[str, str](), threading.Lock()
+
+    def build(worker: WorkerProcess) -> None:
+        while True:
+            with lock:
+                if not left:
+                    return
+                job = left.pop(0)
+            try:
+                _build(folder, job, worker, None)
+            except WorkerError as error:
+                failed[job["id"]] = str(error)
+
+    threads = [threading.Thread(target=build, args=(worker,), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failed
+
+
+def _about(worker: WorkerProcess) -> dict[str, Any]:
+    try:
+        return {key: value for key, value in worker.ask("about").items() if key != "ok"}
+    except WorkerDied as error:
+        raise WorkerError(f"{error}. TensorRT and cuda-bindings must fit the driver's CUDA") from error
+
+
+def _one_device(folder: Path, about: dict[str, Any]) -> None:
+    """Refuse to add answers of another device or version to those that are there."""
+    file = folder / "device.json"
+    fixed = ("tensorrt", "device", "compute_capability", "driver")
+    if file.exists():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        other = [
+            f"{name}: {before.get(name)}, here {about[name]}"
+            for name in fixed
+            if before.get(name) != about[name]
+        ]
+        if other:
+            raise WorkerError(
+                f"{folder} holds answers of another device or version ({'; '.join(other)}): latencies are not mixed. "
+                "Use a copy of the folder without answers/ and device.json"
+            )
+    _write(file, json.dumps(about, indent=1).encode())
+
+
+def _answer_file(folder: Path, job: dict[str, Any]) -> Path:
+    return folder / "answers" / f"{job['id']}.json"
+
+
+def _engine_file(folder: Path, job: dict[str, Any]) -> Path:
+    return folder / str(job.get("engine") or f"engines/{job['id']}.engine")
+
+
+def _forget_engine(folder: Path, job: dict[str, Any]) -> None:
+    file = _engine_file(folder, job)
+    for path in (file, file.with_name(f"{file.name}.json")):
+        path.unlink(missing_ok=True)
+
+
+def _itself() -> list[str]:
+    """Return the command that runs this package again: the archive it came in, or the installed module."""
+    inside = Path(__file__).parent.parent
+    if inside.is_file():  # a zip file
+        return [sys.executable, str(inside)]
+    return [sys.executable, "-m", __package__ or "tensorrt_worker"]

@@ -1,0 +1,51 @@
+"""What the worker says when something is missing or does not fit, and how TensorRT and CUDA are found."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+INSTALL = (
+    "pip install tensorrt cuda-bindings (full wheels come from NVIDIA's own index: add --extra-index-url "
+    "https://pypi.nvidia.com; on a Jetson TensorRT comes with JetPack: apt-get install python3-libnvinfer)"
+)
+
+
+class WorkerError(Exception):
+    """Something that the user can change: told in one paragraph."""
+
+
+class WorkerDied(WorkerError):  # noqa: N818
+    """The worker's process is gone: killed, crashed, out of memory, or too slow."""
+
+
+def import_tensorrt(lean: bool = False) -> ModuleType:
+    """Return the module tensorrt, or tensorrt_lean, which only runs version-compatible engines."""
+    name = "tensorrt_lean" if lean else "tensorrt"
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        install = "pip install tensorrt-lean cuda-bindings" if lean else INSTALL
+        found = f"cannot be loaded ({error})" if error.name != name else "is not installed"
+        raise WorkerError(f"{name} {found} for {sys.executable}: {install}") from error
+
+
+def import_cuda() -> Any:
+    """Return the CUDA runtime's bindings, of cuda-bindings or of older cuda-python packages."""
+    for name in ("cuda.bindings.runtime", "cuda.cudart"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise WorkerError(
+        f"cuda-bindings is not installed for {sys.executable}: pip install cuda-bindings, of a version not newer "
+        "than the driver's CUDA (nvidia-smi tells it; 'cuda-bindings<13' for CUDA 12)"
+    )
+
+
+def major_minor(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version."""
+    first, second = (*version.split("."), "0")[:2]
+    return int(first), int(second)

@@ -1,0 +1,91 @@
+"""smcp-table measure, for a device that this library does not run on: requests out, answers in."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from smcp_fx.cli.common import escaped
+from smcp_fx.cli.networks import blocks_of
+from smcp_fx.errors import InputError
+
+if TYPE_CHECKING:
+    from smcp_fx.backends.base import Fingerprint
+    from smcp_fx.backends.tensorrt_worker.building import BuildOptions
+    from smcp_fx.latency_table import LatencyTable
+
+
+def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards: int) -> int:
+    """Read the answers of a folder into the table, then write what is wanted next; 1 where rows failed."""
+    if arguments.backend != "tensorrt":
+        raise InputError(
+            "--emit-requests and --read-answers are for --backend tensorrt; see also smcp-table export"
+        )
+    from smcp_fx.backends.tensorrt_requests import WORKER, device_of, emit_requests, read_answers
+    from smcp_fx.backends.tensorrt_worker.building import BuildOptions
+    from smcp_fx.latency_table import LatencyTable, unique_blocks
+
+    options = BuildOptions(
+        arguments.precision, tactic_sources_off=tuple(arguments.tactic_sources_off),
+        version_compatible=arguments.version_compatible,
+    )  # fmt: skip
+    failed = 0
+    with LatencyTable(arguments.table) as table:
+        mine = unique_blocks(blocks_of(arguments), shard, shards)
+        fingerprint = _of_table(table, options)
+        if arguments.read_answers:
+            answers = read_answers(arguments.read_answers)
+            taken = table.store.insert(answers.rows)
+            failed = sum(row.latency is None for row in answers.rows)
+            console.print(
+                f"{arguments.table}: {taken} of {len(answers.rows)} rows were new or better, {failed} failed, "
+                f"{answers.unanswered} requests have no answer"
+            )
+            for row in [row for row in answers.rows if row.latency is None][:5]:
+                console.print(f"  failed: {escaped(row.name)} at {row.widths}: {escaped(row.error)}")
+            fingerprint = answers.fingerprint or fingerprint
+        folder: Path | None = arguments.emit_requests
+        if folder is not None:
+            fingerprint = device_of(folder, options) or fingerprint
+        if arguments.retry_failed:
+            for block in mine:
+                table.store.forget(block.signature, fingerprint, failed=True)
+        wanted = table.wanted(mine, fingerprint, ahead=True)
+        rows = sum(len(points) for _, points in wanted)
+        if folder is None:
+            console.print(f"  {rows} rows are wanted still" if rows else f"  complete for {len(mine)} blocks")
+            return 1 if failed else 0
+        if not wanted:
+            console.print(f"complete for {len(mine)} blocks: nothing to measure")
+            return 1 if failed else 0
+        asked = emit_requests(folder, wanted, options, retry_failed=arguments.retry_failed)
+    console.print(
+        f"{folder}: {asked} rows to measure. On the device: python3 {folder.name}/{WORKER} {folder.name}. Then "
+        f"--read-answers {folder}, and ask again: what is wanted next depends on what was found."
+    )
+    return 1 if failed else 0
+
+
+def _of_table(table: LatencyTable, options: BuildOptions) -> Fingerprint:
+    """Return the fingerprint of the table's TensorRT rows of these options; a nameless one where there is none."""
+    from smcp_fx.backends.tensorrt_answers import fingerprint_of
+
+    nowhere = dict.fromkeys(("device", "tensorrt", "driver", "compute_capability"), "not known yet")
+    nameless = fingerprint_of(nowhere, options)
+    own = {"driver", "compute_capability"}
+    fixed = [(name, value) for name, value in nameless.settings if name not in own]
+    found = [
+        f
+        for f in table.fingerprints()
+        if (f.backend, f.precision) == (nameless.backend, nameless.precision)
+        and [(name, value) for name, value in f.settings if name not in own] == fixed
+    ]
+    if len(found) > 1:
+        raise InputError(
+            f"{table.path} holds TensorRT rows of {len(found)} devices or versions "
+            f"({'; '.join(f.describe() for f in found)}): give each a table of its own"
+        )
+    return found[0] if found else nameless

@@ -1,0 +1,79 @@
+"""smcp-train: the paper's experiments, from recipes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+
+from smcp_fx.cli.common import consoles, guarded
+from smcp_fx.cli.compile import add_options
+
+_EXAMPLES = """examples:
+  smcp-train --list
+  smcp-train resnet50-30 --dry-run --cost flops                              the plan, without data
+  smcp-train resnet50-30 --dry-run --table gpu.sqlite --backend onnxruntime  ... in ms, measuring what is missing
+  torchrun --nproc-per-node 8 -m smcp_fx.cli.train resnet50-30 --data /data/imagenet --table gpu.sqlite
+  smcp-train ssd512-resnet50-25 --dense --data /data/voc --out runs/ssd512   its baseline
+  smcp-train resnet50-30 --data /data/small --cost flops --fraction 0.01 --set training.batch=32 --set size=64
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line, derived from the settings' dataclass."""
+    from smcp_fx.recipes.settings import RunSettings
+
+    parser = argparse.ArgumentParser(
+        prog="smcp-train",
+        description="Run an experiment of the paper from its recipe: train, prune while training, convert, evaluate, "
+        "and write the smaller network with a record of the run. Under torchrun on several GPUs.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", nargs="?", help="name of a recipe (--list), or a file that ends in .toml")
+    parser.add_argument("--list", action="store_true", help="list the recipes")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="change a field of the recipe, such as training.batch=32; may be repeated")  # fmt: skip
+    add_options(parser.add_argument_group("the run"), RunSettings)
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = vars(build_parser().parse_args(argv))
+    debug = arguments.pop("debug")
+    console, problems = consoles()
+
+    def run() -> int:
+        from smcp_fx.errors import InputError
+        from smcp_fx.recipes.plan import describe
+        from smcp_fx.recipes.recipe import load_recipe, recipe_names
+        from smcp_fx.recipes.run import run_recipe
+        from smcp_fx.recipes.settings import RunSettings
+
+        if arguments["list"]:
+            for name in recipe_names():
+                console.print(describe(load_recipe(name)))
+            return 0
+        if arguments["recipe"] is None:
+            raise InputError("which recipe? --list names them")
+        settings = RunSettings(**{f.name: arguments[f.name] for f in fields(RunSettings)})
+        run_recipe(arguments["recipe"], settings, arguments["overrides"], console)
+        return 0
+
+    rank = os.environ.get("RANK", "0")
+    return guarded(
+        "smcp-train" if rank == "0" else f"smcp-train (rank {rank})",
+        run,
+        problems,
+        debug=debug,
+        interrupted=f"Go on with the same command and --resume (checkpoint in {arguments['out']}).",
+        advice="Free space or give another --out.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""The plan of a run: what will be done at every epoch, to which channels, and what should come of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from smcp_fx.allocation import allocate
+from smcp_fx.cli.common import escaped
+from smcp_fx.cost_model import NetworkCost
+from smcp_fx.costs import FlopsCost
+from smcp_fx.errors import InfeasibleBudgetError
+from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.prepared import PreparedModel
+from smcp_fx.recipes.recipe import Recipe
+from smcp_fx.recipes.timeline import Timeline
+from smcp_fx.report.formats import count, milliseconds, percent
+
+#: Epochs are listed one by one up to this many, else every so many of them and where something begins.
+_LINES = 100
+#: For how many of the targets the cost of an allocation is computed.
+_EXPECTED = 6
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An example of what a target comes to: ``share`` of the channels kept, and its costs."""
+
+    target: float
+    share: float
+    flops: float
+    cost: float
+
+
+def flops_of(prepared: PreparedModel) -> NetworkCost:
+    """FLOPs of the prepared network as a function of its counts, one image at a time."""
+    return FlopsCost().network_cost(prepared.plan.traced, prepared.channels)
+
+
+def expected(prepared: PreparedModel, targets: list[float]) -> list[Expected]:
+    """Allocate for each target (in the pruner's unit) as if importances fell evenly to 0 within every group.
+
+    A target that cannot be reached is left out.
+    """
+    cost, flops = prepared.pruner.cost, flops_of(prepared)
+    values = {}
+    for name, permitted in cost.permitted.items():
+        kept = np.asarray(permitted, dtype=np.float64)
+        values[name] = kept - kept**2 / (2 * permitted[-1])
+    units = sum(counts[-1] for counts in cost.permitted.values())
+    found = []
+    for target in targets:
+        try:
+            counts = allocate(values, cost, target).counts
+        except InfeasibleBudgetError:
+            continue
+        share = sum(counts.values()) / units
+        found.append(Expected(target, share, flops.cost(counts), cost.cost(counts)))
+    return found
+
+
+def phase(timeline: Timeline, step: int) -> str:
+    """What happens to the masks at an optimiser step."""
+    schedule = timeline.schedule
+    if step < schedule.first_step:
+        return "warm-up"
+    if step < schedule.ramp_end:
+        return "ramp"
+    return "refinement" if step < schedule.last_step else "cooldown, masks fixed"
+
+
+def listed_epochs(timeline: Timeline) -> Iterator[int]:
+    """Epochs (from 0) that a plan lists: all, or every so many and those where something begins."""
+    schedule = timeline.schedule
+    epochs = math.ceil(schedule.epochs)
+    stride = -(-epochs // _LINES)
+    begins = {
+        step // schedule.steps_per_epoch
+        for step in (0, schedule.first_step, schedule.ramp_end, schedule.last_step, schedule.total_steps - 1)
+    }
+    begins |= {int(epoch * timeline.fraction) for epoch, _ in timeline.recipe.training.rate_steps}
+    return (epoch for epoch in range(epochs) if epoch % stride == 0 or epoch in begins)
+
+
+def print_dense_plan(timeline: Timeline, console: Console) -> None:
+    """Print how the unpruned network would be trained."""
+    _print_run(timeline, console)
+    console.print("The unpruned network is trained: no masks, no targets.")
+    lines = _table("epoch", "learning rate")
+    for epoch in listed_epochs(timeline):
+        step = epoch * timeline.schedule.steps_per_epoch
+        lines.add_row(str(epoch + 1), f"{timeline.rate(step):.3g}")
+    console.print(lines)
+
+
+def print_plan(
+    prepared: PreparedModel, timeline: Timeline, cost: str | LatencyCost, console: Console
+) -> None:
+    """Print the whole plan of a pruning run; `InfeasibleBudgetError` where its target is out of reach."""
+    pruner, schedule, channels = prepared.pruner, timeline.schedule, prepared.channels
+    unit, full, final = pruner.cost.unit, pruner.full_cost, pruner.target
+    _print_run(timeline, console)
+    console.print(
+        f"Pruning      warm-up to step {schedule.first_step}, ramp to {schedule.ramp_end}, refinement to "
+        f"{schedule.last_step}, cooldown to {schedule.total_steps}; every {schedule.every} steps, "
+        f"{timeline.solves} solves"
+    )
+    where = (
+        f", {escaped(cost.fingerprint.describe())}, table {cost.table.path}"
+        if isinstance(cost, LatencyCost)
+        else ""
+    )
+    batch = f" at batch {timeline.recipe.latency.batch}" if isinstance(cost, LatencyCost) else ""
+    console.print(f"Cost         {_cost(full, unit)} unpruned{batch}{where}")
+    console.print(
+        f"Target       {percent(timeline.recipe.pruning.target, trim=True)} of it: {_cost(final, unit)}"
+    )
+    free = [group for group in channels.groups if group.free]
+    console.print(
+        f"Groups       {len(channels.groups)}, {len(free)} of them free: {percent(channels.free_share)} of the input "
+        "channels\n"
+    )
+    groups = _table("group", "channels", "permitted counts")
+    for group in channels.groups:
+        counts = group.permitted
+        shown = (
+            f"{counts[0]} to {counts[-1]}, {len(counts)} of them"
+            if group.free
+            else f"stays: {group.pinned[0]}"
+        )
+        groups.add_row(escaped(group.name), str(group.size), escaped(shown))
+    console.print(groups)
+    lines = _table("epoch", "masks", "learning rate", "target", "", "solves")
+    for epoch in listed_epochs(timeline):
+        start = epoch * schedule.steps_per_epoch
+        end = min(start + schedule.steps_per_epoch, schedule.total_steps)
+        aim = schedule.target(end, full, final)
+        solves = timeline.solves_until(end) - timeline.solves_until(start)
+        lines.add_row(
+            str(epoch + 1), phase(timeline, start), f"{timeline.rate(start):.3g}", percent(aim / full),
+            _cost(aim, unit), str(solves),
+        )  # fmt: skip
+    console.print(lines)
+    console.print(
+        "What the targets come to where importances fall evenly to 0 in every group (an example; the widths of a run "
+        "follow its importances):"
+    )
+    steps = np.linspace(schedule.first_step, schedule.ramp_end, _EXPECTED)
+    ways = list(dict.fromkeys(schedule.target(round(step), full, final) for step in steps))
+    latency = unit == "ms"
+    found = expected(prepared, ways)
+    if not found or found[-1].target != ways[-1]:
+        pruner.check_target()  # says what is out of reach
+    forecast = _table("target", "channels kept", "FLOPs", *(["latency"] if latency else []))
+    for line in found:
+        forecast.add_row(
+            percent(line.target / full), percent(line.share), count(line.flops),
+            *([_cost(line.cost, unit)] if latency else []),
+        )  # fmt: skip
+    console.print(forecast)
+    if not latency:
+        console.print("Latencies: give --table FILE to see them here.")
+
+
+def _print_run(timeline: Timeline, console: Console) -> None:
+    recipe, schedule = timeline.recipe, timeline.schedule
+    training = recipe.training
+    scale = f", {timeline.fraction:g} of the recipe's epochs" if timeline.fraction < 1 else ""
+    console.print(f"Recipe       {recipe.name}" + (f", for the paper's {recipe.row}" if recipe.row else ""))
+    console.print(f"Network      {recipe.network} at {recipe.size} x {recipe.size}")
+    console.print(
+        f"Batch        {training.batch} on each of {timeline.ranks} rank{'s' * (timeline.ranks > 1)}, "
+        f"{timeline.total_batch} in all"
+    )
+    console.print(
+        f"Steps        {schedule.total_steps}: {schedule.epochs:g} epochs of {schedule.steps_per_epoch} steps on "
+        f"{timeline.images} images{scale}"
+    )
+    console.print(f"Optimiser    {_optimiser(timeline)}")
+    console.print(
+        f"Precision    {'mixed on a GPU, float32 on a CPU' if training.mixed_precision else 'float32'}"
+    )
+
+
+def _optimiser(timeline: Timeline) -> str:
+    training = timeline.recipe.training
+    parts = [
+        f"SGD, momentum {training.momentum:g}, peak learning rate {timeline.peak_rate:.6g} after "
+        f"{training.rate_warmup * timeline.fraction:g} epochs, then "
+        + ("cosine" if training.rate_decay == "cosine" else "steps"),
+        f"weight decay {training.weight_decay:g}"
+        + ("" if training.batch_norm_decay else ", none on batch norms"),
+    ]
+    if training.bias_rate != 1:
+        parts.append(f"biases at {training.bias_rate:g} times the rate")
+    if training.label_smoothing:
+        parts.append(f"label smoothing {training.label_smoothing:g}")
+    if training.sync_batch_norm:
+        parts.append("batch norms synchronised over GPUs")
+    return "; ".join(parts)
+
+
+def describe(recipe: Recipe) -> str:
+    """One line about a recipe, for a list."""
+    if recipe.pruning.target == 1:
+        return f"{recipe.name}: {recipe.network}, trained without pruning"
+    target = f"{recipe.pruning.target:.0%} of the latency at batch {recipe.latency.batch}"
+    return f"{recipe.name}: {recipe.network}, {target}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 or column in ("masks", "permitted counts") else "right",
+                         overflow="fold")  # fmt: skip
+    return table
+
+
+def _cost(value: float, unit: str) -> str:
+    return milliseconds(value) if unit == "ms" else f"{count(value)} {unit}"

@@ -1,0 +1,70 @@
+"""What a recipe's target is a fraction of: the latency that a table knows, or FLOPs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from smcp_fx.backends import Backend, Fingerprint, get_backend
+from smcp_fx.errors import InputError, TableError
+from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.latency_table import LatencyTable
+from smcp_fx.recipes.recipe import Recipe
+from smcp_fx.recipes.settings import RunSettings
+
+
+def recipe_cost(recipe: Recipe, settings: RunSettings, ranks: int) -> str | LatencyCost:
+    """Return what `smcp_fx.prepare` takes as a cost: "flops", "params", or the latency of ``settings.table``.
+
+    Rows of this device and runtime are measured where they are missing, by one process alone. Rows of another
+    device are taken as they are: a network is often trained elsewhere than where it is to run.
+
+    Raises `InputError` for a latency without a table, `TableError` for one that does not have what is needed.
+    """
+    if settings.cost != "latency":
+        if settings.table is not None:
+            raise InputError(f"--cost {settings.cost} needs no --table; leave one of them out")
+        return settings.cost
+    if settings.table is None:
+        raise InputError(
+            f"the target of recipe {recipe.name} is a latency, at batch {recipe.latency.batch}: give the table of "
+            f"the device that the network is for (--table FILE). A dry run on that device measures one first: "
+            f"smcp-train {recipe.name} --dry-run --table FILE --backend NAME. --cost flops prunes FLOPs instead, "
+            "which is another experiment"
+        )
+    if ranks > 1 and not Path(settings.table).is_file():
+        raise TableError(
+            f"there is no latency table {settings.table}, and one is not measured on several ranks: run smcp-train "
+            f"{recipe.name} --dry-run --table FILE first"
+        )
+    table = LatencyTable(settings.table)
+    runtime = _runtime(settings)
+    foreign = _foreign(table, runtime, settings.fingerprint)
+    return LatencyCost(table, runtime, measure=ranks == 1, fingerprint=foreign)
+
+
+def _runtime(settings: RunSettings) -> Backend:
+    options: dict[str, Any] = {"threads": settings.threads}
+    if settings.backend_device is not None:
+        options["device"] = settings.backend_device
+    return get_backend(settings.backend, **options)
+
+
+def _foreign(table: LatencyTable, runtime: Backend, key: str | None) -> Fingerprint | None:
+    """The fingerprint of the rows to take as they are; None for this device's and runtime's."""
+    known = table.fingerprints()
+    here = runtime.fingerprint()
+    if key is None:
+        if not known or here in known:
+            return None
+        matching = known
+    else:
+        matching = [found for found in known if found.key().startswith(key)]
+    if len(matching) == 1:
+        return None if matching[0] == here else matching[0]
+    listed = "; ".join(f"{found.key()}: {found.backend}, {found.describe()}" for found in known)
+    raise TableError(
+        f"{table.path} holds no rows of {here.describe()}"
+        + (f" and none under --fingerprint {key}" if key else "")
+        + f"; it has {listed or 'none at all'}. Choose rows with --fingerprint KEY, or give another table"
+    )

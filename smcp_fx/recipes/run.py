@@ -1,0 +1,344 @@
+"""One run of a recipe: plan, train and prune, convert, evaluate, measure, record."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from smcp_fx import ranks
+from smcp_fx.backends import measure_interleaved
+from smcp_fx.compiler.measuring import converted_full
+from smcp_fx.errors import CheckpointError, InputError
+from smcp_fx.files import write_texts
+from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.prepare import convert, prepare
+from smcp_fx.prepared import PreparedModel
+from smcp_fx.recipes.loop import EpochResult, RecipeTrainer, batch_norm_parameters
+from smcp_fx.recipes.plan import flops_of, print_dense_plan, print_plan
+from smcp_fx.recipes.pricing import recipe_cost
+from smcp_fx.recipes.processes import joined, world
+from smcp_fx.recipes.recipe import load_recipe
+from smcp_fx.recipes.record import Record, write_record
+from smcp_fx.recipes.settings import RunSettings
+from smcp_fx.recipes.tasks import Task, load_task, torchmetrics
+from smcp_fx.recipes.timeline import Timeline
+from smcp_fx.recipes.weights import check_given, starting_network
+from smcp_fx.report.formats import milliseconds, percent
+from smcp_fx.serialization import save
+from smcp_fx.tensor_file import write_together
+
+#: Settings that may change between a run and its resumption.
+_FREE = {"resume", "out", "workers", "dry_run", "ranks", "data"}
+#: Classes of the data sets of the paper, for a plan without data.
+_CLASSES = {"classification": 1000, "detection": 21}
+
+
+def run_recipe(
+    name: str, settings: RunSettings, overrides: Sequence[str] = (), console: Console | None = None
+) -> Record | None:
+    """Run a recipe and return the record that was written to ``settings.out``; None after a dry run.
+
+    ``overrides`` change fields of the recipe ("training.batch=32"). Under torchrun every rank calls this; rank 0
+    writes and prints. Raises the library's errors for whatever does not fit, before anything is trained where it
+    can be known then.
+    """
+    with joined(settings.device) as device:
+        shown = console or Console()
+        quiet = Console(quiet=True)
+        run = _Run(name, settings, tuple(overrides), device, shown if ranks.rank() == 0 else quiet)
+        if settings.dry_run:
+            run.plan()
+            return None
+        return run.go()
+
+
+class _Run:
+    def __init__(
+        self,
+        name: str,
+        settings: RunSettings,
+        overrides: tuple[str, ...],
+        device: torch.device,
+        console: Console,
+    ) -> None:
+        self.recipe = load_recipe(name, overrides)
+        self.settings = settings
+        self.dense = settings.dense or self.recipe.pruning.target == 1
+        self.overrides = overrides
+        self.device = device
+        self.console = console
+        self.ranks = settings.ranks or world()
+        self.cost: str | LatencyCost = "params"  # of a dense run, which has no target
+
+    def plan(self) -> None:
+        """Print what a run would do."""
+        settings, recipe = self.settings, self.recipe
+        if not self.dense:
+            self.cost = recipe_cost(recipe, settings, world())
+        images, classes = recipe.images, _CLASSES[recipe.task]
+        if settings.data is not None:
+            task = load_task(recipe, Path(settings.data))
+            images, classes = len(task.train), task.classes  # type: ignore[arg-type]
+        timeline = Timeline.of(recipe, images, self.ranks, settings.fraction)
+        if self.dense:
+            print_dense_plan(timeline, self.console)
+            return
+        prepared = self._prepared(starting_network(recipe, classes, "none", dense=True), timeline)
+        print_plan(prepared, timeline, self.cost, self.console)
+
+    def go(self) -> Record:
+        """Do it."""
+        settings, recipe = self.settings, self.recipe
+        began = time.monotonic()
+        if settings.data is None:
+            raise InputError(
+                "a run needs --data, the folder of the images; --dry-run prints the plan without"
+            )
+        torchmetrics()
+        check_given(recipe, settings.weights, self.dense)
+        if not self.dense:
+            self.cost = recipe_cost(recipe, settings, self.ranks)
+        task = load_task(recipe, Path(settings.data))
+        timeline = Timeline.of(recipe, len(task.train), self.ranks, settings.fraction)  # type: ignore[arg-type]
+        self._open_folder()
+        torch.manual_seed(settings.seed)
+        network = starting_network(recipe, task.classes, settings.weights, self.dense)
+        norms = batch_norm_parameters(network)
+        trained = self._placed(network)
+        if not self.dense:
+            trained = self._prepared(trained, timeline)
+            assert isinstance(trained, PreparedModel)
+            print_plan(trained, timeline, self.cost, self.console)
+        else:
+            print_dense_plan(timeline, self.console)
+        trainer = RecipeTrainer(
+            trained, task, timeline, self.device, settings.folder / "checkpoint.safetensors", settings.seed,
+            settings.workers, norms,
+        )  # fmt: skip
+        dense = self._start(trainer, task)
+        trainer.run(self._tell, self._reprice(trained))
+        values, measured = self._finish(trained, trainer)
+        record = self._record(trained, timeline, values, {**dense, **measured}, time.monotonic() - began)
+        if ranks.rank() == 0:
+            write_record(record, settings.folder / "record.json")
+            self._summary(record)
+        return record
+
+    # ---- before training --------------------------------------------------------------------------------
+
+    def _open_folder(self) -> None:
+        """Make --out, or find the run in it that goes on."""
+        if ranks.rank():
+            return
+        folder = self.settings.folder
+        file, record = folder / "settings.json", self._asked()
+        if file.exists():
+            if not self.settings.resume:
+                raise CheckpointError(
+                    f"{folder} holds a run: go on with it by --resume, or give another --out"
+                )
+            try:
+                before = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{file} is damaged; give another --out and start afresh") from error
+            changed = [
+                f"{key}: {before.get(key)!r} -> {record[key]!r}"
+                for key in record
+                if before.get(key) != record[key]
+            ]
+            if changed:
+                raise CheckpointError(
+                    f"the run in {folder} was started with other settings ({'; '.join(changed)[:600]}); resume it "
+                    "with the same, or give another --out"
+                )
+            return
+        write_texts({file: json.dumps(record, indent=1)}, "the run's settings")
+
+    def _asked(self) -> dict[str, Any]:
+        chosen = {
+            f.name: getattr(self.settings, f.name) for f in fields(self.settings) if f.name not in _FREE
+        }
+        asked: dict[str, Any] = json.loads(json.dumps({**chosen, "recipe": asdict(self.recipe)}))
+        return asked
+
+    def _placed(self, network: nn.Module) -> nn.Module:
+        """The network on its device, in the layout and with the batch norms that training wants there."""
+        training = self.recipe.training
+        network = network.to(self.device)
+        if self.device.type != "cuda":
+            return network
+        torch.backends.cudnn.benchmark = True
+        if training.sync_batch_norm and self.ranks > 1:
+            network = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
+        if training.mixed_precision:
+            network = network.to(memory_format=torch.channels_last)
+        return network
+
+    def _prepared(self, network: nn.Module, timeline: Timeline) -> PreparedModel:
+        return prepare(
+            network,
+            self._images(network),
+            target=self.recipe.pruning.target,
+            cost=self.cost,
+            schedule=timeline.schedule,
+            config=self.recipe.method,
+        )
+
+    def _images(self, network: nn.Module) -> Tensor:
+        """Example images: as many as the latency is of, else two."""
+        batch = self.recipe.latency.batch if isinstance(self.cost, LatencyCost) else 2
+        where = next(network.parameters()).device
+        return torch.randn(batch, 3, self.recipe.size, self.recipe.size, device=where)
+
+    def _start(self, trainer: RecipeTrainer, task: Task) -> dict[str, float]:
+        """Take the checkpoint up where there is one; return what the unpruned network is like."""
+        file = self.settings.folder / "dense.json"
+        if self.settings.resume and trainer.load():
+            self._reprice_now(trainer.network)
+            self.console.print(
+                f"Going on behind step {trainer.step} of {trainer.timeline.schedule.total_steps}."
+            )
+            return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+        if self.dense or self.settings.weights == "none":
+            return {}
+        values = trainer.evaluate()
+        self.console.print(f"The unpruned network: {_listed(values)}")
+        if ranks.rank() == 0:
+            write_texts({file: json.dumps(values)}, "the unpruned network's accuracy")
+        return values
+
+    # ---- while training ---------------------------------------------------------------------------------
+
+    def _reprice(self, network: nn.Module) -> Any:
+        return lambda: self._reprice_now(network)
+
+    def _reprice_now(self, network: nn.Module) -> None:
+        """Price the next solve around the present counts: how cold weights are follows from all of them."""
+        if isinstance(self.cost, LatencyCost) and isinstance(network, PreparedModel):
+            network.pruner.cost = self.cost.around(network.pruner.counts)
+
+    def _tell(self, result: EpochResult) -> None:
+        parts = [f"epoch {result.epoch}", f"loss {result.loss:.4g}", f"rate {result.rate:.3g}"]
+        self.console.print(", ".join([*parts, *([_listed(result.values)] if result.values else []),
+                                      f"{result.seconds:.0f} s"]))  # fmt: skip
+
+    # ---- after training ---------------------------------------------------------------------------------
+
+    def _finish(
+        self, trained: nn.Module, trainer: RecipeTrainer
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Write the network that came out; return what it is like, and what was measured of the unpruned one."""
+        folder = self.settings.folder
+        if not isinstance(trained, PreparedModel):
+            values = trainer.evaluate()
+            if ranks.rank() == 0:
+                state = {key: value.cpu().contiguous() for key, value in trained.state_dict().items()}
+                write_together({folder / "dense.safetensors": safetensors.torch.save(state)})
+            return values, {}
+        smaller = convert(trained)
+        values = trainer.evaluate(smaller)
+        flops, counts = flops_of(trained), trained.pruner.counts
+        values["flops"] = flops.cost(counts)
+        dense = {"flops": flops.cost(flops.full_counts)}
+        if isinstance(self.cost, LatencyCost):
+            values["predicted_ms"] = self.cost.latency(counts)
+            dense["predicted_ms"] = self.cost.latency(self.cost.full_counts)
+        if ranks.rank() == 0:
+            smaller = smaller.cpu().to(memory_format=torch.contiguous_format).eval()
+            about = {"recipe": self.recipe.name, "target": self.recipe.pruning.target, "kept": counts}
+            save(smaller, folder / "pruned.safetensors", metadata=about)
+            self._measure(trained, smaller, dense, values)
+        return values, dense
+
+    def _measure(
+        self, trained: PreparedModel, smaller: nn.Module, dense: dict[str, float], values: dict[str, float]
+    ) -> None:
+        """Time the unpruned and the pruned network in turns, where the table's device is this one."""
+        cost = self.cost
+        if not isinstance(cost, LatencyCost) or cost.backend.fingerprint() != cost.fingerprint:
+            return
+        full = converted_full(trained).cpu().to(memory_format=torch.contiguous_format).eval()
+        inputs = (self._images(full),)
+        files = [self.settings.folder / f"{name}.onnx" for name in ("dense", "pruned")]
+        first = cost.backend.compile(full, inputs, files[0])
+        second = cost.backend.compile(smaller, inputs, files[1])
+        with first, second:
+            found = measure_interleaved([first, second])
+        for part, one in zip((dense, values), found, strict=True):
+            part["latency_ms"] = one.median_ms
+            part["fps"] = 1000 * self.recipe.latency.batch / one.median_ms
+
+    def _record(
+        self,
+        trained: nn.Module,
+        timeline: Timeline,
+        values: dict[str, float],
+        dense: dict[str, float],
+        seconds: float,
+    ) -> Record:
+        settings, recipe = self.settings, self.recipe
+        history = trained.pruner.history if isinstance(trained, PreparedModel) else []
+        whole = settings.fraction == 1 and not self.overrides and settings.weights != "none"
+        return Record.of_run(
+            row=self._row(),
+            complete=whole and bool(recipe.row) and (self.dense or settings.cost == "latency"),
+            values=values,
+            dense=dense,
+            recipe=asdict(recipe),
+            overrides=self.overrides,
+            fraction=settings.fraction,
+            cost="none" if self.dense else settings.cost,
+            weights=settings.weights or (recipe.dense_weights if self.dense else recipe.weights),
+            ranks=self.ranks,
+            total_batch=timeline.total_batch,
+            device=self.cost.fingerprint.describe() if isinstance(self.cost, LatencyCost) else "",
+            solves=tuple(
+                {"step": s.step, "target": s.target, "cost": s.cost, "importance_kept": s.importance_kept}
+                for s in history
+            ),
+            seconds=seconds,
+        )
+
+    def _row(self) -> str:
+        row = self.recipe.row
+        return (
+            row
+            if not self.dense or self.recipe.pruning.target == 1
+            else f"{row.partition('/')[0]}/No pruning"
+        )
+
+    def _summary(self, record: Record) -> None:
+        folder, values, dense = self.settings.folder, record.values, record.dense
+        self.console.print(f"Reached      {_listed(values)}")
+        if "flops" in values:
+            self.console.print(
+                f"FLOPs        {percent(values['flops'] / dense['flops'])} of the unpruned network's"
+            )
+        if "predicted_ms" in values:
+            share = values["predicted_ms"] / dense["predicted_ms"]
+            told = f"{milliseconds(values['predicted_ms'])} by the table, {percent(share)} of the unpruned network's"
+            if "latency_ms" in values:
+                share = values["latency_ms"] / dense["latency_ms"]
+                told += f"; measured {milliseconds(values['latency_ms'])}, {percent(share)}"
+            self.console.print(f"Latency      {told}")
+        written = sorted(path.name for path in folder.iterdir())
+        self.console.print(f"Files in {folder}: {', '.join(written)}")
+
+
+def _listed(values: dict[str, float]) -> str:
+    """Percentages by name."""
+    return (
+        ", ".join(
+            f"{name} {value:.2f} %" for name, value in values.items() if name in ("top1", "top5", "mAP")
+        )
+        or "nothing evaluated"
+    )

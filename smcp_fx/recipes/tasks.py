@@ -1,0 +1,106 @@
+"""What differs between classifying and detecting: the data, the loss, and how good a network is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from smcp_fx.compiler.data import image_folder
+from smcp_fx.errors import InputError
+from smcp_fx.recipes.recipe import Recipe
+
+
+class Meter(Protocol):
+    """Gathers outputs over a test set (on all ranks) and says how good they were."""
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Take a batch in."""
+        ...
+
+    def compute(self) -> dict[str, float]:
+        """Return percentages by name, the one to look at first."""
+        ...
+
+
+class Task(Protocol):
+    """``classes`` that the network tells apart, its data sets, its loss, and a `Meter` for it."""
+
+    classes: int
+    train: Dataset[Any]
+    test: Dataset[Any]
+
+    def collate(self, samples: Sequence[Any]) -> tuple[Tensor, Any]:
+        """Make a batch: images [N, 3, size, size], and targets as `loss` takes them."""
+        ...
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the training loss of the network's outputs."""
+        ...
+
+    def meter(self, device: torch.device) -> Meter:
+        """Return a fresh meter."""
+        ...
+
+
+def load_task(recipe: Recipe, data: Path) -> Task:
+    """Open a recipe's data under ``data``; `InputError` where the files are not what it needs."""
+    if recipe.task == "detection":
+        from smcp_fx.recipes.detection import Detection
+
+        return Detection(recipe, data)
+    return Classification(recipe, data)
+
+
+def torchmetrics() -> Any:
+    """The package, or an `InputError` that says how to get it."""
+    try:
+        import torchmetrics as package
+    except ModuleNotFoundError as error:
+        raise InputError(f"evaluating needs {error.name}: pip install 'smcp_fx[recipes]'") from error
+    return package
+
+
+class Classification:
+    """ImageNet's task on any folder of train/ and val/ with a folder a class."""
+
+    def __init__(self, recipe: Recipe, data: Path) -> None:
+        found = image_folder(data, recipe.size)
+        self.classes = found.classes
+        self.train, self.test = found.train, found.test
+        self._smoothing = recipe.training.label_smoothing
+
+    def collate(self, samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Stack images and labels."""
+        images, labels = default_collate(list(samples))
+        return images, labels
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy, with the recipe's label smoothing."""
+        return F.cross_entropy(outputs.float(), targets, label_smoothing=self._smoothing)
+
+    def meter(self, device: torch.device) -> Meter:
+        """Top-1 accuracy, and Top-5 where there are more than five classes."""
+        return _Accuracy(self.classes, device)
+
+
+class _Accuracy:
+    def __init__(self, classes: int, device: torch.device) -> None:
+        accuracy = torchmetrics().classification.MulticlassAccuracy
+        self._metrics = {
+            f"top{k}": accuracy(num_classes=classes, top_k=k, average="micro").to(device)
+            for k in (1, 5)
+            if k == 1 or classes > k
+        }
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        for metric in self._metrics.values():
+            metric.update(outputs.float(), targets)
+
+    def compute(self) -> dict[str, float]:
+        return {name: 100 * float(metric.compute()) for name, metric in self._metrics.items()}

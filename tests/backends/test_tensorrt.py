@@ -1,0 +1,291 @@
+"""The TensorRT backend and its table rows, on a stand-in for TensorRT; the same on a GPU where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from fake_tensorrt import pretend, small_model
+from onnx import helper, numpy_helper
+from torch import nn
+
+from smcp_fx.backends import get_backend
+from smcp_fx.backends.onnx_opset import lower_opset
+from smcp_fx.backends.onnx_precision import cast_model
+from smcp_fx.backends.tensorrt_backend import TOLERANCES
+from smcp_fx.backends.tensorrt_layers import blocks_beside_layers
+from smcp_fx.blocks import cut
+from smcp_fx.channels import build
+from smcp_fx.cli.table import main
+from smcp_fx.errors import BackendError, InputError
+from smcp_fx.latency_store import LatencyStore
+from smcp_fx.latency_table import LatencyTable
+from smcp_fx.tracing import trace
+
+FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+MODEL = """
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU())
+"""
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 1))
+    return nn.Sequential(*layers).eval()
+
+
+def blocks_of(module: nn.Module, x: torch.Tensor) -> list[Any]:
+    traced = trace(module, (x,))
+    return cut(traced, build(traced.module, traced.values, multiple=8))
+
+
+@pytest.mark.parametrize(("version", "precision"), [("8.5.3.1", "fp16"), ("11.4.0.106", "fp32")])
+def test_a_network_is_built_compared_and_timed(
+    version: str, precision: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, version)
+    backend = get_backend("tensorrt", precision=precision, in_process=True, folder=tmp_path)
+    fingerprint = backend.fingerprint()
+    assert (fingerprint.version, fingerprint.precision, fingerprint.device) == (
+        version,
+        precision,
+        "Pretend GPU",
+    )
+    assert dict(fingerprint.settings)["tf32"] == "off"
+    module, x = network(), torch.randn(2, 8, 6, 6)
+    with backend.compile(module, (x,), tmp_path / "net.onnx") as engine:
+        assert all(file.exists() for file in backend.files(tmp_path / "net.onnx"))
+        proto = onnx.load(tmp_path / "net.onnx")
+        assert [entry.version for entry in proto.opset_import if not entry.domain] == [17]
+        with torch.no_grad():
+            expected = module(x).numpy()
+        found = engine.run([x.numpy()])[0]
+        assert found.dtype == np.float32
+        assert np.abs(found - expected).max() <= TOLERANCES[precision] * np.abs(expected).max()
+        weights = 8 * 16 * 9 + 16 + 16 * 16 + 16
+        work = 3e-3 + 1e-7 * weights
+        assert engine.latency().median_ms == pytest.approx(work + 2e-3)
+        assert sum((engine.layer_latencies() or {}).values()) == pytest.approx(work)
+        blocks = blocks_of(module, x)
+        beside = blocks_beside_layers(blocks, {"0": 1.0, "3": 2.0}, engine.layers())
+    assert [(row["name"], row["layers"]) for row in beside["blocks"]] == [("0", ["0"]), ("3", ["3"])]
+    assert [layer["name"] for layer in beside["other_layers"]] == ["node_relu"]
+    first = backend.block_latency(blocks[0], blocks[0].full_widths)
+    assert first.cold is None
+    assert first.hot.median_ms == pytest.approx(2e-3 + 1e-7 * (8 * 16 * 9 + 16) + 2e-3 / 50)
+    assert backend.run_overhead_ms() == pytest.approx(2e-3 * (1 - 1 / 50))
+    assert backend.cache_bytes() == 4 << 20
+    backend.close()
+
+
+def test_outputs_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch)
+    backend = get_backend("tensorrt", precision="fp16", in_process=True, folder=tmp_path)
+    monkeypatch.setitem(TOLERANCES, "fp16", 1e-9)
+    with pytest.raises(BackendError, match=r"TensorRT computes .* where PyTorch computes"):
+        backend.compile(network(), (torch.randn(2, 8, 6, 6),))
+
+
+def test_a_dead_worker_fails_one_row_and_engines_come_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, FAKE_FAULT="crash:3")
+    backend = get_backend("tensorrt", precision="fp32", builders=2, folder=tmp_path)
+    x = torch.randn(2, 8, 6, 6)
+    blocks = blocks_of(network(), x)
+    good = backend.compile(network()[:3].eval(), (x,))
+    before = good.run([x.numpy()])[0]
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        report = table.measure(blocks, backend)
+        assert {name for name, _, _ in report.failed} == {"3"}
+        assert all("killed by SIGKILL" in why for _, _, why in report.failed)
+        price = table.price(blocks[0], backend.fingerprint())
+        assert float(price(*map(np.array, blocks[0].full_widths))) > 0
+    assert np.array_equal(good.run([x.numpy()])[0], before)  # loaded again in the next process
+    backend.close()
+
+
+def test_missing_packages_and_wrong_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="precision 'fp8'"):
+        get_backend("tensorrt", precision="fp8")
+    with pytest.raises(BackendError, match="cannot start the TensorRT worker with 'no-such-python'"):
+        get_backend("tensorrt", worker_python="no-such-python")
+    if importlib.util.find_spec("tensorrt") is None:
+        with pytest.raises(
+            BackendError, match=r"tensorrt is not installed for .*: pip install tensorrt cuda-bindings"
+        ):
+            get_backend("tensorrt")
+
+
+# ---- requests and answers ---------------------------------------------------------------------------------------
+
+
+def rows(table: Path) -> list[Any]:
+    store = LatencyStore(table, create=False)
+    found = store.rows()
+    store.close()
+    return found
+
+
+def test_a_table_is_filled_on_another_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.py").write_text(MODEL)
+    todo, table = tmp_path / "todo", tmp_path / "t.sqlite"
+    asking = [
+        "measure",
+        f"{tmp_path}/net.py:build",
+        "--backend",
+        "tensorrt",
+        "--input-size",
+        "8x6x6",
+        "--table",
+        str(table),
+    ]
+    assert main([*asking, "--emit-requests", str(todo)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "rows to measure. On the device: python3 todo/worker.pyz todo." in told
+    pretend(monkeypatch)
+    for _ in range(4):
+        subprocess.run(
+            [sys.executable, str(todo / "worker.pyz"), str(todo)],
+            check=True,
+            capture_output=True,
+            timeout=100,
+        )
+        assert main([*asking, "--emit-requests", str(todo), "--read-answers", str(todo)]) == 0
+        if "complete for 2 blocks" in capsys.readouterr().out:
+            break
+    found = rows(table)
+    assert {row.name for row in found} == {"0", "2", "one run"}
+    first = next(row for row in found if row.name == "0" and row.widths == (16,))
+    assert first.fingerprint.device == "Pretend GPU" and first.fingerprint.precision == "fp16"
+    assert first.latency.hot.median_ms == pytest.approx(2e-3 + 1e-7 * (8 * 16 * 9 + 16) + 2e-3 / 50)
+    # the same rows as this machine would have measured
+    assert main(asking) == 0
+    assert "0 rows measured" in capsys.readouterr().out
+    answer = next((todo / "answers").glob("[0-9a-f]*.json"))
+    answer.write_text(answer.read_text()[:40])
+    assert main([*asking, "--read-answers", str(todo)]) == 2
+    assert f"{answer.name} is no answer, or was cut off" in " ".join(capsys.readouterr().err.split())
+    assert main([*asking, "--emit-requests", str(todo), "--precision", "fp32"]) == 2
+    assert "requests with other options" in " ".join(capsys.readouterr().err.split())
+
+
+def test_requests_are_for_tensorrt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["measure", "torchvision:resnet18", "--emit-requests", str(tmp_path)]) == 2
+    assert "are for --backend tensorrt" in " ".join(capsys.readouterr().err.split())
+
+
+# ---- files for older and for strongly typed versions ------------------------------------------------------------
+
+
+def in_opset_18(node: onnx.NodeProto, outputs: int, *constants: onnx.TensorProto) -> onnx.ModelProto:
+    x = helper.make_tensor_value_info("x", FLOAT, [2, 7, 4, 5])
+    outs = [helper.make_tensor_value_info(f"y{index}", FLOAT, None) for index in range(outputs)]
+    graph = helper.make_graph([node], "one", [x], outs, list(constants))
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def ints(name: str, values: list[int]) -> onnx.TensorProto:
+    return numpy_helper.from_array(np.array(values, np.int64), name)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        in_opset_18(helper.make_node("Split", ["x"], ["y0", "y1", "y2"], axis=1, num_outputs=3), 3),
+        in_opset_18(helper.make_node("Split", ["x", "s"], ["y0", "y1"], axis=1), 2, ints("s", [3, 4])),
+        in_opset_18(
+            helper.make_node("Pad", ["x", "p", "", "a"], ["y0"]),
+            1,
+            ints("p", [1, 2, 3, 4]),
+            ints("a", [3, -2]),
+        ),
+        in_opset_18(helper.make_node("ReduceMean", ["x", "a"], ["y0"], keepdims=0), 1, ints("a", [2, 3])),
+        in_opset_18(helper.make_node("ReduceMax", ["x", "a"], ["y0"]), 1, ints("a", [-1])),
+        in_opset_18(helper.make_node("ReduceSum", ["x", "a"], ["y0"]), 1, ints("a", [1])),
+        in_opset_18(helper.make_node("ReduceMean", ["x"], ["y0"], noop_with_empty_axes=1), 1),
+        in_opset_18(helper.make_node("ReduceMean", ["x"], ["y0"]), 1),
+        in_opset_18(helper.make_node("Resize", ["x", "", "", "z"], ["y0"]), 1, ints("z", [2, 7, 8, 10])),
+    ],
+    ids=lambda model: model.graph.node[0].op_type,
+)
+def test_opset_17_computes_the_same(model: onnx.ModelProto) -> None:
+    lowered = lower_opset(model)
+    assert lowered.opset_import[0].version == 17
+    x = {"x": np.random.default_rng(0).normal(size=(2, 7, 4, 5)).astype(np.float32)}
+    for a, b in zip(
+        *(onnxruntime.InferenceSession(m.SerializeToString()).run(None, x) for m in (model, lowered)),
+        strict=True,
+    ):
+        assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("node", "told"),
+    [
+        (helper.make_node("Mish", ["x"], ["y0"], "act"), "'act': the operation Mish came later"),
+        (
+            helper.make_node("Resize", ["x", "", "", "z"], ["y0"], "up", antialias=1, mode="linear"),
+            "'up': Resize with anti",
+        ),
+        (helper.make_node("ReduceMean", ["x", "q"], ["y0"], "mean"), "'mean': ReduceMean with axes"),
+    ],
+    ids=["Mish", "Resize", "ReduceMean"],
+)
+def test_what_opset_17_has_not_is_named(node: onnx.NodeProto, told: str) -> None:
+    with pytest.raises(BackendError, match=f"opset 17: {told}"):
+        lower_opset(in_opset_18(node, 1, ints("z", [2, 7, 8, 10])))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_model_is_cast_as_a_whole(precision: str, tmp_path: Path) -> None:
+    model = onnx.load(small_model(tmp_path / "m.onnx"))
+    cast = cast_model(model, precision)
+    kind = {"fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}[precision]
+    assert {t.data_type for t in cast.graph.initializer} == {kind}
+    assert {v.type.tensor_type.elem_type for v in (*cast.graph.input, *cast.graph.output)} == {kind}
+    for a, b in zip(cast.graph.initializer, model.graph.initializer, strict=True):
+        exact = torch.from_numpy(numpy_helper.to_array(b).copy())
+        rounded = exact.to(
+            torch.float16 if precision == "fp16" else torch.bfloat16
+        )  # PyTorch rounds to even, too
+        assert a.raw_data == rounded.view(torch.int16).numpy().tobytes()
+    assert cast_model(model, "fp32") is model
+
+
+# ---- on a GPU ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path) -> None:
+    python = os.environ.get("TRT_PYTHON")
+    try:
+        backend = get_backend(
+            "tensorrt", worker_python=python, tactic_sources_off=("CUBLAS", "CUBLAS_LT", "CUDNN")
+        )
+    except BackendError as error:
+        pytest.skip(str(error))
+    x = torch.randn(8, 8, 32, 32)
+    with backend.compile(network(), (x,), tmp_path / "net.onnx") as engine:  # compares with PyTorch
+        assert engine.build["types"] == {"fp16": 2}
+        assert engine.latency().median_ms > 0
+        layers = engine.layers()
+        assert {node for layer in layers for node in layer["nodes"]} >= {"0", "3"}
+    for block in blocks_of(network(), x):
+        assert backend.block_latency(block, block.full_widths).hot.median_ms > 0
+    backend.close()
