@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,19 +28,32 @@ def without_dominated(cost: NetworkCost) -> NetworkCost:
 def grow_for_free(cost: NetworkCost, counts: Mapping[str, int]) -> dict[str, int]:
     """Return counts, no smaller in any group and no dearer in all, in which no larger count of one is free.
 
-    The costs of the groups' terms never rise, so neither does the network's.
+    The costs of the groups' terms never rise, so neither does the network's. Groups that keep nothing still do.
     """
     terms, found = _terms_of(cost), dict(counts)
     grown = True
     while grown:
         grown = False
         for group, allowed in cost.permitted.items():
-            present = sum(term.cost(found) for term in terms[group])
-            for count in (c for c in reversed(allowed) if c > found[group]):
-                if sum(term.cost({**found, group: count}) for term in terms[group]) <= present:
-                    found[group], grown = count, True
-                    break
+            upwards = np.asarray([c for c in allowed if c >= found[group] > 0], dtype=np.int64)
+            if len(upwards) > 1:
+                prices = sum(_along(term, group, upwards, found) for term in terms[group])
+                free = np.flatnonzero(np.broadcast_to(prices, upwards.shape) <= np.ravel(prices)[0])
+                if free[-1] > 0:
+                    found[group], grown = int(upwards[free[-1]]), True
     return found
+
+
+def _along(
+    term: CostTerm, group: str, values: NDArray[np.int64], counts: Mapping[str, int]
+) -> NDArray[np.float64]:
+    """Return the term's costs, [values], where the group keeps each of the values and the others what they do."""
+    kept: dict[str, Any] = {**counts, group: values}
+    axes = [
+        np.asarray(width.constant + sum(per_unit * kept[g] for g, per_unit in width.groups)) + 0 * values
+        for width in term.widths
+    ]
+    return np.asarray(term.price(*axes), dtype=np.float64)
 
 
 def _terms_of(cost: NetworkCost) -> dict[str, list[CostTerm]]:

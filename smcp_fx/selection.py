@@ -22,6 +22,7 @@ from smcp_fx.channels.branches import Branches
 from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
 from smcp_fx.errors import InfeasibleBudgetError
+from smcp_fx.latency_rounding import grow_for_free
 from smcp_fx.settling import Settling, settled_mask
 from smcp_fx.state import PruningState
 
@@ -103,12 +104,14 @@ class Selector:
                 break
         if move is None:
             return best
+        counts = grow_for_free(cost, move.counts)
         keep = self.state.keep.clone()
         for name in names:
-            mask = settled_mask(values[name], kept[name], move.counts[name], move.swaps.get(name, 0))
+            swaps = search.swaps(name, counts[name], move.swaps.get(name, 0))
+            mask = settled_mask(values[name], kept[name], counts[name], swaps)
             self.state.of_group(keep, name).copy_(torch.from_numpy(mask))
         importance = float(scores[keep].sum())
-        moved = Allocation(move.counts, importance, cost.cost(move.counts), 0.0, 0.0, 0.0, "settled")
+        moved = Allocation(counts, importance, cost.cost(counts), 0.0, 0.0, 0.0, "settled")
         return _bounded(Choice(keep, moved, importance), best)
 
     def _fits(self, choice: Choice, best: Choice, target: float) -> bool:

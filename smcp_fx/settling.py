@@ -71,6 +71,10 @@ class Settling:
                 found = move
         return found
 
+    def swaps(self, name: str, count: int, wanted: int) -> int:
+        """As many swaps as wanted, or as gain at this count of the group."""
+        return min(wanted, self._group(name, count)[1].size)
+
     def _descend(self, counts: dict[str, int], floor: float) -> Move | None:
         prices = [term.cost(counts) for term in self.cost.terms]
         total = self.cost.constant + sum(prices)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import smcp_fx
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.cost_model import NetworkCost, Price
+from smcp_fx.costs import FlopsCost
+from smcp_fx.latency_rounding import grow_for_free
+from smcp_fx.tracing import Traced
 
 SCHEDULE = smcp_fx.Schedule(epochs=1, steps_per_epoch=45, warmup=0.1, ramp=0.4, cooldown=0, every=1)
 IMAGE = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -59,3 +67,37 @@ def test_the_width_exponent_is_what_settles_masks(exponent: float, least: float,
     history = solves(0, width_exponent=exponent, memory=0.9)
     worst = max(solve.changed_share for solve in history if solve.step > SCHEDULE.ramp_end)
     assert least <= worst <= most
+
+
+class Stairs:
+    """FLOPs as of a runtime that works in steps of 16 channels."""
+
+    def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
+        flops = FlopsCost().network_cost(traced, channels)
+
+        def stairs(price: Price) -> Price:
+            return lambda *widths: price(*(-(-np.asarray(width) // 16) * 16 for width in widths))
+
+        return replace(flops, terms=tuple(replace(term, price=stairs(term.price)) for term in flops.terms))
+
+
+def test_masks_that_settle_leave_no_channels_that_cost_nothing() -> None:
+    """Where masks move as little as they may, counts come to stand on the steps of the cost all the same."""
+    torch.manual_seed(0)
+    config = smcp_fx.PruningConfig(multiple=1, tolerance=0.05)
+    prepared = smcp_fx.prepare(network(), IMAGE, target=0.5, schedule=SCHEDULE, config=config, cost=Stairs())
+    moved = 0
+    for _ in range(SCHEDULE.total_steps):
+        for group in prepared.channels.groups:
+            if group.free:
+                weight = prepared.get_parameter(f"{group.consumers[0]}.weight")
+                weight.grad = torch.randn(128).exp().view(1, 128, 1, 1) / weight.detach()
+        solve = prepared.pruner.step()
+        with torch.no_grad():
+            weight.mul_(0.999)
+        if solve is not None and solve.changed_share:
+            moved += 1
+            counts = prepared.pruner.counts
+            assert counts == grow_for_free(prepared.pruner.cost, counts)
+            assert solve.cost <= solve.target
+    assert moved >= 5
