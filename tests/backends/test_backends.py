@@ -249,12 +249,15 @@ def test_layer_latencies_of_torch_are_by_module_and_follow_the_work():
 
 
 def test_layer_latencies_are_what_the_nodes_cost_without_the_profiler():
-    """A chain of tiny convolutions: what the profiler adds to each is several times what each takes."""
+    """A chain of tiny convolutions: what the profiler adds to each is several times what each takes.
+
+    So much that nothing may be left of them once it is taken off.
+    """
     chain = nn.Sequential(*(nn.Conv2d(16, 16, 1) for _ in range(40))).eval()
     with get_backend("onnxruntime").compile(chain, (torch.randn(1, 16, 2, 2),)) as engine:
         whole = engine.latency().median_ms
         nodes = sum(engine.layer_latencies().values())
-    assert 0 < nodes < 3 * whole
+    assert 0 <= nodes < 3 * whole
 
 
 def test_timing_with_bound_inputs_runs_the_network():

@@ -48,7 +48,7 @@ def calibrate(model: nn.Module, side: int) -> None:
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None
-    run(model.train(), (torch.randn(8, 3, side, side),))
+    run(model.train(), (torch.randn(8, 3, side, side, dtype=next(model.parameters()).dtype),))
     for norm in norms:
         assert norm.running_mean is not None and norm.running_var is not None
         norm.running_mean += 0.2 * torch.randn_like(norm.running_mean) * norm.running_var.sqrt()
@@ -79,8 +79,9 @@ def test_resnet50_has_the_papers_groups() -> None:
 def test_slicing_is_exact(
     build: Callable[..., nn.Module], options: dict[str, bool], side: int, free: float
 ) -> None:
-    model = randomise(build(weights=None, **options)).eval()
-    inputs = (torch.randn(2, 3, side, side),)
+    # In float64: some of these amplify float32's rounding beyond its tolerance on some processors.
+    model = randomise(build(weights=None, **options)).double().eval()
+    inputs = (torch.randn(2, 3, side, side, dtype=torch.float64),)
     prepared = smcp_fx.prepare(model, inputs, config=smcp_fx.PruningConfig(multiple=1))
     assert prepared.channels.free_share == pytest.approx(free, abs=5e-4)
     assert_close(run(prepared, inputs), run(model, inputs), "identity", "all channels kept")
