@@ -131,10 +131,11 @@ class LatencyCost:
         for block in self.blocks:
             empty = any(_least(width, permitted) == 0 for width in block.widths)
             least = tuple(grid[0] for grid in block.grids) if empty else ()
-            if (block.signature, least) not in prices:
+            alike = block.signature, block.grids, least
+            if alike not in prices:
                 price = self.table.price(block, self.fingerprint, share)
-                prices[block.signature, least] = _nothing_is_free(price, least) if empty else price
-            price = prices[block.signature, least]
+                prices[alike] = _nothing_is_free(price, least) if empty else price
+            price = prices[alike]
             term = CostTerm(block.name, block.widths, price)
             if self._channels is not None:
                 term = without_branch(self._channels, block.nodes, term)

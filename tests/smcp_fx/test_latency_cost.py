@@ -128,6 +128,26 @@ def test_the_prediction_is_the_weighed_sum_over_blocks(tmp_path: Path) -> None:
     assert cost.latency(counts) == pytest.approx(hot * (1 + 2 * share))
 
 
+def test_blocks_that_differ_in_their_widths_alone_are_priced_on_their_own_grids(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 16), (16, 16), (16, 32), (32, 16), (16, 16), (16, 4))
+    ]
+    net = nn.Sequential(*(module for layer in layers for module in (layer, nn.ReLU())))
+    cost = LatencyCost(LatencyTable(tmp_path / "t.sqlite"), FakeBackend(latency=smooth), residency=RISING)
+    smcp_fx.prepare(net, torch.randn(2, 3, 12, 12), cost=cost)
+    assert len({block.signature for block in cost.blocks}) < len(
+        {(b.signature, b.grids) for b in cost.blocks}
+    )
+    for counts in (cost.full_counts, {name: 8 for name in cost.full_counts}):
+        widths = [3, *(counts[name] for name in ("0", "2", "4", "6", "8")), 4]
+        expected = sum(
+            smooth(*(w for w, fixed in ((a, i == 0), (b, i == 5)) if not fixed))
+            for i, (a, b) in enumerate(itertools.pairwise(widths))
+        )
+        assert cost.latency(counts) == pytest.approx(expected)
+
+
 def test_around_is_exact_there_and_first_order_nearby(tmp_path: Path) -> None:
     cost = bound(tmp_path, RISING)
     at = {"0": 16, "2": 40, "4": 16}
