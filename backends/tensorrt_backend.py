@@ -273,18 +273,21 @@ class TensorRTBackend(Backend):
 
     def _compare(self, engine: TensorRTEngine, module: nn.Module, examples: tuple[Tensor, ...]) -> None:
         inputs = random_inputs(examples)
-        expected = _outputs(module, inputs)
+        expected = reference_outputs(module, inputs)
         kind = "tf32" if self.options.precision == "fp32" and self.options.tf32 else self.options.precision
         names = [output["name"] for output in engine.build["outputs"]]
         compare_outputs(engine.run(to_arrays(inputs)), expected, names, "TensorRT", TOLERANCES[kind])
 
 
-def _outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Array]:
-    """Return a module's float32 outputs, computed on the GPU where PyTorch has one: large batches take long elsewhere."""
+def reference_outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Array]:
+    """Return a module's outputs in float32 without TF32.
+
+    On the GPU where PyTorch has one: a batch of 256 takes long elsewhere.
+    """
     if torch.cuda.is_available():
         try:
             # cuDNN's convolutions compute in TF32 unless they are told not to.
-            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False, fp32_precision="ieee"):
                 return _computed(copy.deepcopy(module).cuda(), tuple(x.cuda() for x in inputs))
         except RuntimeError:  # no memory left, or a device that is written into the graph
             pass

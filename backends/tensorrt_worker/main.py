@@ -158,7 +158,10 @@ def _measure_file(engine: Path, worker: WorkerProcess) -> dict[str, Any]:
     sides = {"alone": {}, "in a row": {"repeated": True}}
     return {
         "engine": loaded,
-        **{side: worker.ask("measure", key="file", timing=timing)["measured"] for side, timing in sides.items()},
+        **{
+            side: worker.ask("measure", key="file", timing=timing)["measured"]
+            for side, timing in sides.items()
+        },
     }
 
 

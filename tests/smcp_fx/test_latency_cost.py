@@ -139,7 +139,7 @@ def test_blocks_that_differ_in_their_widths_alone_are_priced_on_their_own_grids(
     assert len({block.signature for block in cost.blocks}) < len(
         {(b.signature, b.grids) for b in cost.blocks}
     )
-    for counts in (cost.full_counts, {name: 8 for name in cost.full_counts}):
+    for counts in (cost.full_counts, dict.fromkeys(cost.full_counts, 8)):
         widths = [3, *(counts[name] for name in ("0", "2", "4", "6", "8")), 4]
         expected = sum(
             smooth(*(w for w, fixed in ((a, i == 0), (b, i == 5)) if not fixed))

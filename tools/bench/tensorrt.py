@@ -2,7 +2,8 @@
 
 python tools/bench/tensorrt.py --out tensorrt.json [--worker-python "$TRT_PYTHON" --no-library-tactics]
 
-Every part writes its results when it is done, an error where it failed; parts for which no time is left say so.
+Every part writes its results when it is done, an error where it failed; parts for which no time is left say so. With
+--folder table, engines and timing caches stay, and --parts takes up in a second call what the first did not reach.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import argparse
 import copy
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+from tensorrt_others import Runtimes
 
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
@@ -29,16 +34,27 @@ from torch import nn  # noqa: E402
 
 import smcp_fx  # noqa: E402
 from smcp_fx.backends import Engine, get_backend, measure_interleaved  # noqa: E402
-from smcp_fx.backends.tensorrt_backend import TensorRTBackend  # noqa: E402
+from smcp_fx.backends.tensorrt_backend import TensorRTBackend, reference_outputs  # noqa: E402
 from smcp_fx.backends.tensorrt_layers import blocks_beside_layers  # noqa: E402
+from smcp_fx.compiler.models import build_model  # noqa: E402
+from smcp_fx.errors import InfeasibleBudgetError, SmcpError  # noqa: E402
 from smcp_fx.files import write_texts  # noqa: E402
 from smcp_fx.knapsack import solve_knapsack  # noqa: E402
 from smcp_fx.latency_cost import LatencyCost  # noqa: E402
-from smcp_fx.latency_table import LatencyTable  # noqa: E402
+from smcp_fx.latency_table import LatencyTable, Progress  # noqa: E402
 
 TARGETS = (0.80, 0.55, 0.30)
+TRIES = 3
 KEEP = (0.85, 0.7, 0.55, 0.4, 0.3)
 LIBRARIES = ("CUBLAS", "CUBLAS_LT", "CUDNN")
+#: The parts in order, and the seconds that must be left to begin one.
+PARTS = {"engines": 30, "solvers": 10, "table": 60, "prunings": 30, "targets": 60, "others": 20}
+#: Seconds that the table leaves to the parts after it: an unfinished one goes on with --folder.
+AFTER_TABLE = 150
+
+
+class NoTimeError(RuntimeError):
+    """The minutes are over, or too few are left."""
 
 
 class Bench:
@@ -48,15 +64,18 @@ class Bench:
         self.arguments = arguments
         self.began = time.monotonic()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.folder = Path(tempfile.mkdtemp(prefix="smcp-tensorrt-"))
+        self.folder = arguments.folder or Path(tempfile.mkdtemp(prefix="smcp-tensorrt-"))
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.backend = self.make_backend("fp16")
         self.results: dict[str, Any] = {
             "about": self.backend.about(), "torch": torch.__version__, "torchvision": torchvision.__version__,
             "python": sys.version.split()[0], "fingerprint": self.backend.fingerprint().as_dict(),
             "model": arguments.model, "batch": arguments.batch, "side": arguments.side,
         }  # fmt: skip
+        self.results |= self.earlier()
         torch.manual_seed(0)
-        self.model = torchvision.models.get_model(arguments.model).eval().to(self.device)
+        self.model = build_model(arguments.model).eval().to(self.device)
+        self.longest_build = 10.0
         self.cost: LatencyCost | None = None
         self.prepared: Any = None
         self.dense: Engine | None = None
@@ -66,54 +85,75 @@ class Bench:
         a = self.arguments
         found = get_backend(
             "tensorrt", precision=precision, worker_python=a.worker_python, builders=a.builders, folder=self.folder,
-            tactic_sources_off=LIBRARIES if a.no_library_tactics else (),
+            tactic_sources_off=LIBRARIES if a.no_library_tactics else (), timeout_s=30 * a.minutes,
         )  # fmt: skip
         assert isinstance(found, TensorRTBackend)
         return found
+
+    def earlier(self) -> dict[str, Any]:
+        """Results of the same kind in --out, of parts that are not asked for now."""
+        out: Path = self.arguments.out
+        if not out.exists() or set(self.arguments.parts) == set(PARTS):
+            return {}
+        before = json.loads(out.read_text(encoding="utf-8"))
+        same = all(
+            before.get(name) == self.results[name] for name in ("fingerprint", "model", "batch", "side")
+        )
+        return {name: before[name] for name in PARTS if name in before} if same else {}
 
     def left(self) -> float:
         """Seconds left."""
         return 60 * self.arguments.minutes - (time.monotonic() - self.began)
 
+    def need(self, seconds: float) -> None:
+        """Stop where less is left."""
+        if self.left() < seconds:
+            raise NoTimeError(f"{self.left():.0f} s are left, {seconds:.0f} s are needed")
+
     def go(self) -> int:
         """Run the parts; 0 when all of them came to an end."""
         ok = True
-        parts: tuple[tuple[str, float, Callable[[], Any]], ...] = (
-            ("engines", 30, self.engines), ("solvers", 10, self.solvers), ("table", 60, self.table),
-            ("prunings", 30, self.prunings), ("targets", 60, self.targets), ("others", 20, self.others),
-        )  # fmt: skip
-        for name, least, part in parts:
-            began = time.monotonic()
+        signal.signal(signal.SIGALRM, _time_is_up)
+        for name in self.arguments.parts:
+            began, part = time.monotonic(), getattr(self, name)
+            found: dict[str, Any] = {}
             try:
-                if self.left() < least:
-                    raise TimeoutError(f"{self.left():.0f} s are left, {least:.0f} s are needed")
-                self.results[name] = part()
+                self.need(PARTS[name])
+                signal.setitimer(signal.ITIMER_REAL, max(self.left(), 1e-3))
+                part(found)
             except Exception as error:  # the other parts go on
                 ok = False
-                self.results[name] = {"error": f"{type(error).__name__}: {error}"}
+                found["error"] = f"{type(error).__name__}: {error}"
                 traceback.print_exc()
-            self.results[name]["seconds"] = time.monotonic() - began
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            found["seconds"] = time.monotonic() - began
+            self.results[name] = found
             write_texts(
                 {self.arguments.out: json.dumps(self.results, indent=1, default=float)}, "the results"
             )
-            print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"{name}: {found['seconds']:.0f} s" + (f", {found['error']}" if "error" in found else ""),
+                flush=True,
+            )
         self.backend.close()
         return 0 if ok else 1
 
     # ---- 1: engines against PyTorch -------------------------------------------------------------------------
 
-    def engines(self) -> dict[str, Any]:
+    def engines(self, found: dict[str, Any]) -> None:
         """Dense engines in fp16 at the batch and at 1, and in fp32 without TF32: outputs, latency, layers."""
-        found: dict[str, Any] = {}
         exact = self.make_backend("fp32")
         for name, backend, batch in (
             ("fp16", self.backend, self.arguments.batch), ("fp16_batch1", self.backend, 1), ("fp32", exact, 8)
         ):  # fmt: skip
+            self.need(self.longest_build)
+            began = time.monotonic()
             x = torch.randn(batch, 3, self.arguments.side, self.arguments.side)
             path = self.folder / f"{name}.onnx"
             engine = backend.compile(copy.deepcopy(self.model).cpu(), (x,), path)
-            with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
-                expected = self.model(x.to(self.device)).float().cpu().numpy()
+            self.longest_build = max(self.longest_build, time.monotonic() - began)
+            expected = reference_outputs(self.model, (x.to(self.device),))[0]
             error = float(np.abs(engine.run([x.numpy()])[0] - expected).max() / np.abs(expected).max())
             timings = {
                 mode: backend.ask("measure", key=engine._key, timing={"graph": mode == "graph"})["measured"]
@@ -126,26 +166,46 @@ class Bench:
                            "layers": engine.layers(), "clocks": backend.ask("clocks")["clocks"]}  # fmt: skip
             engine.close()
         exact.close()
-        return found
 
     # ---- 2: a table against engines -------------------------------------------------------------------------
 
-    def table(self) -> dict[str, Any]:
+    def table(self, found: dict[str, Any]) -> None:
         """The table of the network's blocks."""
         a = self.arguments
         table = LatencyTable(a.table or self.folder / "table.sqlite")
-        self.cost = LatencyCost(table, self.backend)
+        cost = LatencyCost(table, self.backend)
+        cost.progress = lambda state: self.watch(state, found)
         x = torch.randn(a.batch, 3, a.side, a.side)
-        self.prepared = smcp_fx.prepare(copy.deepcopy(self.model).cpu(), (x,), cost=self.cost)
-        report = self.cost.report
+        self.prepared = smcp_fx.prepare(copy.deepcopy(self.model).cpu(), (x,), cost=cost)
+        self.cost, report = cost, cost.report
         assert report is not None
         error = table.held_out_error(self.cost.blocks, self.backend.fingerprint())
-        return {
-            "blocks": len(self.cost.blocks), "rows": report.measured, "reused": report.reused,
+        found |= {
+            "complete": True, "blocks": len(self.cost.blocks), "rows": report.measured, "reused": report.reused,
             "measuring_seconds": report.seconds, "failed": report.failed, "unstable": len(report.unstable),
             "held_out": {"points": error.points, "median": error.median, "p95": error.p95, "largest": error.largest},
             "run_overhead_ms": table.run_overhead(self.backend.fingerprint()), "builders": a.builders,
         }  # fmt: skip
+
+    def watch(self, state: Progress, found: dict[str, Any]) -> None:
+        """Keep how far the table is, and stop it in time for what comes after it."""
+        found |= {"complete": False, "rows": state.measured, "remaining_seconds": state.remaining_seconds}
+        later = set(self.arguments.parts) & {"prunings", "targets", "others"}
+        self.need(AFTER_TABLE if later else 5)
+
+    def priced(self) -> LatencyCost:
+        """The table's prices; made from its rows where this call did not measure it."""
+        if self.cost is None and "table" not in self.arguments.parts:
+            self.table({})
+        if self.cost is None:
+            raise RuntimeError("the table is not complete: see there, and go on with --folder and --parts")
+        return self.cost
+
+    def dense_engine(self) -> Any:
+        """The dense network's engine, as it is emitted: built once."""
+        if self.dense is None:
+            self.dense = self.emitted(self.priced().full_counts, "dense")
+        return self.dense
 
     def emitted(self, counts: Mapping[str, int], name: str) -> Any:
         """An engine of the network with the first so many units of each group."""
@@ -155,75 +215,85 @@ class Bench:
 
     def engine_of(self, module: nn.Module, name: str) -> Any:
         """An engine of a module at the batch."""
-        a = self.arguments
-        return self.backend.compile(
+        a, began = self.arguments, time.monotonic()
+        self.need(self.longest_build)
+        engine = self.backend.compile(
             module, (torch.randn(a.batch, 3, a.side, a.side),), self.folder / f"{name}.onnx"
         )
+        self.longest_build = max(self.longest_build, time.monotonic() - began)
+        return engine
 
-    def prunings(self) -> dict[str, Any]:
+    def prunings(self, found: dict[str, Any]) -> None:
         """Sum of the table against engines: the dense network and random prunings of five sizes."""
-        assert self.cost is not None
-        rng, full = np.random.default_rng(0), self.cost.full_counts
+        prices_of = self.priced()
+        rng, full = np.random.default_rng(0), prices_of.full_counts
         permitted = self.prepared.pruner.cost.permitted
-        self.dense = self.emitted(full, "dense")
-        rows: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = found.setdefault("networks", [])
         for keep in (1.0, *KEEP):
             counts = dict(full)
             for name, allowed in permitted.items():
                 share = float(np.clip(rng.normal(keep, 0.15), 0.1, 1.0)) if keep < 1 else 1.0
                 counts[name] = min(allowed, key=lambda count, top=allowed[-1], s=share: abs(count - s * top))
-            engine = self.dense if keep == 1 else self.emitted(counts, f"keep{keep}")
+            engine = self.dense_engine() if keep == 1 else self.emitted(counts, f"keep{keep}")
             measured = engine.latency()
-            cost = self.cost.around(counts)
-            prices = {term.name: term.cost(counts) for term in cost.terms}
+            prices = {term.name: term.cost(counts) for term in prices_of.around(counts).terms}
             rows.append({
-                "keep": keep, "predicted_ms": self.cost.latency(counts), "measured_ms": measured.median_ms,
-                "spread": measured.spread, "layers": blocks_beside_layers(self.cost.blocks, prices, engine.layers()),
+                "keep": keep, "predicted_ms": prices_of.latency(counts), "measured_ms": measured.median_ms,
+                "spread": measured.spread, "layers": blocks_beside_layers(prices_of.blocks, prices, engine.layers()),
             })  # fmt: skip
             if engine is not self.dense:
                 engine.close()
-        predicted, measured_ms = (
-            np.array([row[key] for row in rows]) for key in ("predicted_ms", "measured_ms")
-        )
-        errors = np.abs(predicted / measured_ms - 1)
-        return {
-            "mean_absolute_error": float(errors.mean()), "largest_error": float(errors.max()),
-            "spearman": float(spearmanr(predicted, measured_ms)[0]), "networks": rows,
-        }  # fmt: skip
+            found |= agreement(rows)
 
     # ---- 3: targets -----------------------------------------------------------------------------------------
 
-    def targets(self) -> dict[str, Any]:
+    def targets(self, found: dict[str, Any]) -> None:
         """Importances from a few hundred steps on generated images; then each target, measured beside the dense."""
-        assert self.dense is not None
-        prepared, found = self.prepared, dict[str, Any]()
+        self.priced()
+        dense, prepared = self.dense_engine(), self.prepared
         free = (group for group in prepared.channels.groups if group.free)
         prepared.set_masks({g.name: torch.ones(g.size, dtype=torch.bool) for g in free})
-        losses = self.train(prepared)
-        for asked in TARGETS:
-            prepared.pruner.correction, tried = 1.0, []
-            for _ in range(3):
-                solve = prepared.pruner.solve(asked)
-                with self.engine_of(smcp_fx.convert(prepared), f"target{asked}") as engine:
-                    dense, pruned = measure_interleaved([self.dense, engine])
-                fraction = pruned.median_ms / dense.median_ms
-                tried.append({"predicted": solve.cost / prepared.pruner.full_cost, "measured": fraction})
-                if abs(fraction - asked) <= 0.01 or self.left() < 30:
-                    break
-                prepared.pruner.correction *= fraction / asked
-            found[str(asked)] = {"first": tried[0], "best": min(tried, key=lambda t: abs(t["measured"] - asked)),
-                                 "tried": tried}  # fmt: skip
-        return {"steps": self.arguments.steps, "losses": losses, "targets": found}
+        found |= {"steps": self.arguments.steps, "losses": self.train(prepared)}
+        tried: dict[float, list[dict[str, Any]]] = {asked: [] for asked in TARGETS}
+        corrections = dict.fromkeys(TARGETS, 1.0)
+        for _ in range(TRIES):  # each target once, before any of them again
+            for asked, tries in tried.items():
+                if tries and ("error" in tries[-1] or abs(tries[-1]["measured"] - asked) <= 0.01):
+                    continue
+                prepared.pruner.correction = corrections[asked]
+                try:
+                    solve = prepared.pruner.solve(asked)
+                except InfeasibleBudgetError as error:
+                    tries.append({"error": str(error)})
+                else:
+                    tries.append(self.held_against(dense, solve, f"target{asked}"))
+                    # as the compiler corrects: the same error is expected of the next choice
+                    corrections[asked] = tries[-1]["measured"] / tries[-1]["predicted"]
+                found["targets"] = {
+                    str(target): summary(target, done) for target, done in tried.items() if done
+                }
+        if any("error" in tries[0] for tries in tried.values()):
+            raise RuntimeError("a target cannot be reached: see there")
+
+    def held_against(self, dense: Engine, solve: Any, name: str) -> dict[str, float]:
+        """What a solve's network was predicted to take, and takes, as fractions of the dense one."""
+        with self.engine_of(smcp_fx.convert(self.prepared), name) as engine:
+            before, pruned = measure_interleaved([dense, engine])
+        return {
+            "predicted": solve.cost / self.prepared.pruner.full_cost,
+            "measured": pruned.median_ms / before.median_ms, "dense_ms": before.median_ms,
+        }  # fmt: skip
 
     def train(self, prepared: Any) -> list[float]:
         """Train on images whose class is a pattern's direction, gathering importance; returns some losses."""
         a, generator = self.arguments, torch.Generator().manual_seed(0)
         prepared.to(self.device).train()
         optimizer = torch.optim.SGD(prepared.parameters(), 0.01, momentum=0.9)
-        patterns, losses = torch.randn(10, 3, 96, 96, generator=generator), []
+        side = min(a.side, 96)
+        patterns, losses = torch.randn(10, 3, side, side, generator=generator), list[float]()
         for step in range(a.steps):
             labels = torch.randint(10, (32,), generator=generator)
-            images = patterns[labels] + torch.randn(32, 3, 96, 96, generator=generator)
+            images = patterns[labels] + torch.randn(32, 3, side, side, generator=generator)
             with torch.autocast(self.device, torch.bfloat16):
                 loss = nn.functional.cross_entropy(prepared(images.to(self.device)), labels.to(self.device))
             optimizer.zero_grad()
@@ -237,11 +307,11 @@ class Bench:
 
     # ---- 4: solvers on the GPU ------------------------------------------------------------------------------
 
-    def solvers(self) -> dict[str, Any]:
+    def solvers(self, found: dict[str, Any]) -> None:
         """The knapsack, and the allocator with its values on the GPU, against the CPU."""
         if self.device != "cuda":
             raise RuntimeError("PyTorch finds no GPU")
-        rng, found = np.random.default_rng(0), dict[str, Any]()
+        rng = np.random.default_rng(0)
         values = [torch.tensor(np.sort(rng.random(64)).cumsum()) for _ in range(60)]
         costs = [torch.tensor(np.sort(rng.integers(1, 10**6, 64)).astype(np.float64)) for _ in range(60)]
         capacity = float(np.floor(0.4 * sum(float(c.max()) for c in costs)))
@@ -264,31 +334,40 @@ class Bench:
             prepared.pruner.solve()
             found[f"allocator_{where}_seconds"] = time.perf_counter() - began
         found["allocator_same_counts"] = on_cpu.pruner.counts == on_gpu.pruner.counts
-        return found
 
-    # ---- other ways to run it -------------------------------------------------------------------------------
-
-    def others(self) -> dict[str, Any]:
-        """The dense network in PyTorch eager and compiled (channels-last, fp16) and in ONNX Runtime, where it is."""
-        a, found = self.arguments, dict[str, Any]()
-        x = torch.randn(a.batch, 3, a.side, a.side, dtype=torch.float16).contiguous(
-            memory_format=torch.channels_last
-        )
-        module = copy.deepcopy(self.model).half().to(memory_format=torch.channels_last)
-        for name, kind, options in (
-            ("torch_eager", "torch", {"device": "cuda"}),
-            ("torch_compile", "torch", {"device": "cuda", "compiled": True, "graph_replay": False}),
-            ("onnxruntime_cuda", "onnxruntime", {"device": "cuda"}),
-        ):
+    def others(self, found: dict[str, Any]) -> None:
+        """The dense network in fp16 in PyTorch and in ONNX Runtime, where these can."""
+        a = self.arguments
+        runtimes = Runtimes(self.model, (a.batch, 3, a.side, a.side), self.folder)
+        for name, way in runtimes.ways().items():
             try:
-                if self.left() < 15:
-                    raise TimeoutError("no time left")
-                given = (module, (x,)) if kind == "torch" else (module.cpu(), (x.contiguous(),))
-                with get_backend(kind, **options).compile(*given) as engine:
-                    found[name] = {"median_ms": engine.latency().median_ms}
+                self.need(15)
+                found[name] = {"median_ms": way()}
+            except (SmcpError, ImportError) as error:
+                found[name] = {"not_available": str(error)[:500]}
             except Exception as error:
                 found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
-        return found
+
+
+def agreement(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """How far predictions are from measurements, over the networks so far."""
+    predicted, measured = (np.array([row[key] for row in rows]) for key in ("predicted_ms", "measured_ms"))
+    errors = np.abs(predicted / measured - 1)
+    found = {"mean_absolute_error": float(errors.mean()), "largest_error": float(errors.max())}
+    if len(rows) > 2:
+        found["spearman"] = float(spearmanr(predicted, measured)[0])
+    return found
+
+
+def summary(asked: float, tries: list[dict[str, Any]]) -> dict[str, Any]:
+    """A target's first try, and the one that came nearest."""
+    measured = [one for one in tries if "measured" in one]
+    best = min(measured, key=lambda one: abs(one["measured"] - asked), default=None)
+    return {"first": tries[0], "best": best, "tried": tries}
+
+
+def _time_is_up(number: int, frame: FrameType | None) -> None:
+    raise NoTimeError("the minutes are over")
 
 
 def main() -> int:
@@ -299,14 +378,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("tensorrt.json"))
     parser.add_argument("--worker-python", default=os.environ.get("TRT_PYTHON"))
     parser.add_argument("--no-library-tactics", action="store_true", help="builder without cuBLAS and cuDNN")
-    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--model", default="torchvision:resnet50", help="or timm:NAME, file.py:factory")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--steps", type=int, default=200, help="of training, for the importances")
     parser.add_argument("--builders", type=int, default=4)
     parser.add_argument("--table", type=Path, help="table to use and extend (default: a new one)")
-    parser.add_argument("--minutes", type=float, default=9.5)
-    return Bench(parser.parse_args()).go()
+    parser.add_argument("--folder", type=Path, help="keep table, engines and timing caches here")
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS), metavar="PART",
+                        help=f"of {' '.join(PARTS)} (default: all)")  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=9.0, help="when to stop (default: 9)")
+    try:
+        return Bench(parser.parse_args()).go()
+    except SmcpError as error:
+        print(f"tensorrt.py: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 if __name__ == "__main__":

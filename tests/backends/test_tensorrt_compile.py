@@ -1,0 +1,80 @@
+"""smcp-compile with TensorRT's stand-in in another Python than this one: files, engines, layers, latencies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from fake_tensorrt import FAKE
+
+from smcp_fx.cli.compile import main
+from smcp_fx.compiler.measuring import Corrector
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 64, 3, 4, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 10, 8), nn.Flatten(),
+    )
+"""
+
+
+def work_ms(file: Path) -> float:
+    """The stand-in's ms for an ONNX file: 1e-3 a node and 1e-7 a weight."""
+    graph = onnx.load(file).graph
+    sizes = {weight.name: float(np.prod(weight.dims)) for weight in graph.initializer}
+    return sum(1e-3 + 1e-7 * sum(sizes.get(name, 0.0) for name in node.input) for node in graph.node)
+
+
+@pytest.mark.parametrize(("version", "precision"), [("10.16.1.11", "fp16")])
+def test_a_run_leaves_engines_and_what_their_layers_take(
+    version: str,
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Corrector, "after", lambda self, solve: None)  # its networks are tested elsewhere
+    (tmp_path / "net.py").write_text(MODEL)
+    out = tmp_path / "out"
+    python = f"env FAKE_TENSORRT={version} PYTHONPATH={FAKE} {sys.executable}"
+    flags = [
+        "--model", f"{tmp_path}/net.py:build", "--out", str(out), "--backend", "tensorrt", "--precision", precision,
+        "--worker-python", python, "--target", "0.8", "--multiple", "32", "--batch", "64", "--dense-epochs", "0",
+        "--epochs", "1", "--version-compatible",
+    ]  # fmt: skip
+    assert main(flags) == 0, capsys.readouterr().err
+
+    report = json.loads((out / "report.json").read_text())
+    assert all((out / file).is_file() for file in report["files"].values())
+    assert {"dense.engine", "dense.engine.json", "pruned.engine", "pruned.engine.json"} <= {
+        *report["files"].values()
+    }
+    assert report["backend"]["version"] == version and report["backend"]["precision"] == precision
+    for side in ("dense", "pruned"):
+        told = json.loads((out / f"{side}.engine.json").read_text())
+        assert told["types"] == {precision: 2}
+        assert told["onnx_sha256"] == hashlib.sha256((out / f"{side}.onnx").read_bytes()).hexdigest()
+        assert told["options"]["version_compatible"] is True
+        assert report[side]["latency_ms"] == pytest.approx(work_ms(out / f"{side}.onnx") + 2e-3)
+        header = json.loads((out / f"{side}.engine").read_bytes().partition(b"\0")[0])
+        assert "VERSION_COMPATIBLE" in header["flags"]
+    assert report["measured_fraction"] == pytest.approx(
+        report["pruned"]["latency_ms"] / report["dense"]["latency_ms"]
+    )
+    assert report["measured_fraction"] == pytest.approx(0.8, abs=0.01)
+    layers = report["engine_layers"]
+    assert [block["layers"] for block in layers["blocks"] if block["measured_ms"]] == [["0"], ["3"]]
+    told_ms = [block["measured_ms"] or 0.0 for block in layers["blocks"]]
+    assert sum(told_ms) + sum(layer["ms"] for layer in layers["other_layers"]) == pytest.approx(
+        work_ms(out / "pruned.onnx")
+    )
+    assert not list((out / "state").glob("candidate*"))
