@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from fake_tensorrt import pretend, small_model
 from onnx import helper, numpy_helper
 from torch import nn
 
-from smcp_fx.backends import get_backend
+from smcp_fx.backends import get_backend, tensorrt_backend
 from smcp_fx.backends.onnx_opset import lower_opset
 from smcp_fx.backends.onnx_precision import cast_model
 from smcp_fx.backends.tensorrt_backend import TOLERANCES
@@ -38,6 +40,26 @@ from torch import nn
 def build():
     return nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU())
 """
+
+
+@pytest.fixture(scope="module")
+def exports() -> dict[str, onnx.ModelProto]:
+    """What was exported already, by network and shapes: the networks here are the same every time."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def export_once(exports: dict[str, onnx.ModelProto], monkeypatch: pytest.MonkeyPatch) -> None:
+    export = tensorrt_backend.export_model_proto
+
+    @functools.wraps(export)
+    def once(module: nn.Module, inputs: tuple[torch.Tensor, ...], **options: Any) -> onnx.ModelProto:
+        key = f"{module} {[tuple(x.shape) for x in inputs]} {options}"
+        if key not in exports:
+            exports[key] = export(module, inputs, **options)
+        return exports[key]
+
+    monkeypatch.setattr(tensorrt_backend, "export_model_proto", once)
 
 
 def network() -> nn.Module:
@@ -139,6 +161,11 @@ def rows(table: Path) -> list[Any]:
     return found
 
 
+def answer_off(todo: Path) -> None:
+    command = [sys.executable, str(todo / "worker.pyz"), str(todo)]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+
+
 def test_a_table_is_filled_on_another_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,12 +186,7 @@ def test_a_table_is_filled_on_another_device(
     assert "rows to measure. On the device: python3 todo/worker.pyz todo." in told
     pretend(monkeypatch)
     for _ in range(4):
-        subprocess.run(
-            [sys.executable, str(todo / "worker.pyz"), str(todo)],
-            check=True,
-            capture_output=True,
-            timeout=100,
-        )
+        answer_off(todo)
         assert main([*asking, "--emit-requests", str(todo), "--read-answers", str(todo)]) == 0
         if "complete for 2 blocks" in capsys.readouterr().out:
             break
@@ -176,7 +198,23 @@ def test_a_table_is_filled_on_another_device(
     # the same rows as this machine would have measured
     assert main(asking) == 0
     assert "0 rows measured" in capsys.readouterr().out
-    answer = next((todo / "answers").glob("[0-9a-f]*.json"))
+    # a row that failed there is asked for again, under a name that the device has not answered
+    answer = next(f for f in (todo / "answers").glob("*.json") if not f.stem.startswith("run"))
+    whole = json.loads(answer.read_text())
+    answer.write_text(json.dumps({k: whole[k] for k in ("id", "about", "finished")} | {"error": "no kernel"}))
+    table.unlink()
+    again = [*asking, "--read-answers", str(todo), "--emit-requests", str(todo)]
+    assert main(again) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "1 failed, 0 requests have no answer" in told and "nothing to measure" in told
+    assert main([*again, "--retry-failed"]) == 1
+    assert "1 rows to measure" in " ".join(capsys.readouterr().out.split())
+    answer_off(todo)
+    assert (todo / "answers" / f"{answer.stem}-2.json").exists()
+    assert main(again) == 0
+    assert "complete for 2 blocks" in capsys.readouterr().out
+    assert {row.widths: row.latency for row in rows(table)} == {row.widths: row.latency for row in found}
+    answer = todo / "answers" / f"{answer.stem}-2.json"
     answer.write_text(answer.read_text()[:40])
     assert main([*asking, "--read-answers", str(todo)]) == 2
     assert f"{answer.name} is no answer, or was cut off" in " ".join(capsys.readouterr().err.split())

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,11 @@ def test_the_worker_imports_nothing_but_numpy_and_the_bindings(tmp_path: Path) -
         timeout=60,
     )
     assert done.returncode == 0 and "--builders" in done.stdout
+    without_numpy = [sys.executable, "-S", str(tmp_path / "w.pyz"), "--help"]  # -S: nothing but the library
+    done = subprocess.run(
+        without_numpy, capture_output=True, text=True, timeout=60, env={"PATH": os.environ["PATH"]}
+    )
+    assert done.returncode == 1 and "numpy is not installed for" in done.stderr
 
 
 def built(worker: Any, onnx_file: Path, engine: Path | None = None, **options: Any) -> dict[str, Any]:
@@ -316,6 +322,40 @@ def test_a_builder_that_dies_fails_one_request(monkeypatch: pytest.MonkeyPatch, 
         other.returncode == 2
         and "answers of another device or version (device: Pretend GPU, here B)" in other.stderr
     )
+
+
+def test_an_engine_file_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, "8.6.1")
+    engine = tmp_path / "m.engine"
+    built(InProcess(), small_model(tmp_path / "m.onnx"), engine, lean=True)
+    header = json.loads(engine.read_bytes().partition(b"\0")[0])
+    assert {"VERSION_COMPATIBLE", "EXCLUDE_LEAN_RUNTIME"} <= set(header["flags"])
+    command = [sys.executable, str(archive(tmp_path / "w.pyz")), "--engine", str(engine)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    told = json.loads(done.stdout)
+    work = 3e-3 + 2 * 576e-7
+    assert told["alone"]["median_ms"] == pytest.approx(work + 2e-3)
+    assert told["in a row"]["median_ms"] == pytest.approx(work + 2e-3 / 50)
+    assert told["engine"]["inputs"][0]["shape"] == [2, 8, 6, 6]
+
+
+def test_an_interrupted_question_leaves_no_answer_for_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = "import sys, time, json\nfor n, line in enumerate(sys.stdin):\n"
+    slow += "    time.sleep(0.2)\n    print(json.dumps({'ok': True, **json.loads(line)}), flush=True)\n"
+    worker = WorkerProcess([sys.executable, "-c", slow])
+    worker.ask("first")
+    with monkeypatch.context() as patch:
+
+        def interrupt(timeout: float) -> str:
+            raise KeyboardInterrupt
+
+        patch.setattr(worker, "_answers", SimpleNamespace(get=interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            worker.ask("second")
+    assert worker.ask("third")["op"] == "third"
+    worker.close()
 
 
 def test_a_builder_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
