@@ -68,21 +68,21 @@ class RecipeTrainer:
         self._draws = torch.Generator()
         self._batches = self._loader(task.train, training.batch, self._sampler)
 
-    def run(self, finished: Callable[[EpochResult], None], solved: Callable[[], None] | None = None) -> None:
+    def run(self, finished: Callable[[EpochResult], None]) -> None:
         """Train to the end from wherever the trainer stands."""
         call = self._on_all_ranks()
         schedule = self.timeline.schedule
         while self.step < schedule.total_steps:
             epoch = self.step // schedule.steps_per_epoch
             began = time.monotonic()
-            loss = self._epoch(epoch, call, solved)
+            loss = self._epoch(epoch, call)
             values = self.evaluate() if self.timeline.evaluated(self.step) else {}
             rate = self.timeline.rate(self.step - 1)
             self.results.append(EpochResult(epoch + 1, loss, rate, time.monotonic() - began, values))
             self.save()
             finished(self.results[-1])
 
-    def _epoch(self, epoch: int, call: nn.Module, solved: Callable[[], None] | None) -> float:
+    def _epoch(self, epoch: int, call: nn.Module) -> float:
         """One epoch, or what is left of the last one; returns the mean loss of this rank."""
         pruner = self.network.pruner if isinstance(self.network, PreparedModel) else None
         call.train()
@@ -104,9 +104,7 @@ class RecipeTrainer:
             self.optimizer.zero_grad(set_to_none=True)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             if pruner is not None:
-                solve = pruner.step(self.scaler if self.mixed else None)
-                if solve is not None and solved is not None:
-                    solved()
+                pruner.step(self.scaler if self.mixed else None)
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.step += 1

@@ -125,7 +125,7 @@ class _Run:
             settings.workers, norms,
         )  # fmt: skip
         dense = self._start(trainer, task)
-        trainer.run(self._tell, self._reprice(trained))
+        trainer.run(self._tell)
         values, measured = self._finish(trained, trainer)
         record = self._record(trained, timeline, values, {**dense, **measured}, time.monotonic() - began)
         if ranks.rank() == 0:
@@ -203,7 +203,6 @@ class _Run:
         """Take the checkpoint up where there is one; return what the unpruned network is like."""
         file = self.settings.folder / "dense.json"
         if self.settings.resume and trainer.load():
-            self._reprice_now(trainer.network)
             self.console.print(
                 f"Going on behind step {trainer.step} of {trainer.timeline.schedule.total_steps}."
             )
@@ -217,14 +216,6 @@ class _Run:
         return values
 
     # ---- while training ---------------------------------------------------------------------------------
-
-    def _reprice(self, network: nn.Module) -> Any:
-        return lambda: self._reprice_now(network)
-
-    def _reprice_now(self, network: nn.Module) -> None:
-        """Price the next solve around the present counts: how cold weights are follows from all of them."""
-        if isinstance(self.cost, LatencyCost) and isinstance(network, PreparedModel):
-            network.pruner.cost = self.cost.around(network.pruner.counts)
 
     def _tell(self, result: EpochResult) -> None:
         parts = [f"epoch {result.epoch}", f"loss {result.loss:.4g}", f"rate {result.rate:.3g}"]

@@ -142,8 +142,7 @@ def run_case(case: Case, dense: SmallResNet, task: Task, seed: int, latency: Lat
     noted = _AtStop(task, prepared, schedule.last_step)
 
     def before_step(_: int) -> bool:
-        if pruner.step() is not None and latency is not None and case.cost == "latency":
-            pruner.cost = latency.around(pruner.counts)  # how cold the weights are follows from all counts
+        pruner.step()
         return False
 
     _fit(task, prepared, seed, before_step, noted)
