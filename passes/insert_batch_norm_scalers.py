@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.propagation import Layer, Norm
+from smcp_fx.channels.trail import Layer, Norm
 from smcp_fx.masking import SCALES, GammaGradient
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.weight_products import insert_product, require_buffer

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import fx
 
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.propagation import Layer
+from smcp_fx.channels.trail import Layer
 from smcp_fx.masking import MASKS, MaskMode
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.weight_products import insert_product, require_buffer

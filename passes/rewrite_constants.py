@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compress, varied_dims
 from smcp_fx.channels.operations import operation_name
-from smcp_fx.channels.propagation import ParameterRef
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.channels.rules_movement import known_values, move, perform
+from smcp_fx.channels.trail import ParameterRef
 from smcp_fx.errors import PassError
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.shape_tracer import plain_lists

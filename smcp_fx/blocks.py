@@ -23,8 +23,9 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.graph import RULES
 from smcp_fx.channels.labels import along, compress, varied_dims
 from smcp_fx.channels.operations import describe, operation_name
-from smcp_fx.channels.propagation import Propagation, TensorInfo
+from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
+from smcp_fx.channels.trail import TensorInfo
 from smcp_fx.channels.units import close
 from smcp_fx.cost_model import Width
 from smcp_fx.tracing import Traced

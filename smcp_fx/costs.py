@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.labels import varied_dims
-from smcp_fx.channels.propagation import Layer
+from smcp_fx.channels.trail import Layer
 from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
 from smcp_fx.errors import InputError
 from smcp_fx.tracing import Traced

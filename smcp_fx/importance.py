@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from smcp_fx import ranks
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.propagation import Layer
+from smcp_fx.channels.trail import Layer
 from smcp_fx.config import ImportanceRule
 from smcp_fx.errors import TrainingError
 from smcp_fx.passes.insert_soft_masks import masked_layers

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.propagation import Layer
+from smcp_fx.channels.trail import Layer
 from smcp_fx.errors import InputError
 from smcp_fx.passes.insert_batch_norm_scalers import norm_sources, scale_name, scaled_norms
 from smcp_fx.passes.insert_soft_masks import mask_name, masked_layers

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from smcp_fx.channels.operations import operation_name
-from smcp_fx.channels.propagation import TensorInfo
+from smcp_fx.channels.trail import TensorInfo
 
 _EXPANSIONS = {"expand", "expandas", "broadcastto", "repeat"}
 

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx import shape_tracer
-from smcp_fx.channels.propagation import OPAQUE, TensorInfo
+from smcp_fx.channels.trail import OPAQUE, TensorInfo
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.shape_tracer import ShapeTracer, plain_lists
 from smcp_fx.trace_modes import one_graph

@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import narrow_uniform
 from smcp_fx.channels.operations import operation_name
-from smcp_fx.channels.propagation import ParameterRef
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
+from smcp_fx.channels.trail import ParameterRef
 
 if TYPE_CHECKING:
     from smcp_fx.channels.graph import ChannelGraph

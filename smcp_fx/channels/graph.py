@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels import rules_elementwise, rules_layers, rules_movement, rules_products
 from smcp_fx.channels.branches import Branches, bits
 from smcp_fx.channels.labels import narrow_uniform
-from smcp_fx.channels.propagation import Layer, Norm, Propagation, Rule, Trail
+from smcp_fx.channels.propagation import Propagation, Rule
+from smcp_fx.channels.trail import Layer, Norm, Trail
 from smcp_fx.channels.units import Units, Why, close
 from smcp_fx.cost_model import Width
 from smcp_fx.errors import InputError

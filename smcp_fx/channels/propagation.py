@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,137 +20,16 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import along, compress, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.operations import describe, operation_name
-
-# What a graph tells of its nodes in their ``meta``:
-#: On a placeholder or the output: where the tensors come from, or why they stay, in place of the usual words.
-ORIGIN = "smcp_origin"
-#: On the output: the places, among its tensors, of those that need not stay for its sake.
-PASSED_ON = "smcp_passed_on"
-#: On a module's call: why nothing is known of the inside, whatever the module is.
-OPAQUE = "smcp_opaque"
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What the example run showed of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class ParameterRef:
-    """A parameter or buffer read by a `get_attr` node; labelled only when an operation needs its elements."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ConstantRef(ParameterRef):
-    """A tensor of integers or booleans that the model holds: its values are known, an index by it is executed."""
-
-    value: Tensor = field(compare=False)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One node about to be executed on labels."""
-
-    node: fx.Node
-    name: str | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    module: nn.Module | None
-    value: Any  # the recorded output: TensorInfo in place of tensors
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the (first) output tensor."""
-        return next(v.shape for v in pytree.tree_leaves(self.value) if isinstance(v, TensorInfo))
-
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """Return an argument given by position or by name."""
-        if len(self.args) > position:
-            return self.args[position]
-        return self.kwargs.get(name, default)
-
-    def option(self, position: int, name: str, default: Any = None) -> Any:
-        """Return a setting: the module's field of that name, or the function's argument."""
-        if self.module is not None:
-            return getattr(self.module, name)
-        return self.argument(position, name, default)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A convolution or linear: where its weight's input and output channels are, and their labels.
-
-    ``in_labels`` has one label per slot of ``weight``'s dimension ``in_dim``, ``out_labels`` of ``out_dim``
-    (grouped convolutions keep in_channels / groups resp. out_channels / groups slots on one of them).
-    """
-
-    node: str
-    path: str  # module path; the weight's name for functional calls
-    kind: str  # "dense", "depthwise"
-    weight: str
-    bias: str | None
-    in_dim: int
-    out_dim: int
-    groups: int
-    in_labels: Tensor
-    out_labels: Tensor
-    output_channels: Tensor  # labels of the output's channels, all of them
-    input_channels: Tensor
-    images: int  # batch size of the example run
-    in_shape: tuple[int, ...]
-    out_shape: tuple[int, ...]
-    transposed: bool
-    weight_shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A batch norm: the labels of its channels, as they arrive."""
-
-    node: str
-    path: str
-    labels: Tensor
-
-
-@dataclass(frozen=True)
-class Shuffle:
-    """A chain of movements that amounts to ``index_select(root, axis, order)``."""
-
-    root: str
-    axis: int
-    order: Tensor
-    through: tuple[str, ...]
-
-
-@dataclass
-class Trail:
-    """What a propagation leaves behind, for the solver."""
-
-    labels: dict[str, Any] = field(default_factory=dict)  # node name -> pytree of label tensors and values
-    ties: list[Tensor] = field(default_factory=list)  # each [2, n]
-    pins: list[tuple[Tensor, int]] = field(default_factory=list)  # labels, index of reason
-    reasons: list[tuple[str, str]] = field(default_factory=list)  # (node, why)
-    slots: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dim -> labels
-    elements: dict[str, Tensor] = field(default_factory=dict)  # parameter -> labels of its shape
-    layers: list[Layer] = field(default_factory=list)
-    norms: list[Norm] = field(default_factory=list)
-    grouped: dict[str, tuple[int, Tensor]] = field(
-        default_factory=dict
-    )  # group norms: groups, channel labels
-    parts: list[str] = field(default_factory=list)  # nodes whose tensors hold a part of another's elements
-    shuffles: dict[str, Shuffle] = field(default_factory=dict)
-    virtual: set[str] = field(default_factory=set)  # nodes exempt from rectangularity
-    origins: dict[tuple[str, int], tuple[int, int]] = field(
-        default_factory=dict
-    )  # (node, nth) -> first, count
-    count: int = 1  # labels handed out, 0 unused
-
+from smcp_fx.channels.trail import (
+    OPAQUE,
+    ORIGIN,
+    PASSED_ON,
+    Call,
+    ConstantRef,
+    ParameterRef,
+    TensorInfo,
+    Trail,
+)
 
 Rule = Callable[["Propagation", Call], Any]
 

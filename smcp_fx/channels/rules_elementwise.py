@@ -9,8 +9,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compress, uniform, varied_dims
-from smcp_fx.channels.propagation import Call, Propagation, Rule, TensorInfo, tensor_leaves
+from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
 from smcp_fx.channels.rules_movement import is_movement
+from smcp_fx.channels.trail import Call, TensorInfo
 
 _ELEMENTWISE = """
 abs acos acosh add addcdiv addcmul alphadropout asin asinh atan atan2 atanh bfloat16 bitwiseand

@@ -8,17 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.channels.labels import narrow_uniform
-from smcp_fx.channels.propagation import (
-    Call,
-    Layer,
-    Norm,
-    ParameterRef,
-    Propagation,
-    Rule,
-    channel_labels,
-    place,
-)
+from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place
 from smcp_fx.channels.rules_elementwise import mix
+from smcp_fx.channels.trail import Call, Layer, Norm, ParameterRef
 
 
 def convolution(run: Propagation, call: Call) -> Any:

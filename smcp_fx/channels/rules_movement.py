@@ -11,15 +11,8 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
 from smcp_fx.channels.operations import operation_name
-from smcp_fx.channels.propagation import (
-    Call,
-    ConstantRef,
-    ParameterRef,
-    Propagation,
-    Rule,
-    Shuffle,
-    tensor_leaves,
-)
+from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
+from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Shuffle
 
 _MOVES = """
 broadcastto channelshuffle chunk diagonal expand expandas flatten flip getitem indexselect movedim

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from smcp_fx.channels.labels import uniform, varied_dims
-from smcp_fx.channels.propagation import Call, ParameterRef, Propagation, Rule
+from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.rules_elementwise import bring_together, mix
 from smcp_fx.channels.rules_layers import dense
+from smcp_fx.channels.trail import Call, ParameterRef
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from smcp_fx.channels import ChannelGraph, build
 from smcp_fx.channels.graph import Group
-from smcp_fx.channels.propagation import Layer
+from smcp_fx.channels.trail import Layer
 from smcp_fx.compiler.models import build_model
 from smcp_fx.errors import InputError
 from smcp_fx.prepare import trace_parts

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.propagation import ORIGIN, PASSED_ON
+from smcp_fx.channels.trail import ORIGIN, PASSED_ON
 from smcp_fx.errors import TraceError
 from smcp_fx.regions.finding import Region, Split
 from smcp_fx.regions.running import CALL, sharing

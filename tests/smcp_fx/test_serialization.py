@@ -23,24 +23,12 @@ from saved_models import (
     LeavesWithChildren,
     assert_same_module,
     prune_and_convert,
-    resnet_model,
     round_trip,
-    small_model,
 )
 from torch import fx, nn
 
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.serialization import load, read_metadata, save
-
-
-@pytest.fixture
-def resnet() -> fx.GraphModule:
-    return resnet_model()
-
-
-@pytest.fixture
-def small() -> fx.GraphModule:
-    return small_model()
 
 
 @pytest.mark.parametrize(

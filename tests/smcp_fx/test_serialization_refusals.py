@@ -16,7 +16,6 @@ import torch
 from saved_models import (
     SharedModules,
     edit_manifest,
-    resnet_model,
     small_model,
 )
 from torch import Tensor, fx, nn
@@ -24,16 +23,6 @@ from torch import Tensor, fx, nn
 import smcp_fx
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.serialization import load, save
-
-
-@pytest.fixture
-def resnet() -> fx.GraphModule:
-    return resnet_model()
-
-
-@pytest.fixture
-def small() -> fx.GraphModule:
-    return small_model()
 
 
 @pytest.fixture
