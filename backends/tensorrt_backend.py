@@ -13,6 +13,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -229,9 +230,12 @@ class TensorRTBackend(Backend):
             return
         workers = [self._worker(number) for number in range(self._builders)]
         jobs = [(point, self._written(self._models.model(block, point))) for point in wanted]
+        stopped = threading.Event()
 
         def build(number: int) -> None:
             for point, onnx_file in jobs[number :: len(workers)]:
+                if stopped.is_set():
+                    return
                 engine = onnx_file.with_suffix(".engine")
                 found: Path | BackendError = engine
                 try:
@@ -242,7 +246,10 @@ class TensorRTBackend(Backend):
                 self._prebuilt[block.signature, point] = found
 
         with ThreadPoolExecutor(len(workers)) as pool:
-            list(pool.map(build, range(len(workers))))
+            try:
+                list(pool.map(build, range(len(workers))))
+            finally:  # interrupted: what is being built is waited for, the rest is not
+                stopped.set()
 
     # ---- engines --------------------------------------------------------------------------------------------
 
@@ -265,6 +272,11 @@ class TensorRTBackend(Backend):
             else:
                 self.ask("load", engine=str(engine), key=key)
             yield key
+        except BackendError:  # the next engine wants its memory
+            with contextlib.suppress(BackendError):
+                self.ask("unload", key=key)
+            raise
+        else:
             self.ask("unload", key=key)
         finally:
             for file in (onnx_file, engine, description(engine) if engine else None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -58,9 +59,10 @@ def emit_requests(
     jobs: dict[str, dict[str, Any]] = {}
     if (folder / "requests.json").exists():
         before = _requests(folder)
-        if before["options"] != built:
+        if before.get("options") != built:
             raise TableError(
-                f"{folder} holds requests with other options ({before['options']}, not {built}): use another folder"
+                f"{folder} holds requests with other options ({before.get('options')}, not {built}): use another "
+                "folder"
             )
         jobs = {job["id"]: job for job in before["jobs"]}
     models = BlockModels(OPSET)
@@ -93,13 +95,27 @@ def _answer(folder: Path, number: str) -> Path:
     return folder / "answers" / f"{number}.json"
 
 
+def _read_answer(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> TableError:
+    return TableError(
+        f"{file} is no answer, or was cut off: {type(error).__name__}: {error}. Take it from the device again, or "
+        "delete it there and here to have it measured again"
+    )
+
+
 def _number(folder: Path, point_id: str, jobs: dict[str, dict[str, Any]], retry_failed: bool) -> str:
     """Return the name of a point's request; a failed one is taken out of ``jobs`` where it is to be tried again."""
     tries = [number for number in jobs if number.split("-")[0] == point_id]
     number = tries[-1] if tries else point_id
     if not retry_failed or not _answer(folder, number).exists():
         return number
-    if "error" not in json.loads(_answer(folder, number).read_text(encoding="utf-8")):
+    if "error" not in _read_answer(_answer(folder, number)):
         return number
     jobs.pop(number, None)
     return f"{point_id}-{int(number.partition('-')[2] or 1) + 1}"
@@ -116,27 +132,26 @@ def read_answers(folder: Path) -> Answers:
         if not file.exists():
             unanswered += 1
             continue
+        answer = _read_answer(file)
         try:
-            answer = json.loads(file.read_text(encoding="utf-8"))
             here = fingerprint_of(answer["about"], BuildOptions.from_json(job["options"]))
-            measured = answer.get("measured")
-            latency = BlockLatency(measurement(measured)) if measured else None
-            if latency is None and "error" not in answer:
-                raise KeyError("measured")
-            if fingerprint is not None and here != fingerprint:
-                raise TableError(
-                    f"{file} is of {here.describe()}, others of {fingerprint.describe()}: not mixed"
-                )
-        except (OSError, ValueError, KeyError, TypeError, WorkerError) as error:
-            raise TableError(
-                f"{file} is no answer, or was cut off: {type(error).__name__}: {error}"
-            ) from error
+            latency = BlockLatency(measurement(answer["measured"])) if "measured" in answer else None
+            reason = None if latency else str(answer["error"])
+            finished = float(answer["finished"])
+            if answer["id"] != job["id"] or answer.get("build", job)["options"] != job["options"]:
+                raise ValueError("it answers another request")
+        except (ValueError, KeyError, TypeError, WorkerError) as error:
+            raise _unreadable(file, error) from error
+        if latency and not 0 < latency.hot.median_ms < math.inf:
+            raise _unreadable(file, ValueError(f"{latency.hot.median_ms} ms"))
+        if fingerprint is not None and here != fingerprint:
+            raise TableError(f"{file} is of {here.describe()}, others of {fingerprint.describe()}: not mixed")
         fingerprint = here
         found[job["id"]] = answer
         if "signature" in job:
-            reason = None if latency else str(answer["error"])
-            rows.append(Row(job["block"], job["signature"], tuple(job["widths"]), here, latency, reason,
-                            float(answer["finished"])))  # fmt: skip
+            rows.append(
+                Row(job["block"], job["signature"], tuple(job["widths"]), here, latency, reason, finished)
+            )
     rows += _run_row(found, fingerprint)
     return Answers(tuple(rows), unanswered, fingerprint)
 
@@ -148,7 +163,7 @@ def device_of(folder: Path, options: BuildOptions) -> Fingerprint | None:
         return None
     try:
         return fingerprint_of(json.loads(file.read_text(encoding="utf-8")), replace(options, block=True))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise TableError(f"{file} is damaged ({error}); take it from the device again") from error
 
 

@@ -53,11 +53,17 @@ class BuildOptions:
         options = cls(**{**values, **lists})
         if options.precision not in PRECISIONS:
             raise WorkerError(f"precision {options.precision!r}: choose from {', '.join(PRECISIONS)}")
+        batch = options.batch
+        if batch is not None and (len(batch) != 3 or sorted(batch) != list(batch) or batch[0] < 1):
+            raise WorkerError(f"batch {list(batch)}: give [least, usual, largest], each at least 1")
         return options
 
 
 class Builder:
-    """Builds engines with one TensorRT. ``cache`` is the timing cache's content, which grows with every build."""
+    """Builds engines with one TensorRT.
+
+    ``cache`` is the timing cache's content, which grows with every build; `learn` adds another one's.
+    """
 
     def __init__(self, trt: ModuleType, logger: Any, cache: bytes = b"") -> None:
         if not hasattr(trt, "Builder"):
@@ -67,6 +73,7 @@ class Builder:
             )
         self._trt, self._logger, self.cache = trt, logger, cache
         self._version = major_minor(trt.__version__)
+        self._products = {getattr(trt.LayerType, name) for name in _PRODUCTS if hasattr(trt.LayerType, name)}
         logger.clear()
         try:
             self._builder = trt.Builder(logger)
@@ -77,15 +84,31 @@ class Builder:
         """Return the serialised engine and what is known of its making; `WorkerError` with TensorRT's own words."""
         self._check(options)
         began, notes = time.perf_counter(), list[str]()
-        plan, nodes = self._attempt(onnx, options, options.block)
+        plan, network = self._attempt(onnx, options, options.block)
         if plan is None and options.block:  # a layer that takes the plain layout only
             notes.append("plain layouts: no kernel takes the others")
-            plan, nodes = self._attempt(onnx, options, False)
+            plan, network = self._attempt(onnx, options, False)
         if plan is None:
             raise WorkerError(
                 f"TensorRT {self._trt.__version__} cannot build {onnx.name}: {self._logger.told()}"
             )
-        return plan, {"seconds": time.perf_counter() - began, "nodes": nodes, "notes": notes}
+        return plan, {"seconds": time.perf_counter() - began, **network, "notes": notes}
+
+    def learn(self, cache: bytes) -> None:
+        """Add what another process has timed, where this TensorRT can read it."""
+        if not cache or cache == self.cache:
+            return
+        config = self._builder.create_builder_config()
+        own, other = (self._readable(config, content) for content in (self.cache, cache))
+        if own is None and other is not None:
+            self.cache = cache
+        elif other is not None and own.combine(other, False):
+            self.cache = bytes(own.serialize())
+
+    def _readable(self, config: Any, cache: bytes) -> Any:
+        """Return a timing cache of this content; None where it is damaged or another version's."""
+        found = config.create_timing_cache(cache)
+        return found if found is not None and config.set_timing_cache(found, False) else None
 
     def _check(self, options: BuildOptions) -> None:
         trt, version = self._trt, self._trt.__version__
@@ -100,7 +123,7 @@ class Builder:
         if options.optimization_level is not None and self._version < (8, 6):
             raise WorkerError(f"the builder's optimisation level comes with TensorRT 8.6; this is {version}")
 
-    def _attempt(self, onnx: Path, options: BuildOptions, any_layout: bool) -> tuple[Any, list[str]]:
+    def _attempt(self, onnx: Path, options: BuildOptions, any_layout: bool) -> tuple[Any, dict[str, Any]]:
         trt, builder = self._trt, self._builder
         self._logger.clear()
         flags = 0
@@ -114,12 +137,14 @@ class Builder:
         if any_layout:
             self._open_layouts(network, options.precision)
         self._add_profile(network, config, options)
-        cache = config.create_timing_cache(self.cache)
-        config.set_timing_cache(cache, False)
+        if self._readable(config, self.cache) is None:
+            self._readable(config, b"")
         plan = builder.build_serialized_network(network, config)
         if plan is not None:
             self.cache = bytes(config.get_timing_cache().serialize())
-        return plan, [network.get_layer(index).name for index in range(network.num_layers)]
+        layers = [network.get_layer(index) for index in range(network.num_layers)]
+        products = sum(layer.type in self._products for layer in layers)
+        return plan, {"nodes": [layer.name for layer in layers], "products": products}
 
     def _parse(self, network: Any, onnx: Path) -> None:
         if not onnx.exists():
@@ -182,10 +207,9 @@ class Builder:
             return
         config.set_flag(getattr(trt.BuilderFlag, flag))
         config.set_flag(trt.BuilderFlag.PREFER_PRECISION_CONSTRAINTS)
-        products = {getattr(trt.LayerType, name) for name in _PRODUCTS if hasattr(trt.LayerType, name)}
         for index in range(network.num_layers):
             layer = network.get_layer(index)
-            if layer.type in products:
+            if layer.type in self._products:
                 layer.precision = wanted
 
     def _open_layouts(self, network: Any, precision: str) -> None:

@@ -173,12 +173,17 @@ def archive(path: Path) -> Path:
     return path
 
 
+#: In words that older Pythons read, too.
 _MAIN = """import sys
 
+if sys.version_info < (3, 10):
+    sys.exit("smcp-trt-worker: Python 3.10 or newer is needed, this is %d.%d" % sys.version_info[:2])
 try:
     from tensorrt_worker.main import main
-except ModuleNotFoundError as error:
-    sys.exit(f"smcp-trt-worker: {error.name} is not installed for {sys.executable}: pip install {error.name}")
+except ImportError as error:
+    if (error.name or "tensorrt_worker").split(".")[0] == "tensorrt_worker":
+        raise
+    sys.exit("smcp-trt-worker: %s is not installed for %s: pip install %s" % (error.name, sys.executable, error.name))
 sys.exit(main())
 """
 

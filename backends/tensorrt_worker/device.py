@@ -37,6 +37,10 @@ class Device:
         self.index = index
         self("cudaSetDevice", index)
         self.stream = self("cudaStreamCreateWithFlags", self.api.cudaStreamNonBlocking)
+        self._start, self._stop = self("cudaEventCreate"), self("cudaEventCreate")
+        # nvidia-smi counts GPUs in another order than CUDA does; a GPU that is no PCI device it knows by number.
+        error, bus = (*self.api.cudaDeviceGetPCIBusId(32, index), b"")[:2]
+        self._smi_id = bus.split(b"\0")[0].decode() if int(error) == 0 and bus else str(index)
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         """Call a function of the runtime and return its value."""
@@ -62,24 +66,35 @@ class Device:
     def upload(self, address: int, array: NDArray[Any]) -> None:
         """Copy an array to device memory."""
         data = np.ascontiguousarray(array)
-        kind = self.api.cudaMemcpyKind.cudaMemcpyHostToDevice
-        self("cudaMemcpy", address, data.ctypes.data, data.nbytes, kind)
+        self._copy(address, data.ctypes.data, data.nbytes, self.api.cudaMemcpyKind.cudaMemcpyHostToDevice)
+
+    def fill(self, address: int, pool: NDArray[Any], size: int) -> None:
+        """Repeat ``pool`` over ``size`` bytes of device memory; uploading a batch takes longer than its block."""
+        self.upload(address, pool[: max(1, size // pool.itemsize)])
+        done, kind = pool.nbytes, self.api.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        while done < size:
+            self._copy(address + done, address, min(done, size - done), kind)
+            done *= 2
 
     def download(self, array: NDArray[Any], address: int) -> None:
         """Fill an array from device memory."""
         kind = self.api.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self("cudaMemcpy", array.ctypes.data, address, array.nbytes, kind)
+        self._copy(array.ctypes.data, address, array.nbytes, kind)
+
+    def _copy(self, target: int, source: int, size: int, kind: Any) -> None:
+        # Plain cudaMemcpy may return before the data is there, and this stream does not wait for it.
+        self("cudaMemcpyAsync", target, source, size, kind, self.stream)
+        self.wait()
 
     def stopwatch(self, run: Callable[[], None]) -> Callable[[], float]:
         """Return a function that runs once and returns the ms between two events around it."""
-        start, stop = self("cudaEventCreate"), self("cudaEventCreate")
 
         def once() -> float:
-            self("cudaEventRecord", start, self.stream)
+            self("cudaEventRecord", self._start, self.stream)
             run()
-            self("cudaEventRecord", stop, self.stream)
+            self("cudaEventRecord", self._stop, self.stream)
             self.wait()
-            return float(self("cudaEventElapsedTime", start, stop))
+            return float(self("cudaEventElapsedTime", self._start, self._stop))
 
         return once
 
@@ -95,7 +110,7 @@ class Device:
         finally:
             graph = self("cudaStreamEndCapture", self.stream)
         try:
-            return self("cudaGraphInstantiate", graph, 0)
+            return self("cudaGraphInstantiateWithFlags", graph, 0)  # one signature in CUDA 11, 12 and 13
         finally:
             self("cudaGraphDestroy", graph)
 
@@ -112,7 +127,7 @@ class Device:
             )
         }
         name = self("cudaGetDeviceProperties", of).name
-        driver = _nvidia_smi("driver_version", of) or f"CUDA {self('cudaDriverGetVersion')}"
+        driver = _nvidia_smi("driver_version", self._smi_id) or f"CUDA {self('cudaDriverGetVersion')}"
         return {
             "device": (name.decode() if isinstance(name, bytes) else str(name)).strip("\0 "),
             "compute_capability": f"{get['major']}.{get['minor']}",
@@ -127,7 +142,7 @@ class Device:
 
     def clocks(self) -> dict[str, str] | None:
         """Return clocks (MHz), temperature (C) and power (W) as nvidia-smi tells them now; None without it."""
-        told = _nvidia_smi(_CLOCKS, self.index)
+        told = _nvidia_smi(_CLOCKS, self._smi_id)
         if told is None:
             return None
         return dict(zip(_CLOCKS.split(","), (value.strip() for value in told.split(",")), strict=False))
@@ -136,8 +151,8 @@ class Device:
 _MEMORY = ": the GPU's memory is full. Use a smaller batch or workspace, or end other programs on it"
 
 
-def _nvidia_smi(query: str, index: int) -> str | None:
-    command = ["nvidia-smi", f"--id={index}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+def _nvidia_smi(query: str, gpu: str) -> str | None:
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -25,17 +25,29 @@ _TYPES = (
 )
 #: Layers that multiply and add: what the precision is about.
 _PRODUCTS = re.compile(r"conv|gemm|matrix|matmul|fully.?connected|correlation|gemv", re.I)
+#: The same in the names of kernels, where a layer is called "fusion" only.
+_KERNELS = re.compile(r"gemm|gemv|fprop", re.I)
 _MOVES = re.compile(r"reformat|^copy|noop|shuffle|constant", re.I)
 _ONNX_LAYER = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
 
 
-def parse_layers(text: str) -> list[Layer]:
-    """Return the layers of the inspector's JSON; with their names alone where it is no valid JSON."""
+def parse_layers(text: str) -> list[Layer] | None:
+    """Return the layers of the inspector's JSON about an engine; None where it is no valid JSON."""
     try:
         found = json.loads(text).get("Layers", [])
     except ValueError:  # quotes in a layer's metadata are not escaped
-        found = re.findall(r'"Name"\s*:\s*"([^"]*)"\s*,\s*"LayerType"', text)
+        return None
     return [layer if isinstance(layer, dict) else {"Name": str(layer)} for layer in found]
+
+
+def parse_layer(text: str) -> Layer:
+    """Return one layer of the inspector's JSON; with its name and kind alone where that is no valid JSON."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        told = re.findall(r'"(Name|LayerType)"\s*:\s*"([^"]*)"', text)
+        return dict(reversed(told))  # the first of each is the layer's, the others its tensors'
+    return found if isinstance(found, dict) else {"Name": str(found)}
 
 
 def type_of(text: str) -> str | None:
@@ -48,7 +60,8 @@ def is_product(layer: Layer) -> bool:
     told = f"{layer.get('LayerType', '')} {layer.get('ParameterType', '')}"
     if _MOVES.search(told):
         return False
-    return bool(_PRODUCTS.search(told)) or "Weights" in layer
+    kernel = str(layer.get("TacticName", ""))
+    return bool(_PRODUCTS.search(told)) or "Weights" in layer or bool(_KERNELS.search(kernel))
 
 
 def layer_type(layer: Layer) -> str | None:
@@ -58,10 +71,9 @@ def layer_type(layer: Layer) -> str | None:
     if told is not None and told != "int":
         return told
     for tensor in layer.get("Inputs") or []:
-        words = [
-            str(value) for key, value in tensor.items() if "format" in key.lower() or "type" in key.lower()
-        ]
-        found = type_of(" ".join(words))
+        words = {key.lower(): str(value) for key, value in tensor.items()}
+        formats = " ".join(value for key, value in words.items() if "format" in key)
+        found = type_of(words.get("datatype", "")) or type_of(formats)
         if found is not None:
             return found
     return None

@@ -8,6 +8,7 @@ own: where that dies, one request fails, and the next is taken up by another.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import threading
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from . import PROTOCOL
+from .building import PRECISIONS
 from .client import WorkerProcess
 from .problems import WorkerDied, WorkerError
 from .serving import _write, serve
 
 FORMAT = "smcp_fx tensorrt requests"
+#: Engines that each of several builders makes before they are measured: an interrupted run has lost no more.
+_AHEAD = 8
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,6 +44,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--engine", type=Path, metavar="FILE",
                         help="measure an engine file that is there, say what it takes as JSON, and end")  # fmt: skip
+    parser.add_argument("--onnx", type=Path, metavar="FILE",
+                        help="build its engine beside an ONNX file, measure it, and tell that as JSON")  # fmt: skip
+    parser.add_argument(
+        "--precision", choices=tuple(PRECISIONS), default="fp16", help="of --onnx (default: fp16)"
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N",
+                        help="of --onnx, where the file leaves it open (default: 1)")  # fmt: skip
     parser.add_argument("--gpu", type=int, default=0, metavar="N", help="which GPU (default: 0)")
     parser.add_argument("--lean", action="store_true", help="run engines with tensorrt_lean; builds nothing")
     parser.add_argument("--builders", type=int, default=1, metavar="N",
@@ -55,14 +66,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.serve:
         return serve(arguments.gpu, arguments.lean)
-    if not arguments.about and arguments.engine is None and arguments.folder is None:
-        parser.error("give the folder of requests, --engine FILE, or --about")
+    files = (arguments.folder, arguments.engine, arguments.onnx)
+    if not arguments.about and not any(files):
+        parser.error("give the folder of requests, --onnx FILE, --engine FILE, or --about")
+    if arguments.builders < 1 or arguments.timeout <= 0:
+        parser.error("--builders must be at least 1, --timeout positive")
     command = [*_itself(), "--serve", "--gpu", str(arguments.gpu)] + (["--lean"] if arguments.lean else [])
-    workers = [WorkerProcess(command, arguments.timeout) for _ in range(max(1, arguments.builders))]
+    workers = [WorkerProcess(command, arguments.timeout) for _ in range(arguments.builders)]
     try:
         about = _about(workers[0])
         if arguments.about:
             print(json.dumps(about, indent=1))
+            return 0
+        if arguments.onnx is not None:
+            built = _build_file(arguments.onnx, arguments.precision, arguments.batch, workers[0])
+            print(json.dumps({"about": about, **built}, indent=1))
             return 0
         if arguments.engine is not None:
             print(json.dumps({"about": about, **_measure_file(arguments.engine, workers[0])}, indent=1))
@@ -93,14 +111,14 @@ def work_off(
     say(f"{len(jobs)} requests" + (f", {done} are answered" if done else "") + f"; TensorRT {about['tensorrt']}, "
         f"{about['device']}")  # fmt: skip
     began, failed = time.monotonic(), 0
-    built: dict[str, str] = {}
-    if len(workers) > 1:
-        built = _build_beside(folder, jobs, workers)
+    unbuilt: dict[str, str] = {}
     for number, job in enumerate(jobs, 1):
         answer = {"id": job["id"], "about": about}
+        if len(workers) > 1 and number % (_AHEAD * len(workers)) == 1:
+            unbuilt = _build_beside(folder, jobs[number - 1 :][: _AHEAD * len(workers)], workers)
         try:
-            if job["id"] in built:
-                raise WorkerError(built[job["id"]])
+            if job["id"] in unbuilt:
+                raise WorkerError(unbuilt[job["id"]])
             answer |= _measure(folder, job, workers[0], prebuilt=len(workers) > 1)
         except WorkerError as error:
             answer["error"] = str(error)
@@ -134,22 +152,48 @@ def read_requests(folder: Path) -> dict[str, Any]:
         raise WorkerError(
             f"{file} is no file of requests of version {PROTOCOL}; write it with this version of smcp_fx"
         )
+    jobs = requests.get("jobs")
+    for number, job in enumerate(jobs if isinstance(jobs, list) else [None]):
+        kinds = {"id": str, "onnx": str, "options": dict}
+        if not isinstance(job, dict) or not all(isinstance(job.get(name), k) for name, k in kinds.items()):
+            raise WorkerError(f"{file}: request {number} is none (id, onnx and options): write it again")
     return requests
 
 
 def _measure(folder: Path, job: dict[str, Any], worker: WorkerProcess, prebuilt: bool) -> dict[str, Any]:
-    built = {} if prebuilt else _build(folder, job, worker, "job")
-    if prebuilt:
-        built = worker.ask("load", engine=str(_engine_file(folder, job)), key="job")
-    measured = worker.ask("measure", key="job", timing=job.get("timing"))
-    found = {"build": built["build"], "measured": measured["measured"]}
-    if job.get("layers"):
-        found["layers"] = worker.ask("layers", key="job", nodes=job.get("nodes"))["layers"]
-    found["clocks"] = worker.ask("clocks")["clocks"] if job.get("layers") else None
+    try:
+        if prebuilt:
+            built = worker.ask("load", engine=str(_engine_file(folder, job)), key="job")
+        else:
+            built = _build(folder, job, worker, "job")
+        measured = worker.ask("measure", key="job", timing=job.get("timing"))
+        found = {"build": built["build"], "measured": measured["measured"]}
+        found["clocks"] = worker.ask("clocks")["clocks"]
+        if job.get("layers"):
+            found["layers"] = worker.ask("layers", key="job", nodes=job.get("nodes"))["layers"]
+    except WorkerDied:
+        raise
+    except WorkerError:  # the next engine wants its memory
+        with contextlib.suppress(WorkerError):
+            worker.ask("unload", key="job")
+        raise
+    finally:
+        if not job.get("engine"):
+            _forget_engine(folder, job)
     worker.ask("unload", key="job")
-    if not job.get("engine"):
-        _forget_engine(folder, job)
     return found
+
+
+def _build_file(onnx: Path, precision: str, batch: int, worker: WorkerProcess) -> dict[str, Any]:
+    """Build the engine of an ONNX file beside it, and measure it and its layers."""
+    engine, options = onnx.with_suffix(".engine"), {"precision": precision, "batch": [batch] * 3}
+    cache = Path.home() / ".cache" / "smcp_fx"
+    build = worker.ask("build", onnx=str(onnx), options=options, engine=str(engine), cache=str(cache))[
+        "build"
+    ]
+    measured = _measure_file(engine, worker)
+    layers = worker.ask("layers", key="file", nodes=build["nodes"])["layers"]
+    return {"file": str(engine), "build": build, **measured, "layers": layers}
 
 
 def _measure_file(engine: Path, worker: WorkerProcess) -> dict[str, Any]:
@@ -210,7 +254,12 @@ def _one_device(folder: Path, about: dict[str, Any]) -> None:
     file = folder / "device.json"
     fixed = ("tensorrt", "device", "compute_capability", "driver")
     if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            before = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise WorkerError(
+                f"{file} is damaged ({error}): delete it if all answers in {folder} are this device's"
+            ) from error
         other = [
             f"{name}: {before.get(name)}, here {about[name]}"
             for name in fixed

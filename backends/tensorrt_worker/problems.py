@@ -46,6 +46,6 @@ def import_cuda() -> Any:
 
 
 def major_minor(version: str) -> tuple[int, int]:
-    """Return the first two numbers of a version."""
-    first, second = (*version.split("."), "0")[:2]
-    return int(first), int(second)
+    """Return the first two numbers of a version; zeros where it has none."""
+    numbers = [int(part) if part.isdecimal() else 0 for part in (*version.split("."), "0")]
+    return numbers[0], numbers[1]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .device import Device
-from .inspecting import Layer, parse_layers
+from .inspecting import Layer, parse_layer, parse_layers
 from .problems import WorkerError
 
 Array = NDArray[Any]
@@ -52,11 +52,15 @@ class LoadedEngine:
         self._addresses: dict[str, int] = {}
         self._stopwatches: dict[tuple[bool, int], Callable[[], float]] = {}
         self._graphs: list[Any] = []
-        self._context = engine.create_execution_context()
-        if self._context is None:
-            raise WorkerError(
-                "TensorRT gives no execution context for this engine: the GPU's memory may be full"
-            )
+        self._context = self._new_context()
+        try:
+            self._allocate(batch)
+        except BaseException:  # memory that ran out halfway: what was taken would be gone for the next engine
+            self.close()
+            raise
+
+    def _allocate(self, batch: int | None) -> None:
+        trt, engine = self._trt, self._engine
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         self.inputs = [n for n in names if engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT]
         self.outputs = [n for n in names if n not in self.inputs]
@@ -82,9 +86,13 @@ class LoadedEngine:
 
     def layers(self) -> list[Layer]:
         """Return the layers as the engine inspector tells them."""
-        inspector = self._engine.create_engine_inspector()
+        inspector, as_json = self._engine.create_engine_inspector(), self._trt.LayerInformationFormat.JSON
         inspector.execution_context = self._context
-        return parse_layers(inspector.get_engine_information(self._trt.LayerInformationFormat.JSON))
+        found = parse_layers(inspector.get_engine_information(as_json))
+        if found is None:  # one layer's text is no valid JSON: only that one is lost
+            count = self._engine.num_layers
+            found = [parse_layer(inspector.get_layer_information(index, as_json)) for index in range(count)]
+        return found
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """Return the outputs for these inputs, in order; floats of other widths are converted."""
@@ -96,7 +104,7 @@ class LoadedEngine:
                     f"input {name!r} has shape {self._shape(name)}, {tuple(array.shape)} was given"
                 )
             self._device.upload(self._addresses[name], _encode(array, self._type(name)))
-        self._enqueue()
+        self._enqueue(self._context)
         self._device.wait()
         found = []
         for name in self.outputs:
@@ -128,7 +136,7 @@ class LoadedEngine:
     def layer_times(self, repeats: int = 20) -> list[tuple[str, float]]:
         """Return (name, median ms) of each layer, in order, as the profiler tells them in runs of their own."""
         profiler = _profiler(self._trt)
-        context = self._engine.create_execution_context()
+        context = self._new_context()
         for name in self.inputs:
             self._set_shape(context, name, self._shape(name))
         for name, address in self._addresses.items():
@@ -137,7 +145,7 @@ class LoadedEngine:
         runs: list[list[tuple[str, float]]] = []
         for _ in range(repeats + 3):
             profiler.found = []
-            context.execute_async_v3(self._device.stream_handle)
+            self._enqueue(context)
             self._device.wait()
             runs.append(profiler.found)
         names = [name for name, _ in runs[-1]]
@@ -178,7 +186,7 @@ class LoadedEngine:
 
             def enqueue() -> None:
                 for _ in range(inner):
-                    self._enqueue()
+                    self._enqueue(self._context)
 
             enqueue()  # the first run allocates, which a capture must not meet
             self._device.wait()
@@ -193,10 +201,18 @@ class LoadedEngine:
             self._stopwatches[key] = self._device.stopwatch(run)
         return self._stopwatches[key]
 
-    def _enqueue(self) -> None:
-        if self._context is None:
+    def _new_context(self) -> Any:
+        context = self._engine.create_execution_context()
+        if context is None:
+            raise WorkerError(
+                "TensorRT gives no execution context for this engine: the GPU's memory may be full"
+            )
+        return context
+
+    def _enqueue(self, context: Any) -> None:
+        if context is None:
             raise WorkerError("this engine is closed")
-        if not self._context.execute_async_v3(self._device.stream_handle):
+        if not context.execute_async_v3(self._device.stream_handle):
             raise WorkerError("TensorRT could not run the engine: execute_async_v3 returned false")
 
     def _set_shape(self, context: Any, name: str, shape: tuple[int, ...]) -> None:
@@ -225,8 +241,7 @@ class LoadedEngine:
         values = generator.uniform(0.01, 1.0, 1 << 16).astype(np.float32)
         if kind not in ("FLOAT", "HALF", "BF16"):
             values = np.zeros(1 << 16, np.float32)
-        pool = _encode(values, kind)
-        self._device.upload(self._addresses[name], np.resize(pool, size // pool.itemsize))
+        self._device.fill(self._addresses[name], _encode(values, kind), size)
 
 
 def _encode(array: Array, kind: str) -> Array:

@@ -16,7 +16,7 @@ from . import PROTOCOL
 from .building import Builder, BuildOptions, make_logger
 from .device import Device
 from .inspecting import count_types, is_reformat, nodes_of, wrong_precision
-from .problems import WorkerError, import_tensorrt
+from .problems import WorkerError, import_tensorrt, major_minor
 from .running import LoadedEngine, Timing
 
 #: What must be equal for an engine file to be loaded.
@@ -27,7 +27,7 @@ class Session:
     """One TensorRT on one GPU, with the engines loaded by key. ``operations`` are named by requests' ``op``."""
 
     def __init__(self, gpu: int = 0, lean: bool = False) -> None:
-        self._trt = import_tensorrt(lean)
+        self._lean, self._trt = lean, import_tensorrt(lean)
         self._device = Device(gpu)
         self._logger = make_logger(self._trt)
         self._runtime: Any = None
@@ -87,6 +87,11 @@ class Session:
                 made["notes"].append(
                     f"of {types['unknown']} convolutions and products the inspector tells no type"
                 )
+            if made["products"] and not types:
+                made["notes"].append(
+                    f"the inspector shows none of the network's {made['products']} convolutions and products: what "
+                    "they compute in is not known"
+                )
             record = {
                 **{name: self._about[name] for name in (*_FIXED, "driver", "protocol")},
                 "onnx": source.name,
@@ -95,6 +100,8 @@ class Session:
                 "types": types,
                 "tf32": "on" if asked.tf32 else "off",
                 "reformats": sum(map(is_reformat, layers)),
+                # Asking takes longer than some blocks' whole measurement.
+                "clocks": self._device.clocks() if engine is not None and not asked.block else None,
                 "engine_bytes": plan.nbytes,
                 **made,
                 **loaded.describe(),
@@ -103,6 +110,8 @@ class Session:
                 _write(Path(engine), memoryview(plan))
                 _write(description(engine), json.dumps(record, indent=1).encode())
             if builder.cache != before and self._cache is not None:
+                if self._cache.exists():  # other builders write it, too
+                    builder.learn(self._cache.read_bytes())
                 _write(self._cache, builder.cache)
         except BaseException:
             loaded.close()
@@ -114,29 +123,42 @@ class Session:
         return {"build": record}
 
     def load(self, engine: str, key: str, batch: int | None = None) -> dict[str, Any]:
-        """Load an engine file as ``key``; refused where it is of another device or version."""
+        """Load an engine file as ``key``; refused where it is cut off, or of another device or version."""
         path = Path(engine)
-        if not path.exists():
+        if not path.is_file():
             raise WorkerError(f"there is no engine file {path}")
-        record: dict[str, Any] = {}
-        if description(path).exists():
-            record = json.loads(description(path).read_text(encoding="utf-8"))
-            options = record.get("options", {})
-            portable = options.get("version_compatible") or options.get("lean")
-            fixed = _FIXED[1:] if portable else _FIXED
-            other = [
-                f"{k} {record.get(k)}, here {self._about[k]}"
-                for k in fixed
-                if record.get(k) != self._about[k]
-            ]
-            if other:
+        plan, record = path.read_bytes(), _description_of(path)
+        if record:
+            self._refuse_foreign(path, record)
+            if record.get("engine_bytes") not in (None, len(plan)):
                 raise WorkerError(
-                    f"the engine {path} was built for another device or version ({'; '.join(other)}): engines are "
-                    f"not portable. Build it here from {record.get('onnx', 'its ONNX file')}"
+                    f"{path} has {len(plan)} bytes, its description says {record['engine_bytes']}: it was cut off or "
+                    "changed. Copy both files again"
                 )
-        loaded = LoadedEngine(self._trt, self._device, self._deserialise(path.read_bytes(), str(path)), batch)
+        loaded = LoadedEngine(self._trt, self._device, self._deserialise(plan, str(path)), batch)
         self._keep(key, loaded)
         return {"engine": loaded.describe(), "build": record}
+
+    def _refuse_foreign(self, path: Path, record: Mapping[str, Any]) -> None:
+        """Raise `WorkerError` where an engine is of another device, or of a version that does not run here."""
+        options, source = record.get("options") or {}, record.get("onnx", "its ONNX file")
+        portable = options.get("version_compatible") or options.get("lean")
+        if self._lean and not portable:
+            raise WorkerError(
+                f"the engine {path} is for the TensorRT that built it, and tensorrt_lean runs version-compatible "
+                f"ones only: build it from {source} with --version-compatible or --lean"
+            )
+        fixed = list(_FIXED)
+        if portable and major_minor(str(record.get("tensorrt"))) <= major_minor(self._about["tensorrt"]):
+            fixed.remove("tensorrt")  # it runs under the versions that came later
+        other = [
+            f"{k} {record.get(k)}, here {self._about[k]}" for k in fixed if record.get(k) != self._about[k]
+        ]
+        if other:
+            raise WorkerError(
+                f"the engine {path} was built for another device or version ({'; '.join(other)}): engines are "
+                f"not portable. Build it here from {source}"
+            )
 
     def run(self, key: str, inputs: str, outputs: str) -> dict[str, Any]:
         """Run an engine on the arrays of a .npz file and write its outputs to another."""
@@ -219,6 +241,20 @@ def description(engine: Path | str) -> Path:
     """Return the file beside an engine that says what it is."""
     path = Path(engine)
     return path.with_name(f"{path.name}.json")
+
+
+def _description_of(engine: Path) -> dict[str, Any]:
+    """Return what the file beside an engine says; nothing where there is none."""
+    file = description(engine)
+    if not file.exists():
+        return {}
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WorkerError(f"{file} is damaged ({error}): copy it again, or delete it") from error
+    if not isinstance(record, dict):
+        raise WorkerError(f"{file} is no engine's description: copy it again, or delete it")
+    return record
 
 
 def _write(path: Path, content: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -22,7 +23,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, version: str = VERSIONS[0], **envir
     for name, value in {"FAKE_TENSORRT": version, "PYTHONPATH": str(FAKE), **environment}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(str(FAKE))
-    for name in [n for n in sys.modules if n.split(".")[0] in ("tensorrt", "cuda")]:
+    for name in [n for n in sys.modules if n.split(".")[0] in ("tensorrt", "tensorrt_lean", "cuda")]:
         monkeypatch.delitem(sys.modules, name)
 
 
@@ -48,3 +49,16 @@ def small_model(
     graph = helper.make_graph(nodes, "small", ends[:1], ends[1:], weights)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
     return path
+
+
+def built(worker: Any, onnx_file: Path, engine: Path | None = None, **options: Any) -> dict[str, Any]:
+    """Ask a worker for an engine, loaded as "e", with the timing cache beside the ONNX file; return what it tells."""
+    told: dict[str, Any] = worker.ask(
+        "build",
+        onnx=str(onnx_file),
+        options=options,
+        engine=engine and str(engine),
+        key="e",
+        cache=str(onnx_file.parent),
+    )["build"]
+    return told

@@ -8,7 +8,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,8 @@ from smcp_fx.backends.onnx_opset import lower_opset
 from smcp_fx.backends.onnx_precision import cast_model
 from smcp_fx.backends.tensorrt_backend import TOLERANCES
 from smcp_fx.backends.tensorrt_layers import blocks_beside_layers
+from smcp_fx.backends.tensorrt_worker.client import InProcess
+from smcp_fx.backends.tensorrt_worker.problems import WorkerError
 from smcp_fx.blocks import cut
 from smcp_fx.channels import build
 from smcp_fx.cli.table import main
@@ -137,6 +142,54 @@ def test_a_dead_worker_fails_one_row_and_engines_come_back(
         assert float(price(*map(np.array, blocks[0].full_widths))) > 0
     assert np.array_equal(good.run([x.numpy()])[0], before)  # loaded again in the next process
     backend.close()
+
+
+def test_an_interrupt_is_not_kept_waiting_by_builders(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch)
+    backend = get_backend("tensorrt", precision="fp32", builders=2, check=False, folder=tmp_path)
+    built = list[str]()
+    interrupted = threading.Event()
+
+    class Stub:
+        def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
+            built.append(op)
+            if len(built) == 1:
+                interrupted.set()
+                raise KeyboardInterrupt
+            interrupted.wait(10)
+            time.sleep(0.3)
+            return {}
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(backend, "_workers", [Stub(), Stub()])
+    monkeypatch.setattr(backend, "_written", lambda model: tmp_path / "m.onnx")
+    monkeypatch.setattr(backend._models, "model", lambda block, point: None)
+    with pytest.raises(KeyboardInterrupt):
+        backend.prepare_blocks(SimpleNamespace(signature="s"), [(width,) for width in range(8, 88, 8)])
+    assert len(built) < 5  # of ten
+    backend.close()
+
+
+def test_an_engine_that_cannot_be_measured_leaves_no_memory_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch)
+    backend = get_backend("tensorrt", precision="fp32", in_process=True, folder=tmp_path)
+    asked, ask = list[str](), InProcess.ask
+
+    def measures_nothing(self: InProcess, op: str, **arguments: Any) -> dict[str, Any]:
+        asked.append(op)
+        if op == "measure":
+            raise WorkerError("no")
+        return ask(self, op, **arguments)
+
+    monkeypatch.setattr(InProcess, "ask", measures_nothing)
+    with pytest.raises(BackendError, match="no"):
+        backend.run_overhead_ms()
+    assert asked == ["build", "measure", "unload"]
 
 
 def test_missing_packages_and_wrong_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,20 @@ import hashlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import torch
 from fake_tensorrt import FAKE
+from torch import nn
 
+from smcp_fx.backends import onnx_blocks
+from smcp_fx.backends.tensorrt_backend import TensorRTBackend
 from smcp_fx.cli.compile import main
 from smcp_fx.compiler.measuring import Corrector
+from smcp_fx.latency_store import LatencyStore
 
 MODEL = """
 import torch
@@ -27,6 +33,18 @@ def build():
 """
 
 
+def interrupted_at(name: str) -> Any:
+    """TensorRTBackend.compile, interrupted where it comes to the file of this name."""
+    compiled = TensorRTBackend.compile
+
+    def stopped(self: TensorRTBackend, module: nn.Module, inputs: Any, path: Any = None) -> Any:
+        if path is not None and Path(path).name == name:
+            raise KeyboardInterrupt
+        return compiled(self, module, inputs, path)
+
+    return stopped
+
+
 def work_ms(file: Path) -> float:
     """The stand-in's ms for an ONNX file: 1e-3 a node and 1e-7 a weight."""
     graph = onnx.load(file).graph
@@ -34,10 +52,20 @@ def work_ms(file: Path) -> float:
     return sum(1e-3 + 1e-7 * sum(sizes.get(name, 0.0) for name in node.input) for node in graph.node)
 
 
-@pytest.mark.parametrize(("version", "precision"), [("10.16.1.11", "fp16")])
+@pytest.fixture(scope="module")
+def templates() -> dict[str, onnx.ModelProto]:
+    """What blocks were exported as: the same in both runs, which only give them other weights and widths."""
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("version", "precision", "interrupted"), [("10.16.1.11", "fp16", False), ("11.4.0.106", "fp32", True)]
+)
 def test_a_run_leaves_engines_and_what_their_layers_take(
     version: str,
     precision: str,
+    interrupted: bool,
+    templates: dict[str, onnx.ModelProto],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -51,7 +79,27 @@ def test_a_run_leaves_engines_and_what_their_layers_take(
         "--worker-python", python, "--target", "0.8", "--multiple", "32", "--batch", "64", "--dense-epochs", "0",
         "--epochs", "1", "--version-compatible",
     ]  # fmt: skip
+    export = onnx_blocks.export_model_proto
+
+    def once(module: nn.Module, inputs: tuple[torch.Tensor, ...], **options: Any) -> onnx.ModelProto:
+        key = f"{module} {[tuple(x.shape) for x in inputs]}"
+        if key not in templates:
+            templates[key] = export(module, inputs, **options)
+        return templates[key]
+
+    monkeypatch.setattr(onnx_blocks, "export_model_proto", once)
+    if interrupted:
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorRTBackend, "compile", interrupted_at("pruned.onnx"))
+            assert main(flags) == 130
+        assert (out / "dense.engine").exists() and not (out / "pruned.engine").exists()
+        rows = LatencyStore(tmp_path / "table.sqlite", create=False)
+        before = [row.measured_at for row in rows.rows()]
+        flags.append("--resume")
     assert main(flags) == 0, capsys.readouterr().err
+    if interrupted:
+        assert before and [row.measured_at for row in rows.rows()] == before  # nothing was measured again
+        rows.close()
 
     report = json.loads((out / "report.json").read_text())
     assert all((out / file).is_file() for file in report["files"].values())

@@ -6,6 +6,7 @@ import ast
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from fake_tensorrt import RECORD, VERSIONS, pretend, small_model
+from fake_tensorrt import RECORD, VERSIONS, built, pretend, small_model
 from onnx import helper
 
 from smcp_fx.backends.tensorrt_worker import building, inspecting
@@ -92,6 +93,24 @@ def test_the_installed_bindings_are_as_recorded() -> None:
         assert not [name for name in names if not hasattr(getattr(trt, cls), name)], cls
 
 
+def test_every_cuda_name_is_in_the_installed_bindings() -> None:
+    show = "import json, cuda.bindings.runtime as r; found = dir(r)\n"
+    show += "for kind in list(vars(r).values()): found += getattr(kind, '__members__', ())\nprint(json.dumps(found))"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", show], capture_output=True, text=True, env=environment, timeout=60
+    )
+    if done.returncode:
+        pytest.skip("cuda-bindings is not installed")
+    used = set()
+    for source in SOURCES:
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            text = node.value if isinstance(node, ast.Constant) else getattr(node, "attr", None)
+            if isinstance(text, str) and re.fullmatch(r"cuda[A-Z]\w+", text) and text != "cudaDevAttr":
+                used.add(text)
+    assert len(used) > 25 and not used - set(json.loads(done.stdout))
+
+
 def test_the_worker_imports_nothing_but_numpy_and_the_bindings(tmp_path: Path) -> None:
     for source in SOURCES:
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
@@ -112,18 +131,11 @@ def test_the_worker_imports_nothing_but_numpy_and_the_bindings(tmp_path: Path) -
         without_numpy, capture_output=True, text=True, timeout=60, env={"PATH": os.environ["PATH"]}
     )
     assert done.returncode == 1 and "numpy is not installed for" in done.stderr
-
-
-def built(worker: Any, onnx_file: Path, engine: Path | None = None, **options: Any) -> dict[str, Any]:
-    told: dict[str, Any] = worker.ask(
-        "build",
-        onnx=str(onnx_file),
-        options=options,
-        engine=engine and str(engine),
-        key="e",
-        cache=str(onnx_file.parent),
-    )["build"]
-    return told
+    old = "import runpy, sys; sys.version_info = (3, 8, 10); runpy.run_path(sys.argv[1], run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", old, str(tmp_path / "w.pyz")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and "Python 3.10 or newer is needed, this is 3.8" in done.stderr
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -183,15 +195,6 @@ def test_a_block_takes_any_layout_or_says_that_it_could_not(
     assert told["notes"] == ["plain layouts: no kernel takes the others"]
 
 
-def test_the_timing_cache_is_read_by_the_next_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pretend(monkeypatch)
-    for name in ("first", "second"):
-        built(InProcess(), small_model(tmp_path / "m.onnx", first=name))
-    assert next(tmp_path.glob("*.cache")).read_bytes() == b"first;second;"
-
-
 def test_an_open_batch_needs_a_profile_and_keeps_to_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -234,6 +237,8 @@ def test_from_11_on_the_file_decides_the_precision(monkeypatch: pytest.MonkeyPat
         ("8.6.1", {"precision": "int4"}, "precision 'int4': choose from fp32, fp16, bf16"),
         ("8.6.1", {"speed": "high"}, "knows no build options speed"),
         ("8.6.1", {"tactic_sources_off": ["CUBLASS"]}, "no tactic source 'CUBLASS'"),
+        ("8.6.1", {"batch": [1, 2]}, r"batch \[1, 2\]: give \[least, usual, largest\]"),
+        ("8.6.1", {"batch": [4, 2, 8]}, r"batch \[4, 2, 8\]: give"),
     ],
 )
 def test_options_that_do_not_fit(
@@ -278,23 +283,6 @@ def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch
         InProcess()
 
 
-@pytest.mark.parametrize(("version", "gpu"), [("8.6.1", ""), ("8.5.3.1", "Other GPU")])
-@pytest.mark.parametrize("described", [True, False])
-def test_engines_of_other_devices_and_versions_are_refused(
-    version: str, gpu: str, described: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    engine = tmp_path / "m.engine"
-    pretend(monkeypatch)
-    built(InProcess(), small_model(tmp_path / "m.onnx"), engine)
-    pretend(monkeypatch, version, **({"FAKE_GPU": gpu} if gpu else {}))
-    if not described:
-        (tmp_path / "m.engine.json").unlink()
-    with pytest.raises(
-        WorkerError, match=r"another device or version|cannot load.*not compatible.*build it again"
-    ):
-        InProcess().ask("load", engine=str(engine), key="e")
-
-
 # ---- as a process, and on a folder ------------------------------------------------------------------------------
 
 
@@ -304,6 +292,10 @@ def test_a_builder_that_dies_fails_one_request(monkeypatch: pytest.MonkeyPatch, 
     for name in names:
         small_model(tmp_path / f"{name}.onnx", first=name)
     jobs = [{"id": n, "onnx": f"{n}.onnx", "options": {}, "layers": n == "fine"} for n in names]
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\ntest "$1" = --id=0000:0A:00.0 && echo "1980, 2619, 1980, 2619, 41, 120.50"\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "requests.json").write_text(json.dumps({"format": FORMAT, "version": 1, "jobs": jobs}))
     command = [sys.executable, str(archive(tmp_path / "w.pyz")), str(tmp_path)]
     first = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -312,6 +304,10 @@ def test_a_builder_that_dies_fails_one_request(monkeypatch: pytest.MonkeyPatch, 
     answers = {n: json.loads((tmp_path / "answers" / f"{n}.json").read_text()) for n in names}
     assert "killed by SIGKILL; SIGKILL is mostly the system short of memory" in answers["bad"]["error"]
     assert answers["good"]["measured"]["stable"] and len(answers["fine"]["layers"]) == 3
+    assert (
+        answers["good"]["clocks"]["clocks.sm"] == "1980"
+        and answers["good"]["clocks"]["power.draw"] == "120.50"
+    )
     assert not list(tmp_path.glob("engines/*"))
     again = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert again.returncode == 0 and "0 requests, 3 are answered" in again.stdout
@@ -337,6 +333,21 @@ def test_an_engine_file_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch, t
     assert told["alone"]["median_ms"] == pytest.approx(work + 2e-3)
     assert told["in a row"]["median_ms"] == pytest.approx(work + 2e-3 / 50)
     assert told["engine"]["inputs"][0]["shape"] == [2, 8, 6, 6]
+
+
+def test_an_onnx_file_is_built_and_measured_by_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, "8.6.1", HOME=str(tmp_path))
+    model = small_model(tmp_path / "m.onnx", batch=0)
+    command = [sys.executable, str(archive(tmp_path / "w.pyz")), "--onnx", str(model), "--batch", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    told = json.loads(done.stdout)
+    assert (tmp_path / "m.engine").exists() and told["file"] == str(tmp_path / "m.engine")
+    assert told["build"] == json.loads((tmp_path / "m.engine.json").read_text())
+    assert told["engine"]["inputs"][0]["shape"] == [3, 8, 6, 6] and told["build"]["types"] == {"fp16": 2}
+    assert told["alone"]["median_ms"] == pytest.approx(3e-3 + 2 * 576e-7 + 2e-3)
+    assert [layer["nodes"] for layer in told["layers"]] == [["conv1"], ["relu"], ["conv2"]]
 
 
 def test_an_interrupted_question_leaves_no_answer_for_the_next(
@@ -407,10 +418,37 @@ def test_layers_are_mapped_to_nodes_by_metadata_and_by_name() -> None:
     assert not inspecting.is_product(copy)
 
 
-def test_json_with_quotes_inside_still_gives_names() -> None:
-    text = '{"Layers": [{"Name": "conv1", "LayerType": "Conv", "Metadata": "{"a": 1}"}], "Bindings": []}'
-    assert inspecting.parse_layers(text) == [{"Name": "conv1"}]
+def test_json_with_quotes_inside_still_gives_names_and_kinds() -> None:
+    text = '{"Name": "conv1", "LayerType": "Conv", "Inputs": [{"Name": "x"}], "Metadata": "{"a": 1}"}'
+    assert inspecting.parse_layer(text) == {"Name": "conv1", "LayerType": "Conv"}
+    assert inspecting.parse_layers(f'{{"Layers": [{text}], "Bindings": []}}') is None
     assert inspecting.parse_layers('{"Layers": ["conv1", {"Name": "b"}]}') == [
         {"Name": "conv1"},
         {"Name": "b"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "types", "note"),
+    [
+        (
+            "quotes:conv1",
+            {"unknown": 1, "fp16": 1},
+            "of 1 convolutions and products the inspector tells no type",
+        ),
+        ("fused", {}, "the inspector shows none of the network's 2 convolutions and products"),
+    ],
+)
+def test_what_inspectors_do_not_tell_is_said(
+    fault: str, types: dict[str, int], note: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, "10.16.1.11", FAKE_FAULT=fault)
+    told = built(InProcess(), small_model(tmp_path / "m.onnx", FP16), precision="fp16")
+    assert told["types"] == types and len(told["notes"]) == 1 and told["notes"][0].startswith(note)
+
+
+def test_a_fused_product_is_known_by_its_kernel() -> None:
+    layer = {"Name": "fusion_1", "LayerType": "fusion", "TacticName": "sm90_xmma_gemm_f32f32_tn_n"}
+    tensors = [{"Name": "x", "Format": "Row major linear FP16 format", "DataType": "Float"}]
+    assert inspecting.count_types([{**layer, "Inputs": tensors}]) == {"fp32": 1}
+    assert inspecting.count_types([{**layer, "TacticName": "__myl_AddRelu"}]) == {}

@@ -23,13 +23,13 @@ from types import FrameType
 from typing import Any
 
 from tensorrt_others import Runtimes
+from tensorrt_verdicts import agreement, runtimes, summary, verdicts
 
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
 import numpy as np  # noqa: E402 - this file's folder must not hide the package tensorrt
 import torch  # noqa: E402
 import torchvision  # noqa: E402
-from scipy.stats import spearmanr  # noqa: E402
 from torch import nn  # noqa: E402
 
 import smcp_fx  # noqa: E402
@@ -48,7 +48,7 @@ TRIES = 3
 KEEP = (0.85, 0.7, 0.55, 0.4, 0.3)
 LIBRARIES = ("CUBLAS", "CUBLAS_LT", "CUDNN")
 #: The parts in order, and the seconds that must be left to begin one.
-PARTS = {"engines": 30, "solvers": 10, "table": 60, "prunings": 30, "targets": 60, "others": 20}
+PARTS = {"smoke": 10, "engines": 30, "solvers": 10, "table": 60, "prunings": 30, "targets": 60, "others": 20}
 #: Seconds that the table leaves to the parts after it: an unfinished one goes on with --folder.
 AFTER_TABLE = 150
 
@@ -129,6 +129,7 @@ class Bench:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             found["seconds"] = time.monotonic() - began
             self.results[name] = found
+            self.results |= {"verdicts": verdicts(self.results), "runtimes_ms": runtimes(self.results)}
             write_texts(
                 {self.arguments.out: json.dumps(self.results, indent=1, default=float)}, "the results"
             )
@@ -137,7 +138,21 @@ class Bench:
                 flush=True,
             )
         self.backend.close()
+        for name, verdict in self.results["verdicts"].items():
+            print(
+                f"{'yes' if verdict['holds'] else 'NO ':3} {name}: {verdict['found']:.4g} ({verdict['limit']})"
+            )
+        for name, ms in self.results["runtimes_ms"].items():
+            print(f"{ms:10.4f} ms  {name}")
         return 0 if ok else 1
+
+    def smoke(self, found: dict[str, Any]) -> None:
+        """One convolution: what fails here fails everywhere."""
+        x = torch.randn(32, 64, 56, 56)
+        with self.backend.compile(
+            nn.Conv2d(64, 128, 3, padding=1), (x,), self.folder / "smoke.onnx"
+        ) as engine:
+            found |= {"median_ms": engine.latency().median_ms, "types": engine.build["types"]}
 
     # ---- 1: engines against PyTorch -------------------------------------------------------------------------
 
@@ -173,6 +188,7 @@ class Bench:
         """The table of the network's blocks."""
         a = self.arguments
         table = LatencyTable(a.table or self.folder / "table.sqlite")
+        found["rows_before"] = len(table.rows(self.backend.fingerprint()))
         cost = LatencyCost(table, self.backend)
         cost.progress = lambda state: self.watch(state, found)
         x = torch.randn(a.batch, 3, a.side, a.side)
@@ -347,23 +363,6 @@ class Bench:
                 found[name] = {"not_available": str(error)[:500]}
             except Exception as error:
                 found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
-
-
-def agreement(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """How far predictions are from measurements, over the networks so far."""
-    predicted, measured = (np.array([row[key] for row in rows]) for key in ("predicted_ms", "measured_ms"))
-    errors = np.abs(predicted / measured - 1)
-    found = {"mean_absolute_error": float(errors.mean()), "largest_error": float(errors.max())}
-    if len(rows) > 2:
-        found["spearman"] = float(spearmanr(predicted, measured)[0])
-    return found
-
-
-def summary(asked: float, tries: list[dict[str, Any]]) -> dict[str, Any]:
-    """A target's first try, and the one that came nearest."""
-    measured = [one for one in tries if "measured" in one]
-    best = min(measured, key=lambda one: abs(one["measured"] - asked), default=None)
-    return {"first": tries[0], "best": best, "tried": tries}
 
 
 def _time_is_up(number: int, frame: FrameType | None) -> None:

@@ -3,7 +3,8 @@
 Enumerations, and which methods there are, come from the record of the real bindings (tensorrt_names.json). An
 engine's time follows from its multiplications. FAKE_FAULT names what goes wrong: ``crash:TEXT`` dies building a file
 that has a node named so, ``hang:TEXT`` never ends, ``fp32`` computes in float32 whatever is asked, ``none:TEXT``
-gives no engine, ``layouts`` takes plain layouts only.
+gives no engine, ``layouts`` takes plain layouts only, ``fused`` tells nothing of layers, ``quotes:NAME`` of one tells
+what is no valid JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ __version__ = os.environ.get("FAKE_TENSORRT", "8.5.3.1")
 _RECORD = json.loads((Path(__file__).parents[2] / "tensorrt_names.json").read_text())[__version__]
 _MAJOR = int(__version__.split(".")[0])
 _FAULT = os.environ.get("FAKE_FAULT", "")
+
+
+def _number(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
 
 
 class _Member:
@@ -196,6 +201,11 @@ class ITimingCache:
     def serialize(self) -> bytes:
         return self._content
 
+    def combine(self, input_cache: ITimingCache, ignore_mismatch: bool) -> bool:
+        new = [entry for entry in input_cache._content.split(b";") if entry not in self._content.split(b";")]
+        self._content += b"".join(entry + b";" for entry in new)
+        return True
+
 
 @_as_recorded
 class IHostMemory(bytes):
@@ -233,10 +243,13 @@ class IBuilderConfig:
         self._sources = sources
         return True
 
-    def create_timing_cache(self, content: bytes) -> ITimingCache:
-        return ITimingCache(content)
+    def create_timing_cache(self, content: bytes) -> ITimingCache | None:
+        return None if content.startswith(b"damaged") else ITimingCache(content)
 
     def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
+        assert isinstance(cache, ITimingCache)
+        if cache._content.startswith(b"of another GPU"):
+            return False
         self._cache = cache
         return True
 
@@ -300,7 +313,10 @@ class Runtime:
     def deserialize_cuda_engine(self, plan: bytes) -> Any:
         header, _, model = bytes(plan).partition(b"\0")
         told = json.loads(header) if header.startswith(b"{") else {}
-        if told.get("version") != __version__ or told["gpu"] != os.environ.get("FAKE_GPU", ""):
+        later = "VERSION_COMPATIBLE" in told.get("flags", ()) and _number(told["version"]) <= _number(
+            __version__
+        )
+        if not (later or told.get("version") == __version__) or told["gpu"] != os.environ.get("FAKE_GPU", ""):
             self._logger.log(
                 ILogger.Severity.ERROR, "The engine plan file is not compatible with this version"
             )
@@ -321,6 +337,7 @@ class ICudaEngine:
         self.values = {v.name: v for v in (*model.graph.input, *model.graph.output)}
 
     num_io_tensors = property(lambda self: len(self.values))
+    num_layers = property(lambda self: len(self.model.graph.node))
 
     def get_tensor_name(self, index: int) -> str:
         return list(self.values)[index]
@@ -357,26 +374,32 @@ class EngineInspector:
         self.execution_context: Any = None
 
     def get_engine_information(self, kind: Any) -> str:
-        word, layers = self._engine.told["kind"], []
-        for node in self._engine.model.graph.node:
-            tensor = {"Name": node.input[0], "Dimensions": [], "Format/Datatype": _WORDS[word]}
-            if _MAJOR >= 11:
-                del tensor["Format/Datatype"]
-                tensor |= {
-                    "Format": "Channel major",
-                    "DataType": {"FLOAT": "Float", "HALF": "Half"}.get(word, word),
-                }
-            layer = {
-                "Name": node.name,
-                "LayerType": "CaskConvolution" if node.op_type == "Conv" else node.op_type,
-                "Inputs": [tensor],
-                "Outputs": [tensor],
-                "TacticName": "pretend_kernel",
+        layers = [self.get_layer_information(index, kind) for index in range(self._engine.num_layers)]
+        return f'{{"Layers": [{",".join(layers)}], "Bindings": []}}'
+
+    def get_layer_information(self, index: int, kind: Any) -> str:
+        word, node = self._engine.told["kind"], self._engine.model.graph.node[index]
+        tensor = {"Name": node.input[0], "Dimensions": [], "Format/Datatype": _WORDS[word]}
+        if _MAJOR >= 11:
+            del tensor["Format/Datatype"]
+            tensor |= {
+                "Format": "Channel major",
+                "DataType": {"FLOAT": "Float", "HALF": "Half"}.get(word, word),
             }
-            if _MAJOR >= 10:
-                layer["Metadata"] = f"[ONNX Layer: {node.name}]"
-            layers.append(layer)
-        return json.dumps({"Layers": layers, "Bindings": []})
+        layer = {
+            "Name": node.name,
+            "LayerType": "CaskConvolution" if node.op_type == "Conv" else node.op_type,
+            "Inputs": [tensor],
+            "Outputs": [tensor],
+            "TacticName": "pretend_kernel",
+        }
+        if _FAULT == "fused":
+            layer = {"Name": node.name, "LayerType": "kgen"}
+        if _MAJOR >= 10:
+            layer["Metadata"] = f"[ONNX Layer: {node.name}]"
+        if _FAULT.startswith("quotes:") and _FAULT[7:] == node.name:
+            return json.dumps(layer).replace("[ONNX", '"[ONNX')
+        return json.dumps(layer)
 
 
 @_as_recorded

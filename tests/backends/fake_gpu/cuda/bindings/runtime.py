@@ -26,6 +26,7 @@ class cudaError_t(enum.IntEnum):
 class cudaMemcpyKind(enum.IntEnum):
     cudaMemcpyHostToDevice = 1
     cudaMemcpyDeviceToHost = 2
+    cudaMemcpyDeviceToDevice = 3
 
 
 class cudaStreamCaptureMode(enum.IntEnum):
@@ -83,9 +84,9 @@ def cudaFree(address: int) -> tuple[Any, ...]:
     return _OK if _buffers.pop(address, None) is not None else (cudaError_t.cudaErrorInvalidValue,)
 
 
-def cudaMemcpy(target: int, source: int, size: int, kind: int) -> tuple[Any, ...]:
-    device = target if kind == cudaMemcpyKind.cudaMemcpyHostToDevice else source
-    if device not in _buffers or size > len(_buffers[device]):
+def cudaMemcpyAsync(target: int, source: int, size: int, kind: int, stream: int) -> tuple[Any, ...]:
+    on_device = {1: [target], 2: [source], 3: [target, source]}[int(kind)]
+    if not all(any(0 <= at - a <= len(b) - size for a, b in _buffers.items()) for at in on_device):
         return (cudaError_t.cudaErrorInvalidValue,)
     ctypes.memmove(target, source, size)
     return _OK
@@ -118,7 +119,7 @@ def cudaStreamEndCapture(stream: int) -> tuple[Any, ...]:
     return (*_OK, graph)
 
 
-def cudaGraphInstantiate(graph: Any, flags: int) -> tuple[Any, ...]:
+def cudaGraphInstantiateWithFlags(graph: Any, flags: int) -> tuple[Any, ...]:
     return (*_OK, tuple(graph))
 
 
@@ -137,6 +138,10 @@ def cudaGraphLaunch(graph: Any, stream: int) -> tuple[Any, ...]:
 
 def cudaDeviceGetAttribute(attribute: int, index: int) -> tuple[Any, ...]:
     return (*_OK, _VALUES[int(attribute)])
+
+
+def cudaDeviceGetPCIBusId(length: int, index: int) -> tuple[Any, ...]:
+    return (*_OK, b"0000:0A:00.0".ljust(length, b"\0"))
 
 
 def cudaGetDeviceProperties(index: int) -> tuple[Any, ...]:

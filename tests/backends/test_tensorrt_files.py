@@ -1,0 +1,214 @@
+"""What the TensorRT worker takes from files: timing caches, engines, requests, answers; damaged, or of another."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_tensorrt import built, pretend, small_model
+
+from smcp_fx.backends.tensorrt_requests import device_of, read_answers
+from smcp_fx.backends.tensorrt_worker.building import BuildOptions
+from smcp_fx.backends.tensorrt_worker.client import InProcess
+from smcp_fx.backends.tensorrt_worker.main import FORMAT, _measure, read_requests, work_off
+from smcp_fx.backends.tensorrt_worker.problems import WorkerError
+from smcp_fx.errors import TableError
+
+JOB = {"id": "a", "onnx": "a.onnx", "options": {}}
+ABOUT = {"device": "D", "tensorrt": "8.6.1", "driver": "1", "compute_capability": "9.0"}
+MEASURED = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "repeats": 9, "stable": True}
+
+
+def test_the_timing_cache_is_read_by_the_next_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch)
+    for name in ("first", "second"):
+        built(InProcess(), small_model(tmp_path / "m.onnx", first=name))
+    assert next(tmp_path.glob("*.cache")).read_bytes() == b"first;second;"
+
+
+@pytest.mark.parametrize("content", [b"damaged", b"of another GPU;"])
+def test_a_timing_cache_that_cannot_be_used_is_begun_afresh(
+    content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch)
+    cache = tmp_path / "timing-8.5.3.1-Pretend_GPU-9.0.cache"
+    cache.write_bytes(content)
+    built(InProcess(), small_model(tmp_path / "m.onnx"))
+    assert cache.read_bytes() == b"conv1;"
+
+
+def test_builders_beside_each_other_share_a_timing_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch)
+    workers = [InProcess(), InProcess()]
+    for name, worker in (("a", workers[0]), ("b", workers[1]), ("c", workers[0])):
+        built(worker, small_model(tmp_path / "m.onnx", first=name))
+    content = next(tmp_path.glob("*.cache")).read_bytes()
+    assert sorted(content.rstrip(b";").split(b";")) == [b"a", b"b", b"c"]
+
+
+def test_memory_is_given_back_where_it_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch)
+    worker, model = InProcess(), small_model(tmp_path / "m.onnx")
+    cuda = importlib.import_module("cuda.bindings.runtime")
+    malloc = cuda.cudaMalloc
+    before = len(cuda._buffers)
+
+    def full(size: int) -> tuple[Any, ...]:
+        taken = len(cuda._buffers) > before
+        return (cuda.cudaError_t.cudaErrorMemoryAllocation, 0) if taken else malloc(size)
+
+    monkeypatch.setattr(cuda, "cudaMalloc", full)
+    with pytest.raises(WorkerError, match=r"the GPU's memory is full\. Use a smaller batch"):
+        built(worker, model)
+    assert len(cuda._buffers) == before
+    monkeypatch.setattr(cuda, "cudaMalloc", malloc)
+    job = {"id": "a", "onnx": model.name, "options": {}, "timing": {"speed": "high"}}
+    with pytest.raises(WorkerError, match="speed"):
+        _measure(tmp_path, job, worker, prebuilt=False)
+    assert len(cuda._buffers) == before
+
+
+def test_buffers_are_filled_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    device = importlib.import_module("smcp_fx.backends.tensorrt_worker.device").Device()
+    pool, found = np.arange(1, 8, dtype=np.uint16), np.zeros(40, np.uint16)
+    address = device("cudaMalloc", 80)
+    device.fill(address, pool, 74)
+    device.download(found, address)
+    assert found.tolist() == [*np.resize(pool, 37), 0, 0, 0]
+
+
+@pytest.mark.parametrize(("version", "gpu"), [("8.6.1", ""), ("8.5.3.1", "Other GPU")])
+@pytest.mark.parametrize("described", [True, False])
+def test_engines_of_other_devices_and_versions_are_refused(
+    version: str, gpu: str, described: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = tmp_path / "m.engine"
+    pretend(monkeypatch)
+    built(InProcess(), small_model(tmp_path / "m.onnx"), engine)
+    pretend(monkeypatch, version, **({"FAKE_GPU": gpu} if gpu else {}))
+    if not described:
+        (tmp_path / "m.engine.json").unlink()
+    with pytest.raises(
+        WorkerError, match=r"another device or version|cannot load.*not compatible.*build it again"
+    ):
+        InProcess().ask("load", engine=str(engine), key="e")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (lambda plan, text: (plan[:-9], text), r"its description says \d+: it was cut off or changed"),
+        (lambda plan, text: (plan, text[:30]), "m.engine.json is damaged .* copy it again"),
+        (lambda plan, text: (plan, "[]"), "m.engine.json is no engine's description"),
+    ],
+    ids=["engine", "description", "list"],
+)
+def test_files_that_were_cut_off_are_named(
+    content: Any, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch)
+    engine, text = tmp_path / "m.engine", tmp_path / "m.engine.json"
+    built(InProcess(), small_model(tmp_path / "m.onnx"), engine)
+    left = content(engine.read_bytes(), text.read_text())
+    engine.write_bytes(left[0])
+    text.write_text(left[1])
+    with pytest.raises(WorkerError, match=told):
+        InProcess().ask("load", engine=str(engine), key="e")
+
+
+def test_the_lean_runtime_runs_version_compatible_engines_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, "8.6.1")
+    model = small_model(tmp_path / "m.onnx")
+    for name in ("plain", "lean"):
+        built(InProcess(), model, tmp_path / f"{name}.engine", lean=name == "lean")
+    pretend(monkeypatch, "10.16.1.11")
+    worker = InProcess(lean=True)
+    assert worker.ask("about")["tensorrt"] == "10.16.1.11"
+    worker.ask("load", engine=str(tmp_path / "lean.engine"), key="e")
+    assert worker.ask("measure", key="e")["measured"]["median_ms"] > 0
+    with pytest.raises(
+        WorkerError, match=r"tensorrt_lean runs version-compatible ones only: build it from m\.onnx"
+    ):
+        worker.ask("load", engine=str(tmp_path / "plain.engine"), key="p")
+    with pytest.raises(WorkerError, match=r"tensorrt_lean 10.16.1.11 only runs engines"):
+        built(worker, model)
+    built(InProcess(), model, tmp_path / "newer.engine", version_compatible=True)
+    pretend(monkeypatch, "8.6.1")
+    with pytest.raises(WorkerError, match=r"another device or version \(tensorrt 10.16.1.11, here 8.6.1\)"):
+        InProcess(lean=True).ask("load", engine=str(tmp_path / "newer.engine"), key="n")
+
+
+@pytest.mark.parametrize(
+    ("requests", "told"),
+    [
+        (None, "there is no .*requests.json: smcp-table measure --emit-requests"),
+        ([], "no file of requests of version 1"),
+        ({"version": 2, "jobs": []}, "no file of requests of version 1"),
+        ({}, "request 0 is none"),
+        ({"jobs": {"a": JOB}}, "request 0 is none"),
+        ({"jobs": [JOB, {**JOB, "options": []}]}, "request 1 is none"),
+        ({"jobs": [{"id": "a"}]}, r"request 0 is none \(id, onnx and options\)"),
+    ],
+)
+def test_requests_that_are_none_are_refused(requests: Any, told: str, tmp_path: Path) -> None:
+    if requests is not None:
+        whole = {"format": FORMAT, "version": 1, **requests} if isinstance(requests, dict) else requests
+        (tmp_path / "requests.json").write_text(json.dumps(whole))
+    with pytest.raises(WorkerError, match=told):
+        read_requests(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "3"])
+def test_a_damaged_device_file_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "requests.json").write_text(json.dumps({"format": FORMAT, "version": 1, "jobs": []}))
+    (tmp_path / "device.json").write_text(content)
+    with pytest.raises(WorkerError, match=r"device\.json is damaged"):
+        work_off(tmp_path, [], {}, print)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"measured": {"median_ms": 1.0}}, "KeyError"),
+        ({"measured": None}, "TypeError"),
+        ({"measured": {**MEASURED, "median_ms": float("nan")}}, "nan ms"),
+        ({"finished": None}, "TypeError"),
+        ({"about": []}, "TypeError"),
+        ({"id": "b"}, "it answers another request"),
+        ({"build": {"options": {"precision": "fp32"}}}, "it answers another request"),
+        ({"build": 3}, "TypeError"),
+    ],
+)
+def test_bad_answers_are_named(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    options = {"precision": "fp16"}
+    job = {"id": "a", "onnx": "a.onnx", "options": options, "signature": "s", "block": "b", "widths": [8]}
+    requests = {"format": FORMAT, "version": 1, "options": options, "jobs": [job]}
+    (tmp_path / "requests.json").write_text(json.dumps(requests))
+    answer = {"id": "a", "about": ABOUT, "measured": MEASURED, "finished": 1.0, "build": {"options": options}}
+    file = tmp_path / "answers" / "a.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(answer))
+    assert [row.latency.hot.median_ms for row in read_answers(tmp_path).rows if row.latency] == [1.0]
+    file.write_text(json.dumps({**answer, **change}))
+    with pytest.raises(
+        TableError, match=f"a.json is no answer, or was cut off: .*{told}.* from the device again"
+    ):
+        read_answers(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[1]", "{}", '{"device": '])
+def test_a_bad_device_file_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "device.json").write_text(content)
+    with pytest.raises(TableError, match=r"device\.json is damaged"):
+        device_of(tmp_path, BuildOptions())
