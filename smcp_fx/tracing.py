@@ -123,6 +123,12 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     the graph computes something else than the model does on the inputs (naming the first module that
     differs).
     """
+    for given in inputs:
+        if isinstance(given, Tensor) and not given.numel():
+            raise InputError(
+                f"an example input is empty, of shape {tuple(given.shape)}: pass at least one image, since what "
+                "has no elements does not tell how channels go through the network"
+            )
     try:
         expected = run_eager(model, inputs)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Which models the sweep runs: every torchvision classification, segmentation and video model, and timm's families.
+"""Which models the sweep runs: every torchvision model but the optical flow's, and timm's families.
 
 timm's are the smallest variants of each family; ``side`` is the image's side where the model's own is slow.
 """
@@ -57,6 +57,10 @@ _LEAST = {
 }
 
 
+#: The side that detection models other than the SSDs resize their images to.
+DETECTOR_SIDE = 96
+
+
 @dataclass(frozen=True)
 class Entry:
     """One model: its family (the section of the document), its name, and how to build it."""
@@ -78,8 +82,10 @@ class Entry:
         from torchvision import models
 
         options: dict[str, Any] = {"weights": None}
-        if self.family == "segmentation":
+        if self.family in ("segmentation", "detection"):
             options["weights_backbone"] = None
+        if self.family == "detection" and not self.name.startswith("ssd"):
+            options.update(min_size=DETECTOR_SIDE, max_size=DETECTOR_SIDE)
         if self.name in ("googlenet", "inception_v3"):
             options["init_weights"] = False
         if self.name.startswith("vit_"):
@@ -97,6 +103,8 @@ class Entry:
                 else []
             )
             return [(2, own[0], side, side) for side in sides] + [(2, *own)]
+        if self.family == "detection":
+            return [(2, 3, DETECTOR_SIDE, DETECTOR_SIDE)]
         if self.family == "video":
             large = self.name == "s3d" or self.name.startswith("mvit")
             return [(1, 3, 16, 224, 224) if large else (2, 3, 4, 32, 32)]
@@ -123,6 +131,7 @@ def entries() -> list[Entry]:
         ("classification", lambda: models.list_models(module=models)),
         ("segmentation", lambda: models.list_models(module=models.segmentation)),
         ("video", lambda: models.list_models(module=models.video)),
+        ("detection", lambda: models.list_models(module=models.detection)),
         ("timm", lambda: list(dict.fromkeys(TIMM))),
     ]
     found = []

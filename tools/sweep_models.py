@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -36,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--family", choices=["classification", "segmentation", "video", "timm"])
+    parser.add_argument("--family", choices=["classification", "segmentation", "video", "detection", "timm"])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="models by name")
     parser.add_argument("--limit", type=int, help="run at most this many")
     parser.add_argument("--onnx", action="store_true", help="export to ONNX and compare, the slow step")
@@ -82,11 +83,7 @@ def read(record: Path) -> dict[str, dict[str, Any]]:
 
 def launch(entry: Entry, options: argparse.Namespace) -> dict[str, Any]:
     """Run one model in a process of its own; its row, or one that says how it ended."""
-    import torchvision  # noqa: F401  (imported once, before the fork)
-
-    with contextlib.suppress(ImportError):
-        import timm  # noqa: F401
-
+    preload(options.onnx)
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(entry, options.gigabytes, options.onnx, sender))
@@ -102,6 +99,23 @@ def launch(entry: Entry, options: argparse.Namespace) -> dict[str, Any]:
     process.kill()
     process.join()
     return row
+
+
+@functools.cache
+def preload(onnx: bool) -> None:
+    """What every model needs is imported once, before the fork; the exporter builds its tables on first use."""
+    import torch
+    import torchvision  # noqa: F401
+
+    import smcp_fx  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import timm  # noqa: F401
+    if onnx:
+        from try_model import onnx_error
+
+        torch.set_num_threads(1)
+        onnx_error(torch.nn.Conv2d(3, 4, 3).eval(), (torch.randn(2, 3, 8, 8),))
 
 
 # ---- the page -------------------------------------------------------------------------------------------

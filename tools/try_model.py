@@ -25,7 +25,12 @@ def work(entry: Entry, gigabytes: int, onnx: bool, sender: Any) -> None:
     row: dict[str, Any] = {"key": entry.key, "status": "failed", "stage": "build"}
     warnings.simplefilter("ignore")
     try:
-        attempt(entry, row, onnx)
+        if entry.family == "detection":
+            from try_detector import attempt_detector
+
+            attempt_detector(entry, row)
+        else:
+            attempt(entry, row, onnx)
     except Exception as error:
         row["why"] = f"{row['stage']}: {type(error).__name__}: {str(error)[:600]}"
         row["where"] = traceback.format_exc(limit=-4)[-1500:]
@@ -163,14 +168,15 @@ def fitting_inputs(entry: Entry, model: Any) -> tuple[Any, ...]:
 def timed_stages() -> dict[str, float]:
     """Let `prepare` note how long its tracing and its channel graph take."""
     module = sys.modules["smcp_fx.prepare"]
+    parts = {"trace": "trace", "find_regions": "trace", "join_regions": "trace", "build": "build"}
     times: dict[str, float] = {"trace": 0.0, "build": 0.0}
-    for name in times:
+    for name, part in parts.items():
         function = getattr(module, name)
 
-        def noted(*args: Any, _function: Any = function, _name: str = name, **kwargs: Any) -> Any:
+        def noted(*args: Any, _function: Any = function, _part: str = part, **kwargs: Any) -> Any:
             started = time.perf_counter()
             result = _function(*args, **kwargs)
-            times[_name] += time.perf_counter() - started
+            times[_part] += time.perf_counter() - started
             return result
 
         setattr(module, name, noted)
@@ -295,8 +301,9 @@ def difference(found: Any, expected: Any) -> float:
     errors = [
         float((a - b).abs().max()) / max(float(b.abs().max()), 1e-30)
         for a, b in zip(left, right, strict=True)
+        if a.numel()
     ]
-    return float("nan") if any(e != e for e in errors) else max(errors)
+    return float("nan") if any(e != e for e in errors) else max(errors, default=0.0)
 
 
 def onnx_error(sliced: Any, inputs: tuple[Any, ...]) -> float:

@@ -278,6 +278,24 @@ def test_where_nothing_may_go_the_first_error_stands() -> None:
     assert "In the parts that can be traced (one, two) no channel may go" in str(caught.value)
 
 
+def test_what_the_example_gives_nothing_stays() -> None:
+    class Finds(Split):
+        """Crops what it finds, and in the example it finds nothing."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.crops = nn.Sequential(nn.Conv2d(3, 6, 1), nn.ReLU(), nn.Conv2d(6, 4, 1))
+
+        def forward(self, x: Tensor) -> Any:
+            found = x[[i for i in range(len(x)) if float(x[i].max()) > 1e6]]
+            return super().forward(x), self.crops(found)
+
+    prepared = prepare(Finds())
+    assert "crops" not in prepared.regions
+    assert "empty, of shape (0, 3," in prepared.untraced["crops"]
+    check_exact(prepared, (IMAGES,))
+
+
 # ---- living with it -------------------------------------------------------------------------------------
 
 

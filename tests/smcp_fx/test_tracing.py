@@ -97,6 +97,7 @@ def test_control_flow_on_data_is_refused_and_located() -> None:
         ((torch.zeros(2, 4, 8, 8),), r"\(2, 4, 8, 8\)"),
         ((torch.zeros(2, 3, 8, 8, dtype=torch.float64),), "does not run"),
         ((), r"\(none\)"),
+        ((torch.zeros(0, 3, 8, 8),), r"empty, of shape \(0, 3, 8, 8\)"),
         ((IMAGE, IMAGE), r"\(2, 3, 8, 8\), \(2, 3, 8, 8\)"),
     ],
 )
