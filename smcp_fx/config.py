@@ -39,8 +39,9 @@ class PruningConfig:
         0.995, "weight of the importances before the last solve; 0 forgets them (the paper)"
     )
     width_exponent: float = option(
-        1.0,
-        "importances gathered where a share r of a group is kept count r ** this; 0: as gathered (the paper)",
+        0.9,
+        "how importances grow in a group that is narrowed: where a share r of it is kept, r ** -this; 0: they do "
+        "not, and add up (the paper)",
     )
     tolerance: float = option(
         0.009,
@@ -81,11 +82,9 @@ class PruningConfig:
             raise InputError(
                 "layer_pruning_in says where layer pruning may act: set layer_pruning=True as well"
             )
-        for name in ("momentum", "memory", "tolerance"):
+        for name in ("momentum", "memory", "tolerance", "width_exponent"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} must be in [0, 1), not {getattr(self, name)}")
-        if not 0 <= self.width_exponent <= 2:
-            raise InputError(f"width_exponent must be in [0, 2], not {self.width_exponent}")
         for name, kinds in (
             ("mask", ("soft", "hard", "permanent")),
             ("importance", ("abs_of_sum", "sum_of_abs")),

@@ -23,6 +23,7 @@ from smcp_fx.schedule import Schedule
 from smcp_fx.selection import Choice, Selector
 from smcp_fx.solve import Solve
 from smcp_fx.solve_watch import SolveWatch
+from smcp_fx.worth import Worth
 
 if TYPE_CHECKING:
     from smcp_fx.prepared import PreparedModel
@@ -262,11 +263,9 @@ class Pruner:
                 choice = self._choose(scores, target, step)
                 state.keep.copy_(choice.keep)
                 allocation = choice.allocation
-                message = {
-                    "cost": allocation.cost,
-                    "importance": choice.importance,
-                    "bound": allocation.bound,
-                }
+                kept = float(scores[choice.keep].sum())
+                beyond = max(allocation.bound - choice.worth, 0.0)
+                message = {"cost": allocation.cost, "importance": kept, "bound": kept + beyond}
             except Exception as error:
                 failure = error
                 message = {"error": str(error)}
@@ -289,6 +288,7 @@ class Pruner:
                 "every importance is zero, so nothing tells which channels matter: train with "
                 "prepared.pruner.step() for some steps before solving, and check that gradients reach the weights"
             )
+        worth = Worth(scores, self._state, self.config.width_exponent)
         permanent = self.config.mask == "permanent"
         if permanent:
             scores = torch.where(self._state.keep, scores, torch.zeros_like(scores))
@@ -298,7 +298,7 @@ class Pruner:
             if permanent:
                 cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
             try:
-                choice = self._selector.settled(scores, cost, target, self._moving(step))
+                choice = self._selector.settled(scores, cost, target, self._moving(step), worth)
             except InfeasibleBudgetError as error:
                 if found:
                     break

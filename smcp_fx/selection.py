@@ -2,7 +2,7 @@
 
 Importances are noisy, and quite different choices can be worth the same. Masks that follow every new optimum
 keep the network from learning; masks that never move are not pruned for importance. So of the choices that
-keep all but a small share of the reachable importance, the one is taken that moves the fewest units.
+are worth nearly as much as the best, the one is taken that moves the fewest units.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency_rounding import grow_for_free
 from smcp_fx.settling import Settling, settled_mask
 from smcp_fx.state import PruningState
+from smcp_fx.worth import Worth
 
 #: Bonuses for units that are kept already, in mean importances: allocations to start the search from.
 _BONUSES = (0.25, 2.0)
@@ -42,11 +43,11 @@ _FEW = 0.01
 
 @dataclass(frozen=True)
 class Choice:
-    """Units to keep ([units] bool), how they were allocated, and the importance they keep."""
+    """Units to keep ([units] bool), how they were allocated, and what they are worth."""
 
     keep: Tensor
     allocation: Allocation
-    importance: float
+    worth: float
 
 
 class Selector:
@@ -62,44 +63,54 @@ class Selector:
         self.branches = branches
 
     def best(self, scores: Tensor, cost: NetworkCost, target: float) -> Choice:
-        """The choice of greatest importance; `InfeasibleBudgetError` when nothing permitted is cheap enough."""
-        return self._choose(scores, scores, self._coupled(cost), target)
+        """The choice of greatest worth; `InfeasibleBudgetError` when nothing permitted is cheap enough."""
+        return self._choose(scores, scores, self._worth(scores), self._coupled(cost), target)
 
-    def settled(self, scores: Tensor, cost: NetworkCost, target: float, moving: bool = False) -> Choice:
+    def settled(
+        self,
+        scores: Tensor,
+        cost: NetworkCost,
+        target: float,
+        moving: bool = False,
+        worth: Worth | None = None,
+    ) -> Choice:
         """The choice within ``tolerance`` of the best that changes the fewest masks: none, if they still fit.
 
+        What may be given up is that share of the importance that the best choice keeps. ``worth``: where ``scores``
+        are not those of whole groups.
         While the target is ``moving`` masks must change anyway, and stay closer to the best, so that there is
         tolerance left to stand still with when it has arrived.
         """
         cost = self._coupled(cost)
-        best = self._choose(scores, scores, cost, target)
+        worth = worth or self._worth(scores)
+        best = self._choose(scores, scores, worth, cost, target)
         if not self.config.tolerance:
             return best
-        present = self._present(scores, cost)
-        if present is not None and self._fits(present, best, target):
+        slack = self.config.tolerance * float(scores[best.keep].sum())
+        present = self._present(scores, worth, cost)
+        if present is not None and self._fits(present, best, slack, target):
             return _bounded(present, best)
         names = list(cost.permitted)
         values = {name: _array(self.state.of_group(scores, name)) for name in names}
         kept = {name: self.state.of_group(self.state.keep, name).cpu().numpy() for name in names}
         least = min(best.allocation.cost, (1 - _UNSPENT) * target)
         together = () if self.branches is None else self.branches.sets()
-        search = Settling(values, kept, cost, least, target, together)
+        search = Settling(values, kept, worth.of, cost, least, target, together)
         starts: list[Mapping[str, int]] = [best.allocation.counts]
         if present is not None:
             starts.append(present.allocation.counts)  # where swaps alone may do
         for bonus in _BONUSES:
             favoured = scores + bonus * scores.mean() * self.state.keep
-            starts.append(self._choose(favoured, scores, cost, target).allocation.counts)
+            starts.append(self._choose(favoured, scores, worth, cost, target).allocation.counts)
         for window in _WINDOWS:
             near = dataclasses.replace(cost, permitted=self._near(cost.permitted, window))
             with contextlib.suppress(InfeasibleBudgetError):
-                starts.append(self._choose(scores, scores, near, target).allocation.counts)
+                starts.append(self._choose(scores, scores, worth, near, target).allocation.counts)
         # When masks must move, they move closer to the best than they need to (else every solve would move
         # them), unless that takes many changes.
         move = None
         for share in _SHARES[:_SHARES_MOVING] if moving else _SHARES:
-            floor = (1 - share * self.config.tolerance) * best.importance
-            move = search.fewest(starts, floor)
+            move = search.fewest(starts, best.worth - share * slack)
             if move is not None and move.changes <= _FEW * self.state.keep.numel():
                 break
         if move is None:
@@ -110,40 +121,44 @@ class Selector:
             swaps = search.swaps(name, counts[name], move.swaps.get(name, 0))
             mask = settled_mask(values[name], kept[name], counts[name], swaps)
             self.state.of_group(keep, name).copy_(torch.from_numpy(mask))
-        importance = float(scores[keep].sum())
-        moved = Allocation(counts, importance, cost.cost(counts), 0.0, 0.0, 0.0, "settled")
-        return _bounded(Choice(keep, moved, importance), best)
+        value = worth.of_units(scores, keep, self.state)
+        moved = Allocation(counts, value, cost.cost(counts), 0.0, 0.0, 0.0, "settled")
+        return _bounded(Choice(keep, moved, value), best)
 
-    def _fits(self, choice: Choice, best: Choice, target: float) -> bool:
-        """Does it keep enough importance, and use the budget up?"""
+    def _fits(self, choice: Choice, best: Choice, slack: float, target: float) -> bool:
+        """Is it worth enough, and does it use the budget up?"""
         cost = choice.allocation.cost
-        floor = (1 - self.config.tolerance) * best.importance
         return (
-            choice.importance >= floor
+            choice.worth >= best.worth - slack
             and min(best.allocation.cost, (1 - _UNSPENT) * target) <= cost <= target
         )
 
-    def _present(self, scores: Tensor, cost: NetworkCost) -> Choice | None:
+    def _present(self, scores: Tensor, worth: Worth, cost: NetworkCost) -> Choice | None:
         """The masks as they are, where their counts are permitted."""
         counts = self.counts()
         if any(counts[name] not in permitted for name, permitted in cost.permitted.items()):
             return None
-        importance = float(scores[self.state.keep].sum())
-        as_is = Allocation(counts, importance, cost.cost(counts), importance, 0.0, 0.0, "as is")
-        return Choice(self.state.keep.clone(), as_is, importance)
+        value = worth.of_units(scores, self.state.keep, self.state)
+        as_is = Allocation(counts, value, cost.cost(counts), value, 0.0, 0.0, "as is")
+        return Choice(self.state.keep.clone(), as_is, value)
 
     def counts(self) -> dict[str, int]:
         """Units kept now, by free group."""
         return {name: int(mask.sum()) for name, mask in self.state.free_masks().items()}
 
-    def _choose(self, ranking: Tensor, scores: Tensor, cost: NetworkCost, target: float) -> Choice:
+    def _worth(self, scores: Tensor) -> Worth:
+        return Worth(scores, self.state, self.config.width_exponent)
+
+    def _choose(
+        self, ranking: Tensor, scores: Tensor, worth: Worth, cost: NetworkCost, target: float
+    ) -> Choice:
         """The best counts for ``ranking``, and in each group its best units; judged by ``scores``."""
         state, present = self.state, self.counts()
         values, ranked = {}, {}
         for name, permitted in cost.permitted.items():
             ordered, ranked[name] = torch.sort(state.of_group(ranking, name), descending=True, stable=True)
             total = torch.cat([torch.zeros(1, dtype=torch.float64), torch.cumsum(ordered.double().cpu(), 0)])
-            values[name] = total[torch.tensor(permitted)].numpy()
+            values[name] = worth.of(name, total[torch.tensor(permitted)].numpy())
         allowed = all(present[name] in permitted for name, permitted in cost.permitted.items())
         found = allocate(
             values, cost, target, self.config.allocation, current=present, start=present if allowed else None
@@ -155,7 +170,7 @@ class Selector:
         keep = torch.zeros_like(state.keep)
         for name, count in found.counts.items():
             state.of_group(keep, name)[ranked[name][:count]] = True
-        return Choice(keep, found, float(scores[keep].sum()))
+        return Choice(keep, found, worth.of_units(scores, keep, state))
 
     def _coupled(self, cost: NetworkCost) -> NetworkCost:
         """The cost, with a prohibitive price where a group keeps units that are of no use beside the others' counts.

@@ -1,14 +1,14 @@
-"""The fewest mask changes that reach an importance within a cost.
+"""The fewest mask changes that reach a worth within a cost.
 
 For given counts the fewest changes are known: units that are kept stay as far as the count allows, and then
 single swaps (the best unit left out for the worst one kept) are made, the most gainful first over all groups,
-until the importance is reached. What remains is the choice of counts: from each start, counts go back towards
+until the worth is reached. What remains is the choice of counts: from each start, counts go back towards
 the present ones, one group or a pair of groups at a time, while that saves changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +34,8 @@ class Move:
 class Settling:
     """Searches counts that reach ``floor`` with few changes, at a cost between ``least`` and ``most``.
 
-    ``scores`` and ``kept`` hold, for each group, its units' importances and whether they are kept now;
+    ``scores`` and ``kept`` hold, for each group, its units' importances and whether they are kept now; ``worth`` says
+    what it is worth to keep so much importance of a group (elementwise, increasing, concave);
     ``together`` lists groups that go back to their present counts at once (those of one branch).
     """
 
@@ -42,12 +43,14 @@ class Settling:
         self,
         scores: Mapping[str, Floats],
         kept: Mapping[str, NDArray[np.bool_]],
+        worth: Callable[[str, Floats], Floats],
         cost: NetworkCost,
         least: float,
         most: float,
         together: Sequence[tuple[str, ...]] = (),
     ) -> None:
         self.cost = cost
+        self._worth = worth
         self._together = together
         self.least = least
         self.most = most
@@ -128,17 +131,17 @@ class Settling:
     def _move(self, counts: Mapping[str, int], floor: float) -> Move | None:
         """Fewest changes at these counts that reach the floor."""
         self._left -= 1
-        importance, gains, owners = 0.0, [], []
+        worth, gains, owners = 0.0, [], []
         changes = 0
         names = list(counts)
         for index, name in enumerate(names):
             kept, swaps = self._group(name, counts[name])
-            importance += kept
+            worth += kept
             changes += abs(counts[name] - self.present[name])
-            if importance_missing := swaps.size:
+            if swaps.size:
                 gains.append(swaps)
-                owners.append(np.full(importance_missing, index))
-        missing = floor - importance
+                owners.append(np.full(swaps.size, index))
+        missing = floor - worth
         made: dict[str, int] = {}
         if missing > 0:
             if not gains:
@@ -155,7 +158,7 @@ class Settling:
         return Move(dict(counts), made, changes)
 
     def _group(self, name: str, count: int) -> tuple[float, Floats]:
-        """Importance of the units that stay at this count, and the gains of swaps, descending."""
+        """Worth of the units that stay at this count, and the gains of swaps, descending."""
         key = (name, count)
         if key not in self._cache:
             inside, outside = self._inside[name], self._outside[name]
@@ -166,7 +169,9 @@ class Settling:
                 stay, rest = np.sort(np.concatenate([inside, outside[:added]])), outside[added:]
             pairs = min(stay.size, rest.size)
             gains = rest[:pairs] - stay[:pairs]
-            self._cache[key] = float(stay.sum()), gains[gains > 0]
+            after = stay.sum() + np.cumsum([0.0, *gains[gains > 0]])
+            worth = self._worth(name, after)
+            self._cache[key] = float(worth[0]), np.diff(worth)
         return self._cache[key]
 
 

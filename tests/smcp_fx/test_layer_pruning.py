@@ -380,9 +380,11 @@ def test_solves_remove_whole_branches(allocation: str, share: float) -> None:
     assert_close(run(sliced, (IMAGE.double(),)), run(found, (IMAGE.double(),)), "slicing")
 
 
-def test_a_solve_finds_the_best_choice_with_branches_removed() -> None:
+@pytest.mark.parametrize("exponent", [0.0, 0.9])
+def test_a_solve_finds_the_best_choice_with_branches_removed(exponent: float) -> None:
     """Against all choices of counts. What is of no use beside a group that keeps nothing is worth nothing."""
-    found = prepared(body(Bottleneck(8, 8), Bottleneck(8, 8)), config={"multiple": 4, "tolerance": 0.0})
+    config = {"multiple": 4, "tolerance": 0.0, "width_exponent": exponent}
+    found = prepared(body(Bottleneck(8, 8), Bottleneck(8, 8)), config=config)
     steps(found)
     pruner, branches = found.pruner, found.channels.branches
     assert branches is not None
@@ -395,9 +397,11 @@ def test_a_solve_finds_the_best_choice_with_branches_removed() -> None:
         for choice in itertools.product(*pruner.cost.permitted.values()):
             counts = dict(zip(names, choice, strict=True))
             if pruner.cost.cost(counts) <= budget and branches.closed(counts) == counts:
-                best = max(best, sum(float(ranked[name][:count].sum()) for name, count in counts.items()))
+                kept = ((ranked[name][:count].sum(), ranked[name].sum()) for name, count in counts.items())
+                shares = [(whole, float(part / whole) if whole > 0 else 0.0) for part, whole in kept]
+                best = max(best, sum(float(whole) * share ** (1 - exponent) for whole, share in shares))
         chosen = pruner._selector.best(torch.cat([pruner.importance[n] for n in names]), pruner.cost, budget)
-        assert chosen.importance == pytest.approx(best, rel=1e-6)
+        assert chosen.worth * (1 - exponent) == pytest.approx(best, rel=1e-6)
         assert chosen.allocation.cost == pytest.approx(pruner.cost.cost(chosen.allocation.counts))
         assert share > 0.3 or 0 in chosen.allocation.counts.values()
 
