@@ -47,7 +47,9 @@ class PruningConfig:
         0.009,
         "share of the reachable importance that may be given up to leave masks as they are; 0: none (the paper)",
     )
-    batch_norm_scaling: bool = option(True, "scale batch norms by the share of input channels kept")
+    batch_norm_scaling: bool = option(
+        False, "scale batch norms by the share of input channels kept (the paper; for long training)"
+    )
     gamma_gradient: GammaGradient = option(
         "chain",
         "gradient of a scaled batch norm's weight: chain rule, or as if scaled itself",

@@ -50,6 +50,11 @@ class LatencyCost:
         self._channels: ChannelGraph | None = None
         self._states: tuple[NetworkCost, NetworkCost, NetworkCost] | None = None
 
+    @property
+    def foreign(self) -> bool:
+        """Are the rows another device's or runtime's, so that nothing measured here says how true they are?"""
+        return self.fingerprint != self.backend.fingerprint()
+
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
         """Bind to a network: one term a block, the blocks without free widths in the constant.
 

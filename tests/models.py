@@ -86,7 +86,7 @@ def check_slicing(
     model = randomise(model).to(dtype).eval()
     inputs = tuple(i.to(dtype) if i.is_floating_point() else i for i in inputs)
     expected = run(model, inputs)
-    config = smcp_fx.PruningConfig(multiple=1, layer_pruning=layer_pruning)
+    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True, layer_pruning=layer_pruning)
     prepared = smcp_fx.prepare(model, inputs, config=config)
     assert_close(run(prepared, inputs), expected, "identity", "all channels kept")
     for seed in seeds:

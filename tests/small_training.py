@@ -24,7 +24,7 @@ def network() -> nn.Module:
 
 def prepared_model(model: nn.Module | None = None, **options: Any) -> smcp_fx.PreparedModel:
     model = network() if model is None else randomise(model).train()
-    config = smcp_fx.PruningConfig(**{"multiple": 2, **options})
+    config = smcp_fx.PruningConfig(**{"multiple": 2, "batch_norm_scaling": True, **options})
     return smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), schedule=SCHEDULE, config=config)
 
 

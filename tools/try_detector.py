@@ -31,7 +31,9 @@ def attempt_detector(entry: Entry, row: dict[str, Any]) -> None:
     row["stage"] = "prepare"
     times = timed_stages()
     started = time.perf_counter()
-    prepared = smcp_fx.prepare(model, (images,), config=smcp_fx.PruningConfig(multiple=1))
+    prepared = smcp_fx.prepare(
+        model, (images,), config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+    )
     row.update(prepare_s=time.perf_counter() - started, trace_s=times["trace"], graph_s=times["build"])
     row.update(peak_gib=(peak() - before) / 2**20, regions=list(prepared.regions))
     row.update(describe(prepared))

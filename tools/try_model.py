@@ -56,7 +56,9 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool) -> None:
     row["stage"] = "prepare"
     times = timed_stages()
     started = time.perf_counter()
-    prepared = smcp_fx.prepare(model, inputs, config=smcp_fx.PruningConfig(multiple=1))
+    prepared = smcp_fx.prepare(
+        model, inputs, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+    )
     row.update(prepare_s=time.perf_counter() - started, trace_s=times["trace"], graph_s=times["build"])
     row.update(peak_gib=(peak() - before) / 2**20, nodes=len(prepared.graph.nodes))
     row.update(describe(prepared))

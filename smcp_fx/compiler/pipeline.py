@@ -73,7 +73,8 @@ class _Run:
         with self._stage("exporting the dense network"):
             full = converted_full(prepared)
             dense = backend.compile(full, inputs, dense_path)
-        fraction = self._fraction(prepared, dense.latency().median_ms)
+        here = not (isinstance(cost, LatencyCost) and cost.foreign)
+        fraction = self._fraction(prepared, dense.latency().median_ms if here else prepared.pruner.full_cost)
         corrector = Corrector(prepared, backend, dense, inputs, fraction, folder / "state", self._say)
         trainer = self._prune(prepared, fitted, data, corrector, cost)
         with self._stage("emitting"):
@@ -200,7 +201,8 @@ class _Run:
             )
         self.notes.append(
             f"latencies predicted by rows of another fingerprint, as allowed: {known[0].describe()}, not "
-            f"{here.describe()} ({differences(known[0], here)})"
+            f"{here.describe()} ({differences(known[0], here)}); the target is that device's, so that nothing "
+            "measured here corrects it: measure the files there"
         )
         self._say(self.notes[-1])
         return known[0]
@@ -238,7 +240,10 @@ class _Run:
         return prepared
 
     def _fraction(self, prepared: PreparedModel, dense_ms: float) -> float:
-        """The fraction of the dense cost that is asked for; sets the pruner's target for absolute latencies."""
+        """The fraction of the dense cost that is asked for; sets the pruner's target for absolute latencies.
+
+        ``dense_ms``: the dense network's latency on the device that the target is for.
+        """
         pruner, wanted = prepared.pruner, self.settings.wanted
         if isinstance(wanted, str) and pruner.cost.unit == "ms":
             from smcp_fx.costs import absolute_target
@@ -274,7 +279,7 @@ class _Run:
 
         def before_step(step: int) -> None:
             solve = pruner.step()
-            if solve is not None and isinstance(cost, LatencyCost):
+            if solve is not None and isinstance(cost, LatencyCost) and not cost.foreign:
                 corrector.after(solve)
 
         with self._stage("pruning while training"), self._bar("pruning while training") as tick:

@@ -194,7 +194,7 @@ def _table_facts(cost: LatencyCost | None) -> dict[str, Any] | None:
         "held_out_median": error.median,
         "held_out_p95": error.p95,
         "fingerprint": cost.fingerprint.as_dict(),
-        "foreign": cost.fingerprint != cost.backend.fingerprint(),
+        "foreign": cost.foreign,
         "residency": asdict(cost.residency),
     }
 

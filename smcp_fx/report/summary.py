@@ -98,11 +98,17 @@ def comparison(report: dict[str, Any]) -> list[Row]:
 
 
 def target_line(report: dict[str, Any]) -> str:
-    """Return target, predicted and measured fraction, and on what was measured, in one line."""
+    """Return target, predicted and measured fraction, and on what was measured, in one line.
+
+    Where the table is another device's, the prediction is for that one, and what was measured is not.
+    """
+    table = report.get("table") or {}
+    device = (table.get("fingerprint") or {}).get("device") or "another device"
+    there = f" for {device}" if table.get("foreign") else ""
     fractions = [
         f"target {percent(report.get('target_fraction'), trim=True)} of the dense {cost_word(report)}",
-        f"predicted {percent(report.get('predicted_fraction'))}",
-        f"measured{'' if cost_word(report) == 'latency' else ' latency'} "
+        f"predicted {percent(report.get('predicted_fraction'))}{there}",
+        f"measured{' here' if there else ''}{'' if cost_word(report) == 'latency' else ' latency'} "
         f"{percent(report.get('measured_fraction'))}".replace(f"measured {MISSING}", MISSING),
     ]
     return ", ".join(fractions) + f"; {backend_line(report)}"

@@ -147,7 +147,9 @@ def test_the_scale_is_the_share_of_input_channels_kept() -> None:
         norm=nn.BatchNorm2d(10),
         out=conv(10, 4),
     )
-    prepared = smcp_fx.prepare(model.eval(), IMAGE, config=smcp_fx.PruningConfig(multiple=1))
+    prepared = smcp_fx.prepare(
+        model.eval(), IMAGE, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+    )
     prepared.set_masks({"stem": torch.arange(8) < 2})
     (scale,) = (value for name, value in prepared.smcp.named_buffers() if name.startswith("scale_"))
     expected = torch.tensor([2 / 8] * 4 + [1.0] * 4 + [(3 + 2) / 11] * 2)
@@ -176,7 +178,7 @@ def test_run_twice_nothing_changes(name: str) -> None:
     state = module.get_submodule("smcp")
     assert isinstance(state, PruningState)
     state.set_masks(half(channels))
-    config = smcp_fx.PruningConfig(multiple=1)
+    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
     for one in [*prepare_pipeline(channels, config), *convert_pipeline(channels, state.units_kept())]:
         first = one(module)
         code, tensors = module.code, {n: t.clone() for n, t in module.state_dict().items()}
@@ -194,7 +196,7 @@ def test_folding_is_the_inverse_of_inserting(name: str) -> None:
     module, channels = traced(NETWORKS[name]())
     before, code, tensors = kinds(module), module.code, copy.deepcopy(module.state_dict())
     expected = run(module, (IMAGE,))
-    run_pipeline(module, prepare_pipeline(channels, smcp_fx.PruningConfig()))
+    run_pipeline(module, prepare_pipeline(channels, smcp_fx.PruningConfig(batch_norm_scaling=True)))
     assert kinds(module) != before
     run_pipeline(module, [FoldMasks(), FoldBatchNormScalers()])
     assert kinds(module) == before
@@ -207,7 +209,7 @@ def test_folding_puts_masks_and_scales_into_the_parameters() -> None:
     module, channels = traced(chain(8, 12))
     state = module.get_submodule("smcp")
     assert isinstance(state, PruningState)
-    run_pipeline(module, prepare_pipeline(channels, smcp_fx.PruningConfig()))
+    run_pipeline(module, prepare_pipeline(channels, smcp_fx.PruningConfig(batch_norm_scaling=True)))
     weight, gamma = (module.get_parameter(n).detach().clone() for n in ("1.0.weight", "1.1.weight"))
     state.set_masks({"0.0": torch.arange(8) < 2})
     masked = run(module, (IMAGE,))

@@ -42,7 +42,7 @@ def main() -> None:
     )  # fmt: skip
     model[3].requires_grad_(not options.freeze)
     schedule = smcp_fx.Schedule(epochs=1, steps_per_epoch=STEPS, warmup=0.2, ramp=0.3, cooldown=0.2, every=2)
-    config = smcp_fx.PruningConfig(multiple=1)
+    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
     image = torch.randn(2, 3, 8, 8)
     prepared = smcp_fx.prepare(model, image, target=options.target, schedule=schedule, config=config)
     wrapped = nn.parallel.DistributedDataParallel(prepared) if options.kind == "ddp" else prepared

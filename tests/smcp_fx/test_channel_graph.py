@@ -19,7 +19,7 @@ IMAGE = torch.zeros(2, 3, 8, 8)
 
 
 def graph_of(model: nn.Module, **options: object) -> ChannelGraph:
-    config = smcp_fx.PruningConfig(**{"multiple": 1, **options})  # type: ignore[arg-type]
+    config = smcp_fx.PruningConfig(**{"multiple": 1, "batch_norm_scaling": True, **options})  # type: ignore[arg-type]
     return smcp_fx.prepare(model.eval(), IMAGE, config=config).channels
 
 

@@ -28,7 +28,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 def prepared_model(**options: Any) -> smcp_fx.PreparedModel:
     torch.manual_seed(0)
-    config = smcp_fx.PruningConfig(**{"multiple": 2, **options})
+    config = smcp_fx.PruningConfig(**{"multiple": 2, "batch_norm_scaling": True, **options})
     schedule = smcp_fx.Schedule(epochs=1, steps_per_epoch=12, warmup=0.25, ramp=0.34, cooldown=0.25, every=2)
     model = randomise(Residual(16, 24)).train()
     return smcp_fx.prepare(model, IMAGE, schedule=schedule, config=config)

@@ -14,7 +14,7 @@ from torchvision.models import detection
 
 import smcp_fx
 
-CONFIG = smcp_fx.PruningConfig(multiple=1)
+CONFIG = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
 SIDE = 96
 DETECTORS = {
     "ssdlite320_mobilenet_v3_large": (("backbone", "head"), 0.99),

@@ -37,7 +37,7 @@ def lightning_module(schedule: smcp_fx.Schedule, wrong: bool = False) -> Any:
             super().__init__()
             torch.manual_seed(0)
             model = randomise(Residual(16, 24))
-            config = smcp_fx.PruningConfig(multiple=2)
+            config = smcp_fx.PruningConfig(multiple=2, batch_norm_scaling=True)
             image = torch.randn(2, 3, 8, 8)
             self.model = smcp_fx.prepare(model, image, schedule=schedule, config=config)
             self.original = [nn.Parameter(torch.ones(2))] if wrong else None

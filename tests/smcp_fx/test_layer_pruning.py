@@ -39,13 +39,13 @@ from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_table import LatencyTable
 from smcp_fx.masking import scale_gamma_direct
 
-CONFIG = smcp_fx.PruningConfig(multiple=1, layer_pruning=True)
+CONFIG = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True, layer_pruning=True)
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
 def prepared(model: nn.Module, inputs: Any = IMAGE, **options: Any) -> smcp_fx.PreparedModel:
     """Prepared in double precision, with steps of one channel unless told."""
-    config = {"multiple": 1, "layer_pruning": True, **options.pop("config", {})}
+    config = {"multiple": 1, "batch_norm_scaling": True, "layer_pruning": True, **options.pop("config", {})}
     inputs = tuple(i.double() for i in (inputs if isinstance(inputs, tuple) else (inputs,)))
     model = randomise(model).double().eval()
     return smcp_fx.prepare(model, inputs, config=smcp_fx.PruningConfig(**config), **options)
@@ -116,7 +116,9 @@ def test_only_what_leaves_the_network_in_one_piece_may_go() -> None:
     found = removable(prepared(body(Bottleneck(), Mixer())))
     assert found == {"1.expand.0", "1.gate.down", "2.up"}
     # Off, as it is by default, nothing may, and masks that keep nothing are refused.
-    off = smcp_fx.prepare(Residual(), IMAGE, config=smcp_fx.PruningConfig(multiple=1))
+    off = smcp_fx.prepare(
+        Residual(), IMAGE, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+    )
     assert removable(off) == set()
     with pytest.raises(InputError, match="keeps nothing"):
         off.set_masks(nothing(off, "conv1"))

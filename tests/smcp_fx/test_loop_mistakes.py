@@ -19,7 +19,7 @@ SCHEDULE = smcp_fx.Schedule(epochs=1, steps_per_epoch=12, warmup=0.25, ramp=0.34
 
 def prepared_model(model: nn.Module | None = None, **options: Any) -> smcp_fx.PreparedModel:
     model = model or randomise(Residual(16, 24))
-    config = smcp_fx.PruningConfig(multiple=2)
+    config = smcp_fx.PruningConfig(multiple=2, batch_norm_scaling=True)
     image = torch.randn(2, 3, 8, 8)
     return smcp_fx.prepare(model.train(), image, config=config, **{"schedule": SCHEDULE, **options})
 
@@ -256,7 +256,7 @@ def test_importances_that_are_all_zero() -> None:
 def test_masks_that_oscillate() -> None:
     """Importances that favour one half, then the other; forgetful, and without tolerance."""
     schedule = smcp_fx.Schedule(epochs=1, steps_per_epoch=40, warmup=0.1, ramp=0.0, cooldown=0.1, every=2)
-    config = smcp_fx.PruningConfig(multiple=2, memory=0.0, tolerance=0.0)
+    config = smcp_fx.PruningConfig(multiple=2, batch_norm_scaling=True, memory=0.0, tolerance=0.0)
     image = torch.randn(2, 3, 8, 8)
     prepared = smcp_fx.prepare(randomise(Residual(16, 24)).train(), image, schedule=schedule, config=config)
     weights = [prepared.get_parameter(f"{name}.weight") for name in ("conv1", "conv2", "conv4", "fc")]

@@ -26,7 +26,7 @@ SCHEDULE = smcp_fx.Schedule(epochs=1, steps_per_epoch=12, warmup=0.25, ramp=0.34
 def train(*observers: Observer) -> smcp_fx.PreparedModel:
     """Solves at steps 5, 7 and 9 of 12."""
     torch.manual_seed(0)
-    config = smcp_fx.PruningConfig(multiple=2)
+    config = smcp_fx.PruningConfig(multiple=2, batch_norm_scaling=True)
     model = randomise(Residual(16, 24)).train()
     prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), schedule=SCHEDULE, config=config)
     prepared.pruner.observers += observers

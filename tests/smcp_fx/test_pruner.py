@@ -25,7 +25,7 @@ def prepared_model(
 ) -> smcp_fx.PreparedModel:
     """A residual network whose masks are solved for at steps 5, 7 and 9 of 12."""
     model = randomise(model or Residual(16, 24)).train()
-    config = smcp_fx.PruningConfig(**{"multiple": 2, **options})
+    config = smcp_fx.PruningConfig(**{"multiple": 2, "batch_norm_scaling": True, **options})
     return smcp_fx.prepare(model, IMAGE, target=target, schedule=SCHEDULE, config=config)
 
 
@@ -146,7 +146,7 @@ def favour(prepared: smcp_fx.PreparedModel, high: Tensor) -> None:
 @pytest.mark.parametrize("mask", ["soft", "hard", "permanent"])
 def test_soft_masks_can_return_and_permanent_ones_never_do(mask: str) -> None:
     model = randomise(chain(8, 8)).train()
-    config = smcp_fx.PruningConfig(multiple=2, mask=mask, memory=0.0, tolerance=0.0)  # type: ignore[arg-type]
+    config = smcp_fx.PruningConfig(multiple=2, batch_norm_scaling=True, mask=mask, memory=0.0, tolerance=0.0)  # type: ignore[arg-type]
     prepared = smcp_fx.prepare(model, IMAGE, config=config)
     first = torch.arange(8) < 4
     favour(prepared, first)
@@ -267,7 +267,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one() -> None:
 def test_memory_and_momentum() -> None:
     """Gathered: g <- m g + (1 - m) I. Between solves: share <- memory * old share + (1 - memory) * new share."""
     model = randomise(nn.Sequential(conv(3, 8), nn.ReLU(), conv(8, 4)))
-    config = smcp_fx.PruningConfig(multiple=2, momentum=0.75, memory=0.5)
+    config = smcp_fx.PruningConfig(multiple=2, batch_norm_scaling=True, momentum=0.75, memory=0.5)
     prepared = smcp_fx.prepare(model, IMAGE, config=config)
     weight = prepared.get_parameter("2.weight")
 

@@ -17,7 +17,7 @@ from smcp_fx.channels.graph import Group
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.errors import BackendError, CheckpointError, InputError, TraceError
 
-CONFIG = smcp_fx.PruningConfig(multiple=1)
+CONFIG = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5)).double()
 
 
@@ -300,7 +300,7 @@ def test_what_the_example_gives_nothing_stays() -> None:
 
 
 def test_training_solving_and_converting() -> None:
-    prepared = prepare(Split(), config=smcp_fx.PruningConfig(multiple=4), target=0.5)
+    prepared = prepare(Split(), config=smcp_fx.PruningConfig(multiple=4, batch_norm_scaling=True), target=0.5)
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
     prepared.train()
     for _ in range(3):

@@ -152,7 +152,9 @@ def test_other_operations_in_train_than_in_eval(kind: str) -> None:
         model = between(lambda s, h: s.mid(h) if s.training else h, mid=conv(8, 8))
     model = randomise(model).double()
     image = IMAGE.double()
-    prepared = smcp_fx.prepare(model, image, config=smcp_fx.PruningConfig(multiple=1))
+    prepared = smcp_fx.prepare(
+        model, image, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+    )
     assert prepared.channels.free_share == 1.0
     graph = trace(copy.deepcopy(model), (image,)).module
     kept = torch.arange(8) % 3 > 0

@@ -40,7 +40,7 @@ def test_worth_is_the_integral_of_what_a_channel_matters(exponent: float) -> Non
     for name, own in pruner.importance.items():
         total = float(own.double().sum())
         shares = np.array([0.0, 0.05, 0.4, 1.0])
-        expected = [quad(lambda r: total * r**-exponent, 0.0, share)[0] for share in shares]
+        expected = [total * quad(lambda r: r**-exponent, 0.0, share)[0] for share in shares]
         assert worth.of(name, shares * total) == pytest.approx(expected, rel=1e-6)
 
 

@@ -27,7 +27,7 @@ from smcp_fx.report.trade_off import Point, Series, kept_shares, trade_off
 
 _PATH = sys.path[:]
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
-from accuracy_claims import DEFAULT, Claim, Finding, findings, untested  # noqa: E402
+from accuracy_claims import DEFAULT, SCALED, Claim, Finding, findings, untested  # noqa: E402
 from accuracy_methods import (  # noqa: E402
     Case,
     Outcome,
@@ -285,7 +285,7 @@ def test_every_case_is_run_once_and_the_schedules_are_the_papers(task: Task) -> 
     assert (plain.warmup, plain.ramp, plain.cooldown) == (1.0, 3.0, 4.5)
     assert (other.warmup, other.ramp, other.cooldown) == (0.5, 2.0, 6.0)
     assert config_of("as published") == smcp_fx.PruningConfig(
-        width_exponent=0, memory=0, tolerance=0, allocation="paper"
+        width_exponent=0, memory=0, tolerance=0, allocation="paper", batch_norm_scaling=True
     )
 
 
@@ -345,12 +345,12 @@ def line(method: str, seed: int, end: float, share: float = 0.24, target: float 
 
 
 def test_findings_compare_equal_targets_seed_by_seed() -> None:
-    lines = [line(DEFAULT, seed, 0.95 + 0.001 * seed) for seed in range(4)]
-    lines += [line("soft", seed, 0.93 + 0.001 * seed) for seed in range(4)]
-    lines += [line("soft", 0, 0.99, target=0.5)]
+    lines = [line(SCALED, seed, 0.95 + 0.001 * seed) for seed in range(4)]
+    lines += [line(DEFAULT, seed, 0.93 + 0.001 * seed) for seed in range(4)]
+    lines += [line(DEFAULT, 0, 0.99, target=0.5)]
     lines += [{"method": "permanent", "cost": "flops", "target": 0.25, "seed": 0, "infeasible": "too little"}]
     (found,) = findings(lines)
-    assert found.claim.theirs == "soft" and found.target == 0.25 and found.difference is not None
+    assert found.claim.theirs == DEFAULT and found.target == 0.25 and found.difference is not None
     assert found.difference.mean == pytest.approx(0.02)
     assert found.verdict == CONFIRMED
     assert found.claim not in untested(lines) and len(untested(lines)) > 5
@@ -367,7 +367,7 @@ def test_an_advantage_that_costs_more_is_no_finding() -> None:
 
 
 def test_the_document_tells_the_record(tmp_path: Path) -> None:
-    lines = [line(DEFAULT, seed, 0.95) for seed in range(3)] + [line("soft", seed, 0.93) for seed in range(3)]
+    lines = [line(SCALED, seed, 0.95) for seed in range(3)] + [line(DEFAULT, seed, 0.93) for seed in range(3)]
     written = write_document(lines, tmp_path)
     text = (tmp_path / "accuracy.md").read_text()
     assert "| 1 | batch-norm scaling helps soft masks | 25% of FLOPs | +2.0 (+2.0 to +2.0) |" in text

@@ -34,19 +34,26 @@ from smcp_fx.pruner import Solve
 EPOCHS, SCHEDULE = 90, (10, 30, 45)
 
 Config = smcp_fx.PruningConfig
-_PUBLISHED = {"width_exponent": 0.0, "memory": 0.0, "tolerance": 0.0, "allocation": "paper"}
+_PUBLISHED = {
+    "width_exponent": 0.0,
+    "memory": 0.0,
+    "tolerance": 0.0,
+    "allocation": "paper",
+    "batch_norm_scaling": True,
+}
 
 #: This library's pruner with other options; each changes only what it names.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "soft + scaling": {},
-    "soft": {"batch_norm_scaling": False},
-    "permanent": {"mask": "permanent", "batch_norm_scaling": False},
-    "permanent + scaling": {"mask": "permanent"},
+    "soft": {},
+    "soft + scaling": {"batch_norm_scaling": True},
+    "permanent": {"mask": "permanent"},
+    "permanent + scaling": {"mask": "permanent", "batch_norm_scaling": True},
+    "importances added up": {"width_exponent": 0.0},
     "paper allocation": {"allocation": "paper"},
     "as published": _PUBLISHED,
     "as published, no scaling": {**_PUBLISHED, "batch_norm_scaling": False},
     "as published, permanent": {**_PUBLISHED, "batch_norm_scaling": False, "mask": "permanent"},
-    "direct γ gradient": {"gamma_gradient": "direct"},
+    "direct γ gradient": {"gamma_gradient": "direct", "batch_norm_scaling": True},
     "layer pruning": {"layer_pruning": True},
 }
 #: The default at other intervals between solves, and on other schedules.
@@ -55,7 +62,7 @@ SCHEDULES = {
     f"schedule {triple}": triple for triple in ((10, 35, 45), (10, 40, 35), (5, 20, 60), (5, 30, 50))
 }
 RIVALS = ("uniform width", "one-shot magnitude", "greedy output channels", "Torch-Pruning Taylor")
-ABLATION = ("soft + scaling", "soft", "permanent", "permanent + scaling")
+ABLATION = ("soft", "soft + scaling", "permanent", "permanent + scaling")
 METHODS = (*OPTIONS, *INTERVALS, *SCHEDULES, *RIVALS)
 
 
@@ -96,7 +103,11 @@ def blocks() -> list[list[Case]]:
     return [
         at("flops", (0.25,), (*ABLATION, *RIVALS)),
         at("flops", (0.1, 0.5), (*ABLATION, "uniform width")),
-        at("flops", (0.25,), ("paper allocation", "as published", "direct γ gradient")),
+        at(
+            "flops",
+            (0.25,),
+            ("importances added up", "paper allocation", "as published", "direct γ gradient"),
+        ),
         at("flops", (0.25,), sensitivity),
         at("latency", (0.5, 0.4, 0.25, 0.1), ABLATION),
         at("flops", (0.25,), ("layer pruning", *published)),

@@ -134,7 +134,9 @@ def our_prune(model: Any, inputs: Any) -> tuple[dict[str, Any], Any]:
     import smcp_fx
 
     started = time.perf_counter()
-    prepared = smcp_fx.prepare(model, inputs, config=smcp_fx.PruningConfig(multiple=1))
+    prepared = smcp_fx.prepare(
+        model, inputs, config=smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+    )
     prepare_s = time.perf_counter() - started
     masks = {}
     for group in prepared.channels.groups:

@@ -34,13 +34,19 @@ VARIANTS = {
     "default": smcp_fx.PruningConfig(),
     "width exponent 0": smcp_fx.PruningConfig(width_exponent=0.0),
     "width exponent 0.5": smcp_fx.PruningConfig(width_exponent=0.5),
+    "batch-norm scaling": smcp_fx.PruningConfig(batch_norm_scaling=True),
     "memory 0.98": smcp_fx.PruningConfig(memory=0.98),
     "no tolerance": smcp_fx.PruningConfig(tolerance=0.0),
     "no memory": smcp_fx.PruningConfig(memory=0.0),
     "permanent masks": smcp_fx.PruningConfig(mask="permanent"),
     "exact allocation only": smcp_fx.PruningConfig(width_exponent=0.0, memory=0.0, tolerance=0.0),
     "as published": smcp_fx.PruningConfig(
-        width_exponent=0.0, memory=0.0, tolerance=0.0, allocation="paper", keep_first_convolution=True
+        width_exponent=0.0,
+        memory=0.0,
+        tolerance=0.0,
+        allocation="paper",
+        batch_norm_scaling=True,
+        keep_first_convolution=True,
     ),
 }
 
