@@ -41,6 +41,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="models by name")
     parser.add_argument("--limit", type=int, help="run at most this many")
     parser.add_argument("--onnx", action="store_true", help="export to ONNX and compare, the slow step")
+    parser.add_argument(
+        "--strength", type=float, help="of batch norms; by default 1, 0.3 in very deep networks"
+    )
     parser.add_argument("--again", choices=["failed", "all"], help="run models that have a line already")
     parser.add_argument("--seconds", type=int, default=900, help="time limit of one model")
     parser.add_argument("--gigabytes", type=int, default=14, help="memory limit of one model")
@@ -86,7 +89,9 @@ def launch(entry: Entry, options: argparse.Namespace) -> dict[str, Any]:
     preload(options.onnx)
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(entry, options.gigabytes, options.onnx, sender))
+    process = context.Process(
+        target=work, args=(entry, options.gigabytes, options.onnx, options.strength, sender)
+    )
     process.start()
     sender.close()
     row = {"key": entry.key, "status": "crashed", "why": f"not done after {options.seconds} s"}
@@ -144,11 +149,12 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
         "",
         "*free*: share of the dense layers' input channels (the network's inputs left out) that can be pruned.",
         "*error*: max |masked - sliced| over the output's largest magnitude, float32 (in brackets float64, where",
-        "float32 exceeds 1e-5). Networks of 150 batch norms or more had them at 0.3 strength, since at full",
-        "strength float64 errors were 9e-9 to 9e-5 in three (EfficientNet-B7, EfficientNetV2-M and -L), taken for",
-        "rounding; rows of models without pinned channels may stem from an earlier state of the code. *ONNX*: the",
-        "same between PyTorch and ONNX Runtime, empty where not run. *trace*: tracing and channel",
-        "graph. *memory*: peak above the model, in GiB.",
+        "float32 exceeds 1e-5). Networks of 150 batch norms or more had them at 0.3 strength (`--strength 1` for",
+        "all of it). *ONNX*: the same between PyTorch and ONNX Runtime, empty where not run. *trace*: tracing and",
+        "channel graph. *memory*: peak above the model, in GiB.",
+        "",
+        "Detection models are traced in regions (backbone, heads); what is compared is what the heads give, since",
+        "boxes are sorted and suppressed by the last bit of their scores. They are not saved or exported as a whole.",
         "",
         "| family | models | exact | ONNX checked | not exact |",
         "|---|---|---|---|---|",
