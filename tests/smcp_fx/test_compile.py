@@ -208,7 +208,7 @@ def test_a_table_of_another_device_is_refused_or_used_as_it_is(
     model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its rows are this machine's under another name, so that they hold for every block."""
-    flags = ("--target", "0.9", "--epochs", "1")
+    flags = ("--target", "0.98", "--epochs", "1")
     assert main(arguments(f"{model_file}:build", tmp_path / "first", *flags, "--allow-missed")) == 0
     rows = tmp_path / "rows.json"
     assert table_main(["export", str(tmp_path / "table.sqlite"), str(rows)]) == 0
@@ -232,7 +232,7 @@ def test_a_table_of_another_device_is_refused_or_used_as_it_is(
     assert report["table"]["measured"] == 0
     assert report["correction"] == 1
     assert {point["name"] for point in report["validation"]} == {"dense", "emitted"}  # no engine corrected it
-    assert report["predicted_fraction"] <= 0.9
+    assert report["predicted_fraction"] <= 0.98
     assert any("a toaster" in note for note in report["notes"])
     assert "for a toaster, measured here" in " ".join(capsys.readouterr().out.split())
     assert "a toaster" in (tmp_path / "second" / "report.html").read_text()

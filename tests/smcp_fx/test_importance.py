@@ -24,7 +24,7 @@ def backward(model: nn.Module, **options: Any) -> smcp_fx.PreparedModel:
     """Prepare in double precision and run one forward and backward in `train()`."""
     x = torch.randn(IMAGE, dtype=torch.float64)
     model = randomise(model).double()
-    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True, **options)
+    config = smcp_fx.PruningConfig(**{"multiple": 1, "batch_norm_scaling": True, **options})
     prepared = smcp_fx.prepare(model, x, config=config)
     prepared.train()
     step(prepared, x)

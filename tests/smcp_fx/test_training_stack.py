@@ -111,7 +111,8 @@ def test_accumulated_gradients_give_the_importance_of_the_large_batch() -> None:
 def test_channels_last_is_the_same_network_and_importance() -> None:
     plain = prepared_model()
     other = copy.deepcopy(plain).to(memory_format=torch.channels_last)
-    before = smcp_fx.prepare(network().to(memory_format=torch.channels_last), torch.randn(2, 3, 8, 8))
+    moved = network().to(memory_format=torch.channels_last)
+    before = smcp_fx.prepare(moved, torch.randn(2, 3, 8, 8), config=plain.plan.config)
     plain.set_masks({"stem.0": torch.arange(16) < 8})
     x, labels = batch(0)
     nn.functional.cross_entropy(plain(x), labels).backward()
