@@ -291,3 +291,46 @@ def test_only_the_mean_over_the_whole_image_becomes_global_pooling():
 
     proto = export_model_proto(Means(), torch.randn(2, 3, 4, 4))
     assert Counter(n.op_type for n in proto.graph.node) == {"GlobalAveragePool": 1, "ReduceMean": 2}
+
+
+class Chaotic(nn.Module):
+    """A logistic map: every step doubles what rounding did before it."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.steps = nn.Conv2d(8, 4, 5), steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.sigmoid(self.conv(x))
+        for _ in range(self.steps):
+            y = 4 * y * (1 - y)
+        return y
+
+
+@pytest.mark.parametrize(("steps", "off"), [(8, 0.0), (8, 1e-3), (40, 0.0)])
+def test_rounding_that_the_network_amplifies_is_told_from_a_wrong_file(
+    tmp_path, monkeypatch, steps: int, off: float
+) -> None:
+    """Beyond the limit a file passes if it is as close to double precision as PyTorch; not if nothing is known."""
+    inputs = torch.randn(2, 8, 8, 8)
+    model = Chaotic(steps).eval()
+    with torch.no_grad():
+        found, exact = model(inputs), Chaotic(steps).double().eval()(inputs.double())
+    assert float((found - exact).abs().max()) > onnx_export.TOLERANCES["float32"]
+    made = onnx_export.export_model_proto
+
+    def changed(other: nn.Module, *args, **named):
+        wrong = Chaotic(steps).eval()
+        with torch.no_grad():
+            wrong.conv.bias += off
+        return made(wrong, *args, **named)
+
+    monkeypatch.setattr(onnx_export, "export_model_proto", changed)
+    path = tmp_path / "chaotic.onnx"
+    if steps == 8 and not off:
+        assert export_onnx(model, inputs, path, dynamic_batch=False).exists()
+    else:
+        with pytest.raises(BackendError, match="differs"):
+            export_onnx(model, inputs, path, dynamic_batch=False)
+        assert not path.exists()

@@ -1,4 +1,4 @@
-"""Time and memory of a training step with masks, scales and importances, as ratios to the plain model's.
+"""Time and memory of a training step with masks, importances and scales, as ratios to the plain model's.
 
     python tools/bench/training.py resnet18                    # 32 x 32, batch 64, CPU, one thread
     python tools/bench/training.py resnet50 --batch 8          # 224 x 224, CPU
@@ -34,8 +34,8 @@ import smcp_fx
 VARIANTS = {
     "plain": "the model as it is",
     "masks": "soft masks",
-    "scales": "soft masks and batch-norm scales",
-    "all": "masks, scales and importances every step",
+    "default": "soft masks, and importances every step: the defaults",
+    "scales": "the same with batch-norm scales",
 }
 #: Between two solves, in the paper.
 EVERY = 80
@@ -49,11 +49,11 @@ def build(options: argparse.Namespace, name: str) -> tuple[nn.Module, Any]:
     model = model.train().to(options.device, memory_format=layout)
     if name == "plain":
         return model, None
-    config = smcp_fx.PruningConfig(batch_norm_scaling=name != "masks")
+    config = smcp_fx.PruningConfig(batch_norm_scaling=name == "scales")
     prepared = smcp_fx.prepare(model, images(options)[:2], target=0.5, config=config)
     free = [g for g in prepared.channels.groups if g.free]
     prepared.set_masks({g.name: torch.arange(g.size) < max(8, g.size // 2) for g in free})
-    return prepared, prepared.pruner if name == "all" else None
+    return prepared, prepared.pruner if name != "masks" else None
 
 
 def images(options: argparse.Namespace) -> torch.Tensor:
@@ -111,7 +111,7 @@ def times(options: argparse.Namespace) -> dict[str, list[float]]:
 
 def solve_seconds(options: argparse.Namespace) -> float:
     """The median of five solves while training, at falling targets."""
-    model, pruner = build(options, "all")
+    model, pruner = build(options, "default")
     x = images(options)
     found = []
     for target in (0.9, 0.8, 0.7, 0.6, 0.5):
@@ -161,7 +161,7 @@ def peaks() -> dict[str, float]:
 
 def masked_mib(options: argparse.Namespace) -> float:
     """The memory of the masked weights."""
-    model, pruner = build(options, "all")
+    model, pruner = build(options, "default")
     layers = pruner._importance.layers
     return sum(model.get_parameter(la.weight).nbytes for la in layers) / 2**20
 
