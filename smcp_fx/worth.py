@@ -27,9 +27,8 @@ class Worth:
 
     def __init__(self, scores: Tensor, state: PruningState, exponent: float) -> None:
         self._power = 1 - exponent
-        self._totals = {
-            name: float(state.of_group(scores, name).double().sum()) for name in state.free_masks()
-        }
+        here = scores.double().cpu()  # one transfer, not one a group
+        self._totals = {name: float(state.of_group(here, name).sum()) for name in state.free_masks()}
 
     def of(self, group: str, importance: Floats) -> Floats:
         """Worth of keeping this importance of a group, elementwise."""
@@ -40,6 +39,6 @@ class Worth:
 
     def of_units(self, scores: Tensor, keep: Tensor, state: PruningState) -> float:
         """Worth of the units that are kept ([units] bool), all groups together."""
-        kept = torch.where(keep, scores, torch.zeros_like(scores))
-        sums = {name: state.of_group(kept, name).double().sum().cpu().numpy() for name in self._totals}
+        kept = torch.where(keep, scores, torch.zeros_like(scores)).double().cpu()
+        sums = {name: state.of_group(kept, name).sum().numpy() for name in self._totals}
         return float(sum(self.of(name, total) for name, total in sums.items()))

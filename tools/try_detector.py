@@ -7,7 +7,17 @@ import time
 from typing import Any
 
 from model_lists import DETECTOR_SIDE, Entry
-from try_model import FLOAT32, FLOAT64, describe, difference, peak, random_masks, randomise, timed_stages
+from try_model import (
+    FLOAT32,
+    FLOAT64,
+    converted,
+    describe,
+    difference,
+    peak,
+    random_masks,
+    randomise,
+    timed_stages,
+)
 
 
 def attempt_detector(entry: Entry, row: dict[str, Any]) -> None:
@@ -45,11 +55,7 @@ def attempt_detector(entry: Entry, row: dict[str, Any]) -> None:
     row["stage"] = "masked train"
     prepared.set_masks(random_masks(prepared))
     one_step(prepared, images)
-    row["stage"] = "convert"
-    started = time.perf_counter()
-    sliced = smcp_fx.convert(prepared)
-    row["convert_s"] = time.perf_counter() - started
-    row["kept"] = sum(p.numel() for p in sliced.parameters()) / row["parameters"]
+    sliced = converted(prepared, row)
     row["stage"] = "sliced eval"
     row["error"], row["compared"] = regions_difference(prepared, sliced, row["regions"], images)
     if not row["error"] <= FLOAT32:

@@ -75,11 +75,7 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
     calibrate(prepared, many)
     row["stage"] = "masked eval"
     masked = run(prepared, inputs)
-    row["stage"] = "convert"
-    started = time.perf_counter()
-    sliced = smcp_fx.convert(prepared)
-    row["convert_s"] = time.perf_counter() - started
-    row["kept"] = sum(p.numel() for p in sliced.parameters()) / row["parameters"]
+    sliced = converted(prepared, row)
     row["stage"] = "sliced eval"
     row["error"] = difference(run(sliced, inputs), masked)
     spread = [
@@ -147,6 +143,18 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
         row["onnx_s"] = time.perf_counter() - started
     row["status"] = "exact"
     del row["stage"]
+
+
+def converted(prepared: Any, row: dict[str, Any]) -> Any:
+    """The sliced model; ``row`` gets how long that took and the share of the parameters that is left."""
+    import smcp_fx
+
+    row["stage"] = "convert"
+    started = time.perf_counter()
+    sliced = smcp_fx.convert(prepared)
+    row["convert_s"] = time.perf_counter() - started
+    row["kept"] = sum(p.numel() for p in sliced.parameters()) / row["parameters"]
+    return sliced
 
 
 def last_bits(model: Any) -> Any:
