@@ -23,8 +23,9 @@ def prepare_pipeline(channels: ChannelGraph, config: PruningConfig) -> list[Grap
         # Consumers' weights times masks; gradients go straight through.
         InsertSoftMasks(channels, config.mask),
     ]
-    if config.batch_norm_scaling:
-        # Batch norms behind masked convolutions, scaled by the share of channels kept.
+    if config.batch_norm_scaling or config.layer_pruning:
+        # Batch norms behind masked convolutions, scaled by the share of channels kept. Behind a branch that keeps
+        # nothing an unscaled one would divide by the root of its epsilon, and multiply gradients by as much.
         passes.append(InsertBatchNormScalers(channels, config.gamma_gradient))
     return passes
 

@@ -48,7 +48,8 @@ class PruningConfig:
         "share of the reachable importance that may be given up to leave masks as they are; 0: none (the paper)",
     )
     batch_norm_scaling: bool = option(
-        False, "scale batch norms by the share of input channels kept (the paper; for long training)"
+        False,
+        "scale batch norms by the share of input channels kept (the paper; for long training); layer pruning does",
     )
     gamma_gradient: GammaGradient = option(
         "chain",

@@ -45,7 +45,7 @@ IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 def prepared(model: nn.Module, inputs: Any = IMAGE, **options: Any) -> smcp_fx.PreparedModel:
     """Prepared in double precision, with steps of one channel unless told."""
-    config = {"multiple": 1, "batch_norm_scaling": True, "layer_pruning": True, **options.pop("config", {})}
+    config = {"multiple": 1, "layer_pruning": True, **options.pop("config", {})}
     inputs = tuple(i.double() for i in (inputs if isinstance(inputs, tuple) else (inputs,)))
     model = randomise(model).double().eval()
     return smcp_fx.prepare(model, inputs, config=smcp_fx.PruningConfig(**config), **options)

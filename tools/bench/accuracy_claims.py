@@ -77,7 +77,7 @@ CLAIMS = (
         "as published, permanent",
     ),
     *(Claim(2, f"it beats: {rival}", "better", DEFAULT, rival) for rival in RIVALS),
-    Claim(3, "layers are better not pruned", "better", DEFAULT, "layer pruning"),
+    Claim(3, "layers are better not pruned", "better", SCALED, "layer pruning"),
     *(
         Claim(4, f"{name} changes accuracy by less than a point", "alike", name, DEFAULT)
         for name in SCHEDULES
