@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.proxy import Attribute, Proxy
 from torch.fx.proxy import TraceError as FxTraceError
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 _FACTORIES = (
@@ -198,7 +199,10 @@ class ShapeTracer(fx.Tracer):
         args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__))
         try:
             if node.op == "call_module":
-                return self.root.get_submodule(str(node.target))(*args, **kwargs)
+                module = self.root.get_submodule(str(node.target))
+                if isinstance(module, _BatchNorm) and len(args) == 1 and isinstance(args[0], Tensor):
+                    return torch.empty_like(args[0])  # a fake one is decomposed, which is slow
+                return module(*args, **kwargs)
             if node.op == "call_method":
                 result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:

@@ -117,10 +117,10 @@ def preload(onnx: bool) -> None:
     with contextlib.suppress(ImportError):
         import timm  # noqa: F401
     if onnx:
-        from try_model import onnx_error
+        from try_model import check_onnx
 
         torch.set_num_threads(1)
-        onnx_error(torch.nn.Conv2d(3, 4, 3).eval(), (torch.randn(2, 3, 8, 8),))
+        check_onnx(torch.nn.Conv2d(3, 4, 3).eval(), (torch.randn(2, 3, 8, 8),), {})
 
 
 # ---- the page -------------------------------------------------------------------------------------------
