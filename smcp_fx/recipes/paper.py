@@ -156,6 +156,7 @@ TABLES: dict[str, PaperTable] = {
                 ("DP (s=1000)", "3 decimals", "about 70"),
                 ("Algorithm 2", "machine roundoff", "< 1"),
             ),
+            (("smcp_fx", None, None),),
         ),
     ),
 }

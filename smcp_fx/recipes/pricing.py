@@ -43,6 +43,15 @@ def recipe_cost(recipe: Recipe, settings: RunSettings, ranks: int) -> str | Late
     return LatencyCost(table, runtime, measure=ranks == 1, fingerprint=foreign)
 
 
+def runtime_here(settings: RunSettings) -> Backend | None:
+    """Return the runtime of ``settings.table`` where its rows are of this very device, else None."""
+    if settings.table is None or settings.cost != "latency":
+        return None
+    runtime = _runtime(settings)
+    foreign = _foreign(LatencyTable(settings.table), runtime, settings.fingerprint)
+    return runtime if foreign is None else None
+
+
 def _runtime(settings: RunSettings) -> Backend:
     options: dict[str, Any] = {"threads": settings.threads}
     if settings.backend_device is not None:

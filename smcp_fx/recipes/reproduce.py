@@ -1,7 +1,7 @@
 """The paper's tables beside what was run here: `print_table`.
 
-Our figures come from records of whole recipes alone (`smcp_fx.recipes.record`); where there is none stands "not
-run".
+Our figures come from records (`smcp_fx.recipes.record`) of whole recipes, and of the knapsack benchmark, alone;
+where there is none stands "not run".
 """
 
 from __future__ import annotations
@@ -37,31 +37,36 @@ _DIGITS = {
 
 
 def our_figures(name: str, table: PaperTable, row: PaperRow, records: Sequence[Record]) -> dict[str, float]:
-    """Return what was measured here for a row, by column; columns that no complete record has are missing."""
-    values, dense = _values(name, row.method, records)
+    """Return what was measured here for a row, by column; columns that no complete record has are missing.
+
+    Frames per second are held against those of the same device and runtime alone.
+    """
+    values, dense, device = _values(name, row.method, records)
     found = {column: values[column] for column in table.columns if column in values}
     if "flops" in found:
         found["flops"] /= table.flops_unit
     if "speedup" in table.columns and "fps" in values and "fps" in dense:
         found["speedup"] = values["fps"] / dense["fps"]
-    rival, _ = _values(name, "SSD300-RN50", records)
+    rival, _, beside = _values(name, "SSD300-RN50", records)
     if "mAP" in values and "mAP" in rival:
         found["mAP_gain"] = values["mAP"] - rival["mAP"]
-    if "fps_gain" in table.columns and "fps" in values and "fps" in rival:
+    if "fps_gain" in table.columns and "fps" in values and "fps" in rival and device == beside:
         found["fps_gain"] = 100 * (values["fps"] / rival["fps"] - 1)
     return found
 
 
-def _values(name: str, method: str, records: Sequence[Record]) -> tuple[dict[str, float], dict[str, float]]:
-    """The last complete record's figures of a method, and of the unpruned network beside it."""
+def _values(
+    name: str, method: str, records: Sequence[Record]
+) -> tuple[dict[str, float], dict[str, float], str]:
+    """The last complete record's figures of a method, of the unpruned network beside it, and their device."""
     for record in reversed(records):
         if record.complete and record.row == f"{name}/{method}":
-            return record.values, record.dense
+            return record.values, record.dense, record.device
     if method == "No pruning":  # measured beside every pruned network
         for record in reversed(records):
             if record.complete and record.row.startswith(f"{name}/") and record.dense:
-                return record.dense, record.dense
-    return {}, {}
+                return record.dense, record.dense, record.device
+    return {}, {}, ""
 
 
 def print_table(name: str, records: Sequence[Record], console: Console) -> None:
@@ -81,16 +86,22 @@ def print_table(name: str, records: Sequence[Record], console: Console) -> None:
     for line in _aligned(lines):
         console.print(line, markup=False)
     own = [record for record in records if record.row.startswith(f"{name}/")]
+    where: dict[str, list[str]] = {}
     for record in own:
         if record.complete:
-            console.print(
-                f"{record.row}: total batch {record.total_batch} on {record.ranks} ranks; latencies: "
-                f"{record.device or 'none'}; {', '.join(f'{k} {v}' for k, v in record.environment.items())}"
-            )
+            where.setdefault(_where(record), []).append(record.row.partition("/")[2])
+    for place, methods in where.items():
+        console.print(f"Ours, {', '.join(methods)}: {place}", markup=False)
     left_out = sum(not record.complete for record in own)
     if left_out:
         console.print(f"{left_out} records of scaled-down or changed runs are left out.")
     console.print()
+
+
+def _where(record: Record) -> str:
+    trained = f"total batch {record.total_batch} on {record.ranks} ranks; " if record.total_batch else ""
+    versions = ", ".join(f"{key} {value}" for key, value in record.environment.items())
+    return f"{trained}timed on {record.device or 'nothing'}; {versions}"
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
@@ -110,5 +121,7 @@ def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 def _shown(column: str, figure: float | str | None, table: PaperTable) -> str:
     if figure is None or isinstance(figure, str):
         return figure or "-"
+    if column == "exactness":
+        return f"{figure:.1g} ms of 255.4"
     digits = 0 if column == "flops" and table.flops_unit < 1e9 else _DIGITS[column]
     return f"{figure:.{digits}f}"

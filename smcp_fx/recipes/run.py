@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from smcp_fx import ranks
-from smcp_fx.backends import measure_interleaved
+from smcp_fx.backends import Backend, measure_interleaved
 from smcp_fx.compiler.measuring import converted_full
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.files import write_texts
@@ -24,7 +25,7 @@ from smcp_fx.prepare import convert, prepare
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.recipes.loop import EpochResult, RecipeTrainer, batch_norm_parameters
 from smcp_fx.recipes.plan import flops_of, print_dense_plan, print_plan
-from smcp_fx.recipes.pricing import recipe_cost
+from smcp_fx.recipes.pricing import recipe_cost, runtime_here
 from smcp_fx.recipes.processes import joined, world
 from smcp_fx.recipes.recipe import load_recipe
 from smcp_fx.recipes.record import Record, write_record
@@ -78,6 +79,7 @@ class _Run:
         self.console = console
         self.ranks = settings.ranks or world()
         self.cost: str | LatencyCost = "params"  # of a dense run, which has no target
+        self.runtime: Backend | None = None  # that times what comes out
 
     def plan(self) -> None:
         """Print what a run would do."""
@@ -107,6 +109,7 @@ class _Run:
         check_given(recipe, settings.weights, self.dense)
         if not self.dense:
             self.cost = recipe_cost(recipe, settings, self.ranks)
+        self.runtime = runtime_here(settings) if ranks.rank() == 0 else None
         task = load_task(recipe, Path(settings.data))
         timeline = Timeline.of(recipe, len(task.train), self.ranks, settings.fraction)  # type: ignore[arg-type]
         self._open_folder()
@@ -234,6 +237,7 @@ class _Run:
             if ranks.rank() == 0:
                 state = {key: value.cpu().contiguous() for key, value in trained.state_dict().items()}
                 write_together({folder / "dense.safetensors": safetensors.torch.save(state)})
+                self._measure({"dense": (trained, values)})
             return values, {}
         smaller = convert(trained)
         values = trainer.evaluate(smaller)
@@ -244,29 +248,32 @@ class _Run:
             values["predicted_ms"] = self.cost.latency(counts)
             dense["predicted_ms"] = self.cost.latency(self.cost.full_counts)
         if ranks.rank() == 0:
-            smaller = smaller.cpu().to(memory_format=torch.contiguous_format).eval()
+            smaller = _plain(smaller)
             about = {"recipe": self.recipe.name, "target": self.recipe.pruning.target, "kept": counts}
             save(smaller, folder / "pruned.safetensors", metadata=about)
-            self._measure(trained, smaller, dense, values)
+            self._measure({"dense": (converted_full(trained), dense), "pruned": (smaller, values)})
         return values, dense
 
-    def _measure(
-        self, trained: PreparedModel, smaller: nn.Module, dense: dict[str, float], values: dict[str, float]
-    ) -> None:
-        """Time the unpruned and the pruned network in turns, where the table's device is this one."""
-        cost = self.cost
-        if not isinstance(cost, LatencyCost) or cost.backend.fingerprint() != cost.fingerprint:
+    def _measure(self, networks: dict[str, tuple[nn.Module, dict[str, float]]]) -> None:
+        """Emit and time networks in turns, where the table's device is this one; their figures get the latency."""
+        if self.runtime is None:
             return
-        full = converted_full(trained).cpu().to(memory_format=torch.contiguous_format).eval()
-        inputs = (self._images(full),)
-        files = [self.settings.folder / f"{name}.onnx" for name in ("dense", "pruned")]
-        first = cost.backend.compile(full, inputs, files[0])
-        second = cost.backend.compile(smaller, inputs, files[1])
-        with first, second:
-            found = measure_interleaved([first, second])
-        for part, one in zip((dense, values), found, strict=True):
-            part["latency_ms"] = one.median_ms
-            part["fps"] = 1000 * self.recipe.latency.batch / one.median_ms
+        batch, size = self.recipe.latency.batch, self.recipe.size
+        with ExitStack() as stack:
+            engines = [
+                stack.enter_context(
+                    self.runtime.compile(
+                        _plain(network),
+                        (torch.randn(batch, 3, size, size),),
+                        self.settings.folder / f"{name}.onnx",
+                    )
+                )
+                for name, (network, _) in networks.items()
+            ]
+            found = measure_interleaved(engines)
+        for (_, figures), one in zip(networks.values(), found, strict=True):
+            figures["latency_ms"] = one.median_ms
+            figures["fps"] = 1000 * batch / one.median_ms
 
     def _record(
         self,
@@ -291,13 +298,19 @@ class _Run:
             weights=settings.weights or (recipe.dense_weights if self.dense else recipe.weights),
             ranks=self.ranks,
             total_batch=timeline.total_batch,
-            device=self.cost.fingerprint.describe() if isinstance(self.cost, LatencyCost) else "",
+            device=self._device(),
             solves=tuple(
                 {"step": s.step, "target": s.target, "cost": s.cost, "importance_kept": s.importance_kept}
                 for s in history
             ),
             seconds=seconds,
         )
+
+    def _device(self) -> str:
+        """What the latencies are of."""
+        if isinstance(self.cost, LatencyCost):
+            return self.cost.fingerprint.describe()
+        return self.runtime.fingerprint().describe() if self.runtime is not None else ""
 
     def _row(self) -> str:
         row = self.recipe.row
@@ -323,6 +336,11 @@ class _Run:
             self.console.print(f"Latency      {told}")
         written = sorted(path.name for path in folder.iterdir())
         self.console.print(f"Files in {folder}: {', '.join(written)}")
+
+
+def _plain(network: nn.Module) -> nn.Module:
+    """The network in eval mode, where and as the backends take it."""
+    return network.cpu().to(memory_format=torch.contiguous_format).eval()
 
 
 def _listed(values: dict[str, float]) -> str:

@@ -54,7 +54,7 @@ def test_the_tables_hold_the_papers_rows() -> None:
         rows = [row for row in TABLES[name].rows if row.method == method]
         assert [row.figures for row in rows] == [tuple(f for f in figures if f is not None)], (name, method)
     assert {name: len(table.rows) for name, table in TABLES.items()} == {
-        "resnet50": 22, "resnet50-eagleeye": 11, "resnet101": 11, "mobilenet-v1": 11, "voc": 1, "knapsack": 5,
+        "resnet50": 22, "resnet50-eagleeye": 11, "resnet101": 11, "mobilenet-v1": 11, "voc": 1, "knapsack": 6,
     }  # fmt: skip
     for table in TABLES.values():
         assert all(len(row.figures) == len(table.columns) for row in table.rows)
@@ -117,9 +117,11 @@ def test_ours_come_from_complete_records(tmp_path: Path, capsys: pytest.CaptureF
 def test_voc_is_held_against_its_rival() -> None:
     table = TABLES["voc"]
     pruned = Record("voc/SMCP-25%", True, {"mAP": 77.0, "fps": 90.0}, {"mAP": 76.0, "fps": 30.0})
-    rival = Record("voc/SSD300-RN50", True, {"mAP": 74.5})
+    rival = Record("voc/SSD300-RN50", True, {"mAP": 74.5, "fps": 75.0}, device="another")
     assert our_figures("voc", table, table.rows[0], [pruned]) == {"speedup": 3.0}
     assert our_figures("voc", table, table.rows[0], [pruned, rival]) == {"mAP_gain": 2.5, "speedup": 3.0}
+    beside = replace(rival, device=pruned.device)
+    assert our_figures("voc", table, table.rows[0], [pruned, beside])["fps_gain"] == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,11 @@ def test_a_latency_table_is_measured_used_and_needed(
     assert 0.4 < share <= 0.5 + 1e-9
     for part in ("values", "dense"):
         assert record[part]["fps"] == pytest.approx(2000 / record[part]["latency_ms"])
+    # The unpruned network, trained by itself, is timed by the same runtime.
+    assert main([*common, "--dense", "--data", str(folder), "--out", str(tmp_path / "dense")]) == 0
+    record = json.loads((tmp_path / "dense" / "record.json").read_text())
+    assert record["values"]["fps"] == pytest.approx(2000 / record["values"]["latency_ms"])
+    assert "1 thread" in record["device"]
     # Rows of another device are taken as they are; what is missing of them cannot be measured here.
     capsys.readouterr()
     assert main([*common, "--threads", "3", "--dry-run"]) == 0

@@ -2,12 +2,14 @@
 
     OMP_NUM_THREADS=1 python tools/bench/knapsack.py
     OMP_NUM_THREADS=1 python tools/bench/knapsack.py --instances random-1000x64 --solvers ours highs
+    OMP_NUM_THREADS=1 python tools/bench/knapsack.py --instances resnet50 --record docs/experiments
 
 Prints the paper's timing table ("Multiple-choice knapsack solve effort"): the dynamic program at several
 scales, its meet-in-the-middle, and this library's solver, here on synthetic latencies. ``of capacity`` is
 the share used: the dynamic program rounds costs down and may exceed 1. Networks are those of
 ``allocation_instances``, priced at random current counts, counts in multiples of 8; every capacity lies
-half-way between the least and the largest cost unless the instance says otherwise.
+half-way between the least and the largest cost unless the instance says otherwise. ``--record`` writes what
+`tools/reproduce.py knapsack` reads, of the instance resnet50 alone.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from allocation_instances import network_cost, synthetic_importances
 from knapsack_baselines import Floats, solve_by_merging, solve_scaled
 
+from smcp_fx.backends.base import cpu_name
 from smcp_fx.knapsack import solve_knapsack
+from smcp_fx.recipes.record import Record, write_record
 
 
 @dataclass(frozen=True)
@@ -36,14 +41,20 @@ class Instance:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; ``choices`` None where the solver gave up, ``note`` says why."""
+    """One measurement; ``choices`` None where the solver gave up, ``note`` says why.
+
+    ``counted``: the choices' cost as the solver counted it, where that is not their sum.
+    """
 
     choices: tuple[int, ...] | None
     seconds: float
     note: str = ""
+    counted: float | None = None
 
 
 Solver = Callable[[Instance], Row]
+#: The paper's, in milliseconds.
+CAPACITY = 255.4
 
 
 def random_instance(groups: int, options: int, seed: int) -> Instance:
@@ -129,13 +140,15 @@ def run_ours(instance: Instance) -> Row:
 
 def run_scaled(scale: float, instance: Instance) -> Row:
     """Run the dynamic program unless its table of options would exceed 4 GB."""
-    # Scales are for costs of hundreds, as the paper's capacity of 255.4.
-    scale *= 255.4 / instance.capacity
+    # Scales are for costs of hundreds, as the paper's capacity.
+    scale *= CAPACITY / instance.capacity
     if len(instance.values) * scale * instance.capacity * 2 > 4e9:
         return Row(None, 0.0, "table above 4 GB")
     start = time.perf_counter()
     answer = solve_scaled(instance.values, instance.costs, instance.capacity, scale)
-    return Row(answer.choices, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    whole = sum(int(np.floor(c[i] * scale)) for c, i in zip(instance.costs, answer.choices, strict=True))
+    return Row(answer.choices, seconds, counted=whole / scale)
 
 
 def run_merging(instance: Instance) -> Row:
@@ -214,6 +227,31 @@ SOLVERS: dict[str, Solver] = {
 }
 
 
+#: The rows of the paper's table.
+PAPER_ROWS = {
+    "dp-10": "DP (s=10)",
+    "dp-100": "DP (s=100)",
+    "dp-500": "DP (s=500)",
+    "dp-1000": "DP (s=1000)",
+    "merging": "Algorithm 2",
+    "ours": "smcp_fx",
+}
+
+
+def record(instance: Instance, solver: str, row: Row, folder: Path) -> None:
+    """Write the figures of the paper's table: seconds, and by how much the solver miscounts the cost."""
+    if solver not in PAPER_ROWS or row.choices is None:
+        return
+    cost = sum(float(c[i]) for c, i in zip(instance.costs, row.choices, strict=True))
+    wrong = 0.0 if row.counted is None else abs(cost - row.counted)
+    values = {"seconds": row.seconds, "exactness": wrong * CAPACITY / instance.capacity}
+    folder.mkdir(parents=True, exist_ok=True)
+    found = Record.of_run(
+        row=f"knapsack/{PAPER_ROWS[solver]}", complete=True, values=values, device=cpu_name()
+    )
+    write_record(found, folder / f"knapsack-{solver}.json")
+
+
 def main() -> None:
     """Print one table an instance."""
     parser = argparse.ArgumentParser(
@@ -221,6 +259,9 @@ def main() -> None:
     )
     parser.add_argument("--instances", nargs="+", choices=INSTANCES, default=list(INSTANCES))
     parser.add_argument("--solvers", nargs="+", choices=SOLVERS, default=list(SOLVERS))
+    parser.add_argument(
+        "--record", type=Path, metavar="FOLDER", help="write records of the instance resnet50"
+    )
     arguments = parser.parse_args()
     solvers = [name for name in arguments.solvers if name != "cp-sat" or importlib.util.find_spec("ortools")]
     for name in arguments.instances:
@@ -230,6 +271,8 @@ def main() -> None:
         print(f"{'solver':10s} {'seconds':>10s} {'value':>18s} {'of capacity':>12s}")
         for solver in solvers:
             row = SOLVERS[solver](instance)
+            if name == "resnet50" and arguments.record is not None:
+                record(instance, solver, row, arguments.record)
             if row.choices is None:
                 print(f"{solver:10s} {row.seconds:10.4f} {'-':>18s} {'-':>12s}  {row.note}", flush=True)
                 continue
