@@ -150,8 +150,9 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
         "*free*: share of the dense layers' input channels (the network's inputs left out) that can be pruned.",
         "*error*: max |masked - sliced| over the output's largest magnitude, float32 (in brackets float64, where",
         "float32 exceeds 1e-5). Networks of 150 batch norms or more had them at 0.3 strength (`--strength 1` for",
-        "all of it). *ONNX*: the same between PyTorch and ONNX Runtime, empty where not run. *trace*: tracing and",
-        "channel graph. *memory*: peak above the model, in GiB.",
+        "all of it). *ONNX*: the same between PyTorch and ONNX Runtime, empty where not run; in brackets the batch",
+        "norms' strength where a network at full strength amplifies rounding beyond the limit of 1e-4. *trace*:",
+        "tracing and channel graph. *memory*: peak above the model, in GiB.",
         "",
         "Detection models are traced in regions (backbone, heads); what is compared is what the heads give, since",
         "boxes are sorted and suppressed by the last bit of their scores. They are not saved or exported as a whole.",
@@ -199,6 +200,8 @@ def _line(name: str, row: dict[str, Any]) -> str:
         )
     error = f"{row['error']:.1e}" + (f" ({row['error64']:.0e})" if "error64" in row else "")
     exported = f"{row['onnx_error']:.1e}" if "onnx_error" in row else ""
+    if "onnx_strength" in row:
+        exported += f" (at {row['onnx_strength']:g})"
     size = "x".join(map(str, row["input"]))
     trace = row["trace_s"] + row["graph_s"]
     return (

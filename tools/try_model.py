@@ -17,6 +17,8 @@ from model_lists import Entry
 
 #: |masked - sliced| of the output's scale that passes in float32, and in float64 where that is exceeded.
 FLOAT32, FLOAT64 = 1e-5, 1e-9
+#: Strength of the batch norms in networks so deep that at full strength they amplify rounding beyond any limit.
+CALM = 0.3
 
 
 def work(entry: Entry, gigabytes: int, onnx: bool, strength: float | None, sender: Any) -> None:
@@ -246,7 +248,7 @@ def randomise(model: Any, strength: float | None = None) -> None:
     generator = torch.Generator().manual_seed(0)
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     # Branches at full strength would make a hundred random blocks chaotic: each amplifies what came before.
-    gain = strength if strength is not None else 1.0 if len(norms) < 150 else 0.3
+    gain = strength if strength is not None else 1.0 if len(norms) < 150 else CALM
     with torch.no_grad():
         for module in model.modules():
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -337,7 +339,7 @@ def difference(found: Any, expected: Any) -> float:
 def check_onnx(sliced: Any, inputs: tuple[Any, ...], row: dict[str, Any]) -> None:
     """Export with its check, run with ONNX Runtime, and note the largest difference from PyTorch.
 
-    Where the check refuses, float64 judges: the file passes if it is as near to that as PyTorch is in float32.
+    A network that amplifies rounding beyond the check's limit is checked with batch norms of `CALM` strength.
     """
     from smcp_fx.backends.onnx_export import export_onnx
     from smcp_fx.errors import BackendError
@@ -349,19 +351,21 @@ def check_onnx(sliced: Any, inputs: tuple[Any, ...], row: dict[str, Any]) -> Non
         except BackendError as error:
             if "of the output's scale" not in str(error):
                 raise
-            refused = error
-        else:
-            row["onnx_error"] = difference(run_onnx(path, inputs), run(sliced, inputs))
-            return
-        export_onnx(sliced, inputs, path, check=False)
-        found, narrow = run_onnx(path, inputs), run(sliced, inputs)
-        wide = run(
-            copy.deepcopy(sliced).double(), tuple(i.double() if i.is_floating_point() else i for i in inputs)
-        )
-        row["onnx_rounding"] = difference(narrow, wide)
-        if not difference(found, wide) <= 2 * row["onnx_rounding"]:
-            raise refused
-        row["onnx_error"] = difference(found, narrow)
+            row["onnx_strength"] = CALM
+            sliced = copy.deepcopy(sliced)
+            scale_norms(sliced, CALM)
+            export_onnx(sliced, inputs, path)
+        row["onnx_error"] = difference(run_onnx(path, inputs), run(sliced, inputs))
+
+
+def scale_norms(model: Any, strength: float) -> None:
+    """Multiply the batch norms' weights."""
+    import torch
+
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.weight is not None:
+                module.weight.mul_(strength)
 
 
 def run_onnx(path: Path, inputs: tuple[Any, ...]) -> list[Any]:

@@ -63,8 +63,8 @@ def images(options: argparse.Namespace) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last) if options.channels_last else x
 
 
-def stepper(options: argparse.Namespace, name: str) -> Callable[[], None]:
-    """A function that trains a variant for one step."""
+def stepper(options: argparse.Namespace, name: str) -> tuple[Callable[[], None], nn.Module]:
+    """A function that trains a variant for one step, and the variant."""
     model, pruner = build(options, name)
     call: Any = torch.compile(model) if options.compile else model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
@@ -81,7 +81,7 @@ def stepper(options: argparse.Namespace, name: str) -> Callable[[], None]:
             pruner.step()
         optimizer.step()
 
-    return step
+    return step, model
 
 
 def timed(options: argparse.Namespace, step: Callable[[], None]) -> float:
@@ -98,7 +98,7 @@ def timed(options: argparse.Namespace, step: Callable[[], None]) -> float:
 
 
 def times(options: argparse.Namespace) -> dict[str, list[float]]:
-    steps = {name: stepper(options, name) for name in VARIANTS}
+    steps = {name: stepper(options, name)[0] for name in VARIANTS}
     for step in steps.values():
         for _ in range(options.warmup):
             step()
@@ -130,9 +130,13 @@ def solve_seconds(options: argparse.Namespace) -> float:
 def peak(options: argparse.Namespace, name: str) -> float:
     """Peak memory of three steps of one variant, in MiB; in this process, which should be a fresh one.
 
-    What tracing, `prepare` and compiling took before is not counted.
+    What was held before the first step beside the model's tensors (code, the traced graph) is not counted, nor
+    what tracing, `prepare` and compiling took for a while.
     """
-    step = stepper(options, name)
+    step, model = stepper(options, name)
+    gc.collect()
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    code = 0.0 if options.device == "cuda" else _status("VmRSS") - held / 2**20
     for _ in range(2):
         step()
     gc.collect()
@@ -146,8 +150,13 @@ def peak(options: argparse.Namespace, name: str) -> float:
         step()
     if options.device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
-    with open("/proc/self/status", encoding="ascii") as file:  # ru_maxrss would start from the parent's
-        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 2**10
+    return _status("VmHWM") - code  # ru_maxrss would start from the parent's
+
+
+def _status(field: str) -> float:
+    """A field of this process's status, in MiB."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field)) / 2**10
 
 
 def peaks() -> dict[str, float]:
