@@ -2,6 +2,7 @@
 
 ReduceMean over the image axes  ->  GlobalAveragePool   (runtimes have a fast kernel for it)
 Identity, Cast to the same type, Transpose pairs that cancel  ->  nothing
+zeros padded in front of a pooling that would leave them out  ->  negative zeros, which runtimes do not fuse
 nodes named after the module whose weight they hold; traces of the exporting machine dropped
 """
 
@@ -14,7 +15,9 @@ from onnx import numpy_helper
 def clean_model(model: onnx.ModelProto) -> bool:
     """Clean ``model`` in place and return whether anything changed; a second call changes nothing."""
     changed = False
-    for step in (_drop_traces, _pool_globally, _drop_no_ops, _drop_unused_initializers, _name_after_modules):
+    steps = (_drop_traces, _pool_globally, _drop_no_ops, _guard_padding, _drop_unused_initializers,
+             _name_after_modules)  # fmt: skip
+    for step in steps:
         changed = step(model) or changed
     return changed
 
@@ -62,6 +65,36 @@ def _pool_globally(model: onnx.ModelProto) -> bool:
             del node.input[1:]
             changed = True
     return changed
+
+
+def _guard_padding(model: onnx.ModelProto) -> bool:
+    """Pad with -0.0 instead of 0 in front of a pooling whose own padding means something else.
+
+    A maximum takes padded zeros into account and its own padding not, and so does a mean that does not count its
+    padding. ONNX Runtime (1.31) fuses Pad and pooling all the same, where the constant's bytes are zero.
+    """
+    graph, changed = model.graph, False
+    constants = constant_tensors(graph)
+    pooled = {node.input[0] for node in graph.node if _ignores_its_padding(node)}
+    for node in graph.node:
+        mode = next((a.s for a in node.attribute if a.name == "mode"), b"constant")
+        if node.op_type != "Pad" or mode != b"constant" or pooled.isdisjoint(node.output):
+            continue
+        if len(node.input) < 3 or node.input[2] not in constants:
+            continue
+        zero = numpy_helper.to_array(constants[node.input[2]])
+        if zero.dtype.kind != "f" or any(zero.tobytes()):
+            continue
+        name = f"{node.output[0]}.zero"
+        graph.initializer.append(numpy_helper.from_array(-zero, name))
+        node.input[2] = name
+        changed = True
+    return changed
+
+
+def _ignores_its_padding(node: onnx.NodeProto) -> bool:
+    counted = any(a.name == "count_include_pad" and a.i for a in node.attribute)
+    return node.op_type == "MaxPool" or (node.op_type == "AveragePool" and not counted)
 
 
 def _drop_no_ops(model: onnx.ModelProto) -> bool:

@@ -284,6 +284,21 @@ def test_casts_and_identities_with_an_effect_stay():
     assert len(model.graph.node) == 3
 
 
+@pytest.mark.parametrize(
+    ("pool", "precision", "opset"),
+    [
+        (nn.MaxPool2d(3, 2), "fp32", 20),
+        (nn.MaxPool2d(3, 2), "fp16", 17),
+        (nn.AvgPool2d(3, 2, count_include_pad=False), "fp32", 20),
+    ],
+)
+def test_zeros_padded_in_front_of_a_pooling_count(pool, precision, opset, tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ConstantPad2d(1, 0.0), pool).eval()
+    nn.init.constant_(model[0].bias, -5.0)  # less than the zeros, so that it shows where they are left out
+    path = export_onnx(model, torch.randn(1, 3, 8, 8), tmp_path / "m.onnx", opset=opset, precision=precision)
+    assert "Pad" in [node.op_type for node in onnx.load(path).graph.node]
+
+
 def test_only_the_mean_over_the_whole_image_becomes_global_pooling():
     class Means(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
