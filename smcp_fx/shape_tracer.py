@@ -13,10 +13,11 @@ input for which it does not hold. What depends on the values in a tensor is refu
 from __future__ import annotations
 
 import operator
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -53,7 +54,14 @@ class _Answers(Proxy):
         return int(self.tracer.number(self))
 
     def __index__(self) -> int:
-        return operator.index(self.tracer.number(self))
+        return operator.index(self.tracer.index(self, sys._getframe(1)))
+
+    @classmethod
+    def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Proxy:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, _Answers):
+                leaf.tracer.keep_symbolic(leaf, sys._getframe(1))
+        return super().__torch_function__(orig_method, types, args, kwargs)
 
     def __float__(self) -> float:
         return float(self.tracer.number(self))
@@ -82,6 +90,7 @@ class ShapeTracer(fx.Tracer):
         self.inputs = inputs
         self.assumptions: list[str] = []
         self._known: set[str] = set()
+        self._asked: dict[tuple[fx.Node, CodeType, int], tuple[str, fx.Node]] = {}
         self._values: dict[fx.Node, Any] = {}
         self._order: dict[fx.Node, int] = {}
         self._evaluating = False
@@ -150,6 +159,31 @@ class ShapeTracer(fx.Tracer):
         equal = self.create_proxy("call_function", operator.eq, (obj, value), {})
         self._assume(obj, equal, f"{_express(obj.node)} == {value}")
         return value
+
+    def index(self, obj: Proxy, asker: FrameType) -> Any:
+        """The number, asked for by ``__index__``; whoever asks may still take the proxy itself."""
+        known = len(self.assumptions)
+        value = self.number(obj)
+        if len(self.assumptions) > known:
+            asserted = next(iter(reversed(self.graph.nodes)))
+            self._asked[obj.node, asker.f_code, asker.f_lasti] = self.assumptions[-1], asserted
+        return value
+
+    def keep_symbolic(self, obj: Proxy, caller: FrameType) -> None:
+        """Take back an assumption that a function of torch made by looking whether its argument is a number.
+
+        Its parser asks for the index, and then the call is recorded with the proxy, by the same instruction.
+        """
+        asked = self._asked.pop((obj.node, caller.f_code, caller.f_lasti), None)
+        if asked is None:
+            return
+        message, asserted = asked
+        condition = asserted.args[0]
+        self.assumptions.remove(message)
+        self._known = {sentence for sentence in self._known if f" where {sentence} (" not in message}
+        self.graph.erase_node(asserted)
+        if isinstance(condition, fx.Node) and not condition.users:
+            self.graph.erase_node(condition)
 
     def length(self, obj: Proxy) -> int:
         """How many parts a tensor, tuple or list has."""

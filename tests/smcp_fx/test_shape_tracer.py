@@ -42,6 +42,35 @@ def test_other_sizes_are_free_as_long_as_the_assumption_holds() -> None:
         assert torch.equal(run(traced, (image,)), run(model, (image,)))
 
 
+def test_a_number_that_only_torch_looked_at_stays_free() -> None:
+    class PerSample(nn.Module):  # as in CondConv: a kernel for each image, by one grouped convolution
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernels = nn.Linear(3, 8 * 3 * 9)
+
+        def forward(self, x: Tensor) -> Tensor:
+            b, c, h, w = x.shape
+            kernels = self.kernels(x.mean((2, 3))).view(b * 8, c, 3, 3)
+            return F.conv2d(x.reshape(1, b * c, h, w), kernels, padding=1, groups=b).view(b, 8, h, w)
+
+    model = PerSample().eval()
+    traced = trace(model, (IMAGE,))
+    assert not traced.assumptions
+    for batch in (1, 5):
+        image = torch.randn(batch, 3, 8, 8)
+        assert torch.equal(run(traced.module, (image,)), run(model, (image,)))
+
+
+def test_a_number_that_python_took_as_well_is_an_assumption() -> None:
+    def padded(s: Any, h: Tensor) -> Tensor:
+        for _ in range(h.shape[0]):
+            h = F.max_pool2d(h, h.shape[0], stride=1)
+        return h
+
+    traced = trace(between(padded).eval(), (IMAGE,))
+    assert len(traced.assumptions) == 1 and "stem.shape[0] == 2" in traced.assumptions[0]
+
+
 def test_an_input_that_breaks_the_assumption_is_refused_by_its_name() -> None:
     prepared = smcp_fx.prepare(between(halved).eval(), IMAGE)
     small = torch.randn(2, 3, 4, 4)
