@@ -105,6 +105,11 @@ def pixel_shuffle() -> nn.Module:
 
 
 @awkward(1.0)
+def step_over_unshuffled_pixels() -> nn.Module:
+    return between(lambda s, h: F.pixel_unshuffle(h, 2)[:, 1::3], 4, 5)
+
+
+@awkward(1.0)
 def pixel_unshuffle() -> nn.Module:
     return between(lambda s, h: s.down(h), 8, 32, down=nn.PixelUnshuffle(2))
 
