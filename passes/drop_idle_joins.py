@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from smcp_fx.channels.branches import writes_in_place
-from smcp_fx.channels.operations import operation_name
+from smcp_fx.channels.operations import operation_name, writes_in_place
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.masking import META, Constant
 from smcp_fx.passes.base import GraphPass, PassResult
@@ -36,7 +35,9 @@ class DropIdleJoins(GraphPass):
             module.graph.erase_node(node)
             if zeros is not None and not zeros.users:
                 module.graph.erase_node(zeros)
-                delete(module, str(zeros.target))
+                # Two calls may leave the same.
+                if all(other.target != zeros.target for other in module.graph.nodes):
+                    delete(module, str(zeros.target))
             report.append(f"{node.name}: nothing but {other.name}")
         return PassResult(module, bool(report), tuple(report))
 

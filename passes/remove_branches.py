@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.branches import CONSTANT, EMPTY, LIVE, Flow, Walk, bits, writes_in_place, writes_shared
-from smcp_fx.channels.operations import operation_name
+from smcp_fx.channels.branches import CONSTANT, EMPTY, LIVE, Flow, Walk, bits, writes_shared
+from smcp_fx.channels.operations import operation_name, writes_in_place
 from smcp_fx.channels.rules_elementwise import RULES as ELEMENTWISE
 from smcp_fx.channels.rules_elementwise import elementwise
 from smcp_fx.errors import PassError

@@ -2,7 +2,7 @@
 
 Sizes on the channel axis of view, reshape, expand and unflatten become the new size; chunk becomes split;
 split sizes, slices and indices are counted anew; a channel shuffle whose channels thinned out becomes one
-index_select; a size that is used as a number (``y * c ** -0.5``) stays what it was.
+index_select; a channel count that is used as a number (``y * c ** -0.5``, ``y / (c * h * w)``) stays what it was.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.channels.rules_movement import known_values, move, perform
 from smcp_fx.channels.trail import ParameterRef
 from smcp_fx.errors import PassError
+from smcp_fx.passes.original_numbers import OriginalNumbers, recomputed
 from smcp_fx.passes.sliced_labels import Sliced
-from smcp_fx.shape_tracer import plain_lists
 
 _SIZES = {"view", "reshape", "expand", "broadcastto", "unflatten"}
-SPLITS = {"split", "chunk", "tensorsplit", "unsafesplit", "unsafechunk"}
+SPLITS = {"split", "splitwithsizes", "chunk", "tensorsplit", "unsafesplit", "unsafechunk"}
 
 
 def rewrite_graph(module: fx.GraphModule, sliced: Sliced) -> list[str]:
@@ -44,8 +44,9 @@ class _Rewriter:
         self.module = module
         self.sliced = sliced
         self.trail = sliced.channels.trail
-        self.old: dict[str, Any] = self.trail.labels
+        self.old: dict[str, Any] = dict(self.trail.labels)
         self.new: dict[str, Any] = {}
+        self.originals = OriginalNumbers(module.graph, sliced, self.old, self.new)
         self.dead: list[fx.Node] = []
         self.report: list[str] = []
 
@@ -53,6 +54,7 @@ class _Rewriter:
         name = node.name
         old = self.old.get(name)
         if node.op == "output":
+            self._freeze_numbers(node)
             return
         if node.op == "placeholder":
             self.new[name] = pytree.tree_map(
@@ -72,7 +74,7 @@ class _Rewriter:
                 self.dead.append(node)
             return
         if not any(isinstance(v, Tensor) for v in pytree.tree_leaves(old)):
-            self.new[name] = self._number(node, old)
+            self.new[name] = recomputed(node, old, self.new)
             return
         expected = pytree.tree_map(lambda v: self.sliced.slice(v) if isinstance(v, Tensor) else v, old)
         self.new[name] = expected
@@ -89,20 +91,6 @@ class _Rewriter:
 
     # ---- numbers ----------------------------------------------------------------------------------------
 
-    def _number(self, node: fx.Node, recorded: Any) -> Any:
-        """Recompute a size or another number on the sliced shapes; the recorded value where that fails."""
-        try:
-            args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), lambda n: self.new[n.name]))
-            if any(v is None for v in args):
-                return recorded
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            if node.op == "call_function" and callable(node.target):
-                return node.target(*args, **kwargs)
-        except Exception:  # a number that cannot be recomputed from shapes does not depend on them
-            return recorded
-        return recorded
-
     def _holds(self, node: fx.Node) -> bool:
         """Does what tracing assumed of the shapes still hold? A channel count that went down may break it."""
         condition = node.args[0]
@@ -110,12 +98,7 @@ class _Rewriter:
 
     def _freeze_numbers(self, node: fx.Node) -> None:
         """Numbers that came from a channel count and are used in arithmetic keep their original value."""
-        for source in node.all_input_nodes:
-            old, new = self.old.get(source.name), self.new.get(source.name)
-            if isinstance(old, (int, float)) and not isinstance(old, bool) and old != new:
-                node.args = _replace(node.args, source, old)
-                node.kwargs = _replace(node.kwargs, source, old)
-                self.report.append(f"{node.name}: {source.name} stays {old}, the original channel count")
+        self.report += self.originals.put_into(node)
 
     # ---- movements --------------------------------------------------------------------------------------
 
@@ -152,6 +135,8 @@ class _Rewriter:
             self.old.get(source.name), (Tensor, ParameterRef)
         ):
             return  # an element of a tuple of tensors
+        if operation not in _SIZES:
+            self._freeze_numbers(node)
         old = self.old[source.name]
         before = self.trail.elements[old.name] if isinstance(old, ParameterRef) else old
         outputs = [v for v in pytree.tree_leaves(self.old[node.name]) if isinstance(v, Tensor)]
@@ -161,10 +146,17 @@ class _Rewriter:
         rewrite = _REWRITES.get(operation)
         if rewrite is not None and rewrite(self, node, before, outputs):
             self.report.append(f"{node.name}: {operation} rewritten")
-        if self._agrees(node, self.new[node.name]):
-            return
         kept_in, kept_out = self.sliced.axis(before), self.sliced.axis(outputs[0])
-        order = self._order(node, before) if len(outputs) == 1 else None
+        order = None
+        if kept_in is not None and len(outputs) == 1:
+            order = self._order(node, before.shape, kept_in[0], self.old)
+        if self._agrees(node, self.new[node.name]) and (
+            kept_in is None
+            or order is None
+            or not _repeat(before, kept_in[0])
+            or self._orders(node, kept_in, order if kept_out is None else order[kept_out[1]])
+        ):
+            return
         if kept_in is not None and kept_out is None and order is not None:  # all that is selected stays
             kept_out = (kept_in[0], torch.arange(outputs[0].shape[kept_in[0]]))
         if kept_in is None or kept_out is None or order is None or kept_in[0] != kept_out[0]:
@@ -225,22 +217,27 @@ class _Rewriter:
             return self.module.get_submodule(str(node.target))(*args, **kwargs)
         return perform(node, args, kwargs)
 
-    def _order(self, node: fx.Node, before: Tensor) -> Tensor | None:
-        """For an operation that permutes or selects along one axis: the old position of each output."""
-        found = self.sliced.axis(before)
-        if found is None:
-            return None
-        dim, _ = found
-        view = [1] * before.dim()
-        view[dim] = before.shape[dim]
-        ruler = torch.arange(before.shape[dim]).reshape(view).expand(before.shape)
+    def _orders(self, node: fx.Node, kept: tuple[int, Tensor], wanted: Tensor) -> bool:
+        """Does the rewritten node fetch the elements at the old positions ``wanted``, not just their labels?"""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        found = self._order(node, self.new[source.name].shape, kept[0], self.new)
+        return found is not None and torch.equal(kept[1][found], wanted)
+
+    def _order(
+        self, node: fx.Node, shape: torch.Size, dim: int, environment: dict[str, Any]
+    ) -> Tensor | None:
+        """For an operation that permutes or selects along one axis: the position that each output comes from."""
+        view = [1] * len(shape)
+        view[dim] = shape[dim]
+        ruler = torch.arange(shape[dim]).reshape(view).expand(shape)
         source = node.args[0]
         try:
-            moved = self._execute(node, lambda n: ruler if n is source else self.old[n.name])
+            moved = self._execute(node, lambda n: ruler if n is source else environment[n.name])
         except (RuntimeError, IndexError, ValueError):
             return None
         moved = compress(moved)
-        if varied_dims(moved) not in ([dim], []) or moved.dim() != before.dim():
+        if varied_dims(moved) not in ([dim], []) or moved.dim() != len(shape):
             return None
         for other in range(moved.dim()):
             if other != dim:
@@ -255,8 +252,12 @@ def _set_second(node: fx.Node, name: str, value: Any) -> None:
         node.kwargs = {**node.kwargs, name: value}
 
 
-def _replace(tree: Any, source: fx.Node, value: Any) -> Any:
-    return fx.node.map_arg(tree, lambda n: value if n is source else n)
+def _repeat(labels: Tensor, dim: int) -> bool:
+    """Do positions along the dimension share a label, which then does not tell them apart (pixel unshuffle)?"""
+    for other in range(labels.dim()):
+        if other != dim:
+            labels = labels.narrow(other, 0, 1)
+    return bool(torch.unique(labels).numel() < labels.numel())
 
 
 # ---- one function an operation: True when the node's arguments changed --------------------------------------
@@ -377,10 +378,20 @@ def _select(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]
     return True
 
 
+def _squeeze(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
+    """`squeeze()` must not take the channels' dimension when one of them is left."""
+    found = run.sliced.axis(before)
+    if found is None or found[1].numel() > 1 or len(node.args) > 1 or node.kwargs:
+        return False
+    node.args = (node.args[0], tuple(dim for dim in range(before.dim()) if dim != found[0]))
+    return True
+
+
 _REWRITES: dict[str, Callable[[_Rewriter, fx.Node, Tensor, list[Tensor]], bool]] = {
     **dict.fromkeys(_SIZES, _sizes),
     **dict.fromkeys(SPLITS, _splits),
     "getitem": _index,
     "narrow": _narrow,
     "select": _select,
+    "squeeze": _squeeze,
 }

@@ -37,7 +37,7 @@ batchnorm add mul dropout identity stochasticdepth relu relu6 leakyrelu hardtanh
 hardsigmoid hardswish silu gelu elu tanh prelu
 """.split()
 )
-_MOVES = set(MOVEMENTS) - {"cat", "stack", "pad"}
+_MOVES = set(MOVEMENTS) - {"cat", "stack", "hstack", "vstack", "pad", "getattr"}
 #: Fields of modules that say how many channels there are, or that do not matter at inference.
 _UNSIGNED = set(
     """

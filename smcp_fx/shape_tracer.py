@@ -269,7 +269,8 @@ class ShapeTracer(fx.Tracer):
 
 def plain_lists(tree: Any) -> Any:
     """The arguments of a node with lists and dicts that can be written into; fx's own refuse it."""
-    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields") and not isinstance(tree, torch.Size):
+    # Named tuples, and what `torch.max` returns, stay what they are.
+    if isinstance(tree, list) or type(tree) is tuple:
         return [*map(plain_lists, tree)] if isinstance(tree, list) else tuple(map(plain_lists, tree))
     if isinstance(tree, dict):
         return {key: plain_lists(value) for key, value in tree.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,16 +13,29 @@ from smcp_fx.channels.operations import operation_name
 from smcp_fx.channels.trail import TensorInfo
 
 _EXPANSIONS = {"expand", "expandas", "broadcastto", "repeat"}
+#: Methods that change their tensor's shape, and do what they do out of place, too.
+_RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "swapdims_", "t_"}
 
 
 def normalise(model: nn.Module, graph: fx.Graph) -> None:
-    """First arguments by position, so that rules and passes find them; `nn.Unflatten` as the function it is."""
+    """First arguments by position, so that rules and passes find them; `nn.Unflatten` as the function it is.
+
+    `h.unsqueeze_(1)` becomes `h = h.unsqueeze(1)`: no tensor has two shapes.
+    """
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if node.op == "call_method" and node.target in _RESHAPED and isinstance(node.args[0], fx.Node):
+            node.target = str(node.target).rstrip("_")
+            for user in [user for user in node.args[0].users if place[user] > place[node]]:
+                user.replace_input_with(node.args[0], node)
     for node in graph.nodes:
         if node.op not in ("call_function", "call_module"):
             continue
         kwargs = dict(node.kwargs)
-        for name in ("input", "tensors"):
-            if not node.args and name in kwargs:
+        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        called = node.target if module is None else module.forward
+        for name in ("input", "tensors", "tensor"):
+            if not node.args and name in kwargs and _is_first(called, name):
                 node.args = (kwargs.pop(name),)
         for name in ("shape", "size"):
             sizes = kwargs.get(name)
@@ -30,7 +45,6 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
         if len(node.args) == 1 and node.target is torch.unflatten and {"dim", "sizes"} <= kwargs.keys():
             node.args = (*node.args, kwargs.pop("dim"), kwargs.pop("sizes"))
         node.kwargs = kwargs
-        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
         if type(module) is nn.Unflatten and isinstance(module.dim, int):
             node.op, node.target = "call_function", torch.unflatten
             node.args = (node.args[0], module.dim, tuple(module.unflattened_size))
@@ -46,6 +60,14 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
             if wanted and all(name in node.kwargs for name in wanted):
                 node.args = (*node.args, *(node.kwargs[name] for name in wanted))
                 node.kwargs = {k: v for k, v in node.kwargs.items() if k not in wanted}
+
+
+def _is_first(function: Callable[..., Any], name: str) -> bool:
+    """Is this the function's first parameter? Those of torch that do not say take their input first, but for two."""
+    try:
+        return next(iter(inspect.signature(function).parameters), None) == name
+    except (TypeError, ValueError):
+        return function not in (torch.where, torch.searchsorted)
 
 
 def drop_expansions(traced: fx.GraphModule, values: dict[str, Any]) -> None:

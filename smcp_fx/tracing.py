@@ -24,6 +24,7 @@ from smcp_fx import shape_tracer
 from smcp_fx.channels.trail import OPAQUE, TensorInfo
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.shape_tracer import ShapeTracer, plain_lists
+from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
 from smcp_fx.trace_modes import one_graph
 from smcp_fx.trace_rewrites import drop_expansions, normalise
 
@@ -137,25 +138,44 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             f"{_first_line(error)} Pass inputs of the shape the model was made for."
         ) from error
     training = model.training
-    (evaluated, assumed), (trained, also) = (
-        _trace_in_mode(model, inputs, mode, leaves) for mode in (False, True)
-    )
+    why = {path: f"{path!r} is left as it is" for path in leaves}
+    while True:
+        try:
+            (evaluated, assumed), (trained, also) = (
+                _trace_in_mode(model, inputs, mode, tuple(why)) for mode in (False, True)
+            )
+            break
+        except WritesBuffersError as error:
+            if "" in error.paths or error.paths & why.keys():
+                raise
+            why |= {path: f"{path!r} writes into its own buffers" for path in error.paths}
     graph = one_graph(model, evaluated, trained)
     for node in graph.nodes:
-        if node.op == "call_module" and node.target in leaves:
-            node.meta[OPAQUE] = f"{node.target!r} is left as it is"
+        if node.op == "call_module" and node.target in why:
+            node.meta[OPAQUE] = why[str(node.target)]
     normalise(model, graph)
     traced = fx.GraphModule(model, graph, class_name=type(model).__name__)
     _keep_constants_out_of_the_state(model, traced)
     # Modules as they are now: `_trace_in_mode` restores them, GraphModule's own flag is set from the model's.
     traced.training = training
     _restore_flags(model, traced)
-    found, values = record(traced, inputs)
+    try:
+        found, values = record(traced, inputs)
+    except Exception as error:
+        raise TraceError(
+            f"the traced graph of {type(model).__name__} does not run: {_first_line(error)} Something in its forward "
+            "takes another way when it is traced; a question such as `isinstance(x, Tensor)` is the usual cause."
+        ) from error
     if not same_values(expected, found):
         if not same_values(expected, run_eager(model, inputs)):
             raise TraceError(
                 f"{type(model).__name__} gives other outputs each time in eval mode, so that nothing can be "
                 "checked against it: switch off what is random in it."
+            )
+        if model._forward_hooks or model._forward_pre_hooks or "forward" in vars(model):
+            raise TraceError(
+                f"the traced graph of {type(model).__name__} computes something else than the model does, which has "
+                "hooks or a forward of its own instance: put it into a module that calls it, and prepare that."
             )
         raise TraceError(
             f"the traced graph of {type(model).__name__} computes something else than the model does: first "
@@ -208,8 +228,10 @@ def _trace_in_mode(
     before = [(module, _attributes(module)) for module in model.modules()]
     model.train(training)
     tracer = _Tracer(inputs, leaves)
+    buffers, written = Buffers(model), set[str]()
     try:
-        return tracer.trace(model), tracer.assumptions
+        graph = tracer.trace(model)
+        written |= written_in(model, graph)
     except Exception as error:
         ours = {Path(__file__), Path(shape_tracer.__file__)}
         where = next(
@@ -230,8 +252,12 @@ def _trace_in_mode(
             "torch.fx.wrap, or name the module in prepare(..., leaves=[...])."
         ) from error
     finally:
+        written |= buffers.restore()
         for module, attributes in before:
             _restore_attributes(module, attributes)
+    if written:
+        raise WritesBuffersError(written)
+    return graph, tracer.assumptions
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

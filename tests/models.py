@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import smcp_fx
+from smcp_fx.channels.propagation import UNFIT
 
 # ---- what tests do to any model -------------------------------------------------------------------------
 
@@ -89,6 +90,7 @@ def check_slicing(
     config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True, layer_pruning=layer_pruning)
     prepared = smcp_fx.prepare(model, inputs, config=config)
     assert_close(run(prepared, inputs), expected, "identity", "all channels kept")
+    assert not [why for _, why in prepared.channels.units.why.texts if why.startswith(UNFIT)]
     for seed in seeds:
         masks = random_masks(prepared, seed, share)
         prepared.set_masks(masks)

@@ -257,3 +257,31 @@ def casts_by_another_tensor() -> nn.Module:
         out=conv(8, 4),
         other=free_parameter(7),
     )
+
+
+@awkward(0.0)
+def deviation_of_everything() -> nn.Module:
+    """`False` is no dimension, and no dimensions are all of them."""
+    return between(lambda s, h: h / (1 + h.std(False) + h.abs().sum(dim=())))
+
+
+@awkward(0.0)
+def largest_channel_by_name() -> nn.Module:
+    return between(lambda s, h: h * h.max(dim=1, keepdim=True).values)
+
+
+@awkward(1.0)
+def choice_by_keyword() -> nn.Module:
+    return between(lambda s, h: torch.where(condition=h > 0, input=h, other=0.1 * h))
+
+
+@awkward(0.0)
+def layer_shared_with_an_attention_module() -> nn.Module:
+    """What the attention module holds stays, where it is called on its own, too."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        h = s.stem(x).flatten(2).transpose(1, 2)
+        return s.out(F.relu(s.mix.out_proj(s.mid(s.mix(h, h, h)[0]))))  # type: ignore[no-any-return]
+
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    return Net(wiring, stem=conv(3, 8), mix=attention, mid=nn.Linear(8, 8), out=nn.Linear(8, 4))

@@ -352,3 +352,32 @@ def shuffle_that_runs_into_other_movements() -> nn.Module:
         return tokens.transpose(1, 2).reshape(h.shape[0], -1, 8, 8)  # type: ignore[no-any-return]
 
     return between(wiring, 9, 6, mid=nn.Linear(9, 6))
+
+
+@awkward(1.0)
+def hstack_and_vstack() -> nn.Module:
+    return between(lambda s, h: torch.hstack([h, torch.vstack([h, h.relu()]).chunk(2)[1]]), 8, 16)
+
+
+@awkward(1.0)
+def split_with_sizes() -> nn.Module:
+    return between(lambda s, h: torch.cat(h.split_with_sizes([3, 2, 5], 1)[::-1], 1), 10)
+
+
+@awkward(1.0)
+def squeezed_to_one_channel() -> nn.Module:
+    """Of two channels one is left, whose dimension is of size 1 then, and stays."""
+    return Net(
+        lambda s, x: s.out(F.adaptive_avg_pool2d(s.stem(x), 1).squeeze()),
+        stem=conv(3, 2),
+        out=nn.Linear(2, 4),
+    )
+
+
+@awkward(1.0)
+def attributes_that_move() -> nn.Module:
+    return Net(
+        lambda s, x: s.out(s.stem(x).flatten(2).mT + s.stem(x).data.mean((2, 3)).T.T[:, None]),
+        stem=conv(3, 8),
+        out=nn.Linear(8, 4),
+    )

@@ -181,3 +181,9 @@ def weight_computed_from_the_input() -> nn.Module:
         return s.mid(F.conv2d(h, weight, padding=1))  # type: ignore[no-any-return]
 
     return between(wiring, 8, 8, weight=free_parameter(6, 8, 3, 3), mid=conv(6, 8))
+
+
+@awkward(0.0)
+def weight_used_as_it_is_and_computed_from() -> nn.Module:
+    """A weight that a module reads as well cannot hold what is computed from it."""
+    return between(lambda s, h: s.mid(h) + F.conv2d(h, s.mid.weight.flip(2), padding=1), mid=conv(8, 8))

@@ -106,3 +106,39 @@ def rows_of_a_batch() -> nn.Module:
     return Net(
         lambda s, x: torch.stack([s.out(row[None])[0] for row in s.stem(x)]), stem=conv(3, 8), out=conv(8, 4)
     )
+
+
+@awkward(1.0)
+def divided_by_the_number_of_elements() -> nn.Module:
+    """Channel counts used as numbers stay what they were; the sizes they are multiplied with may change."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        b, c, y, x = h.shape
+        return h / (c * y * x) + h / (h.numel() / b) + h / h.shape.numel() * b + h / math.prod(h.shape[1:])
+
+    return between(wiring)
+
+
+@awkward(1.0)
+def factories_of_a_whole_shape() -> nn.Module:
+    return between(lambda s, h: h * torch.ones(h.shape).sum() + h * torch.arange(h.shape[1]).sum())
+
+
+@awkward(1.0)
+def shape_of_another_tensor() -> nn.Module:
+    """The view's size is that of a tensor whose channels go on their own."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        q, k, v = s.qkv(h).flatten(2).view(h.shape[0], 3, 2, 4, -1).unbind(1)
+        return s.mid(F.scaled_dot_product_attention(q, k, v).reshape(h.shape))  # type: ignore[no-any-return]
+
+    return between(wiring, qkv=nn.Conv2d(8, 24, 1), mid=nn.Conv2d(8, 8, 1))
+
+
+@awkward(1.0)
+def channel_count_in_the_output() -> nn.Module:
+    def wiring(s: Any, x: Tensor) -> Any:
+        h = s.stem(x)
+        return s.out(h), h.shape[1], tuple(h.shape)
+
+    return Net(wiring, stem=nn.Conv2d(3, 8, 3), out=nn.Conv2d(8, 4, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -157,3 +158,57 @@ def shared_linear_met_again_along_another_dimension() -> nn.Module:
 
     parts = {"turn": free_parameter(8, 8), "mid": nn.Linear(8, 8), "out": nn.Linear(8, 4)}
     return Net(wiring, scale=free_parameter(3, 1, 1), **parts)
+
+
+@dataclass
+class Maps:
+    """Two outputs."""
+
+    large: Tensor
+    small: Tensor
+
+
+@awkward(1.0)
+def dataclass_output() -> nn.Module:
+    """What an object holds that is not looked into stays."""
+
+    def wiring(s: Any, x: Tensor) -> Any:
+        h = F.relu(s.stem(x))
+        maps = Maps(s.one(h), s.two(h))
+        return maps.large, maps.small
+
+    return Net(wiring, stem=conv(3, 8), one=conv(8, 4), two=conv(8, 2))
+
+
+@awkward(1.0)
+def dimensions_changed_in_place() -> nn.Module:
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        h = s.stem(x)
+        h.unsqueeze_(2)
+        h.squeeze_(2)
+        h.unsqueeze_(2)
+        return s.out(h)  # type: ignore[no-any-return]
+
+    return Net(wiring, stem=conv(3, 8), out=nn.Conv3d(8, 4, (1, 3, 3)))
+
+
+@awkward(0.0)
+def strided_slice_filled_in_place() -> nn.Module:
+    """Pinned, as every write into a view whose base is read elsewhere, whatever writes."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h[:, ::2].zero_()
+        return h
+
+    return between(wiring)
+
+
+@awkward(0.0)
+def strided_slice_of_an_alias_written_in_place() -> nn.Module:
+    """Dropout returns its input itself in `eval()`."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        F.relu(s.drop(h)[:, ::2], True)
+        return h
+
+    return between(wiring, drop=nn.Dropout(0.5))

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import narrow_uniform
-from smcp_fx.channels.operations import operation_name
+from smcp_fx.channels.operations import operation_name, writes_in_place
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.channels.trail import ParameterRef
 
@@ -294,23 +294,6 @@ def bits(number: int) -> Iterator[int]:
         lowest = number & -number
         yield lowest.bit_length() - 1
         number ^= lowest
-
-
-def writes_in_place(node: fx.Node, module: torch.nn.Module) -> bool:
-    """Does the node change its first operand?"""
-    if node.op == "call_module":
-        return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    plain = name.endswith("_") and not name.endswith("__")
-    in_operator = getattr(operator, name, None) is node.target and name in (
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-    )
-    return plain or in_operator or node.kwargs.get("inplace") is True
 
 
 def writes_shared(node: fx.Node, module: torch.nn.Module) -> bool:

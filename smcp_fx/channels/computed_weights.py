@@ -87,7 +87,24 @@ def _computed(
     names = [
         n for n, held in parameters.items() if isinstance(held, nn.Parameter) and held.shape == value.shape
     ]
-    return ComputedWeight(result, names[0], ordered) if len(names) == 1 else None
+    if len(names) != 1 or id(parameters[names[0]]) in _read_by(module, through):
+        return None
+    return ComputedWeight(result, names[0], ordered)
+
+
+def _read_by(module: fx.GraphModule, left_out: set[fx.Node]) -> set[int]:
+    """The ids of the parameters that the graph's other nodes read, under whatever name, those of modules included."""
+    found: set[int] = set()
+    for node in module.graph.nodes:
+        if (
+            node in left_out
+            or node.op not in ("get_attr", "call_module")
+            or (node.op == "get_attr" and not node.users)
+        ):
+            continue
+        held = module.get_submodule(str(node.target)) if node.op == "call_module" else _held(module, node)
+        found.update(map(id, held.parameters()) if isinstance(held, nn.Module) else [id(held)])
+    return found
 
 
 def evaluate(module: fx.GraphModule, nodes: tuple[fx.Node, ...]) -> Any:

@@ -8,6 +8,7 @@ unknown is pinned (the channel graph is a closed world). `F.leaky_relu`, `Tensor
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+_IN_OPERATORS = ("iadd", "isub", "imul", "itruediv", "setitem")
 _ALIASES = {
     "iadd": "add",
     "isub": "sub",
@@ -42,6 +44,22 @@ _ALIASES = {
     "instancenorm2d": "instancenorm",
     "instancenorm3d": "instancenorm",
 }
+#: Operations that move data without changing it; what they return may be a view of what they were given.
+MOVES = frozenset(
+    """
+broadcastto channelshuffle chunk contiguous diagonal expand expandas flatten flip getitem indexselect movedim
+narrow permute pixelshuffle pixelunshuffle repeat repeatinterleave reshape reshapeas roll select split
+splitwithsizes squeeze tensorsplit tile t transpose unbind unflatten unsqueeze view viewas rot90
+unsafechunk unsafesplit atleast2d
+""".split()
+)
+#: Operations that return what they were given, always or in some mode or for some type.
+_SAME = frozenset(
+    """
+identity dropout dropout1d dropout2d dropout3d alphadropout featurealphadropout stochasticdepth detach to type
+typeas float double half bfloat16 positive pos
+""".split()
+)
 #: Functions of other packages that are wrapped as graph leaves; named so that they need not be imported.
 _FOREIGN = {("torchvision.ops.stochastic_depth", "stochastic_depth"): "stochasticdepth"}
 
@@ -98,3 +116,32 @@ def describe(node: fx.Node) -> str:
     if callable(node.target):
         return str(getattr(node.target, "__name__", node.target))
     return str(node.target)
+
+
+def writes_in_place(node: fx.Node, module: nn.Module) -> bool:
+    """Does the node, of a graph of ``module``, change its first operand?"""
+    if node.op == "call_module":
+        return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    plain = name.endswith("_") and not name.endswith("__")
+    in_operator = getattr(operator, name, None) is node.target and name in _IN_OPERATORS
+    place = _place_of_inplace(node.target) if callable(node.target) else None
+    asked = node.args[place] if place is not None and len(node.args) > place else node.kwargs.get("inplace")
+    return plain or in_operator or asked is True
+
+
+def may_be_operand(node: fx.Node, module: nn.Module) -> bool:
+    """May the node return its first operand itself, instead of a tensor of its own?"""
+    target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return writes_in_place(node, module) or operation_name(node, target) in _SAME
+
+
+@functools.cache
+def _place_of_inplace(function: Callable[..., Any]) -> int | None:
+    """Where a function of torch.nn.functional takes ``inplace``, when that is by position."""
+    if getattr(function, "__module__", None) != "torch.nn.functional":
+        return None
+    names = [*inspect.signature(function).parameters]
+    return names.index("inplace") if "inplace" in names else None

@@ -8,6 +8,7 @@ input slot; an operation without a rule pins what it touches. The rules are in `
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import along, compress, narrow_uniform, uniform, varied_dims
-from smcp_fx.channels.operations import describe, operation_name
+from smcp_fx.channels.operations import MOVES, describe, may_be_operand, operation_name, writes_in_place
 from smcp_fx.channels.trail import (
     OPAQUE,
     ORIGIN,
@@ -32,6 +33,16 @@ from smcp_fx.channels.trail import (
 )
 
 Rule = Callable[["Propagation", Call], Any]
+
+#: How the reason starts where a rule does not fit the form its operation is used in.
+UNFIT = "no channel rule fits this form of"
+#: Operations that read of a tensor what masks do not change: its sizes and its type.
+_QUESTIONS = frozenset(
+    """
+getattr size dim ndimension numel nelement len isfloatingpoint iscomplex iscontiguous getdevice elementsize
+type assert
+""".split()
+)
 
 
 class Propagation:
@@ -199,16 +210,59 @@ class Propagation:
                 if index not in passed_on:
                     self.pin(self.of(leaf), node.name, reason)
             return None
-        if not any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value)):
-            return value  # sizes and other numbers: as recorded
-        module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        module = self._called(node)
         call = Call(node, operation_name(node, module), tuple(args), dict(kwargs), module, value)
-        if OPAQUE in node.meta:
-            result = self._opaque(call, str(node.meta[OPAQUE]))
-        else:
-            rule = self.rules.get(call.name or "")
-            result = self.unknown(call) if rule is None else rule(self, call)
+        if not any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value)):
+            if call.name not in _QUESTIONS and tensor_leaves((args, kwargs)):
+                # A tensor's values as a number, or tensors in an object that is not looked into.
+                self.unknown(call)
+            return value  # sizes and other numbers: as recorded
+        self._refuse_writes_into_views(call)
+        result = self._ruled(call)
         return pytree.tree_map(lambda t: compress(t) if isinstance(t, Tensor) else t, result)
+
+    def _ruled(self, call: Call) -> Any:
+        """What the operation's rule says; an operation used in a way that its rule does not know is unknown."""
+        if OPAQUE in call.node.meta:
+            return self.unknown(call, str(call.node.meta[OPAQUE]))
+        rule = self.rules.get(call.name or "")
+        if rule is None:
+            return self.unknown(call)
+        try:
+            result = rule(self, call)
+        except Exception as error:  # a form that the rule was not written for, whatever it trips over there
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            return self.unknown(call, f"{UNFIT} {call.name!r} ({said})")
+        shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        expected = [leaf.shape for leaf in pytree.tree_leaves(call.value) if isinstance(leaf, TensorInfo)]
+        if shapes != expected:
+            return self.unknown(call, f"{UNFIT} {call.name!r} (labels of shapes {shapes}, not {expected})")
+        return result
+
+    def _called(self, node: fx.Node) -> nn.Module | None:
+        return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def _refuse_writes_into_views(self, call: Call) -> None:
+        """An in-place operation on a view changes its base, too: slicing may make a copy of the view, so pin both."""
+        if not writes_in_place(call.node, self.module):
+            return
+        path = [call.node]  # back from the write to the tensor whose memory it may change
+        while len(path) == 1 or self._named(path[-1]) in MOVES or may_be_operand(path[-1], self.module):
+            source = path[-1].args[0] if path[-1].args else None
+            if not isinstance(source, fx.Node):
+                break
+            path.append(source)
+        moved = shared = False
+        for view, source in itertools.pairwise(path[1:]):
+            moved |= self._named(view) in MOVES
+            shared |= moved and any(user not in (view, call.node) for user in source.users)
+        for node in (path[1], path[-1]) if shared else ():
+            for labels in tensor_leaves(self.trail.labels[node.name]):
+                why = f"{call.node.name!r} writes into a view of {path[-1].name!r}"
+                self.pin(self.of(labels), call.node.name, why)
+
+    def _named(self, node: fx.Node) -> str | None:
+        return operation_name(node, self._called(node)) if node.op.startswith("call") else None
 
     def _attribute(self, target: str, value: Any) -> Any:
         if not isinstance(value, TensorInfo):
@@ -231,15 +285,11 @@ class Propagation:
                 self.fix_parameter(leaf, call.node.name, why)
             else:
                 self.pin(leaf, call.node.name, why)
+        if call.module is not None:  # its parameters stay as they are, where others share them, too
+            for name, tensor in (*call.module.named_parameters(), *call.module.named_buffers()):
+                reference = ParameterRef(self.parameter(f"{call.node.target}.{name}"), tuple(tensor.shape))
+                self.fix_parameter(reference, call.node.name, why)
         return self.filled(call.value, self.fixed(call.node.name, why))
-
-    def _opaque(self, call: Call, why: str) -> Any:
-        """A module whose inside stays as it is, the parameters that others share with it too."""
-        assert call.module is not None
-        for name, tensor in (*call.module.named_parameters(), *call.module.named_buffers()):
-            reference = ParameterRef(self.parameter(f"{call.node.target}.{name}"), tuple(tensor.shape))
-            self.fix_parameter(reference, call.node.name, why)
-        return self.unknown(call, why)
 
     def fix_parameter(self, parameter: ParameterRef, node: str, why: str) -> None:
         """Keep all of a parameter, without labelling its elements."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compress, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
-from smcp_fx.channels.rules_movement import is_movement
 from smcp_fx.channels.trail import Call, TensorInfo
 
 _ELEMENTWISE = """
@@ -40,7 +39,6 @@ def elementwise(run: Propagation, call: Call) -> Any:
     not tied (a spatial attention map times a feature map).
     """
     shape = call.shape
-    _refuse_writes_into_views(run, call)
     leaves = tensor_leaves((call.args, call.kwargs))
     told = {d - t.dim() for t in leaves if isinstance(t, Tensor) for d in varied_dims(t)}
     operands = [run.of(leaf, told or None) for leaf in leaves]
@@ -77,26 +75,6 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
     return merged.expand(shape)
 
 
-def _refuse_writes_into_views(run: Propagation, call: Call) -> None:
-    """An in-place operation on a view changes its base, too: slicing may make a copy of the view, so pin both."""
-    target = (
-        str(call.node.target) if call.node.op == "call_method" else getattr(call.node.target, "__name__", "")
-    )
-    in_place = target.endswith("_") and not target.endswith("__")
-    in_place |= bool(getattr(call.module, "inplace", False) or call.kwargs.get("inplace", False))
-    view = call.node.args[0] if call.node.args else None
-    if not in_place or not isinstance(view, fx.Node) or not is_movement(run, view):
-        return
-    base = view.args[0] if view.args else None
-    while isinstance(base, fx.Node) and is_movement(run, base):
-        base = base.args[0] if base.args else None
-    if isinstance(base, fx.Node) and any(user is not view and user is not call.node for user in base.users):
-        for node in (view, base):
-            for labels in tensor_leaves(run.trail.labels[node.name]):
-                why = f"{call.node.name!r} writes into a view of {base.name!r}"
-                run.pin(run.of(labels), call.node.name, why)
-
-
 def reduction(run: Propagation, call: Call) -> Any:
     """Reduced dimensions must not tell channels apart: tie along them, or pin when nothing else varies."""
     operand = call.argument(0, "input")
@@ -106,7 +84,7 @@ def reduction(run: Propagation, call: Call) -> Any:
         if isinstance(other, Tensor) or len(tensor_leaves((call.args, call.kwargs))) > 1:
             return elementwise(run, call)
     dims = call.argument(_dim_position(call), "dim", call.kwargs.get("axis"))
-    if dims is None:
+    if dims is None or isinstance(dims, bool) or dims in ((), []):  # `x.std(False)` is not biased, over all
         dims = tuple(range(labels.dim()))
     reduced = {
         int(dim) % max(labels.dim(), 1) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])
@@ -127,8 +105,8 @@ def softmax(run: Propagation, call: Call) -> Any:
     labels = run.of(call.argument(0, "input"))
     position = 2 if call.name == "normalize" and call.module is None else 1
     dim = call.option(position, "dim")
-    if dim is None:
-        dim = 1 if call.name == "normalize" else -1
+    if dim is None:  # torch's own choice, from before it asked for one
+        dim = 1 if call.name == "normalize" or labels.dim() not in (0, 1, 3) else 0
     mixed = mix(run, call, labels, {int(dim) % labels.dim()})
     return run.unknown(call, f"channels are mixed by {call.name!r}") if mixed is None else _like(call, mixed)
 

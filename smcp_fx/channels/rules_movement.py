@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,19 +11,21 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
-from smcp_fx.channels.operations import operation_name
+from smcp_fx.channels.operations import MOVES, operation_name
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Shuffle
 
-_MOVES = """
-broadcastto channelshuffle chunk diagonal expand expandas flatten flip getitem indexselect movedim
-narrow permute pixelshuffle pixelunshuffle repeat repeatinterleave reshape reshapeas roll select split
-squeeze tensorsplit tile t transpose unbind unflatten unsqueeze view viewas rot90 hstack vstack
-unsafechunk unsafesplit atleast2d
-""".split()
 _PARTS = set(
-    "chunk getitem indexselect narrow select split tensorsplit unbind unsafechunk unsafesplit".split()
+    """
+chunk getitem indexselect narrow select split splitwithsizes tensorsplit unbind unsafechunk unsafesplit
+""".split()
 )
+#: Attributes of a tensor that are the tensor itself, or its movement.
+_ATTRIBUTES: dict[str, Callable[[Tensor], Tensor]] = {
+    "T": torch.t,
+    "mT": lambda t: t.transpose(-2, -1),
+    "data": lambda t: t,
+}
 #: Moves of one tensor that keep every element: a chain of them may be a channel shuffle.
 _CHAIN = {"view", "reshape", "transpose", "permute", "flatten", "unflatten", "movedim", "contiguous", "t"}
 
@@ -74,12 +77,32 @@ def move(run: Propagation, call: Call) -> Any:
     return result
 
 
+def attribute(run: Propagation, call: Call) -> Any:
+    """`x.mT`, `x.data`; `x.max(1).values`: a field of what an operation returned."""
+    source, name = call.args[:2]
+    if not isinstance(source, (Tensor, ParameterRef)):
+        return (
+            getattr(source, name)
+            if isinstance(source, tuple) and tensor_leaves(source)
+            else run.unknown(call)
+        )
+    moved = _ATTRIBUTES.get(name)
+    if moved is None or (name == "T" and len(source.shape) > 2):
+        return run.unknown(call, f"attribute {name!r} of a tensor has no channel rule")
+    return moved(run.of(source))
+
+
 def join(run: Propagation, call: Call) -> Any:
-    """cat and stack, uniform dimensions narrowed first so that they cost nothing."""
+    """cat, stack and their like, uniform dimensions narrowed first so that they cost nothing."""
     args, kwargs = labelled(run, (call.args, call.kwargs))
     tensors = list(args[0] if args else kwargs["tensors"])
-    dim = int(args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0)))
     full = call.shape
+    if call.name in ("hstack", "vstack"):
+        if any(t.dim() < 2 for t in tensors):
+            return run.unknown(call)
+        dim = int(call.name == "hstack")
+    else:
+        dim = int(args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0)))
     if call.name == "stack":
         tensors = [t.unsqueeze(dim) for t in tensors]
     tensors = [t for t in tensors if t.numel()]
@@ -214,11 +237,6 @@ def _apply(run: Propagation, node: fx.Node, moved: Tensor) -> Tensor:
     return result
 
 
-def is_movement(run: Propagation, node: fx.Node) -> bool:
-    """Tell whether a node only moves data (its output may be a view)."""
-    return _named(run, node) in RULES
-
-
 def _moves_only(run: Propagation, node: fx.Node) -> bool:
     return _named(run, node) in _CHAIN
 
@@ -231,10 +249,9 @@ def _named(run: Propagation, node: fx.Node) -> str | None:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_MOVES, move),
-    "contiguous": move,
-    "cat": join,
-    "stack": join,
+    **dict.fromkeys(MOVES, move),
+    "getattr": attribute,
+    **dict.fromkeys(("cat", "stack", "hstack", "vstack"), join),
     "pad": pad,
     **{f"zeropad{rank}d": pad for rank in (1, 2, 3)},
     **{f"constantpad{rank}d": pad for rank in (1, 2, 3)},

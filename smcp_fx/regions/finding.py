@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -118,7 +119,10 @@ def images_in(inputs: tuple[Any, ...]) -> int:
 
 
 def _children(module: nn.Module, path: str) -> list[str]:
-    return [f"{path}.{name}" if path else name for name, _ in module.named_children()]
+    parts = (
+        (name, part) for name, part in module.named_children() if not isinstance(part, torch.jit.ScriptModule)
+    )
+    return [f"{path}.{name}" if path else name for name, _ in parts]
 
 
 def _has_weights(module: nn.Module) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 
+import models_shapes  # noqa: F401  (registers its networks)
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Net, Residual, between, chain, conv
-from torch import nn
+from models import AWKWARD, Net, Residual, between, chain, conv, random_masks, randomise, run
+from tolerances import assert_close
+from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.channels import ChannelGraph
@@ -148,3 +150,42 @@ def test_an_operation_without_a_rule_pins_what_it_touches() -> None:
     group = graph["stem"]
     assert not group.free and any("cumsum" in why for why in group.pinned)
     assert "cumsum" in graph.explain("stem", 2)
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice for softmax")
+@pytest.mark.parametrize(("rank", "pinned"), [(4, True), (3, False)])
+def test_a_softmax_without_a_dimension_takes_the_one_torch_takes(rank: int, pinned: bool) -> None:
+    """The second, except of one or three dimensions the first: the batch."""
+    graph = graph_of(between(lambda s, h: F.softmax(h.flatten(2) if rank == 3 else h).view(h.shape)))
+    assert graph["stem"].free is not pinned
+
+
+def test_a_form_that_no_rule_fits_pins_with_the_reason() -> None:
+    """A `view` as another type is none of sizes; `prepare` goes on."""
+    graph = graph_of(between(lambda s, h: h * h.view(torch.int32).view(torch.float32).sigmoid()))
+    assert graph["stem"].pinned and "no channel rule fits this form of 'view'" in graph["stem"].pinned[0]
+
+
+def test_channel_counts_used_as_numbers_at_another_resolution() -> None:
+    """`h / (c * y * x)` keeps its ``c``, and follows ``y`` and ``x`` and the batch."""
+    case = next(case for case in AWKWARD if case.name == "divided_by_the_number_of_elements")
+    model = randomise(case.build()).double().eval()
+    prepared = smcp_fx.prepare(model, case.inputs()[0].double(), config=smcp_fx.PruningConfig(multiple=1))
+    prepared.set_masks(random_masks(prepared, 0))
+    sliced = smcp_fx.convert(prepared)
+    for shape in ((3, 3, 12, 10), (1, 3, 5, 8)):
+        x = (torch.randn(shape, dtype=torch.float64),)
+        assert_close(run(sliced, x), run(prepared, x), "slicing", str(shape))
+
+
+def test_a_called_module_that_is_not_known_keeps_the_weights_it_shares() -> None:
+    """A hook makes a module do more than its class says: it stays, and so does its weight in other modules."""
+
+    def wiring(s: nn.Module, h: Tensor) -> Tensor:
+        return s.one(F.relu(s.three(F.relu(s.two(h)))))  # type: ignore[no-any-return, operator]
+
+    net = between(wiring, one=conv(8, 8), two=conv(8, 8), three=conv(8, 8))
+    net.two.weight = net.one.weight
+    net.one.register_forward_hook(lambda module, args, output: output * 2)
+    graph = graph_of(net)
+    assert {group.name for group in graph.groups if group.free} == set()

@@ -231,6 +231,13 @@ def test_where_sizes_decide_what_is_left_a_unit_stays() -> None:
     assert int(found.masks["branch.0"].sum()) == 0
 
 
+def stages(s: Any, h: Tensor) -> Tensor:
+    """A Res2Net's: both of its calls of `relu` may leave the same zeros, which one parameter holds then."""
+    first, second, third = h.split(3, 1)
+    one = F.relu(s.one(first))
+    return torch.cat([one, F.relu(s.two(one + second)), third], 1)
+
+
 @pytest.mark.parametrize(
     "build",
     [
@@ -246,8 +253,9 @@ def test_where_sizes_decide_what_is_left_a_unit_stays() -> None:
             lambda s, h: h + s.branch(h),
             branch=nn.Sequential(conv(8, 6), nn.GroupNorm(2, 6), nn.ReLU(), conv(6, 8), nn.InstanceNorm2d(8)),
         ),
+        lambda: between(stages, 9, one=conv(3, 3, bias=False), two=conv(3, 3, bias=False)),
     ],
-    ids=["residual", "parallel", "dense", "norms"],
+    ids=["residual", "parallel", "dense", "norms", "stages"],
 )
 def test_masked_is_sliced_for_many_choices_of_what_keeps_nothing(build: Any) -> None:
     model = build()

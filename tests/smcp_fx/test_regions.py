@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import random_masks, randomise
+from models import chain, random_masks, randomise
 from tolerances import assert_close
 from torch import Tensor, nn
 
@@ -494,3 +494,23 @@ def test_leaves_are_kept_inside_regions_and_out_of_them() -> None:
 def test_leaves_that_do_not_exist(leaves: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         prepare(Gated(), leaves=leaves)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script`:FutureWarning", "ignore:`torch.jit.script`:DeprecationWarning"
+)
+def test_scripted_modules_are_left_alone() -> None:
+    """They take no hooks, and cannot be looked into."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = chain(6, 8)
+            self.scripted = torch.jit.script(nn.Linear(5, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.body(x)
+            return self.scripted(y) if float(y.detach().mean()) > -1e9 else y
+
+    prepared = smcp_fx.prepare(Asks(), torch.randn(2, 3, 8, 8))
+    assert prepared.regions == ("body",)

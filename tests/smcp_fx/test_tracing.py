@@ -218,3 +218,81 @@ def test_running_eagerly_restores_modes_after_an_error() -> None:
 def test_the_first_difference_is_named() -> None:
     with pytest.raises(TraceError, match="first difference at module 'out'"):
         trace(Half(), (IMAGE,))
+
+
+class Averages(nn.Module):
+    """A batch norm by hand, whose averages are changed in place, assigned, or copied from what is computed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", torch.randn(8))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 8, H, W], less the mean of the batch in `train()`, of the average in `eval()`."""
+        if not self.training:
+            return x - self.mean.view(1, -1, 1, 1)
+        mean = x.mean((0, 2, 3))
+        if self.how == "in place":
+            self.mean.mul_(0.9).add_(0.1 * mean.detach())
+        elif self.how == "assigned":
+            self.mean = 0.9 * self.mean + 0.1 * mean.detach()
+        elif self.how == "copied":
+            self.mean.copy_(mean.detach())
+        self.seen += 1
+        return x - mean.view(1, -1, 1, 1)
+
+
+@pytest.mark.parametrize("how", ["in place", "assigned", "copied", "counter only"])
+def test_modules_that_write_their_buffers_are_called_as_they_are(how: str) -> None:
+    """Only in `train()`, once a call, and not while they are traced."""
+    wiring = nn.Sequential(
+        nn.Conv2d(3, 8, 3), Averages(how), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Conv2d(6, 2, 1)
+    )
+    x = torch.randn(2, 3, 8, 8)
+    before = wiring[1].mean.clone()
+    prepared = smcp_fx.prepare(wiring, x, config=smcp_fx.PruningConfig(multiple=1))
+    opaque = ("'1' writes into its own buffers",)
+    assert prepared.channels["0"].pinned == (() if how == "counter only" else opaque)
+    assert prepared.channels["2"].free
+    for model in (wiring, prepared):
+        model.train()
+        model(x)
+        model.eval()
+        model(x)
+    if how != "counter only":
+        assert not torch.equal(wiring[1].mean, before)
+        assert torch.equal(dict(prepared.named_buffers())["1.mean"], wiring[1].mean)
+    assert torch.equal(prepared(x), wiring(x))
+
+
+def test_a_model_that_writes_its_own_buffers_is_refused() -> None:
+    with pytest.raises(TraceError, match="Buffers of the model itself change in forward"):
+        trace(Averages("in place"), (torch.randn(2, 8, 4, 4),))
+
+
+def test_a_graph_that_does_not_run_is_refused() -> None:
+    """`isinstance` sees no tensor while the model is traced."""
+    model = Net(lambda s, x: s.out(torch.cat([x] if isinstance(x, Tensor) else x, 1)), out=nn.Conv2d(3, 4, 1))
+    with pytest.raises(TraceError, match=r"does not run: cat\(\).*isinstance"):
+        trace(model, (torch.randn(2, 3, 8, 8),))
+
+
+def test_hooks_of_the_model_itself_are_named() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1))
+    model.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(TraceError, match="has hooks or a forward of its own instance"):
+        trace(model, (torch.randn(2, 3, 8, 8),))
+
+
+def test_keywords_of_modules_keep_their_places() -> None:
+    """``input`` is not always first."""
+
+    class Choice(nn.Module):
+        def forward(self, mask: Tensor, input: Tensor) -> Tensor:
+            return torch.where(mask, input, 0.1 * input)
+
+    model = Net(lambda s, x: s.part(mask=x > 0, input=x), part=Choice())
+    x = torch.randn(2, 3)
+    assert torch.equal(trace(model, (x,), ("part",)).module(x), model(x))

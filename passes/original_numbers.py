@@ -1,0 +1,117 @@
+"""Numbers that came from a channel count and are used in arithmetic, as they would be if no channel had gone.
+
+    before   y / (c * h * w)      c = y.shape[1], of 64 channels
+    after    y / (64 * h * w)     whatever number of them is kept
+
+The batch and the resolution stay what the input says.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from smcp_fx.passes.sliced_labels import Sliced
+from smcp_fx.shape_tracer import plain_lists
+
+
+def recomputed(node: fx.Node, recorded: Any, new: dict[str, Any]) -> Any:
+    """A size or another number on the sliced shapes that ``new`` holds; the recorded value where that fails."""
+    try:
+        args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), lambda n: new[n.name]))
+        if any(v is None for v in args):
+            return recorded
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "call_function" and callable(node.target):
+            return node.target(*args, **kwargs)
+    except Exception:  # a number that cannot be recomputed from shapes does not depend on them
+        return recorded
+    return recorded
+
+
+class OriginalNumbers:
+    """``old`` and ``new`` map names of nodes to their values (labels, numbers) before and after slicing."""
+
+    def __init__(self, graph: fx.Graph, sliced: Sliced, old: dict[str, Any], new: dict[str, Any]) -> None:
+        self.graph = graph
+        self.sliced = sliced
+        self.old = old
+        self.new = new
+        self._known: dict[fx.Node, Any] = {}
+
+    def put_into(self, node: fx.Node) -> list[str]:
+        """Let the node read its numbers as they were; returns what was changed."""
+        report = []
+        for source in node.all_input_nodes:
+            if not self._changed(source):
+                continue
+            original = {source: self._original(source)}
+            node.args, node.kwargs = fx.node.map_arg(
+                (node.args, node.kwargs), functools.partial(_exchanged, original)
+            )
+            report.append(f"{node.name}: {source.name} stays {self.old[source.name]}, as of all channels")
+        return report
+
+    def _changed(self, node: fx.Node) -> bool:
+        old = self.old.get(node.name)
+        return _is_number(old) and old != self.new.get(node.name)
+
+    def _original(self, number: fx.Node) -> Any:
+        if number not in self._known:
+            self._known[number] = self._restored(number)
+        return self._known[number]
+
+    def _restored(self, number: fx.Node) -> Any:
+        """A node, a literal, or a tuple of both for a shape; the recorded value for what is asked in other ways."""
+        old, new = self.old[number.name], self.new[number.name]
+        source = number.args[0] if number.args else None
+        if isinstance(source, fx.Node) and isinstance(self.old[source.name], Tensor):
+            labels = self.old[source.name]
+            if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):  # the shape
+                pairs = enumerate(zip(old, new, strict=True))
+                made = operator.getitem
+                return tuple(a if a != b else self._made(number, made, (number, i), a) for i, (a, b) in pairs)
+            found = self.sliced.axis(labels)
+            if found is None or number.target not in ("numel", "nelement", torch.numel):
+                return old
+            went = labels.shape[found[0]]
+            scaled = self._made(number, operator.mul, (number, went), new * went)
+            return self._made(scaled, operator.floordiv, (scaled, found[1].numel()), old)
+        target = math.prod if number.op == "call_method" and number.target == "numel" else number.target
+        if not callable(target) or not all(_is_number(self.old[n.name]) for n in number.all_input_nodes):
+            return old
+        args, kwargs = fx.node.map_arg(
+            (number.args, number.kwargs), lambda n: self._original(n) if self._changed(n) else n
+        )
+        if target is operator.getitem and isinstance(args[0], tuple):
+            place: Any = args[1]
+            return args[0][place]
+        if not any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves((args, kwargs))):
+            return old
+        return self._made(number, target, args, old, kwargs)
+
+    def _made(
+        self, after: fx.Node, function: Any, args: tuple[Any, ...], value: Any, kwargs: Any = None
+    ) -> fx.Node:
+        """A new node, whose value does not change with the channels kept."""
+        with self.graph.inserting_after(after):
+            node = self.graph.call_function(function, args, kwargs)
+        self.old[node.name] = self.new[node.name] = value
+        return node
+
+
+def _exchanged(known: dict[fx.Node, Any], node: fx.Node) -> Any:
+    return known.get(node, node)
+
+
+def _is_number(value: Any) -> bool:
+    """A number, or a shape."""
+    parts = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(part, (int, float)) for part in parts)

@@ -1,0 +1,61 @@
+"""Modules that write into their own buffers (running averages of their own): they are found, and called as they are.
+
+    if self.training: self.mean.mul_(0.9).add_(0.1 * x.mean((0, 2, 3)))
+
+A graph that holds both modes would do so in both; tracing itself would do a part of it, and lose what is assigned.
+Counters (buffers of integers) are not worth that: they only get their value back.
+"""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from smcp_fx.channels.operations import writes_in_place
+from smcp_fx.errors import TraceError
+
+
+class WritesBuffersError(TraceError):
+    """The modules of these ``paths`` write into buffers."""
+
+    def __init__(self, paths: set[str]) -> None:
+        self.paths = paths
+        names = ", ".join(repr(path) if path else "the model itself" for path in sorted(paths))
+        super().__init__(
+            f"Buffers of {names} change in forward, which a graph would not do in the right mode. Move what changes "
+            "them into a module of its own: it is then called as it is."
+        )
+
+
+class Buffers:
+    """The buffers of a model before it is traced: forward may assign to them, or write into them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [
+            (path, module, name, buffer, buffer.detach().clone())
+            for path, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> set[str]:
+        """Give them their values back, if not their names; returns the modules whose numbers were changed."""
+        written = set()
+        for path, module, name, buffer, value in self._held:
+            same = bool(((buffer == value) | (value != value)).all())
+            if module._buffers.get(name) is not buffer or not same:
+                buffer.data.copy_(value)
+                written |= {path} if buffer.is_floating_point() else set()
+        return written
+
+
+def written_in(model: nn.Module, graph: fx.Graph) -> set[str]:
+    """The modules into whose buffers an operation of the graph writes."""
+    owners = {
+        name: name.rpartition(".")[0] for name, held in model.named_buffers() if held.is_floating_point()
+    }
+    found = set()
+    for node in graph.nodes:
+        first = node.args[0] if node.args else None
+        if isinstance(first, fx.Node) and first.op == "get_attr" and writes_in_place(node, model):
+            found |= {owners[str(first.target)]} if first.target in owners else set()
+    return found
