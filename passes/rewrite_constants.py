@@ -143,13 +143,13 @@ class _Rewriter:
         if all(self.sliced.axis(v) is None for v in (before, *outputs)):
             self._freeze_numbers(node)
             return
-        rewrite = _REWRITES.get(operation)
-        if rewrite is not None and rewrite(self, node, before, outputs):
-            self.report.append(f"{node.name}: {operation} rewritten")
         kept_in, kept_out = self.sliced.axis(before), self.sliced.axis(outputs[0])
         order = None
         if kept_in is not None and len(outputs) == 1:
             order = self._order(node, before.shape, kept_in[0], self.old)
+        rewrite = _REWRITES.get(operation)
+        if rewrite is not None and rewrite(self, node, before, outputs):
+            self.report.append(f"{node.name}: {operation} rewritten")
         if self._agrees(node, self.new[node.name]) and (
             kept_in is None
             or order is None
