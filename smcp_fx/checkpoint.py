@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from smcp_fx import generators, ranks
 from smcp_fx.errors import CheckpointError
-from smcp_fx.prepared import PreparedModel
+from smcp_fx.prepared import PreparedModel, unwrapped
 from smcp_fx.solve import Solve
 from smcp_fx.tensor_file import TensorWriter, raw, restore, write_together
 from smcp_fx.value_codec import decode_value, encode_value
@@ -122,17 +122,6 @@ def load_checkpoint(
             f"with the same options, or start afresh without it {saved_with(manifest)}"
         ) from error
     return dict(extras)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside `DistributedDataParallel`, `DataParallel` and `torch.compile`."""
-    while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
 
 
 def _device(model: nn.Module) -> torch.device:

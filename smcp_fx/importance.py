@@ -74,15 +74,19 @@ class TaylorImportance:
         sums: dict[int, Tensor] = {}
         frozen: list[int] = []
         learning: list[int] = []
+        switched = False
         for index, (layer, weight) in enumerate(zip(self.layers, weights, strict=True)):
             mask = self._state.layer_mask(layer)
             if mask.requires_grad is weight.requires_grad:
                 mask.requires_grad_(not weight.requires_grad)  # counts from the next step on
+                mask.grad = None  # what it gathered before is of another time
+                switched = True
             if not weight.requires_grad:
                 frozen.append(index)
             elif weight.grad is not None:
                 learning.append(index)
-        if not learning and all(self._state.layer_mask(self.layers[i]).grad is None for i in frozen):
+        masks = [self._state.layer_mask(self.layers[i]) for i in frozen]
+        if not learning and not switched and all(mask.grad is None for mask in masks):
             return None
         pairs = [(weights[i].detach(), weights[i].grad) for i in learning]
         reduce: Callable[..., list[Tensor]] = _on_cpu if weights[0].device.type == "cpu" else _on_device

@@ -1,7 +1,8 @@
 """Notices a training loop that uses the pruner wrongly, and says so.
 
-What can be told is told from where Python already passes: the parameters' version counters (every optimiser
-step raises them), and a hook on one weight that runs in each backward pass. The device is not asked anything.
+What can be told is told from where Python already passes: the parameters' version counters (most optimisers' steps
+raise them), and hooks on the masked weights that run in each backward pass. The device is asked only before it is
+said that no parameter changes.
 """
 
 from __future__ import annotations
@@ -9,13 +10,21 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from smcp_fx.errors import TrainingError
 
-#: Backward passes after optimiser steps without a call of `Pruner.step` before it is called forgotten.
+#: Optimiser steps before another backward pass without a call of `Pruner.step` before it is called forgotten.
 _FORGOTTEN = 3
+#: The same where it has been called already, or where that the optimiser stepped is only inferred from new gradients:
+#: more than an optimiser takes that calls a closure (25 in `torch.optim.LBFGS`).
+_FORGOTTEN_PERHAPS = 50
+#: Packages whose code is not the user's.
+_OURS = ("smcp_fx", "torch")
 #: Calls of `Pruner.step` between which no parameter changed, before somebody is told; most calls, that is.
 _UNCHANGED = 5
 
@@ -27,49 +36,70 @@ class TrainingWarning(UserWarning):
 def tell(message: str) -> None:
     """Warn of it, at the line of the user's code that led here."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("smcp_fx"):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, TrainingWarning, stacklevel=level)
 
 
 class LoopWatch:
-    """Watches one prepared model; ``weight`` is the masked weight nearest to the loss."""
+    """Watches one prepared model; ``weights`` names its masked weights, the last is nearest to the loss."""
 
-    def __init__(self, model: nn.Module, weight: str | None) -> None:
-        self._name = weight
+    def __init__(self, model: nn.Module, weights: Sequence[str]) -> None:
+        self._paths = [name.split(".") for name in weights]
         self._parameters = model.parameters  # bound: parameters may be replaced
         self._model = weakref.ref(model)
-        self._watched: weakref.ref[nn.Parameter] | None = None
         self._told: set[str] = set()
         self.active = False  # whether the schedule needs steps to be counted
         self._calls = 0
         self._unchanged = 0
         self._versions = -1
+        self._sampled: Tensor | None = None
+        self._versions_tell = True  # whether the optimiser raises version counters
         self.backwards = 0
-        self._attach()
+        self._detach: Callable[[], Any] | None = None
+        self._attach(self._learning(model))
 
-    def _attach(self) -> None:
-        """Hook the weight (anew, where it was replaced)."""
-        model = self._model()
-        weight = None if model is None or self._name is None else model.get_parameter(self._name)
-        self._fired = self._fresh = False
+    def _learning(self, model: nn.Module) -> list[nn.Parameter]:
+        """The masked weights that take gradients."""
+        weights = (_parameter(model, path) for path in self._paths)
+        return [weight for weight in weights if weight.requires_grad]
+
+    def _attach(self, weights: Sequence[nn.Parameter]) -> None:
+        """Hook these weights, the last one to be watched; anew where some were replaced, frozen or thawed."""
+        self.close()
+        self._ran = self._fired = False  # whether any weight, or the watched one, was reached, ever
+        self._fresh = self._reached = False  # the same since the last `step`
         self._missed = 0
         self._counted = True  # whether `step` was called since the last optimiser step
         self._version = -1
-        self._gradient: weakref.ref[Tensor] | None = None
-        self._watched = None if weight is None else weakref.ref(weight)
-        if weight is not None and weight.requires_grad:
-            owner = weakref.ref(self)
+        # A gradient at the last `step`, and the watched weight's after the last backward pass.
+        self._gradient = self._accumulated = _nothing
+        self._hooked = [weakref.ref(weight) for weight in weights]
+        self._watched: Callable[[], Tensor | None] = self._hooked[-1] if weights else _nothing
+        owner = weakref.ref(self)
 
-            def hook(parameter: Tensor) -> None:
-                watch = owner()
-                if watch is not None:
-                    watch._backward(parameter)
+        def reached(_: Tensor) -> None:
+            watch = owner()
+            if watch is not None:
+                watch._ran = watch._fresh = True
 
-            handle = weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            weakref.finalize(
-                self, handle.remove
-            ).atexit = False  # converted models keep the weight, not the hook
+        def backward(parameter: Tensor) -> None:
+            watch = owner()
+            if watch is not None:
+                watch._backward(parameter)
+
+        hooks = [reached] * (len(weights) - 1) + [backward]
+        handles = [
+            weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            for weight, hook in zip(weights, hooks, strict=False)
+        ]
+        self._detach = weakref.finalize(self, _remove, handles)
+        self._detach.atexit = False
+
+    def close(self) -> None:
+        """Take the hooks off: the weights go on without the pruner, as those of converted models do."""
+        if self._detach is not None:
+            self._detach()
 
     def _tell(self, key: str, message: str) -> None:
         if key not in self._told:
@@ -77,20 +107,23 @@ class LoopWatch:
             tell(message)
 
     def _backward(self, weight: Tensor) -> None:
-        """A backward pass reached the weight."""
+        """A backward pass reached the watched weight."""
         self.backwards += 1
-        if self._fired and weight._version != self._version:  # the optimiser has stepped in between
+        changed = weight._version != self._version
+        if self._fired and (changed or weight.grad is not self._accumulated()):  # a step was taken in between
             self._missed = 0 if self._counted else self._missed + 1
             self._counted = False
-            if self._missed >= _FORGOTTEN and self.active:
+            sure = changed and not self._calls
+            if self._missed >= (_FORGOTTEN if sure else _FORGOTTEN_PERHAPS) and self.active:
                 self._tell(
                     "forgotten",
                     f"{self._missed} optimiser steps went by without prepared.pruner.step(): no importance is "
                     "gathered and no mask is solved for. Call it once an optimiser step, after loss.backward() and "
                     "before optimizer.step().",
                 )
-        self._fired = self._fresh = True
+        self._ran = self._fired = self._fresh = self._reached = True
         self._version = weight._version
+        self._accumulated = _weak(weight.grad)
 
     def before_step(self, training: bool, scaled: bool) -> None:
         """Check what `Pruner.step` is called on; ``scaled``: a gradient scaler may have left out steps.
@@ -107,40 +140,84 @@ class LoopWatch:
                 "statistics and the importances are those of another network. Call prepared.train() before the "
                 "training loop, and again after each evaluation.",
             )
-        weight = None if self._watched is None else self._watched()
-        if self._name is not None and (weight is None or model.get_parameter(self._name) is not weight):
-            self._attach()
-        elif weight is not None and weight.grad is not None and self._fired:
-            known = None if self._gradient is None else self._gradient()
-            if not self._fresh and known is weight.grad:
+        weight = self._watched()
+        learning = self._learning(model)
+        if len(learning) != len(self._hooked) or any(
+            one is not hooked() for one, hooked in zip(learning, self._hooked, strict=True)
+        ):
+            self._attach(learning)
+        else:
+            known = self._gradient()
+            same = known is not None and any(one.grad is known for one in learning)
+            if self._ran and same and not self._fresh:
                 raise TrainingError(
                     "prepared.pruner.step() was called without a backward pass since its last call: it would count "
                     "the same gradients twice. Call it once an optimiser step, after loss.backward() and before "
                     "optimizer.step(); with gradient accumulation, after the last micro-batch's backward()."
                 )
-            if self._fresh and weight._version != self._version:
+            if weight is not None and self._reached and weight._version != self._version:
                 self._tell(
                     "late",
                     "the weights changed between loss.backward() and prepared.pruner.step(): importances are the "
                     "gradients times the weights they belong to. Call it before optimizer.step().",
                 )
         self._count_unchanged(scaled)
-        self._fresh = False
+        self._fresh = self._reached = False
         self._counted = True
         self._missed = 0
-        if weight is not None and weight.grad is not None:
-            self._gradient = weakref.ref(weight.grad)
+        self._gradient = _weak(next((one.grad for one in reversed(learning) if one.grad is not None), None))
 
     def _count_unchanged(self, scaled: bool) -> None:
-        versions = sum(parameter._version for parameter in self._parameters() if parameter.requires_grad)
+        learning = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        versions = sum(parameter._version for parameter in learning)
+        unchanged = versions == self._versions and not scaled
         self._calls += 1
-        if versions == self._versions and not scaled:
-            self._unchanged += 1
+        self._unchanged += unchanged
         self._versions = versions
-        if self._unchanged >= _UNCHANGED and 2 * self._unchanged >= self._calls:
-            self._tell(
-                "unchanged",
-                f"no parameter changed between {self._unchanged} of {self._calls} calls of prepared.pruner.step(). "
-                "Either the optimiser holds other parameters (prepare copies the model: build the optimiser on "
-                "prepared.parameters()), or step() is called for every micro-batch (call it once an optimiser step).",
-            )
+        seldom = self._unchanged < _UNCHANGED or 2 * self._unchanged < self._calls
+        if seldom or not learning or not self._versions_tell:
+            return
+        # Fused optimisers, and those that write to `parameter.data`, raise no counters: their values tell.
+        sample = _sample(learning)
+        if unchanged and self._sampled is not None:
+            self._versions_tell = False
+            if torch.equal(sample, self._sampled):
+                self._tell(
+                    "unchanged",
+                    f"no parameter changed between {self._unchanged} of {self._calls} calls of "
+                    "prepared.pruner.step(). Either the optimiser holds other parameters (prepare copies the model: "
+                    "build the optimiser on prepared.parameters()), or step() is called for every micro-batch (call "
+                    "it once an optimiser step), or a GradScaler leaves steps out (pass it: step(scaler)).",
+                )
+        self._sampled = sample
+
+
+def _parameter(model: nn.Module, path: Sequence[str]) -> nn.Parameter:
+    """What `get_parameter` finds, at a tenth of its time: it is asked for every weight in every step."""
+    *owners, name = path
+    module: Any = model
+    for owner in owners:
+        module = module._modules[owner]
+    weight: nn.Parameter = module._parameters[name]
+    return weight
+
+
+def _nothing() -> Tensor | None:
+    return None
+
+
+def _weak(tensor: Tensor | None) -> Callable[[], Tensor | None]:
+    return _nothing if tensor is None else weakref.ref(tensor)
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+@torch.no_grad()
+def _sample(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The first row of each parameter, of those on the first one's device."""
+    device = parameters[0].device
+    rows = [p.view(1) if p.dim() == 0 else p[:1].flatten() for p in parameters if p.device == device]
+    return torch.cat([row.double() for row in rows])

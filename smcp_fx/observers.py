@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smcp_fx import ranks
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Told of every optimiser step and every solve; subclasses override what they want to know."""
+    """Told of every optimiser step and every solve; subclasses override what they want to know.
+
+    On several ranks each one tells its own observers; those below write on rank 0 alone.
+    """
 
     def stepped(self, step: int, total: int | None) -> None:
         """Optimiser step ``step`` of ``total`` (None without a schedule) was counted."""
@@ -36,12 +40,14 @@ class JsonLines(Observer):
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.touch()
+            open(self.path, "a").close()  # a folder, or a file of someone else's, is found out now
         except OSError as error:
             raise InputError(f"cannot write to {self.path}: {error}; give another path") from error
 
     def solved(self, solve: Solve) -> None:
         """Write the line, with the time of day in seconds since 1970."""
+        if ranks.rank() != 0:
+            return
         record = {"time": time.time(), **dataclasses.asdict(solve)}
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(_finite(record)) + "\n")
@@ -58,17 +64,20 @@ class TensorBoard(Observer):
                 f"TensorBoard is not installed ({error}): pip install tensorboard, or use smcp_fx.observers.JsonLines"
             ) from error
         self.prefix = prefix
-        self.writer = board.SummaryWriter(str(folder))
+        self.writer: Any = board.SummaryWriter(str(folder)) if ranks.rank() == 0 else None
 
     def solved(self, solve: Solve) -> None:
         """Write every number, and flush them."""
+        if self.writer is None:
+            return
         for name, value in solve.metrics().items():
             self.writer.add_scalar(f"{self.prefix}/{name}", value, solve.step)
         self.writer.flush()
 
     def close(self) -> None:
         """Close the event file."""
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
 
 class ProgressBar(Observer):
@@ -83,6 +92,8 @@ class ProgressBar(Observer):
 
     def stepped(self, step: int, total: int | None) -> None:
         """Move the bar; it ends with the schedule."""
+        if ranks.rank() != 0:
+            return
         self._bar.start()
         self._bar.update(self._task, completed=step, total=total)
         if total is not None and step >= total:

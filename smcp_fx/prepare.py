@@ -17,7 +17,7 @@ from smcp_fx.layer_pruning import allow_layer_pruning
 from smcp_fx.masking import META, STATE
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
-from smcp_fx.prepared import Plan, PreparedGraph, PreparedModel, PreparedRegions, copy_modes
+from smcp_fx.prepared import Plan, PreparedGraph, PreparedModel, PreparedRegions, copy_modes, unwrapped
 from smcp_fx.regions import Joined, find_regions, images_in, join_regions, run_by_graphs, sharing
 from smcp_fx.schedule import Schedule
 from smcp_fx.state import PruningState
@@ -59,6 +59,9 @@ def prepare(
         raise InputError(f"prepare needs an nn.Module, not {type(model).__name__}")
     if isinstance(model, PreparedModel):
         raise InputError("the model is prepared already; use it, or convert it first")
+    for given, kind in ((config, PruningConfig), (schedule, Schedule)):
+        if given is not None and not isinstance(given, kind):
+            raise InputError(f"prepare needs a {kind.__name__}, not a {type(given).__name__}: {given!r}")
     config = config or PruningConfig()
     inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs)
     own = copy.deepcopy(model)
@@ -131,12 +134,14 @@ def trace_parts(
         return join_regions(model, inputs, split)
 
 
-def convert(prepared: PreparedModel) -> nn.Module:
+def convert(prepared: nn.Module) -> nn.Module:
     """Return a plain, physically smaller model that computes what the masked model computes.
 
     A `GraphModule`, which needs nothing of this library to run, train, save or export; for a model that was
-    traced in regions, a module of its own class whose regions run as sliced graphs. ``prepared`` stays as it was.
+    traced in regions, a module of its own class whose regions run as sliced graphs. ``prepared`` stays as it was;
+    it may come as `DistributedDataParallel`, `DataParallel` or `torch.compile` wrapped it.
     """
+    prepared = unwrapped(prepared)
     if not isinstance(prepared, PreparedModel):
         raise InputError(f"convert needs what prepare returned, not {type(prepared).__name__}")
     prepared.pruner.check_finished()
@@ -146,6 +151,7 @@ def convert(prepared: PreparedModel) -> nn.Module:
 def sliced(prepared: PreparedModel) -> nn.Module:
     """`convert` at any time: also before the schedule has brought the target, to measure what it would give."""
     copied = copy.deepcopy(prepared)
+    copied.pruner.retire()
     if isinstance(copied, PreparedRegions):
         module = sharing(copied.python, copied.graph)
     else:

@@ -101,7 +101,7 @@ class PreparedGraph(PreparedModel, fx.GraphModule):
         assert isinstance(state, PruningState)
         copied = PreparedGraph(root, copy.deepcopy(self.graph), self.plan, state, type(self).__name__)
         copy_modes(self, copied)
-        copied.pruner.history = list(self.pruner.history)
+        copied.pruner.go_on_from(self.pruner)
         memo[id(self)] = copied
         return copied
 
@@ -151,7 +151,7 @@ class PreparedRegions(PreparedModel):
         state = python.get_submodule(STATE)
         assert isinstance(state, PruningState)
         copied = PreparedRegions(python, copy.deepcopy(self.graph), self.plan, state)
-        copied.pruner.history = list(self.pruner.history)
+        copied.pruner.go_on_from(self.pruner)
         memo[id(self)] = copied
         return copied
 
@@ -161,3 +161,14 @@ def copy_modes(source: nn.Module, target: nn.Module) -> None:
     modes = {name: module.training for name, module in source.named_modules()}
     for name, module in target.named_modules():
         module.training = modes.get(name, source.training)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside `DistributedDataParallel`, `DataParallel` and `torch.compile`."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model

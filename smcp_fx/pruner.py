@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -60,8 +61,7 @@ class Pruner:
         self._state = model.smcp
         self._selector = Selector(model.smcp, config, model.channels.branches)
         self._importance = TaylorImportance(model.channels, model.smcp, config.importance)
-        layers = self._importance.layers
-        self._watch = LoopWatch(model, layers[-1].weight if layers else None)
+        self._watch = LoopWatch(model, [layer.weight for layer in self._importance.layers])
         self._watch.active = schedule is not None
         self._solve_watch = SolveWatch()
         # Calls of `step` counted here, so that the device need not be asked: never below the state's own count.
@@ -80,6 +80,7 @@ class Pruner:
 
     # ---- in the training loop ---------------------------------------------------------------------------
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, scaler: Any = None) -> Solve | None:
         """Gather importance, and solve for the masks when the schedule says so.
 
@@ -105,7 +106,10 @@ class Pruner:
         if self.schedule is None or not self.schedule.due(step):
             return None
         step = self._calls = int(ranks.broadcast(state.steps))
-        if not self.schedule.due(step):
+        gathers = int(ranks.broadcast(state.gathers))
+        # Where steps were skipped, the due one is still to come, or was solved at already.
+        if not (gathers and self.schedule.due(step)):
+            self._solve_watch.going_on(step + 1, gathers, int(state.skipped))
             return None
         target = self.schedule.target(step, self.full_cost, self.target / self.correction)
         return self._solve(target, step, scale)
@@ -122,6 +126,7 @@ class Pruner:
         self._watch.active = self.schedule is not None and self._calls < self.schedule.last_step
         return self._calls
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def solve(self, target: float | str | None = None) -> Solve:
         """Solve for masks now, from the importances gathered so far.
 
@@ -144,10 +149,23 @@ class Pruner:
 
     def check_finished(self) -> None:
         """Warn when the schedule has not brought the target yet, as when it is longer than the training."""
-        if self.schedule is not None:
-            cost = self.present_cost
-            trained = self._watch.backwards > 0
-            self._solve_watch.unfinished(int(self._state.steps), self.schedule, cost, self.target, trained)
+        # The correction may have been measured after the last solve.
+        steps, target = int(self._state.steps), self.target / min(self.correction, 1.0)
+        if self.schedule is None or not (steps or self._watch.backwards):
+            return
+        cost = self.present_cost
+        solved_for = self.history[-1].target if self.history else math.inf
+        if cost > (1 + _MISS) * target and solved_for > (1 + _OVER) * target:
+            self._solve_watch.unfinished(steps, self.schedule, cost, target)
+
+    def go_on_from(self, other: Pruner) -> None:
+        """Take over what a copy of ``other``'s model does not hold: the history, and the count of calls."""
+        self.history = list(other.history)
+        self._calls, self._loads = other._calls, other._loads
+
+    def retire(self) -> None:
+        """Watch no longer how the model is trained: its weights go on without the pruner."""
+        self._watch.close()
 
     def smallest_cost(self) -> float:
         """Return the smallest cost that permitted counts reach, priced around the present ones."""

@@ -31,7 +31,8 @@ class Schedule:
             raise InputError("a schedule needs epochs > 0, steps_per_epoch >= 1 and every >= 1")
         if min(self.warmup, self.ramp, self.cooldown) < 0:
             raise InputError("warmup, ramp and cooldown must not be negative")
-        if self.warmup + self.ramp + self.cooldown > self.epochs:
+        rounding = 1e-9 * self.epochs  # 0.1 + 0.2 + 0.3 > 0.6
+        if self.warmup + self.ramp + self.cooldown > self.epochs + rounding:
             raise InputError(
                 f"warmup {self.warmup} + ramp {self.ramp} + cooldown {self.cooldown} is longer than the "
                 f"{self.epochs} epochs of training; shorten them, or use Schedule.scaled(epochs, steps_per_epoch)"
@@ -62,8 +63,8 @@ class Schedule:
 
     @property
     def ramp_end(self) -> int:
-        """The step from which on the target is the final one."""
-        return self.first_step + round(self.ramp * self.steps_per_epoch)
+        """The step from which on the target is the final one; the last solve's, at the latest."""
+        return min(self.first_step + round(self.ramp * self.steps_per_epoch), self.last_step)
 
     @property
     def last_step(self) -> int:

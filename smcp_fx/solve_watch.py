@@ -9,7 +9,7 @@ from smcp_fx.solve import Solve
 
 #: Masks oscillate when more than this share of the units changes back at a solve ...
 OSCILLATION = 0.05
-#: ... this many solves in a row, with the target at rest.
+#: ... this many solves in a row, with the target at rest. So many steps may be skipped before it is told.
 _IN_A_ROW = 5
 #: A gradient scaler leaves out a step now and then to find its scale; more than this share is a fault.
 _SKIPPED = 0.5
@@ -47,26 +47,43 @@ class SolveWatch:
                 f"all importances of the {gathers} steps before step {solve.step} are zero: no gradient reaches the "
                 "masked layers. Check that the loss depends on them, and that step() comes before zero_grad().",
             )
-        allowed = _SKIPPED * (gathers + solve.skipped) if scaled else 0
-        if solve.skipped > allowed:
+        self._skipped(solve.step, gathers, solve.skipped, _SKIPPED if scaled else 0.0)
+
+    def going_on(self, step: int, gathers: int, skipped: int) -> None:
+        """Judge ``gathers`` counted and ``skipped`` steps, too few for a solve, before ``step``."""
+        if skipped >= _IN_A_ROW:
+            self._skipped(step, gathers, skipped, _SKIPPED)
+
+    def _skipped(self, step: int, gathers: int, skipped: int, allowed: float) -> None:
+        if skipped > allowed * (gathers + skipped):
             self._tell(
                 "not finite",
-                f"{solve.skipped} of the {gathers + solve.skipped} steps before step {solve.step} had gradients that "
-                "are not finite; they were not counted. Lower the learning rate or clip gradients; with a GradScaler "
-                "pass it: prepared.pruner.step(scaler).",
+                f"{skipped} of the {gathers + skipped} steps before step {step} had gradients that are not finite; "
+                "they were not counted. Lower the learning rate or clip gradients; with a GradScaler pass it, "
+                "prepared.pruner.step(scaler), and start it lower (init_scale).",
             )
 
     def infeasible(self, error: InfeasibleBudgetError) -> None:
         """Say early what a later solve will fail at."""
         self._tell("infeasible", f"{error} Training goes on until the schedule asks for less than that.")
 
-    def unfinished(self, steps: int, schedule: Schedule, cost: float, target: float, trained: bool) -> None:
-        """Say that the target has not arrived, where training has begun."""
-        if steps >= schedule.ramp_end or not (steps or trained):
+    def unfinished(self, steps: int, schedule: Schedule, cost: float, target: float) -> None:
+        """Say that the target has not arrived."""
+        if steps >= schedule.last_step:
+            self._tell(
+                "unfinished",
+                f"the schedule's last solve was due at step {schedule.last_step} of {steps}, and the network costs "
+                f"{cost:.6g}, not {target:.6g}: masks were not solved for this target, as when a run is resumed with "
+                "a shorter schedule or another target (call prepared.pruner.solve() and train on before converting), "
+                "or where masks were averaged like weights (take the trained model's: "
+                "average.smcp.load_state_dict(prepared.smcp.state_dict())).",
+            )
             return
+        coming = range(max(schedule.ramp_end, steps + 1), schedule.last_step + 1)
+        arrives = next(step for step in coming if schedule.due(step))
         self._tell(
             "unfinished",
-            f"the schedule brings the target after {schedule.ramp_end} steps, and only {steps} were counted: the "
+            f"the schedule brings the target after {arrives} steps, and only {steps} were counted: the "
             f"network costs {cost:.6g}, not {target:.6g}. The schedule is longer than the training, or "
             "prepared.pruner.step() was not called every step; Schedule.scaled(epochs, steps_per_epoch) fits one to "
             "a training.",

@@ -48,6 +48,7 @@ class PruningState(nn.Module):
         self.loads = (
             0  # how often a state dict was loaded: what was read from these tensors before is old then
         )
+        self._derived = -1  # the version of ``keep`` that masks and scales were derived from
         self.register_buffer("keep", torch.ones(count, dtype=torch.bool))
         self.register_buffer("flipped", torch.zeros(count, dtype=torch.bool))
         self.register_buffer("gathered", torch.zeros(count))
@@ -176,6 +177,13 @@ class PruningState(nn.Module):
             shares = [padded[places.to(padded.device)].to(buffer.dtype).mean() for places in inputs]
             table = torch.stack([*shares, torch.ones_like(buffer[0])])  # source -1 reads the last: scale 1
             buffer.copy_(table[source.to(buffer.device)])
+        self._derived = _version(self.keep)
+
+    def train(self, mode: bool = True) -> PruningState:
+        """As usual; masks follow where ``keep`` was written to from outside, as averages of models do."""
+        if _version(self.keep) != self._derived:
+            self.refresh()
+        return super().train(mode)
 
     def units_kept(self) -> Tensor:
         """A bool for every unit of the channel graph, on the CPU, as `SliceChannels` takes it."""
@@ -185,6 +193,7 @@ class PruningState(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.loads += 1
+        self.skipped.zero_()
         self.refresh()
 
     def _apply(self, fn: Any, recurse: bool = True) -> PruningState:
@@ -198,6 +207,11 @@ class PruningState(nn.Module):
         for name, before in exact.items():
             setattr(self, name, before.to(getattr(self, name).device))
         return self
+
+
+def _version(tensor: Tensor) -> int:
+    """How often the tensor was written to; 0 where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _ones(layer: Layer, line: list[int], weight: Tensor | None) -> Tensor:

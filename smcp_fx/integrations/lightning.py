@@ -15,8 +15,13 @@ from typing import Any
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ImportError:  # the older distribution of the same package
-    from pytorch_lightning import Callback, LightningModule, Trainer
+except ImportError:
+    try:  # the older distribution of the same package
+        from pytorch_lightning import Callback, LightningModule, Trainer
+    except ImportError as error:
+        raise ImportError(
+            f"smcp_fx.integrations.lightning needs PyTorch Lightning ({error}): pip install lightning"
+        ) from error
 
 from smcp_fx.errors import TrainingError
 from smcp_fx.loop_watch import TrainingWarning
@@ -29,13 +34,14 @@ class PruningCallback(Callback):  # type: ignore[misc]
     """Calls the pruner before each optimiser step, logs its solves, and keeps its history in checkpoints.
 
     Works with gradient accumulation and clipping, every precision and DDP; gradients are unscaled before. With
-    several optimisers the one that holds the prepared parameters counts. What a solve reports goes to the
+    several optimisers the one that holds most of the prepared parameters counts. What a solve reports goes to the
     trainer's loggers under ``prefix``, and target and cost to the progress bar.
     """
 
     def __init__(self, prefix: str = "pruning") -> None:
         self.prefix = prefix
         self._pruner: Pruner | None = None
+        self._optimizer: Any = None
         self._history: list[Solve] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -62,18 +68,22 @@ class PruningCallback(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See that an optimiser holds the prepared parameters."""
-        if not any(self._is_ours(optimizer) for optimizer in trainer.optimizers):
+        held = [self._held(optimizer) for optimizer in trainer.optimizers]
+        self._optimizer = trainer.optimizers[held.index(max(held))] if any(held) else None
+        if self._optimizer is None:
             raise TrainingError(
                 "no optimiser holds a parameter of the prepared model: prepare copies the model, so build the "
                 "optimiser in configure_optimizers on self.parameters() after self.model = smcp_fx.prepare(...)"
             )
 
-    def _is_ours(self, optimizer: Any) -> bool:
-        return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
+    def _held(self, optimizer: Any) -> int:
+        """Elements of the prepared model's parameters in an optimiser."""
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        return sum(p.numel() for p in held if id(p) in self._own)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Gather importances, and solve when it is time."""
-        if self._pruner is None or not self._is_ours(optimizer):
+        if self._pruner is None or optimizer is not self._optimizer:
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         solve = self._pruner.step(scaler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,37 @@ def test_lightning_resumes(tmp_path: Path) -> None:
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(second.model.state_dict()[name], tensor), name
     assert [s.masks for s in second.model.pruner.history] == [s.masks for s in whole.model.pruner.history]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_lightning_with_two_optimisers(swapped: bool, tmp_path: Path) -> None:
+    """Both hold prepared parameters, stepped by hand one after the other: one step of the schedule."""
+    module = lightning_module(SCHEDULE)
+    module.automatic_optimization = False
+    kernels = [p for p in module.parameters() if p.dim() > 1]
+    others = [p for p in module.parameters() if p.dim() < 2]
+    optimizers = [torch.optim.SGD(kernels, lr=0.01), torch.optim.AdamW(others)]
+    module.configure_optimizers = lambda: optimizers[::-1] if swapped else optimizers
+
+    def training_step(batch: Any, batch_idx: int) -> None:
+        for optimizer in module.optimizers():
+            optimizer.zero_grad()
+        module.manual_backward(nn.functional.cross_entropy(module.model(batch[0]), batch[1]))
+        for optimizer in module.optimizers():
+            optimizer.step()
+
+    module.training_step = training_step
+    fit(module, tmp_path, 2)
+    assert [solve.step for solve in module.model.pruner.history] == SOLVES
+    assert int(module.model.smcp.steps) == 16
+
+
+def test_without_lightning_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "smcp_fx.integrations.lightning", raising=False)
+    with pytest.raises(ImportError, match="pip install lightning"):
+        importlib.import_module("smcp_fx.integrations.lightning")
 
 
 def test_lightning_explains_mistakes(tmp_path: Path) -> None:

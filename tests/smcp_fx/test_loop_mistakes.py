@@ -89,6 +89,130 @@ def test_step_forgotten_now_and_then_or_not_needed_is_no_mistake() -> None:
     assert told(lambda: smcp_fx.convert(done)) == []
 
 
+class WithoutCounters(torch.optim.Optimizer):
+    """Writes to ``parameter.data``, as many optimisers do: no version counter is raised."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad.data, alpha=-0.01)
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+@pytest.mark.parametrize("make", [fused, WithoutCounters])
+def test_optimisers_that_raise_no_version_counter(make: Any) -> None:
+    """Right loops are left in peace; wrong ones are noticed as with other optimisers, or later."""
+    prepared = prepared_model()
+    assert told(lambda: train(prepared, make(prepared.parameters()), 12)) == []
+    model = randomise(Residual(16, 24))
+    other = prepared_model(model, schedule=None)
+    backward(model)
+    (message,) = told(lambda: [train_wrongly(other, make(model.parameters())) for _ in range(8)])
+    assert "prepare copies the model" in message
+    forgotten = prepared_model()
+    optimizer = make(forgotten.parameters())
+    (message,) = told(
+        lambda: [(optimizer.zero_grad(), backward(forgotten), optimizer.step()) for _ in range(52)]
+    )
+    assert "without prepared.pruner.step()" in message
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_an_optimiser_with_a_closure(search: str | None) -> None:
+    """L-BFGS: one call of the closure before `step()`, and the optimiser calls it as often as it likes."""
+    prepared = prepared_model()
+    optimizer = torch.optim.LBFGS(prepared.parameters(), lr=0.01, max_iter=4, line_search_fn=search)
+    x, labels = torch.randn(4, 3, 8, 8), torch.randint(5, (4,))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(prepared(x), labels)
+        loss.backward()
+        return loss
+
+    assert (
+        told(lambda: [(closure(), prepared.pruner.step(), optimizer.step(closure)) for _ in range(12)]) == []
+    )
+    assert [solve.step for solve in prepared.pruner.history] == [5, 7, 9]
+
+
+def test_a_converted_model_is_trained_without_the_pruner() -> None:
+    prepared = prepared_model()
+    train(prepared, sgd(prepared), 12)
+    smaller = smcp_fx.convert(prepared)
+    optimizer = sgd(smaller)
+    assert (
+        told(lambda: [(optimizer.zero_grad(), backward(smaller), optimizer.step()) for _ in range(6)]) == []
+    )
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        )
+        self.heads = nn.ModuleList(nn.Linear(16, 5) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        y = self.body(x)
+        return [head(y) for head in self.heads]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_losses_that_reach_a_part_of_the_weights(to_none: bool) -> None:
+    """Heads that take turns, also with the gradients of the other one kept as zeros."""
+    prepared = prepared_model(TwoHeads())
+    optimizer = sgd(prepared)
+
+    def alternate() -> None:
+        for step in range(12):
+            optimizer.zero_grad(set_to_none=to_none)
+            outputs = prepared(torch.randn(4, 3, 8, 8))
+            nn.functional.cross_entropy(outputs[(step // 2 + 1) % 2], torch.randint(5, (4,))).backward()
+            prepared.pruner.step()
+            optimizer.step()
+
+    assert told(alternate) == []
+    with pytest.raises(TrainingError, match="count the same gradients twice"):
+        prepared.pruner.step()
+
+
+def test_warnings_point_at_the_users_line() -> None:
+    prepared = prepared_model()
+    optimizer = sgd(prepared)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            optimizer.zero_grad()
+            backward(prepared)
+            optimizer.step()
+        prepared.eval().pruner.step()
+    assert len(caught) == 3
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_gradients_that_are_never_finite() -> None:
+    """No step is counted and no solve comes: that is told when the first one should."""
+    prepared = prepared_model()
+    optimizer = sgd(prepared)
+
+    def hopeless() -> None:
+        for _ in range(12):
+            optimizer.zero_grad()
+            (prepared(torch.randn(4, 3, 8, 8)) * float("nan")).sum().backward()
+            prepared.pruner.step()
+            optimizer.step()
+
+    (message,) = told(hopeless)
+    assert "5 of the 5 steps before step 1 had gradients that are not finite" in message
+
+
 def test_step_before_the_first_backward() -> None:
     prepared = prepared_model()
     with pytest.raises(TrainingError, match=r"no weight has a gradient: .*after loss\.backward\(\)"):
@@ -202,6 +326,27 @@ def test_a_schedule_longer_than_the_training() -> None:
     assert f"costs {cost:.6g}, not {prepared.pruner.target:.6g}" in message
     train(prepared, optimizer, 1)
     assert told(lambda: smcp_fx.convert(prepared)) == []
+
+
+def test_a_schedule_shorter_than_the_training_so_far() -> None:
+    """A run resumed with one that is over already: no further solve comes."""
+    long = smcp_fx.Schedule(epochs=1, steps_per_epoch=24, warmup=0.1, ramp=0.7, cooldown=0.1, every=1)
+    first = prepared_model(schedule=long)
+    train(first, sgd(first), 12)
+    resumed = prepared_model()
+    resumed.load_state_dict(first.state_dict())
+    assert told(lambda: train(resumed, sgd(resumed), 2)) == []
+    (message,) = told(lambda: smcp_fx.convert(resumed))
+    assert "last solve was due at step 9 of 14" in message and "prepared.pruner.solve()" in message
+    resumed.pruner.solve()
+    resumed.pruner._solve_watch._told.clear()
+    assert told(lambda: smcp_fx.convert(resumed)) == []
+
+
+def test_a_target_that_is_there_before_its_time() -> None:
+    whole = prepared_model(target=1.0)
+    train(whole, sgd(whole), 2)
+    assert told(lambda: smcp_fx.convert(whole)) == []
 
 
 def test_a_model_that_was_not_trained_converts_in_peace() -> None:

@@ -96,8 +96,20 @@ def test_lines_of_json(tmp_path: Path) -> None:
     JsonLines(path).solved(Solve(1, 1.0, math.inf, 1.0, 1.0, {}, 0, 0, 0.1, gradient_norm=math.nan))
     last = json.loads(path.read_text().splitlines()[-1])
     assert last["cost"] is None and last["gradient_norm"] is None
-    with pytest.raises(InputError, match="cannot write"):
-        JsonLines("/proc/nowhere/file")
+    for place in ("/proc/nowhere/file", tmp_path):
+        with pytest.raises(InputError, match="cannot write"):
+            JsonLines(place)
+
+
+def test_ranks_but_the_first_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smcp_fx.ranks.rank", lambda: 1)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    bar, lines = ProgressBar(console), JsonLines(tmp_path / "lines")
+    bar.stepped(1, 12)
+    lines.solved(Solve(1, 1.0, 1.0, 1.0, 1.0, {}, 0, 0, 0.1))
+    bar.close()
+    assert isinstance(console.file, io.StringIO) and "12" not in console.file.getvalue()
+    assert (tmp_path / "lines").read_text() == ""
 
 
 def test_a_bar(tmp_path: Path) -> None:

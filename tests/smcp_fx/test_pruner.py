@@ -13,7 +13,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.errors import InfeasibleBudgetError, TrainingError
+from smcp_fx.errors import InfeasibleBudgetError, InputError, TrainingError
 from smcp_fx.pruner import Solve
 
 IMAGE = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -199,6 +199,43 @@ def test_gradients_that_are_not_finite_are_skipped_and_not_counted(value: float)
     with pytest.warns(smcp_fx.TrainingWarning, match=r"1 of the 6 steps before step 5 .*not finite"):
         (solve,) = train(prepared, optimizer, range(4, 5))
     assert (solve.step, solve.skipped) == (5, 1)
+
+
+def skip(prepared: smcp_fx.PreparedModel, steps: int) -> None:
+    """Steps whose gradients are not finite."""
+    for _ in range(steps):
+        prepared.zero_grad()
+        prepared(IMAGE).sum().backward()
+        weight = prepared.get_parameter("conv2.weight")
+        assert weight.grad is not None
+        weight.grad[0, 0, 0, 0] = float("nan")
+        prepared.pruner.step()
+
+
+@pytest.mark.filterwarnings("ignore:.* not finite:smcp_fx.TrainingWarning")
+@pytest.mark.parametrize("way", ["on", "copy", "load"])
+@pytest.mark.parametrize("skipped", [1, 3, 7])
+def test_skipped_steps_add_no_solve_and_take_none_away(way: str, skipped: int) -> None:
+    """Right after a solve; also in a copy, and in a model that takes up an earlier state."""
+    prepared = prepared_model()
+    optimizer = optimizer_of(prepared)
+    train(prepared, optimizer, range(7))
+    assert prepared.pruner.history[-1].step == 7
+    before = copy.deepcopy(prepared.state_dict())
+    skip(prepared, skipped)
+    if way == "copy":
+        prepared = copy.deepcopy(prepared)
+    elif way == "load":
+        prepared.load_state_dict(before)
+    train(prepared, optimizer_of(prepared), range(7, 12))
+    assert [solve.step for solve in prepared.pruner.history] == [5, 7, 9]
+    assert prepared.pruner.history[-1].skipped == (0 if way == "load" else skipped)
+
+
+@pytest.mark.parametrize("options", [{"schedule": {"epochs": 3}}, {"config": {"multiple": 2}}], ids=str)
+def test_options_of_another_type_are_refused_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"prepare needs a (Schedule|PruningConfig), not a dict"):
+        smcp_fx.prepare(Residual(16, 24), IMAGE, **options)
 
 
 def test_a_step_before_backward_is_an_error() -> None:

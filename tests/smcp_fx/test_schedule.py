@@ -49,6 +49,19 @@ def test_without_a_ramp_the_target_is_the_final_one_at_once() -> None:
     assert schedule.target(21, 8.0, 2.0) == 2.0
 
 
+@pytest.mark.parametrize(
+    ("epochs", "steps", "warmup", "ramp", "cooldown"),
+    [(0.6, 10, 0.1, 0.2, 0.3), (1, 3, 0.5, 0.5, 0.0), (1, 5, 0.3, 0.3, 0.4), (3, 10, 1.1, 1.1, 0.8)],
+)
+def test_parts_that_fill_the_epochs_up_to_rounding(
+    epochs: float, steps: int, warmup: float, ramp: float, cooldown: float
+) -> None:
+    """In floats they may add up to more, and rounded to steps, too: the last solve has the final target."""
+    schedule = Schedule(epochs, steps, warmup, ramp, cooldown, every=1)
+    assert schedule.ramp_end == schedule.last_step
+    assert schedule.target(schedule.last_step, 8.0, 2.0) == 2.0
+
+
 @pytest.mark.parametrize(("epochs", "steps"), [(90, 1000), (9, 100), (3, 37), (1, 10)])
 def test_the_papers_schedule_scales(epochs: float, steps: int) -> None:
     schedule = Schedule.scaled(epochs, steps)

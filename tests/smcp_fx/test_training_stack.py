@@ -27,9 +27,10 @@ from smcp_fx.masking import forward_with_weight
         lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-3),
         lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
         lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False),
+        lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
         lambda p: torch.optim.RMSprop(p, lr=1e-3),
     ],
-    ids=["sgd with weight decay", "adamw", "adamw, one by one", "rmsprop"],
+    ids=["sgd with weight decay", "adamw", "adamw, one by one", "adamw, fused", "rmsprop"],
 )
 def test_optimisers(make: Callable[..., torch.optim.Optimizer]) -> None:
     prepared = prepared_model()
@@ -88,6 +89,34 @@ def test_an_averaged_model_has_the_masks_of_the_model(use_buffers: bool) -> None
     assert torch.equal(averaged.smcp.keep, prepared.smcp.keep)
     x = torch.randn(2, 3, 8, 8)
     assert_close(smcp_fx.convert(averaged.eval())(x), averaged(x), "slicing")
+
+
+def test_an_averaged_model_that_is_written_to_takes_the_masks_over() -> None:
+    """Averages that go through the state dict's tensors: floats averaged, the rest copied (timm's `ModelEmaV3`)."""
+    prepared = prepared_model()
+    average = copy.deepcopy(prepared).eval()
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
+    for step in range(12):
+        optimizer.zero_grad()
+        loss_of(prepared, step).backward()
+        prepared.pruner.step()
+        optimizer.step()
+        with torch.no_grad():
+            for mine, new in zip(average.state_dict().values(), prepared.state_dict().values(), strict=True):
+                mine.lerp_(new, 0.1) if mine.is_floating_point() else mine.copy_(new)
+    average.eval()
+    assert torch.equal(average.smcp.mask_conv2, prepared.smcp.mask_conv2)
+    assert not bool(average.smcp.mask_conv2.all())
+    x = torch.randn(2, 3, 8, 8)
+    assert_close(smcp_fx.convert(average)(x), average(x), "slicing")
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")])
+def test_convert_takes_what_wraps_the_model(wrap: Callable[..., Any]) -> None:
+    prepared = prepared_model().eval()
+    prepared.set_masks({"stem.0": torch.arange(16) < 9})
+    x = torch.randn(2, 3, 8, 8)
+    assert_close(smcp_fx.convert(wrap(prepared))(x), prepared(x), "slicing")
 
 
 def test_accumulated_gradients_give_the_importance_of_the_large_batch() -> None:
@@ -161,6 +190,25 @@ def test_compiled_without_graph_breaks_or_recompilation(mask: str, dynamo: Any) 
             assert torch.equal(other, tensor), name
 
 
+def test_the_pruner_inside_what_is_compiled(dynamo: Any) -> None:
+    """A whole training step handed to the compiler: the pruner's part runs as it is."""
+    prepared = prepared_model()
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
+
+    def train_step(x: torch.Tensor, labels: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(prepared(x), labels).backward()
+        prepared.pruner.step()
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler's own making
+        compiled = torch.compile(train_step, backend="eager")
+        for step in range(12):
+            compiled(*batch(step))
+    pruned_to_target(prepared)
+
+
 @pytest.mark.slow
 def test_compiled_with_inductor_the_importances_are_the_same(dynamo: Any) -> None:
     eager = prepared_model()
@@ -229,6 +277,38 @@ def test_frozen_layers_stay_and_the_rest_is_pruned_to_the_target() -> None:
     loss_of(frozen, 20).backward()
     frozen.pruner.step()
     assert not frozen.smcp.mask_conv1.requires_grad
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before prepare", "after prepare"])
+def test_all_masked_layers_frozen(before: bool) -> None:
+    """Only norms and biases learn: the masks tell what matters, from the second step on where they came first."""
+    model = network()
+    prepared = prepared_model(None if not before else model.requires_grad_(False))
+    for name, parameter in prepared.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    optimizer = torch.optim.SGD([p for p in prepared.parameters() if p.requires_grad], lr=0.01)
+    for step in range(12):
+        optimizer.zero_grad()
+        loss_of(prepared, step).backward()
+        prepared.pruner.step()
+        optimizer.step()
+    pruned_to_target(prepared)
+
+
+def test_a_layer_that_is_frozen_again_forgets_what_its_mask_gathered() -> None:
+    """The mask took a gradient, too, in the step in which the layer was thawed."""
+    prepared = prepared_model()
+    layer = prepared.get_submodule("conv1")
+    for step, frozen in enumerate((True, False, True)):
+        layer.requires_grad_(not frozen)
+        prepared.zero_grad()
+        loss_of(prepared, step).backward()
+        if step == 2:  # as if nothing else were known, so that what is left shows
+            prepared.smcp.forget()
+            for parameter in prepared.parameters():
+                parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
+        prepared.pruner.step()
+    assert float(prepared.smcp.gathered.max()) == 0
 
 
 # ---- batch norms -------------------------------------------------------------------------------------------
