@@ -157,7 +157,11 @@ def test_what_does_not_fit_the_data_is_refused() -> None:
     recipe: Recipe = load_recipe("resnet50-30")
     with pytest.raises(InputError, match="fewer than one batch"):
         Timeline.of(recipe, 100, 1, 1.0)
-    with pytest.raises(InputError, match="before the target"):
-        Timeline.of(load_recipe("resnet50-30", ["training.batch=8"]), 24, 1, 0.02)
+    with pytest.raises(InputError, match="no step is left"):
+        Timeline.of(load_recipe("resnet50-30", ["training.batch=8"]), 8, 1, 0.005)
+    short = Timeline.of(load_recipe("resnet50-30", ["training.batch=8"]), 24, 1, 0.02).schedule
+    assert (
+        short.target(short.last_step, 1.0, 0.3) == 0.3
+    )  # the target arrives with the last solve, if not before
     with pytest.raises(InputError, match="fraction"):
         Timeline.of(recipe, 10_000, 1, 0.0)
