@@ -46,12 +46,6 @@ class Timeline:
             pruning.cooldown * fraction,
             max(1, round(pruning.every * fraction)),
         )
-        if schedule.last_step <= schedule.first_step:
-            raise InputError(
-                f"masks would be fixed after step {schedule.last_step} of {schedule.total_steps}, and the warm-up ends "
-                f"at step {schedule.first_step}: no step is left to prune in. Take a larger --fraction than "
-                f"{fraction:g}, or a smaller batch"
-            )
         return cls(recipe, images, ranks, fraction, schedule)
 
     @property

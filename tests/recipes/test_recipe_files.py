@@ -157,7 +157,7 @@ def test_what_does_not_fit_the_data_is_refused() -> None:
     recipe: Recipe = load_recipe("resnet50-30")
     with pytest.raises(InputError, match="fewer than one batch"):
         Timeline.of(recipe, 100, 1, 1.0)
-    with pytest.raises(InputError, match="no step is left"):
+    with pytest.raises(InputError, match="leaves no step"):
         Timeline.of(load_recipe("resnet50-30", ["training.batch=8"]), 8, 1, 0.005)
     short = Timeline.of(load_recipe("resnet50-30", ["training.batch=8"]), 24, 1, 0.02).schedule
     assert (
