@@ -8,8 +8,9 @@ nodes named after the module whose weight they hold; traces of the exporting mac
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 
 def clean_model(model: onnx.ModelProto) -> bool:
@@ -74,20 +75,23 @@ def _guard_padding(model: onnx.ModelProto) -> bool:
     padding. ONNX Runtime (1.31) fuses Pad and pooling all the same, where the constant's bytes are zero.
     """
     graph, changed = model.graph, False
-    constants = constant_tensors(graph)
+    constants, types = constant_tensors(graph), tensor_types(graph)
     pooled = {node.input[0] for node in graph.node if _ignores_its_padding(node)}
     for node in graph.node:
         mode = next((a.s for a in node.attribute if a.name == "mode"), b"constant")
         if node.op_type != "Pad" or mode != b"constant" or pooled.isdisjoint(node.output):
             continue
-        if len(node.input) < 3 or node.input[2] not in constants:
-            continue
-        zero = numpy_helper.to_array(constants[node.input[2]])
-        if zero.dtype.kind != "f" or any(zero.tobytes()):
+        given = node.input[2] if len(node.input) > 2 else ""
+        if given:
+            zero = numpy_helper.to_array(constants[given]) if given in constants else None
+        else:
+            known = types.get(node.output[0]) or types.get(node.input[0])
+            zero = None if known is None else np.zeros((), helper.tensor_dtype_to_np_dtype(known.elem_type))
+        if zero is None or zero.dtype.kind != "f" or any(zero.tobytes()):
             continue
         name = f"{node.output[0]}.zero"
         graph.initializer.append(numpy_helper.from_array(-zero, name))
-        node.input[2] = name
+        node.input[2:3] = [name]
         changed = True
     return changed
 

@@ -94,7 +94,10 @@ def export_model_proto(
                 program, dynamo=True, opset_version=max(opset, _EXPORTER_OPSET), verbose=False
             )
         except Exception as error:
-            raise BackendError(_explain(error, program)) from error
+            fixed = (
+                " With dynamic_batch=False the batch is a constant, which may do." if dynamic_batch else ""
+            )
+            raise BackendError(_explain(error, program) + fixed) from error
         if exported is None:  # pragma: no cover - the dynamo exporter always returns a program
             raise BackendError("torch.onnx.export returned no program")
         proto = exported.model_proto

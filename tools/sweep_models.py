@@ -202,6 +202,8 @@ def _line(name: str, row: dict[str, Any]) -> str:
     exported = f"{row['onnx_error']:.1e}" if "onnx_error" in row else ""
     if "onnx_strength" in row:
         exported += f" (at {row['onnx_strength']:g})"
+    if "onnx_batch" in row:
+        exported += " (fixed batch)"
     size = "x".join(map(str, row["input"]))
     trace = row["trace_s"] + row["graph_s"]
     return (

@@ -10,6 +10,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
         raise ArithmeticError(f"all channels kept, and the output differs by {row['identity']:.3g}")
     del model
     row["stage"] = "masked train"
-    prepared.set_masks(random_masks(prepared))
+    masks = random_masks(prepared)
+    prepared.set_masks(masks)
     # Two images would make each channel of a one-pixel map plus or minus one, a sign that amplifies rounding.
     many = tuple(torch.randn(8, *i.shape[1:]) if i.numel() <= 2 * 3 * 128**2 else i for i in inputs)
     calibrate(prepared, many)
@@ -141,7 +143,7 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
     if onnx:
         row["stage"] = "ONNX"
         started = time.perf_counter()
-        check_onnx(sliced, inputs, row)
+        check_onnx(sliced, inputs, row, lambda: calm(entry, inputs, masks, many))
         row["onnx_s"] = time.perf_counter() - started
     row["status"] = "exact"
     del row["stage"]
@@ -336,10 +338,12 @@ def difference(found: Any, expected: Any) -> float:
     return float("nan") if any(e != e for e in errors) else max(errors, default=0.0)
 
 
-def check_onnx(sliced: Any, inputs: tuple[Any, ...], row: dict[str, Any]) -> None:
+def check_onnx(
+    sliced: Any, inputs: tuple[Any, ...], row: dict[str, Any], instead: Callable[[], Any] | None = None
+) -> None:
     """Export with its check, run with ONNX Runtime, and note the largest difference from PyTorch.
 
-    A network that amplifies rounding beyond the check's limit is checked with batch norms of `CALM` strength.
+    ``instead``: makes the network that is exported where this one amplifies rounding beyond the check's limit.
     """
     from smcp_fx.backends.onnx_export import export_onnx
     from smcp_fx.errors import BackendError
@@ -349,23 +353,29 @@ def check_onnx(sliced: Any, inputs: tuple[Any, ...], row: dict[str, Any]) -> Non
         try:
             export_onnx(sliced, inputs, path)
         except BackendError as error:
-            if "of the output's scale" not in str(error):
+            if "dynamic_batch=False" in str(error):
+                row["onnx_batch"] = int(inputs[0].shape[0])
+                export_onnx(sliced, inputs, path, dynamic_batch=False)
+            elif "of the output's scale" in str(error) and instead is not None:
+                row["onnx_strength"] = CALM
+                sliced = instead()
+                export_onnx(sliced, inputs, path)
+            else:
                 raise
-            row["onnx_strength"] = CALM
-            sliced = copy.deepcopy(sliced)
-            scale_norms(sliced, CALM)
-            export_onnx(sliced, inputs, path)
         row["onnx_error"] = difference(run_onnx(path, inputs), run(sliced, inputs))
 
 
-def scale_norms(model: Any, strength: float) -> None:
-    """Multiply the batch norms' weights."""
-    import torch
+def calm(entry: Entry, inputs: tuple[Any, ...], masks: dict[str, Any], many: tuple[Any, ...]) -> Any:
+    """The entry's sliced model with batch norms of `CALM` strength."""
+    import smcp_fx
 
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.weight is not None:
-                module.weight.mul_(strength)
+    model = entry.build()
+    randomise(model, CALM)
+    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+    prepared = smcp_fx.prepare(model.eval(), inputs, config=config)
+    prepared.set_masks(masks)
+    calibrate(prepared, many)
+    return smcp_fx.convert(prepared).eval()
 
 
 def run_onnx(path: Path, inputs: tuple[Any, ...]) -> list[Any]:
