@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, to_arrays
+from smcp_fx.backends.onnx_attention import FourDimensionalAttention
 from smcp_fx.backends.onnx_clean import clean_model
 from smcp_fx.backends.onnx_opset import lower_opset
 from smcp_fx.errors import BackendError, InputError
@@ -196,7 +197,8 @@ def _export_program(
         if any(tensor.shape[0] < 2 for tensor in inputs):  # torch.export takes a batch of 1 for a constant
             inputs = tuple(torch.cat([tensor, tensor]) for tensor in inputs)
     try:
-        return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
+        with FourDimensionalAttention():
+            return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         advice = (

@@ -164,6 +164,25 @@ def test_an_operation_onnx_lacks_is_named_with_its_module(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_attention_within_windows_is_written_on_four_dimensions(tmp_path):
+    class Windows(nn.Module):
+        """[batch, 12 tokens, 8] -> heads of 3 windows of 4 tokens."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(2, 4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x.reshape(-1, 3, 4, 2, 4).transpose(2, 3)
+            q = nn.functional.scaled_dot_product_attention(q, q.sin(), q.cos(), attn_mask=self.bias)
+            return nn.functional.scaled_dot_product_attention(q, q, q).transpose(2, 3).reshape(-1, 12, 8)
+
+    x = torch.randn(2, 12, 8)
+    model = Windows().eval()
+    (found,) = run_file(export_onnx(model, x, tmp_path / "a.onnx"), torch.cat([x, x]).numpy())
+    assert np.allclose(found, model(torch.cat([x, x])).detach().numpy(), atol=1e-6)
+
+
 def test_a_network_for_one_batch_size_says_so(tmp_path):
     class Fixed(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -111,6 +111,7 @@ def blocks() -> list[list[Case]]:
         at("flops", (0.25,), sensitivity),
         at("latency", (0.5, 0.4, 0.25, 0.1), ABLATION),
         at("flops", (0.25,), ("layer pruning", *published)),
+        at("flops", (0.1,), ("layer pruning",)),
     ]
 
 
