@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import onnx
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from smcp_fx.backends.base import Array, to_arrays
 from smcp_fx.backends.onnx_attention import FourDimensionalAttention
@@ -198,7 +198,7 @@ def _export_program(
             inputs = tuple(torch.cat([tensor, tensor]) for tensor in inputs)
     try:
         with FourDimensionalAttention():
-            return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
+            return torch.export.export(_plain_class(model), inputs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         advice = (
@@ -209,6 +209,29 @@ def _export_program(
         raise BackendError(
             f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}.{advice}"
         ) from error
+
+
+def _plain_class(model: nn.Module) -> nn.Module:
+    """A graph module as a module of its generated forward, where it calls a function that is not torch's.
+
+    `torch.export` interprets a graph node by node, with lists that such a function (torchvision's windowed
+    attention in three dimensions) cannot write into; the generated code has lists of its own.
+    """
+    if not isinstance(model, fx.GraphModule) or not any(
+        node.op == "call_function" and _is_foreign(node.target) for node in model.graph.nodes
+    ):
+        return model
+    plain: nn.Module = nn.Module.__new__(
+        type(type(model).__name__, (nn.Module,), {"forward": type(model).forward})
+    )
+    plain.__dict__.update(model.__dict__)
+    return plain
+
+
+def _is_foreign(function: Any) -> bool:
+    return str(getattr(function, "__module__", None)).split(".")[0] not in (
+        "torch", "_operator", "builtins", "math", "None", "smcp_fx",
+    )  # fmt: skip
 
 
 def _explain(error: BaseException, program: torch.export.ExportedProgram) -> str:

@@ -183,6 +183,30 @@ def test_attention_within_windows_is_written_on_four_dimensions(tmp_path):
     assert np.allclose(found, model(torch.cat([x, x])).detach().numpy(), atol=1e-6)
 
 
+def shifted(x: torch.Tensor, by: list[int]) -> torch.Tensor:
+    by[0] += 1  # as torchvision's windowed attention in three dimensions writes into its arguments
+    return torch.roll(x, by[0], 1)
+
+
+torch.fx.wrap("shifted")
+
+
+def test_a_function_that_writes_into_its_list_is_written(tmp_path):
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return shifted(self.layer(x), [1])
+
+    x = torch.randn(2, 6)
+    model = torch.fx.symbolic_trace(Shifts().eval())
+    path = export_onnx(model, x, tmp_path / "s.onnx")
+    assert np.allclose(run_file(path, x.numpy())[0], model(x).detach().numpy(), atol=1e-6)
+    assert "layer.weight" in {tensor.name for tensor in onnx.load(path).graph.initializer}
+
+
 def test_a_network_for_one_batch_size_says_so(tmp_path):
     class Fixed(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
