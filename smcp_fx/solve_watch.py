@@ -9,8 +9,10 @@ from smcp_fx.solve import Solve
 
 #: Masks oscillate when more than this share of the units changes back at a solve ...
 OSCILLATION = 0.05
-#: ... this many solves in a row, with the target at rest. So many steps may be skipped before it is told.
+#: ... this many solves in a row, with the target at rest.
 _IN_A_ROW = 5
+#: Steps that may be skipped before a solve that is due and cannot come is told of.
+_SKIPPED_FIRST = 5
 #: A gradient scaler leaves out a step now and then to find its scale; more than this share is a fault.
 _SKIPPED = 0.5
 
@@ -51,7 +53,7 @@ class SolveWatch:
 
     def going_on(self, step: int, gathers: int, skipped: int) -> None:
         """Judge ``gathers`` counted and ``skipped`` steps, too few for a solve, before ``step``."""
-        if skipped >= _IN_A_ROW:
+        if skipped >= _SKIPPED_FIRST:
             self._skipped(step, gathers, skipped, _SKIPPED)
 
     def _skipped(self, step: int, gathers: int, skipped: int, allowed: float) -> None:

@@ -51,6 +51,7 @@ mixer_s32_224 gmixer_12_224 gmlp_ti16_224 resmlp_12_224 samvit_base_patch16_224
 _LEAST = {
     "resnetv2_50d_frn": 128,
     "mobilenetv4_hybrid_medium": 128,
+    "regnetv_040": 64,
     "efficientnet_b5": 64,
     "efficientnet_b7": 64,
     "efficientnet_v2_m": 64,

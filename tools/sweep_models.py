@@ -117,7 +117,7 @@ def preload(onnx: bool) -> None:
     with contextlib.suppress(ImportError):
         import timm  # noqa: F401
     if onnx:
-        from try_model import check_onnx
+        from try_onnx import check_onnx
 
         torch.set_num_threads(1)
         check_onnx(torch.nn.Conv2d(3, 4, 3).eval(), (torch.randn(2, 3, 8, 8),), {})

@@ -6,18 +6,10 @@ import copy
 import time
 from typing import Any
 
+from comparison import difference
 from model_lists import DETECTOR_SIDE, Entry
-from try_model import (
-    FLOAT32,
-    FLOAT64,
-    converted,
-    describe,
-    difference,
-    peak,
-    random_masks,
-    randomise,
-    timed_stages,
-)
+from random_weights import random_masks, randomise
+from try_model import FLOAT32, FLOAT64, converted, describe, peak, timed_stages
 
 
 def attempt_detector(entry: Entry, row: dict[str, Any]) -> None:

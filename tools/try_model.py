@@ -10,16 +10,16 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from comparison import difference, run, scale
 from model_lists import Entry
+from random_weights import CALM, calibrate, last_bits, random_masks, randomise
+from try_onnx import check_onnx
 
 #: |masked - sliced| of the output's scale that passes in float32, and in float64 where that is exceeded.
 FLOAT32, FLOAT64 = 1e-5, 1e-9
-#: Strength of the batch norms in networks so deep that at full strength they amplify rounding beyond any limit.
-CALM = 0.3
 
 
 def work(entry: Entry, gigabytes: int, onnx: bool, strength: float | None, sender: Any) -> None:
@@ -161,18 +161,6 @@ def converted(prepared: Any, row: dict[str, Any]) -> Any:
     return sliced
 
 
-def last_bits(model: Any) -> Any:
-    """A copy whose weights are a unit in the last place larger or smaller."""
-    import torch
-
-    moved = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in moved.parameters():
-            up = torch.rand_like(parameter) < 0.5
-            parameter.copy_(torch.nextafter(parameter, torch.where(up, torch.inf, -torch.inf).to(parameter)))
-    return moved
-
-
 def fitting_inputs(entry: Entry, model: Any) -> tuple[Any, ...]:
     """The first of the entry's shapes that the model takes in eval mode."""
     import torch
@@ -240,140 +228,6 @@ def describe(prepared: Any) -> dict[str, Any]:
     }
 
 
-def randomise(model: Any, strength: float | None = None) -> None:
-    """No weight, statistic or shift keeps the value it was initialised to; weights keep their scale.
-
-    ``strength``: of batch norms; by default 1, or 0.3 in a network of 150 or more.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    # Branches at full strength would make a hundred random blocks chaotic: each amplifies what came before.
-    gain = strength if strength is not None else 1.0 if len(norms) < 150 else CALM
-    with torch.no_grad():
-        for module in model.modules():
-            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                if tensor is None or not tensor.is_floating_point():
-                    continue
-                noise = torch.randn(tensor.shape, generator=generator).to(tensor)
-                if name == "running_var":
-                    tensor.copy_(0.5 + noise.abs())
-                elif tensor.dim() > 1 and float(tensor.std()) > 0:
-                    tensor.mul_(1 + 0.3 * noise)
-                elif name in ("weight", "gain", "gamma"):
-                    tensor.copy_((1 + 0.3 * noise) * (gain if module in norms else 1))
-                elif isinstance(tensor, torch.nn.Parameter):
-                    tensor.add_(0.3 * noise)
-
-
-def calibrate(prepared: Any, inputs: tuple[Any, ...]) -> None:
-    """Statistics near those of the masked network's images, so that its depth neither dies nor explodes."""
-    import torch
-
-    original = torch.nn.functional.batch_norm
-
-    def forgetful(x: Any, mean: Any, var: Any, *rest: Any, **named: Any) -> Any:
-        named.update(zip(("weight", "bias", "training", "momentum", "eps"), rest, strict=False))
-        named.update(momentum=1.0)
-        return original(x, mean, var, **named)
-
-    torch.nn.functional.batch_norm = forgetful  # modules and graphs alike look it up when they run
-    try:
-        run(prepared.train(), inputs)
-    finally:
-        torch.nn.functional.batch_norm = original
-    for norm in prepared.modules():
-        if not isinstance(norm, torch.nn.modules.batchnorm._BatchNorm) or norm.running_mean is None:
-            continue
-        norm.running_mean += 0.2 * torch.randn_like(norm.running_mean) * norm.running_var.sqrt()
-        norm.running_var.clamp_(min=0.5 * float(norm.running_var.mean()))  # none that amplifies rounding
-        norm.running_var *= 0.7 + 0.6 * torch.rand_like(norm.running_var)
-    prepared.eval()
-
-
-def random_masks(prepared: Any, share: float = 0.6) -> dict[str, Any]:
-    """A random mask for every free group; at least one unit is kept."""
-    import torch
-
-    masks = {}
-    for group in prepared.channels.groups:
-        if group.free:
-            mask = torch.rand(group.size) < share
-            mask[int(torch.randint(group.size, (1,)))] = True
-            masks[group.name] = mask
-    return masks
-
-
-def run(model: Any, inputs: tuple[Any, ...]) -> Any:
-    """The model's output, without gradients."""
-    import torch
-
-    with torch.no_grad():
-        return model(*(i.clone() for i in inputs))
-
-
-def scale(outputs: Any) -> float:
-    """Largest magnitude of the outputs."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    return max(float(t.abs().max()) for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor))
-
-
-def difference(found: Any, expected: Any) -> float:
-    """Largest |found - expected| of any output, over that output's scale; infinite for another structure."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    left = [t for t in pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
-    right = [t for t in pytree.tree_leaves(expected) if isinstance(t, torch.Tensor)]
-    if [t.shape for t in left] != [t.shape for t in right]:
-        return float("inf")
-    errors = [
-        float((a - b).abs().max()) / max(float(b.abs().max()), 1e-30)
-        for a, b in zip(left, right, strict=True)
-        if a.numel()
-    ]
-    return float("nan") if any(e != e for e in errors) else max(errors, default=0.0)
-
-
-def check_onnx(
-    sliced: Any, inputs: tuple[Any, ...], row: dict[str, Any], instead: Callable[[], Any] | None = None
-) -> None:
-    """Export with its check, run with ONNX Runtime, and note the largest difference from PyTorch.
-
-    ``instead``: makes the network that is exported where this one amplifies rounding beyond the check's limit.
-    """
-    from smcp_fx.errors import BackendError
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        try:
-            export(sliced, inputs, path, row)
-        except BackendError as error:
-            if "of the output's scale" not in str(error) or instead is None:
-                raise
-            row["onnx_strength"] = CALM
-            sliced = instead()
-            export(sliced, inputs, path, row)
-        row["onnx_error"] = difference(run_onnx(path, inputs), run(sliced, inputs))
-
-
-def export(sliced: Any, inputs: tuple[Any, ...], path: Path, row: dict[str, Any]) -> None:
-    """Write the ONNX file, for one batch size where an operation wants that."""
-    from smcp_fx.backends.onnx_export import export_onnx
-    from smcp_fx.errors import BackendError
-
-    try:
-        export_onnx(sliced, inputs, path)
-    except BackendError as error:
-        if "dynamic_batch=False" not in str(error):
-            raise
-        row["onnx_batch"] = int(inputs[0].shape[0])
-        export_onnx(sliced, inputs, path, dynamic_batch=False)
-
-
 def calm(entry: Entry, inputs: tuple[Any, ...], masks: dict[str, Any], many: tuple[Any, ...]) -> Any:
     """The entry's sliced model with batch norms of `CALM` strength."""
     import smcp_fx
@@ -385,19 +239,6 @@ def calm(entry: Entry, inputs: tuple[Any, ...], masks: dict[str, Any], many: tup
     prepared.set_masks(masks)
     calibrate(prepared, many)
     return smcp_fx.convert(prepared).eval()
-
-
-def run_onnx(path: Path, inputs: tuple[Any, ...]) -> list[Any]:
-    """The file's outputs in ONNX Runtime, on one thread."""
-    import onnxruntime
-    import torch
-
-    settings = onnxruntime.SessionOptions()
-    settings.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
-    names = [i.name for i in session.get_inputs()]
-    found = session.run(None, dict(zip(names, (i.numpy() for i in inputs), strict=True)))
-    return [torch.from_numpy(array) for array in found]
 
 
 def peak() -> float:

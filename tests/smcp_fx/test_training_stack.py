@@ -21,6 +21,14 @@ from smcp_fx.masking import forward_with_weight
 # ---- optimisers and what surrounds them --------------------------------------------------------------------
 
 
+def one_step(prepared: smcp_fx.PreparedModel, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """A training step as docs/training.md has it."""
+    optimizer.zero_grad()
+    loss_of(prepared, step).backward()
+    prepared.pruner.step()
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -77,10 +85,7 @@ def test_an_averaged_model_has_the_masks_of_the_model(use_buffers: bool) -> None
     )
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
     for step in range(12):
-        optimizer.zero_grad()
-        loss_of(prepared, step).backward()
-        prepared.pruner.step()
-        optimizer.step()
+        one_step(prepared, optimizer, step)
         average.update_parameters(prepared)
     pruned_to_target(prepared)
     averaged = average.module
@@ -97,10 +102,7 @@ def test_an_averaged_model_that_is_written_to_takes_the_masks_over() -> None:
     average = copy.deepcopy(prepared).eval()
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
     for step in range(12):
-        optimizer.zero_grad()
-        loss_of(prepared, step).backward()
-        prepared.pruner.step()
-        optimizer.step()
+        one_step(prepared, optimizer, step)
         with torch.no_grad():
             for mine, new in zip(average.state_dict().values(), prepared.state_dict().values(), strict=True):
                 mine.lerp_(new, 0.1) if mine.is_floating_point() else mine.copy_(new)
@@ -266,10 +268,7 @@ def test_frozen_layers_stay_and_the_rest_is_pruned_to_the_target() -> None:
     weight = prepared.get_parameter("conv1.weight").detach().clone()
     optimizer = torch.optim.AdamW([p for p in prepared.parameters() if p.requires_grad], lr=1e-3)
     for step in range(12):
-        optimizer.zero_grad()
-        loss_of(prepared, step).backward()
-        prepared.pruner.step()
-        optimizer.step()
+        one_step(prepared, optimizer, step)
     assert torch.equal(prepared.get_parameter("conv1.weight"), weight)
     pruned_to_target(prepared)
     frozen = copy.deepcopy(prepared)
@@ -288,10 +287,7 @@ def test_all_masked_layers_frozen(before: bool) -> None:
         parameter.requires_grad_(name.endswith("bias"))
     optimizer = torch.optim.SGD([p for p in prepared.parameters() if p.requires_grad], lr=0.01)
     for step in range(12):
-        optimizer.zero_grad()
-        loss_of(prepared, step).backward()
-        prepared.pruner.step()
-        optimizer.step()
+        one_step(prepared, optimizer, step)
     pruned_to_target(prepared)
 
 
