@@ -15,18 +15,15 @@ from torch import Tensor
 
 def compress(labels: Tensor) -> Tensor:
     """Return the same labels with every uniform dimension at stride 0."""
-    shape = labels.shape
     if labels.numel() == 0:
         return labels
-    core = labels
-    for dim in range(labels.dim()):
-        if shape[dim] == 1 or core.stride(dim) == 0:
-            core = core.narrow(dim, 0, 1)
-        else:
+    core = narrow_uniform(labels)  # first, so that what is compared below is as small as it can be
+    for dim in range(core.dim()):
+        if core.shape[dim] > 1:
             first = core.narrow(dim, 0, 1)
-            if bool((core == first).all()):
+            if torch.equal(core, first.expand_as(core)):
                 core = first
-    return core.expand(shape)
+    return core.expand(labels.shape)
 
 
 def varied_dims(labels: Tensor) -> list[int]:
