@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from smcp_fx.backends.pace import Pace
 from smcp_fx.errors import InputError
 
 #: Runs the thing once and returns how long it took, in ms.
@@ -90,27 +91,33 @@ QUICK = TimingConfig(
 
 #: A thread that had less of its core than this, as a share of the time that passed, was disturbed.
 _UNDISTURBED = 0.95
+#: How long a sample waits for the core's usual pace.
+_WAIT_MS = 5.0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One run: how long it took, and whether its thread was kept off its core meanwhile.
+    """One run: how long it took, and whether its thread was kept off its core meanwhile, or the core's pace changed.
 
-    Of a disturbed run ``ms`` is the time that the thread had its core.
+    Of a run that was kept off its core ``ms`` is the time that the thread had it.
     """
 
     ms: float
     disturbed: bool = False
 
 
-def take_sample(timer: Timer, cpu_bound: bool) -> Sample:
-    """Run ``timer`` once. A disturbance shows only where all is computed in this thread (``cpu_bound``)."""
+def take_sample(timer: Timer, cpu_bound: bool, pace: Pace | None = None) -> Sample:
+    """Run ``timer`` once. A disturbance shows only where all is computed in this thread (``cpu_bound``).
+
+    ``pace``: wait until the core runs as it usually does, and call a run disturbed behind which it does not.
+    """
+    usual = pace is None or pace.await_usual(_WAIT_MS)
     cpu, wall = time.thread_time(), time.perf_counter()
     ms = timer()
     wall, cpu = 1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - cpu)
     if cpu_bound and cpu < _UNDISTURBED * wall - 0.002:
         return Sample(min(ms, cpu), disturbed=True)
-    return Sample(ms)
+    return Sample(ms, disturbed=not (usual and (pace is None or pace.is_usual())))
 
 
 def stopwatch(run: Callable[[], object]) -> Timer:
