@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 from latency_networks import MODELS, SETTINGS, Network
-from latency_tables import write_tables
+from latency_tables import steady_wholes, write_tables
 
 from smcp_fx.allocation import allocate
 from smcp_fx.backends import Backend, Engine, Measurement, TimingConfig, get_backend, measure_interleaved
 from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.latency_residency import Residency, Whole, calibrate
+from smcp_fx.latency_residency import Residency, calibrate
 from smcp_fx.latency_rounding import grow_for_free
 from smcp_fx.latency_table import LatencyTable
 
@@ -121,8 +121,8 @@ class Bench:
 
     def calibrate(self) -> None:
         """Fit the prediction to the first prunings that were timed steadily."""
-        found = [x for x in self.record.find("whole", **self.key) if x["spread"] <= STEADY][:CALIBRATING]
-        self.cost.residency = calibrate([Whole(**line["whole"]) for line in found], self.cost.residency)
+        found = steady_wholes(self.record.lines, **self.key, steady=STEADY)[:CALIBRATING]
+        self.cost.residency = calibrate(found, self.cost.residency)
 
     def targets(self, deadline: float) -> None:
         """Ask for fractions of the dense latency, and measure the emitted files."""

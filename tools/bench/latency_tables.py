@@ -28,6 +28,22 @@ def write_tables(occasions: Sequence[Lines], path: Path, calibrating: int, stead
     path.write_text(before + BEGIN + "\n\n" + "\n\n".join(parts) + "\n\n" + END + after, encoding="utf-8")
 
 
+def steady_wholes(lines: Lines, model: str, setting: str, steady: float) -> list[Whole]:
+    """The prunings that were timed steadily, in order, at the machine's usual speed.
+
+    Each was timed in turns with the dense network. Where that took another time than it mostly did, the machine
+    was faster or slower then, and the pruning's latency is scaled as the dense one's.
+    """
+    found = [x for x in lines if x["kind"] == "whole" and (x["model"], x["setting"]) == (model, setting)]
+    found.sort(key=lambda line: line["index"])
+    usual = np.median([line["dense_ms"] for line in found]) if found else 0.0
+    return [
+        Whole(**{**line["whole"], "measured_ms": line["whole"]["measured_ms"] * usual / line["dense_ms"]})
+        for line in found
+        if line["spread"] <= steady
+    ]
+
+
 def _occasion(lines: Lines, calibrating: int, steady: float) -> str:
     machine = next(line for line in lines if line["kind"] == "machine")
     when = datetime.fromtimestamp(machine["time"], timezone.utc).strftime("%Y-%m-%d")
@@ -56,8 +72,7 @@ def _sums(
     rows, every, left_out = [], [], []
     for model, setting in keys:
         found = [x for x in lines if x["kind"] == "whole" and (x["model"], x["setting"]) == (model, setting)]
-        found.sort(key=lambda line: line["index"])
-        wholes = [Whole(**line["whole"]) for line in found if line["spread"] <= steady]
+        wholes = steady_wholes(lines, model, setting, steady)
         if len(wholes) <= calibrating:
             left_out.append(f"{model} {setting}: {len(wholes)} of {len(found)} steady")
             continue
@@ -88,7 +103,8 @@ def _sums(
     total = np.array(every)
     return (
         "Sum over the table against the measured whole network, before and after a calibration on "
-        f"{calibrating} other networks (the dense one and {calibrating - 1} prunings) of the model and setting:\n\n"
+        f"{calibrating} other networks (the dense one and {calibrating - 1} prunings) of the model and setting. What "
+        "the machine drifted while they were timed is taken out by the dense network, which took turns with each:\n\n"
         + _table(head, rows)
         + f"\n\nAll {len(total)} after calibration: mean error {np.abs(total).mean():.1%}, "
         f"{np.mean(np.abs(total) <= 0.1):.0%} within 10 %. Timings that spread (interquartile range) by more than "

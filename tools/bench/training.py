@@ -63,8 +63,10 @@ def images(options: argparse.Namespace) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last) if options.channels_last else x
 
 
-def stepper(options: argparse.Namespace, name: str) -> tuple[Callable[[], None], nn.Module]:
-    """A function that trains a variant for one step, and the variant."""
+def stepper(
+    options: argparse.Namespace, name: str
+) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
+    """A function that trains a variant for one step, the variant and its optimiser."""
     model, pruner = build(options, name)
     call: Any = torch.compile(model) if options.compile else model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
@@ -81,7 +83,7 @@ def stepper(options: argparse.Namespace, name: str) -> tuple[Callable[[], None],
             pruner.step()
         optimizer.step()
 
-    return step, model
+    return step, model, optimizer
 
 
 def timed(options: argparse.Namespace, step: Callable[[], None]) -> float:
@@ -130,19 +132,20 @@ def solve_seconds(options: argparse.Namespace) -> float:
 def peak(options: argparse.Namespace, name: str) -> float:
     """Peak memory of three steps of one variant, in MiB; in this process, which should be a fresh one.
 
-    What was held before the first step beside the model's tensors (code, the traced graph) is not counted, nor
-    what tracing, `prepare` and compiling took for a while.
+    What the process holds between two steps beside the training's tensors (code, compiled or not, the traced
+    graph) is not counted, nor what tracing, `prepare` and compiling took for a while.
     """
-    step, model = stepper(options, name)
-    gc.collect()
-    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-    code = 0.0 if options.device == "cuda" else _status("VmRSS") - held / 2**20
+    step, model, optimizer = stepper(options, name)
     for _ in range(2):
         step()
     gc.collect()
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
+        parameters = list(model.parameters())
+        kept = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
+        kept += [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        code = _status("VmRSS") - sum(tensor.nbytes for tensor in kept) / 2**20
         Path("/proc/self/clear_refs").write_text(
             "5", encoding="ascii"
         )  # the peak starts from the present use
