@@ -2,12 +2,13 @@
 
 A block's latency over its two widths (channels in, channels out) has cliffs along each axis (the runtime
 works in steps of 16 channels, or 64), whose height changes smoothly along the other. So it is measured along
-a few whole lines of each axis and *blended* (Gordon's transfinite interpolation; error of the order of the
-two axes' errors multiplied):
+a few whole lines of each axis and *blended* (Gordon's transfinite interpolation, in its multiplicative form; error
+of the order of the two axes' errors multiplied):
 
-    T(x, y) = Px T + Py T - Px Py T
+    T(x, y) = Px T * Py T / (Px Py T)
 
-with Px the linear interpolation in x between lines of constant x, each sampled densely in y; Py the converse.
+with Px the linear interpolation in x between lines of constant x, each sampled densely in y; Py the converse. It is
+exact for f(x) g(y) and for a + b x + c y + d x y, and positive however noisy the lines are, which a sum is not.
 `plan_samples` decides adaptively which values of each axis the lines need, and is a function of what is known
 alone: measuring what it wants and asking again ends at the surface, whoever measured what, and when.
 """
@@ -103,7 +104,7 @@ class Surface:
         at = [axis.canonical(array.astype(np.int64)) for axis, array in zip(self.axes, arrays, strict=True)]
         if len(self.axes) == 1:
             return self._interpolate(at[0])
-        return np.maximum(self._blend(*at), 0.0)
+        return self._blend(*at)
 
     def _interpolate(self, at: NDArray[np.int64]) -> Floats:
         (axis,) = self.axes
@@ -120,7 +121,8 @@ class Surface:
         along_y, along_x, crossings = self._lines
         px = _bilinear(x, y, ax.lines, ay.samples, along_y)
         py = _bilinear(y, x, ay.lines, ax.samples, along_x)
-        return px + py - _bilinear(x, y, ax.lines, ay.lines, crossings)
+        blended: Floats = px * py / _bilinear(x, y, ax.lines, ay.lines, crossings)
+        return blended
 
     @cached_property
     def _lines(self) -> tuple[Floats, Floats, Floats]:

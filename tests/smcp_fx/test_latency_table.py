@@ -159,6 +159,27 @@ def test_a_surface_that_lines_miss_gets_more_lines():
     assert off[1] < 0.5 * off[0]
 
 
+def test_a_surface_of_noisy_rows_stays_positive():
+    noise = np.random.default_rng(0)
+    for seed in range(20):
+        plan, _ = sample(
+            (grid(256), grid(256)), lambda x, y: x * y * float(noise.choice([0.3, 1.0])), seed=seed
+        )
+        assert plan.surface is not None and dense(plan.surface, conv()).min() > 0
+
+
+def test_a_latency_that_is_a_product_is_exact():
+    """Whatever its cliffs are along either width, once they are sampled."""
+
+    def latency(x: int, y: int) -> float:
+        return (1.0 + 0.5 * (x % 24 == 0)) * (2.0 + (y // 40) ** 1.5)
+
+    block = FakeBlock("b", "{}", (grid(64), grid(128)))
+    plan, _ = sample(block.grids, latency, SamplingConfig(tolerance=1e-9, floor_ms=0, share=0))
+    x, y = (np.array(axis.samples) for axis in plan.surface.axes)
+    assert np.allclose(plan.surface(x[:, None], y[None]), [[latency(i, j) for j in y] for i in x], rtol=1e-9)
+
+
 def test_one_width_and_none():
     plan, known = sample((grid(512),), lambda c: 0.2 + 0.01 * steps(c))
     c = np.array(grid(512))
