@@ -7,6 +7,7 @@ index_select; a channel count that is used as a number (``y * c ** -0.5``, ``y /
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -177,6 +178,16 @@ class _Rewriter:
             parts.append(part)
         return parts
 
+    def scaled(self, size: fx.Node, known: int, wanted: int, before: fx.Node) -> fx.Node:
+        """``wanted`` for a size that is ``known`` here, in proportion where it is another (batch * heads)."""
+        common = math.gcd(wanted, known)
+        with self.module.graph.inserting_before(before):
+            times = self.module.graph.call_function(operator.mul, (size, wanted // common))
+            result = self.module.graph.call_function(operator.floordiv, (times, known // common))
+        for made, value in ((times, known * (wanted // common)), (result, wanted)):
+            self.old[made.name] = self.new[made.name] = value
+        return result
+
     def _crop(self, node: fx.Node) -> None:
         """Padding by negative amounts crops: as many channels as are kept of those cropped."""
         self._freeze_numbers(node)
@@ -288,7 +299,10 @@ def _sizes(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor])
         # went make them come out wrong: the channels of each of a fixed number of groups, `c // 32`.
         known = run.new.get(size.name) if isinstance(size, fx.Node) else size
         if isinstance(known, int) and known not in (-1, shape[place]):
-            sizes[place] = int(shape[place])
+            wanted = int(shape[place])
+            sizes[place] = (
+                run.scaled(size, known, wanted, node) if isinstance(size, fx.Node) and known else wanted
+            )
     if sizes == before_them:
         return False
     if is_unflatten:
@@ -343,7 +357,9 @@ def _index(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor])
             continue
         if isinstance(part, slice) and part.step in (None, 1):
             start, stop, _ = slice(*_numbers(run, (part.start, part.stop, None))).indices(before.shape[dim])
-            parts[place] = slice(int((kept < start).sum()), int((kept < stop).sum()), None)
+            # What is open stays so: the dimension may hold the batch, too.
+            first = None if part.start is None else int((kept < start).sum())
+            parts[place] = slice(first, None if part.stop is None else int((kept < stop).sum()))
         elif isinstance(part, int):
             parts[place] = int((kept < part % before.shape[dim]).sum())
         else:

@@ -99,6 +99,7 @@ def check_slicing(
         sliced = smcp_fx.convert(prepared)
         assert_close(run(sliced, inputs), masked, "slicing", f"masks of seed {seed}")
         assert_close(run(prepared, inputs), masked, "identity", "the prepared model after convert")
+        check_larger_batch(prepared, sliced, inputs)
         assert not [n for n, _ in sliced.named_modules() if n.split(".")[0] == "smcp"]
         assert not [n for n in sliced.state_dict() if n.startswith("smcp.")]
         gone = sum(int((~mask).sum()) for mask in masks.values())
@@ -106,6 +107,16 @@ def check_slicing(
             assert size_of(sliced) < size_of(model), f"{gone} units went, yet nothing is smaller"
         check_trains(sliced, inputs, copy.deepcopy(model))
     return prepared
+
+
+def check_larger_batch(prepared: nn.Module, sliced: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """What runs on an image more before slicing does so afterwards, and gives the same."""
+    larger = tuple(torch.cat([i, i[:1]]) for i in inputs)
+    try:
+        expected = run(prepared, larger)
+    except (RuntimeError, AssertionError, IndexError, ValueError):
+        return  # the network, or what tracing assumed of it, holds for one batch size alone
+    assert_close(run(sliced, larger), expected, "slicing", "an image more")
 
 
 def check_trains(model: nn.Module, inputs: tuple[Tensor, ...], original: nn.Module) -> None:

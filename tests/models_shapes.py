@@ -136,6 +136,21 @@ def shape_of_another_tensor() -> nn.Module:
 
 
 @awkward(1.0)
+def heads_in_the_batch() -> nn.Module:
+    """Attention with the heads joined with the batch, as in SAM: one size is of both, and open slices hold both."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        b, _, y, x = h.shape
+        qkv = s.qkv(h).flatten(2).mT.reshape(b, y * x, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.reshape(3, b * 4, y * x, -1).unbind(0)
+        mixed = F.scaled_dot_product_attention(q[:, :, None].squeeze(2), k, v)
+        tokens = mixed.view(b, 4, y * x, -1).transpose(1, 2).reshape(b, y * x, -1)
+        return s.mid(tokens.mT.reshape(b, -1, y, x))  # type: ignore[no-any-return]
+
+    return between(wiring, qkv=nn.Conv2d(8, 24, 1), mid=nn.Conv2d(8, 8, 1))
+
+
+@awkward(1.0)
 def channel_count_in_the_output() -> nn.Module:
     def wiring(s: Any, x: Tensor) -> Any:
         h = s.stem(x)
