@@ -1,7 +1,10 @@
-"""Attention over more than two leading dimensions, which the ONNX exporter has no translation for.
+"""Attention of other than four dimensions, which the ONNX exporter has no translation for.
 
 scaled_dot_product_attention(q, k, v)   of [batch, windows, heads, tokens, width]
 ->  the same of [batch * windows, heads, tokens, width], and back
+
+                                        of [batch * heads, tokens, width]
+->  the same of [batch * heads, 1, tokens, width], and back
 """
 
 from __future__ import annotations
@@ -15,23 +18,33 @@ from torch.overrides import TorchFunctionMode
 
 
 class FourDimensionalAttention(TorchFunctionMode):
-    """While it is entered, attention of five dimensions or more runs on four; masks that differ in them stay out."""
+    """While it is entered, attention of three dimensions, or of five and more, runs on four.
+
+    Five and more stay as they are where a mask differs in the leading ones.
+    """
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention and _fits(*args[:4], **kwargs):
-            query, key, value, *rest = args
+        if function is not F.scaled_dot_product_attention or len(args) < 3:
+            return function(*args, **kwargs)
+        mask = args[3] if len(args) > 3 else kwargs.pop("attn_mask", None)
+        query, key, value = args[:3]
+        rest = args[4:]
+        if all(tensor.dim() == 3 for tensor in (query, key, value)):
+            mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+            flat = (tensor.unsqueeze(1) for tensor in (query, key, value))
+            return function(*flat, mask, *rest, **kwargs).squeeze(1)
+        if _can_flatten(query, key, value, mask):
             flat = (tensor.flatten(0, -4) for tensor in (query, key, value))
-            return function(*flat, *rest, **kwargs).reshape(*query.shape[:-1], value.shape[-1])
-        return function(*args, **kwargs)
+            return function(*flat, mask, *rest, **kwargs).reshape(*query.shape[:-1], value.shape[-1])
+        return function(query, key, value, mask, *rest, **kwargs)
 
 
-def _fits(*tensors: Any, attn_mask: Tensor | None = None, **_: Any) -> bool:
-    """Three tensors of more than four dimensions by position, alike in the leading ones; a mask of three at most."""
-    if len(tensors) < 3 or any(tensor.dim() < 5 for tensor in tensors[:3]):
+def _can_flatten(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Tensors of more than four dimensions, alike in the leading ones; a mask of three at most."""
+    if any(tensor.dim() < 5 for tensor in (query, key, value)):
         return False
-    mask = tensors[3] if len(tensors) > 3 else attn_mask
-    alike = all(tensor.shape[:-2] == tensors[0].shape[:-2] for tensor in tensors[1:3])
+    alike = all(tensor.shape[:-2] == query.shape[:-2] for tensor in (key, value))
     return alike and (mask is None or mask.dim() <= 3)

@@ -164,7 +164,7 @@ def test_an_operation_onnx_lacks_is_named_with_its_module(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_attention_within_windows_is_written_on_four_dimensions(tmp_path):
+def test_attention_of_other_dimensions_is_written_on_four(tmp_path):
     class Windows(nn.Module):
         """[batch, 12 tokens, 8] -> heads of 3 windows of 4 tokens."""
 
@@ -177,10 +177,18 @@ def test_attention_within_windows_is_written_on_four_dimensions(tmp_path):
             q = nn.functional.scaled_dot_product_attention(q, q.sin(), q.cos(), attn_mask=self.bias)
             return nn.functional.scaled_dot_product_attention(q, q, q).transpose(2, 3).reshape(-1, 12, 8)
 
+    class HeadsInTheBatch(nn.Module):
+        """[batch, 12 tokens, 8] -> two heads beside the batch, as SAM has them."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x.reshape(-1, 12, 2, 4).transpose(1, 2).flatten(0, 1)
+            q = nn.functional.scaled_dot_product_attention(q, q.sin(), q.cos(), attn_mask=q @ q.mT)
+            return nn.functional.scaled_dot_product_attention(q, q, q, q[:1] @ q[:1].mT).reshape(-1, 2, 12, 4)
+
     x = torch.randn(2, 12, 8)
-    model = Windows().eval()
-    (found,) = run_file(export_onnx(model, x, tmp_path / "a.onnx"), torch.cat([x, x]).numpy())
-    assert np.allclose(found, model(torch.cat([x, x])).detach().numpy(), atol=1e-6)
+    for model in (Windows().eval(), HeadsInTheBatch().eval()):
+        (found,) = run_file(export_onnx(model, x, tmp_path / "a.onnx"), torch.cat([x, x]).numpy())
+        assert np.allclose(found, model(torch.cat([x, x])).detach().numpy(), atol=1e-6)
 
 
 def shifted(x: torch.Tensor, by: list[int]) -> torch.Tensor:
