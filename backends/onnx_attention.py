@@ -26,7 +26,7 @@ class FourDimensionalAttention(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if function is not F.scaled_dot_product_attention or len(args) < 3:
             return function(*args, **kwargs)
         mask = args[3] if len(args) > 3 else kwargs.pop("attn_mask", None)

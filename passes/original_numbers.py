@@ -59,6 +59,13 @@ class OriginalNumbers:
             report.append(f"{node.name}: {source.name} stays {self.old[source.name]}, as of all channels")
         return report
 
+    def in_proportion(self, number: fx.Node, known: int, wanted: int) -> fx.Node:
+        """``wanted`` for a number that is ``known`` here, and in proportion where it is another (batch * heads)."""
+        common = math.gcd(wanted, known)
+        times, parts = wanted // common, known // common
+        scaled = self._made(number, operator.mul, (number, times), known * times)
+        return self._made(scaled, operator.floordiv, (scaled, parts), wanted)
+
     def _changed(self, node: fx.Node) -> bool:
         old = self.old.get(node.name)
         return _is_number(old) and old != self.new.get(node.name)
@@ -81,9 +88,7 @@ class OriginalNumbers:
             found = self.sliced.axis(labels)
             if found is None or number.target not in ("numel", "nelement", torch.numel):
                 return old
-            went = labels.shape[found[0]]
-            scaled = self._made(number, operator.mul, (number, went), new * went)
-            return self._made(scaled, operator.floordiv, (scaled, found[1].numel()), old)
+            return self.in_proportion(number, new, old)
         target = math.prod if number.op == "call_method" and number.target == "numel" else number.target
         if not callable(target) or not all(_is_number(self.old[n.name]) for n in number.all_input_nodes):
             return old

@@ -25,7 +25,7 @@ from smcp_fx.errors import PassError
 from smcp_fx.masking import META, Constant, mark_of
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.constants import Constants, NoValueError
-from smcp_fx.passes.rewrite_constants import SPLITS
+from smcp_fx.passes.movement_rewrites import SPLITS
 
 _OUT_OF_PLACE: dict[Any, Any] = {
     operator.iadd: operator.add,

@@ -7,7 +7,6 @@ index_select; a channel count that is used as a number (``y * c ** -0.5``, ``y /
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -22,16 +21,14 @@ from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.channels.rules_movement import known_values, move, perform
 from smcp_fx.channels.trail import ParameterRef
 from smcp_fx.errors import PassError
+from smcp_fx.passes.movement_rewrites import REWRITES, SIZES, numbers
 from smcp_fx.passes.original_numbers import OriginalNumbers, recomputed
 from smcp_fx.passes.sliced_labels import Sliced
-
-_SIZES = {"view", "reshape", "expand", "broadcastto", "unflatten"}
-SPLITS = {"split", "splitwithsizes", "chunk", "tensorsplit", "unsafesplit", "unsafechunk"}
 
 
 def rewrite_graph(module: fx.GraphModule, sliced: Sliced) -> list[str]:
     """Rewrite every constant that the kept channels change; returns what was rewritten."""
-    rewriter = _Rewriter(module, sliced)
+    rewriter = Rewriter(module, sliced)
     for node in list(module.graph.nodes):
         rewriter.visit(node)
     for node in reversed(rewriter.dead):
@@ -40,7 +37,7 @@ def rewrite_graph(module: fx.GraphModule, sliced: Sliced) -> list[str]:
     return rewriter.report
 
 
-class _Rewriter:
+class Rewriter:
     def __init__(self, module: fx.GraphModule, sliced: Sliced) -> None:
         self.module = module
         self.sliced = sliced
@@ -136,7 +133,7 @@ class _Rewriter:
             self.old.get(source.name), (Tensor, ParameterRef)
         ):
             return  # an element of a tuple of tensors
-        if operation not in _SIZES:
+        if operation not in SIZES:
             self._freeze_numbers(node)
         old = self.old[source.name]
         before = self.trail.elements[old.name] if isinstance(old, ParameterRef) else old
@@ -148,7 +145,7 @@ class _Rewriter:
         order = None
         if kept_in is not None and len(outputs) == 1:
             order = self._order(node, before.shape, kept_in[0], self.old)
-        rewrite = _REWRITES.get(operation)
+        rewrite = REWRITES.get(operation)
         if rewrite is not None and rewrite(self, node, before, outputs):
             self.report.append(f"{node.name}: {operation} rewritten")
         if self._agrees(node, self.new[node.name]) and (
@@ -178,16 +175,6 @@ class _Rewriter:
             parts.append(part)
         return parts
 
-    def scaled(self, size: fx.Node, known: int, wanted: int, before: fx.Node) -> fx.Node:
-        """``wanted`` for a size that is ``known`` here, in proportion where it is another (batch * heads)."""
-        common = math.gcd(wanted, known)
-        with self.module.graph.inserting_before(before):
-            times = self.module.graph.call_function(operator.mul, (size, wanted // common))
-            result = self.module.graph.call_function(operator.floordiv, (times, known // common))
-        for made, value in ((times, known * (wanted // common)), (result, wanted)):
-            self.old[made.name] = self.new[made.name] = value
-        return result
-
     def _crop(self, node: fx.Node) -> None:
         """Padding by negative amounts crops: as many channels as are kept of those cropped."""
         self._freeze_numbers(node)
@@ -199,7 +186,7 @@ class _Rewriter:
         place = 2 * (before.dim() - 1 - found[0])
         if place >= len(amounts):
             return
-        first, last = _numbers(self, (amounts[place], amounts[place + 1]))
+        first, last = numbers(self, (amounts[place], amounts[place + 1]))
         size, kept = before.shape[found[0]], found[1]
         new = list(amounts)
         if first < 0:
@@ -269,145 +256,3 @@ def _repeat(labels: Tensor, dim: int) -> bool:
         if other != dim:
             labels = labels.narrow(other, 0, 1)
     return bool(torch.unique(labels).numel() < labels.numel())
-
-
-# ---- one function an operation: True when the node's arguments changed --------------------------------------
-
-
-def _sizes(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
-    found = run.sliced.axis(outputs[0])
-    if found is None:
-        return False
-    dim = found[0]
-    as_tuple = len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
-    is_unflatten = len(node.args) == 3 and isinstance(node.args[2], (tuple, list))
-    if is_unflatten:
-        base, sizes = int(node.args[1]) % before.dim(), list(node.args[2])  # type: ignore[arg-type]
-    elif as_tuple:
-        base, sizes = 0, list(node.args[1])  # type: ignore[arg-type]
-    else:
-        base, sizes = 0, list(node.args[1:])
-    if len(sizes) == 1 and isinstance(sizes[0], fx.Node) and isinstance(run.old[sizes[0].name], tuple):
-        sizes = run.parts_of(sizes[0], node)  # `y.view(x.shape)`
-        as_tuple = False
-    shape = run.sliced.slice(outputs[0]).shape[base : base + len(sizes)]
-    if len(shape) != len(sizes) or not 0 <= dim - base < len(sizes):
-        return False
-    before_them = list(sizes)
-    for place, size in enumerate(sizes):
-        # Sizes that are worked out in the graph stay so (the batch, the resolution), unless the channels that
-        # went make them come out wrong: the channels of each of a fixed number of groups, `c // 32`.
-        known = run.new.get(size.name) if isinstance(size, fx.Node) else size
-        if isinstance(known, int) and known not in (-1, shape[place]):
-            wanted = int(shape[place])
-            sizes[place] = (
-                run.scaled(size, known, wanted, node) if isinstance(size, fx.Node) and known else wanted
-            )
-    if sizes == before_them:
-        return False
-    if is_unflatten:
-        node.args = (*node.args[:2], tuple(sizes))
-    else:
-        node.args = (node.args[0], tuple(sizes)) if as_tuple else (node.args[0], *sizes)
-    return True
-
-
-def _splits(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
-    found = run.sliced.axis(before)
-    if found is None:
-        return False
-    dim = found[0]
-    given: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    if isinstance(given, fx.Node):
-        given = run.old[given.name]
-    if int(given) % before.dim() != dim:
-        return False
-    sizes = [run.sliced.slice(out).shape[dim] for out in outputs]
-    if 0 in sizes:  # nothing reads that piece any more (`RemoveBranches`)
-        pieces = list(node.users)
-        if any(user.target is not operator.getitem or not isinstance(user.args[1], int) for user in pieces):
-            raise PassError(f"{node.name!r}: a piece of the split would keep no channel")
-        for user in pieces:
-            place: Any = user.args[1]
-            user.args = (node, sum(size > 0 for size in sizes[: place % len(sizes)]))
-        run.new[node.name] = tuple(
-            run.sliced.slice(out) for out, size in zip(outputs, sizes, strict=True) if size
-        )
-        sizes = [size for size in sizes if size]
-    node.op, node.target = "call_function", torch.split
-    node.args, node.kwargs = (node.args[0], sizes, dim), {}
-    return True
-
-
-def _index(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
-    found = run.sliced.axis(before)
-    if found is None:
-        return False
-    dim, kept = found
-    given = node.args[1]
-    parts = list(given) if isinstance(given, (tuple, list)) else [given]
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
-        taken = sum(p is not None and p is not Ellipsis for p in parts)
-        parts[at : at + 1] = [slice(None)] * (before.dim() - taken)
-    axis = -1
-    for place, part in enumerate(parts):
-        axis += part is not None
-        if axis != dim:
-            continue
-        if isinstance(part, slice) and part.step in (None, 1):
-            start, stop, _ = slice(*_numbers(run, (part.start, part.stop, None))).indices(before.shape[dim])
-            # What is open stays so: the dimension may hold the batch, too.
-            first = None if part.start is None else int((kept < start).sum())
-            parts[place] = slice(first, None if part.stop is None else int((kept < stop).sum()))
-        elif isinstance(part, int):
-            parts[place] = int((kept < part % before.shape[dim]).sum())
-        else:
-            return False
-        node.args = (node.args[0], tuple(parts))
-        return True
-    return False
-
-
-def _numbers(run: _Rewriter, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(run.old[v.name] if isinstance(v, fx.Node) else v for v in values)
-
-
-def _narrow(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
-    found = run.sliced.axis(before)
-    args = _numbers(run, tuple(node.args[1:4]))
-    if found is None or len(args) < 3 or args[0] % before.dim() != found[0]:
-        return False
-    dim, kept = found
-    start, stop = int((kept < args[1]).sum()), int((kept < args[1] + args[2]).sum())
-    node.args = (node.args[0], dim, start, stop - start)
-    return True
-
-
-def _select(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
-    found = run.sliced.axis(before)
-    args = _numbers(run, tuple(node.args[1:3]))
-    if found is None or len(args) < 2 or args[0] % before.dim() != found[0]:
-        return False
-    dim, kept = found
-    node.args = (node.args[0], dim, int((kept < args[1] % before.shape[dim]).sum()))
-    return True
-
-
-def _squeeze(run: _Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
-    """`squeeze()` must not take the channels' dimension when one of them is left."""
-    found = run.sliced.axis(before)
-    if found is None or found[1].numel() > 1 or len(node.args) > 1 or node.kwargs:
-        return False
-    node.args = (node.args[0], tuple(dim for dim in range(before.dim()) if dim != found[0]))
-    return True
-
-
-_REWRITES: dict[str, Callable[[_Rewriter, fx.Node, Tensor, list[Tensor]], bool]] = {
-    **dict.fromkeys(_SIZES, _sizes),
-    **dict.fromkeys(SPLITS, _splits),
-    "getitem": _index,
-    "narrow": _narrow,
-    "select": _select,
-    "squeeze": _squeeze,
-}

@@ -1,0 +1,163 @@
+"""Movements rewritten for the channels that are kept: one function an operation.
+
+Each gets the rewriter, the node, its input's labels and its outputs' before slicing, and returns True when the node's
+arguments changed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from smcp_fx.errors import PassError
+
+if TYPE_CHECKING:
+    from smcp_fx.passes.rewrite_constants import Rewriter
+
+SIZES = {"view", "reshape", "expand", "broadcastto", "unflatten"}
+SPLITS = {"split", "splitwithsizes", "chunk", "tensorsplit", "unsafesplit", "unsafechunk"}
+
+
+def _sizes(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
+    found = run.sliced.axis(outputs[0])
+    if found is None:
+        return False
+    dim = found[0]
+    as_tuple = len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
+    is_unflatten = len(node.args) == 3 and isinstance(node.args[2], (tuple, list))
+    if is_unflatten:
+        base, sizes = int(node.args[1]) % before.dim(), list(node.args[2])  # type: ignore[arg-type]
+    elif as_tuple:
+        base, sizes = 0, list(node.args[1])  # type: ignore[arg-type]
+    else:
+        base, sizes = 0, list(node.args[1:])
+    if len(sizes) == 1 and isinstance(sizes[0], fx.Node) and isinstance(run.old[sizes[0].name], tuple):
+        sizes = run.parts_of(sizes[0], node)  # `y.view(x.shape)`
+        as_tuple = False
+    shape = run.sliced.slice(outputs[0]).shape[base : base + len(sizes)]
+    if len(shape) != len(sizes) or not 0 <= dim - base < len(sizes):
+        return False
+    before_them = list(sizes)
+    for place, size in enumerate(sizes):
+        # Sizes that are worked out in the graph stay so (the batch, the resolution), unless the channels that
+        # went make them come out wrong: the channels of each of a fixed number of groups, `c // 32`.
+        known = run.new.get(size.name) if isinstance(size, fx.Node) else size
+        if isinstance(known, int) and known not in (-1, shape[place]):
+            wanted = int(shape[place])
+            sizes[place] = (
+                run.originals.in_proportion(size, known, wanted)
+                if isinstance(size, fx.Node) and known
+                else wanted
+            )
+    if sizes == before_them:
+        return False
+    if is_unflatten:
+        node.args = (*node.args[:2], tuple(sizes))
+    else:
+        node.args = (node.args[0], tuple(sizes)) if as_tuple else (node.args[0], *sizes)
+    return True
+
+
+def _splits(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
+    found = run.sliced.axis(before)
+    if found is None:
+        return False
+    dim = found[0]
+    given: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    if isinstance(given, fx.Node):
+        given = run.old[given.name]
+    if int(given) % before.dim() != dim:
+        return False
+    sizes = [run.sliced.slice(out).shape[dim] for out in outputs]
+    if 0 in sizes:  # nothing reads that piece any more (`RemoveBranches`)
+        pieces = list(node.users)
+        if any(user.target is not operator.getitem or not isinstance(user.args[1], int) for user in pieces):
+            raise PassError(f"{node.name!r}: a piece of the split would keep no channel")
+        for user in pieces:
+            place: Any = user.args[1]
+            user.args = (node, sum(size > 0 for size in sizes[: place % len(sizes)]))
+        run.new[node.name] = tuple(
+            run.sliced.slice(out) for out, size in zip(outputs, sizes, strict=True) if size
+        )
+        sizes = [size for size in sizes if size]
+    node.op, node.target = "call_function", torch.split
+    node.args, node.kwargs = (node.args[0], sizes, dim), {}
+    return True
+
+
+def _index(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
+    found = run.sliced.axis(before)
+    if found is None:
+        return False
+    dim, kept = found
+    given = node.args[1]
+    parts = list(given) if isinstance(given, (tuple, list)) else [given]
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        taken = sum(p is not None and p is not Ellipsis for p in parts)
+        parts[at : at + 1] = [slice(None)] * (before.dim() - taken)
+    axis = -1
+    for place, part in enumerate(parts):
+        axis += part is not None
+        if axis != dim:
+            continue
+        if isinstance(part, slice) and part.step in (None, 1):
+            start, stop, _ = slice(*numbers(run, (part.start, part.stop, None))).indices(before.shape[dim])
+            # What is open stays so: the dimension may hold the batch, too.
+            first = None if part.start is None else int((kept < start).sum())
+            parts[place] = slice(first, None if part.stop is None else int((kept < stop).sum()))
+        elif isinstance(part, int):
+            parts[place] = int((kept < part % before.shape[dim]).sum())
+        else:
+            return False
+        node.args = (node.args[0], tuple(parts))
+        return True
+    return False
+
+
+def numbers(run: Rewriter, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(run.old[v.name] if isinstance(v, fx.Node) else v for v in values)
+
+
+def _narrow(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
+    found = run.sliced.axis(before)
+    args = numbers(run, tuple(node.args[1:4]))
+    if found is None or len(args) < 3 or args[0] % before.dim() != found[0]:
+        return False
+    dim, kept = found
+    start, stop = int((kept < args[1]).sum()), int((kept < args[1] + args[2]).sum())
+    node.args = (node.args[0], dim, start, stop - start)
+    return True
+
+
+def _select(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
+    found = run.sliced.axis(before)
+    args = numbers(run, tuple(node.args[1:3]))
+    if found is None or len(args) < 2 or args[0] % before.dim() != found[0]:
+        return False
+    dim, kept = found
+    node.args = (node.args[0], dim, int((kept < args[1] % before.shape[dim]).sum()))
+    return True
+
+
+def _squeeze(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
+    """`squeeze()` must not take the channels' dimension when one of them is left."""
+    found = run.sliced.axis(before)
+    if found is None or found[1].numel() > 1 or len(node.args) > 1 or node.kwargs:
+        return False
+    node.args = (node.args[0], tuple(dim for dim in range(before.dim()) if dim != found[0]))
+    return True
+
+
+REWRITES: dict[str, Callable[[Rewriter, fx.Node, Tensor, list[Tensor]], bool]] = {
+    **dict.fromkeys(SIZES, _sizes),
+    **dict.fromkeys(SPLITS, _splits),
+    "getitem": _index,
+    "narrow": _narrow,
+    "select": _select,
+    "squeeze": _squeeze,
+}
