@@ -101,16 +101,21 @@ class Corrector:
         self.comparisons = [comparison for comparison in found if comparison.step <= step]
 
     def _fit(self, step: int) -> None:
-        tried: list[tuple[float, dict[str, Tensor]]] = []
+        pruner = self.prepared.pruner
+        tried: list[tuple[float, dict[str, Tensor], float]] = []
         for attempt in range(TRIES + 1):
             if attempt:
-                self.prepared.pruner.solve()
+                pruner.solve()
+            solved_with = pruner.correction
             missed = self._measure("last masks" if not attempt else f"last masks, try {attempt + 1}", step)
             missed -= self.fraction
-            tried.append((missed, self.prepared.masks))
+            tried.append((missed, self.prepared.masks, solved_with))
             if abs(missed) <= CLOSE:
-                return
-        missed, masks = min(tried, key=lambda entry: abs(entry[0]))
+                break
+        # The correction that the kept masks were solved with stays with them: they fit the target by that one.
+        missed, masks, pruner.correction = min(tried, key=lambda entry: abs(entry[0]))
+        if abs(missed) <= CLOSE:
+            return
         self.prepared.set_masks(masks)
         self.say(
             f"no solve came within {CLOSE:.0%} of the target: the nearest is kept, at {self.fraction + missed:.1%}"

@@ -29,7 +29,7 @@ from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_exchange import differences
 from smcp_fx.latency_table import LatencyTable
 from smcp_fx.latency_table import Progress as TableProgress
-from smcp_fx.prepare import PreparedModel, prepare, sliced
+from smcp_fx.prepare import PreparedModel, convert, prepare
 from smcp_fx.report import summary_table, write_report
 
 
@@ -78,8 +78,7 @@ class _Run:
         corrector = Corrector(prepared, backend, dense, inputs, fraction, folder / "state", self._say)
         trainer = self._prune(prepared, fitted, data, corrector, cost)
         with self._stage("emitting"):
-            # Not `convert`, which holds masks against the target by the table: these fit what was measured.
-            smaller = sliced(prepared)
+            smaller = convert(prepared)
             self._save(smaller, prepared, folder / "pruned.safetensors")
             pruned = backend.compile(smaller, inputs, pruned_path)
         with self._stage("measuring dense and pruned in turns"):

@@ -110,6 +110,17 @@ def test_every_solve_of_the_last_masks_is_measured_and_the_nearest_kept(tmp_path
     assert "the nearest is kept, at 56.0%" in said[-1]
 
 
+def test_what_the_corrections_made_of_the_masks_is_no_training_cut_short(tmp_path: Path, recwarn) -> None:
+    """The first engine is much faster than predicted, so that much is kept; that fits best of all that follows."""
+    model = prepared()
+    full = model.pruner.full_cost
+    answers = {1: 0.15, 2: 0.53, 3: 0.95, 4: 0.9, 5: 0.9}
+    train(model, corrector_of(model, lambda _, count: full * answers[count], tmp_path, []))
+    assert measured_now(model) > 1.5 * 0.5  # by the table alone the target would be missed by far
+    assert model.pruner.correction < 0.7  # what these masks were solved with, not what was measured last
+    assert not [str(warning.message) for warning in recwarn]
+
+
 def test_engines_that_hardly_get_faster_end_with_the_fastest_masks(tmp_path: Path) -> None:
     """What the correction asks for is beyond the smallest permitted counts: they are taken, and it is said."""
     model, said = prepared(), []
