@@ -36,7 +36,7 @@ from smcp_fx.backends.timing import (
 )
 
 #: Changes with the way blocks are timed: rows of another way are not mixed with these.
-BLOCK_TIMING = "3"
+BLOCK_TIMING = "4"
 _CONTEXT = "smcp_context"
 #: Up to this many channels an input is the network's own (an image), and is fed as it is.
 _IMAGE_CHANNELS = 4
@@ -115,7 +115,7 @@ def _attempt(
 ) -> tuple[Measurement, Measurement]:
     """Return (hot, cold) of one session: pairs (caches emptied, or not), then hot runs alone."""
     profiler_ms = overhead(threads, spinning).profiler_ms
-    usual = pace() if threads == 1 else None
+    core = pace() if threads == 1 else None
     warm_code = code_warmer(threads, spinning)
     with Profiler(data, threads, spinning) as profiler:
         timer = stopwatch(lambda: profiler.session.run(None, feed))
@@ -125,7 +125,7 @@ def _attempt(
         while pairs < _COLD_RUNS:
             evict_caches()
             warm_code()
-            pair = [take_sample(timer, threads == 1, usual) for _ in ("cold", "hot")]
+            pair = [take_sample(timer, threads == 1, core) for _ in ("cold", "hot")]
             taken += zip((True, False), pair, strict=True)
             if any(s.disturbed for s in pair) and dropped < config.droppable * _COLD_RUNS:
                 dropped += 1
@@ -134,7 +134,7 @@ def _attempt(
         spent_ms = sum(sample.ms for _, sample in taken)
         alone, dropped = 0, 0
         while pairs + alone < config.min_repeats or (alone < _HOT_RUNS and spent_ms < config.budget_ms):
-            taken.append((False, take_sample(timer, threads == 1, usual)))
+            taken.append((False, take_sample(timer, threads == 1, core)))
             spent_ms += taken[-1][1].ms
             if taken[-1][1].disturbed and dropped < config.droppable * _HOT_RUNS:
                 dropped += 1

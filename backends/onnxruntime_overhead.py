@@ -8,7 +8,7 @@ profiler says above that is its own, and the rest of the chain's time is what a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,8 @@ from onnx import TensorProto, helper, numpy_helper
 from smcp_fx.backends.base import Array
 from smcp_fx.backends.onnxruntime_profile import Profiler
 from smcp_fx.backends.onnxruntime_session import create_session, session_options
-from smcp_fx.backends.timing import stopwatch
+from smcp_fx.backends.pace import pace
+from smcp_fx.backends.timing import Sample, Timer, stopwatch, take_sample
 
 _CHANNELS, _SIZE = 16, 2
 _LENGTHS = (8, 48)
@@ -40,8 +41,8 @@ def overhead(threads: int = 1, spinning: bool = True) -> Overhead:
     options = session_options(threads, spinning)
     sessions = [create_session(_chain(length), options) for length in _LENGTHS]
     timers = [stopwatch(functools.partial(session.run, None, feed)) for session in sessions]
-    times = np.array([[timer() for timer in timers] for _ in range(_RUNS)])[_RUNS // 4 :]
-    short, long = (float(ms) for ms in np.median(times, axis=0))
+    turns = [[_sample(timer, threads) for timer in timers] for _ in range(_RUNS)][_RUNS // 4 :]
+    short, long = (float(np.median([s.ms for s in _calm(samples)])) for samples in zip(*turns, strict=True))
     node = (long - short) / (_LENGTHS[1] - _LENGTHS[0])
     shown = _profiled_node_ms(_chain(_LENGTHS[1]), feed, threads, spinning)
     return Overhead(max(shown - node, 0.0), max(short - _LENGTHS[0] * node, 0.0))
@@ -50,11 +51,23 @@ def overhead(threads: int = 1, spinning: bool = True) -> Overhead:
 def _profiled_node_ms(model: bytes, feed: dict[str, Array], threads: int, spinning: bool) -> float:
     """Return what the profiler shows for a node of the chain: the mean of the middle half of the runs' means."""
     with Profiler(model, threads, spinning) as profiler:
-        for _ in range(_RUNS):
-            profiler.session.run(None, feed)
+        timer = stopwatch(lambda: profiler.session.run(None, feed))
+        samples = [_sample(timer, threads) for _ in range(_RUNS)][_RUNS // 4 :]
         runs = profiler.runs()[_RUNS // 4 :]
-    means = np.sort([np.mean([node.ms for node in run if node.operation == "Conv"]) for run in runs])
+    times = [float(np.mean([node.ms for node in run if node.operation == "Conv"])) for run in runs]
+    samples = [Sample(ms, sample.disturbed) for ms, sample in zip(times, samples, strict=True)]
+    means = np.sort([sample.ms for sample in _calm(samples)])
     return float(means[len(means) // 4 : -(len(means) // 4)].mean())
+
+
+def _sample(timer: Timer, threads: int) -> Sample:
+    return take_sample(timer, threads == 1, pace() if threads == 1 else None)
+
+
+def _calm(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """The undisturbed ones, if they are enough to say anything."""
+    calm = [sample for sample in samples if not sample.disturbed]
+    return calm if len(calm) >= len(samples) // 4 else samples
 
 
 def _chain(length: int) -> bytes:

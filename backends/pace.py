@@ -1,4 +1,4 @@
-"""How fast this core runs right now, compared with what it usually does.
+"""How fast this core runs right now, compared with what it can.
 
 A core's speed changes by a factor of up to two within milliseconds and for seconds, as its sibling thread (which
 may be another machine's, to a guest) or the chip's other cores have work or not. The thread is not kept off its
@@ -13,50 +13,60 @@ from collections import deque
 
 import numpy as np
 
-#: So many turns of the interpreter's loop take some ten microseconds, no library and no memory.
+#: So many turns of the interpreter's loop take some microseconds, no library and no memory.
 _TURNS = range(250)
 #: Paces further than this from the usual one (as a ratio) are another state of the core.
 _TOLERANCE = 1.15
+#: The state to measure in is the fastest that the core has for this share of the time: the slower ones are not one
+#: state but many, and a rarer one would have to be waited for too long.
+_SHARE = 0.25
 #: The usual pace is first taken from so long a while, then followed over so many samples.
-_FIRST_MS = 300.0
+_FIRST_MS = 500.0
 _REMEMBERED = 2000
+#: A pace that does not come back within this is not the usual one any more.
+_PATIENCE_MS = 3000.0
 
 
 class Pace:
-    """Tells whether the core is in its usual state. ``usual_ms``: what the fixed work mostly takes."""
+    """Tells whether the core is in its usual state. ``usual_ms``: what the fixed work takes then."""
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_REMEMBERED)
         start = time.perf_counter()
+        first = [_fixed_work_ms()]
         while 1e3 * (time.perf_counter() - start) < _FIRST_MS:
-            self._recent.append(_fixed_work_ms())
-        self.usual_ms = float(np.median(self._recent))
-        self._since = 0
+            first.append(_fixed_work_ms())
+        self._recent = deque(first[:: 1 + 2 * len(first) // _REMEMBERED], maxlen=_REMEMBERED)
+        self._learn()
 
     def is_usual(self) -> bool:
         """Time the fixed work once and compare."""
-        return 1 / _TOLERANCE <= _fixed_work_ms() / self.usual_ms <= _TOLERANCE
+        return self._fits(_fixed_work_ms())
 
-    def await_usual(self, limit_ms: float) -> bool:
-        """Wait until the core is in its usual state, at most so long; tell whether it is."""
-        self._follow(_fixed_work_ms())
-        start = time.perf_counter()
-        while not self.is_usual():
-            if 1e3 * (time.perf_counter() - start) >= limit_ms:
-                return False
-        return True
-
-    def _follow(self, ms: float) -> None:
-        """Remember what was met, not what was waited through; what is usual changes with the most of it."""
-        self._recent.append(ms)
+    def await_usual(self) -> None:
+        """Wait until the core is in its usual state; what it is in is the usual one if that takes seconds."""
+        met = _fixed_work_ms()
+        self._recent.append(met)  # what was met, not what is waited through
         self._since += 1
         if self._since >= _REMEMBERED // 4:
-            self.usual_ms, self._since = float(np.median(self._recent)), 0
+            self._learn()
+        start = time.perf_counter()
+        while not self._fits(met):
+            met = _fixed_work_ms()
+            if 1e3 * (time.perf_counter() - start) >= _PATIENCE_MS:
+                self._recent.clear()
+                self._recent.append(met)
+                self._learn()
+
+    def _fits(self, ms: float) -> bool:
+        return 1 / _TOLERANCE <= ms / self.usual_ms <= _TOLERANCE
+
+    def _learn(self) -> None:
+        self.usual_ms, self._since = float(np.quantile(self._recent, _SHARE)), 0
 
 
 @functools.cache
 def pace() -> Pace:
-    """Return this process's pace; the first call takes a third of a second."""
+    """Return this process's pace; the first call takes half a second."""
     return Pace()
 
 

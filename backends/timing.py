@@ -2,8 +2,9 @@
 
 Several timers are measured *interleaved* (a b c a b c ...), so that a slow moment of the machine hits all of
 them alike and their ratio stays fair. Each turn begins with untimed runs, since the others have left it cold
-caches. A run during which the thread was kept off its core (another process had it) is dropped, or counts by
-the time it had its core if there are no others. A set of samples whose spread is above the limit is thrown
+caches. A run during which the thread was kept off its core (another process had it), or behind which the core runs
+at another pace than it usually does, is dropped; if there are too many of those, it counts by the time it had its
+core. A set of samples whose spread is above the limit is thrown
 away and taken again; if no attempt is calm, the calmest is returned and marked unstable.
 """
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from smcp_fx.backends.pace import Pace
+from smcp_fx.backends.pace import Pace, pace
 from smcp_fx.errors import InputError
 
 #: Runs the thing once and returns how long it took, in ms.
@@ -91,8 +92,6 @@ QUICK = TimingConfig(
 
 #: A thread that had less of its core than this, as a share of the time that passed, was disturbed.
 _UNDISTURBED = 0.95
-#: How long a sample waits for the core's usual pace.
-_WAIT_MS = 5.0
 
 
 @dataclass(frozen=True)
@@ -111,13 +110,14 @@ def take_sample(timer: Timer, cpu_bound: bool, pace: Pace | None = None) -> Samp
 
     ``pace``: wait until the core runs as it usually does, and call a run disturbed behind which it does not.
     """
-    usual = pace is None or pace.await_usual(_WAIT_MS)
+    if pace is not None:
+        pace.await_usual()
     cpu, wall = time.thread_time(), time.perf_counter()
     ms = timer()
     wall, cpu = 1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - cpu)
     if cpu_bound and cpu < _UNDISTURBED * wall - 0.002:
         return Sample(min(ms, cpu), disturbed=True)
-    return Sample(ms, disturbed=not (usual and (pace is None or pace.is_usual())))
+    return Sample(ms, disturbed=pace is not None and not pace.is_usual())
 
 
 def stopwatch(run: Callable[[], object]) -> Timer:
@@ -192,29 +192,31 @@ def _unrest(result: Sequence[Measurement]) -> tuple[bool, float]:
 
 def _attempt(timers: Sequence[Timer], config: TimingConfig, cpu_bound: bool) -> list[Measurement]:
     samples: list[list[Sample]] = [[] for _ in timers]
+    droppable = [int(config.droppable * config.min_repeats)] * len(timers)
     burst = config.burst if len(timers) > 1 else 1
-    spent_ms, dropped = 0.0, 0
+    spent_ms = 0.0
     while len(samples[0]) < config.min_repeats or (
         len(samples[0]) < config.max_repeats and spent_ms < config.budget_ms * len(timers)
     ):
-        taken = [_turn(timer, config, burst, cpu_bound, settle=len(timers) > 1) for timer in timers]
-        if (
-            any(s.disturbed for turn in taken for s in turn)
-            and dropped < config.droppable * config.min_repeats
-        ):
-            dropped += burst
-            continue
-        for own, turn in zip(samples, taken, strict=True):
-            own += turn
-            spent_ms += sum(sample.ms for sample in turn)
+        for index, (timer, own) in enumerate(zip(timers, samples, strict=True)):
+            if len(timers) > 1:
+                _settle(timer, config)
+            taken = 0
+            while taken < burst:
+                sample = take_sample(timer, cpu_bound, pace() if cpu_bound else None)
+                if sample.disturbed and droppable[index]:
+                    droppable[index] -= 1
+                    continue
+                own.append(sample)
+                spent_ms += sample.ms
+                taken += 1
     return [summarise(own, config.spread_limit) for own in samples]
 
 
-def _turn(timer: Timer, config: TimingConfig, burst: int, cpu_bound: bool, settle: bool) -> list[Sample]:
-    """Return ``burst`` samples, after the untimed runs that fill the caches again where others had a turn."""
+def _settle(timer: Timer, config: TimingConfig) -> None:
+    """Run untimed, so that the caches hold again what the others' turns pushed out."""
     start = time.perf_counter()
-    for _ in range(config.settle if settle else 0):
+    for _ in range(config.settle):
         timer()
         if 1e3 * (time.perf_counter() - start) >= config.settle_ms:
             break
-    return [take_sample(timer, cpu_bound) for _ in range(burst)]

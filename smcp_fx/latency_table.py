@@ -74,13 +74,14 @@ class MeasureReport:
 
 @dataclass(frozen=True)
 class HeldOutError:
-    """Relative errors of interpolation at points it does not rest on."""
+    """Relative errors of interpolation at points it does not rest on, and the ms that were measured there."""
 
     points: int
     median: float
     p95: float
     largest: float
     errors: NDArray[np.float64] = field(repr=False, compare=False)
+    measured_ms: NDArray[np.float64] = field(repr=False, compare=False)
 
 
 class LatencyTable:
@@ -218,7 +219,7 @@ class LatencyTable:
 
     def held_out_error(self, blocks: Iterable[Block], fingerprint: Fingerprint) -> HeldOutError:
         """Return how far interpolation is off at the measured points that it does not rest on."""
-        parts = [np.zeros(0)]
+        errors, measured = [np.zeros(0)], [np.zeros(0)]
         for block in {b.signature: b for b in blocks}.values():
             plan, failures = self._plan(block, fingerprint)
             if plan.surface is None and not failures:
@@ -226,12 +227,13 @@ class LatencyTable:
             if plan.surface is not None:
                 known = self._known(block, fingerprint, self.cold_share or 0.0)
                 surface = Surface(plan.surface.axes, known)
-                parts.append(held_out_errors(surface, plan.probes, known))
-        errors = np.concatenate(parts)
-        if len(errors) == 0:
-            return HeldOutError(0, 0.0, 0.0, 0.0, errors)
-        median, p95 = np.percentile(errors, [50, 95])
-        return HeldOutError(len(errors), float(median), float(p95), float(errors.max()), errors)
+                errors.append(held_out_errors(surface, plan.probes, known))
+                measured.append(np.array([known[point] for point in plan.probes]))
+        found, ms = np.concatenate(errors), np.concatenate(measured)
+        if len(found) == 0:
+            return HeldOutError(0, 0.0, 0.0, 0.0, found, ms)
+        median, p95 = np.percentile(found, [50, 95])
+        return HeldOutError(len(found), float(median), float(p95), float(found.max()), found, ms)
 
     def close(self) -> None:
         """Close the file."""

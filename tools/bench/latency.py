@@ -40,7 +40,7 @@ CALIBRATING = 5
 CLOSE, TRIES = 0.01, 4
 #: Timings that spread further (interquartile range over median) are taken again, and then told and left out.
 STEADY, ATTEMPTS, PAUSE = 0.1, 3, 2.0
-_TIMING = TimingConfig(min_repeats=9, max_repeats=60, budget_ms=250.0)
+_TIMING = TimingConfig(min_repeats=6, max_repeats=60, budget_ms=250.0)
 
 
 class Record:
@@ -90,8 +90,8 @@ class Bench:
             error = table.held_out_error(self.cost.blocks, backend.fingerprint())
             record.add("table", **self.key, blocks=len(self.cost.blocks), measured=report.measured,
                        reused=report.reused, seconds=time.monotonic() - began, failed=len(report.failed),
-                       unstable=len(report.unstable), points=error.points,
-                       median=error.median, p95=error.p95)  # fmt: skip
+                       unstable=len(report.unstable), errors=np.round(error.errors, 4).tolist(),
+                       held_out_ms=np.round(error.measured_ms, 5).tolist())  # fmt: skip
         self.dense = self.network.engine(self.network.random_counts(0))
 
     def prunings(self, count: int, deadline: float) -> None:
@@ -207,8 +207,8 @@ def run(arguments: argparse.Namespace) -> None:
                residency=vars(Residency.of_cache(backend.cache_bytes())))  # fmt: skip
     path = arguments.table or arguments.record.with_suffix(".sqlite")
     with LatencyTable(path) as table:
-        for model in arguments.models:
-            for setting in arguments.settings:
+        for setting in arguments.settings:
+            for model in arguments.models:
                 if time.monotonic() > deadline:
                     print(f"{arguments.minutes} minutes are over; run again to go on")
                     return

@@ -1,0 +1,116 @@
+"""Waiting for the core's usual pace, on a core whose moments are written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from smcp_fx.backends import pace as module
+from smcp_fx.backends.pace import Pace
+from smcp_fx.backends.timing import Sample, TimingConfig, measure_timers, take_sample
+
+FAST, SLOW = 0.004, 0.0072
+
+
+class Core:
+    """A core that is slow at some times of its clock (ms), which goes on by what works on it."""
+
+    def __init__(self, slow: Callable[[float], bool]) -> None:
+        self.slow = slow
+        self.now_ms = 0.0
+
+    def work(self, ms: float) -> float:
+        """What ``ms`` of work at full pace take now."""
+        took = ms * (SLOW / FAST if self.slow(self.now_ms) else 1.0)
+        self.now_ms += took
+        return took
+
+    def perf_counter(self) -> float:
+        return self.now_ms / 1e3
+
+    thread_time = perf_counter
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch):
+    def install(slow: Callable[[float], bool]) -> Core:
+        made = Core(slow)
+        monkeypatch.setattr(module, "time", made)
+        monkeypatch.setattr(module, "_fixed_work_ms", lambda: made.work(FAST))
+        monkeypatch.setattr("smcp_fx.backends.timing.time", made)
+        return made
+
+    return install
+
+
+def test_the_usual_pace_is_the_fastest_that_is_not_rare(core) -> None:
+    core(lambda ms: ms % 10 > 4)
+    assert Pace().usual_ms == pytest.approx(FAST)
+    core(lambda ms: ms % 100 > 5)
+    assert Pace().usual_ms == pytest.approx(SLOW)
+
+
+def test_a_slow_core_is_waited_for(core) -> None:
+    at = core(lambda ms: 1000 <= ms < 1400)
+    pace = Pace()
+    at.now_ms = 1100.0
+    assert not pace.is_usual()
+    pace.await_usual()
+    assert at.now_ms == pytest.approx(1400.0, abs=0.1)
+    assert pace.is_usual()
+    assert pace.usual_ms == pytest.approx(FAST)
+
+
+def test_a_core_that_is_faster_than_usual_is_in_another_state_too(core) -> None:
+    at = core(lambda ms: ms < 1000)
+    pace = Pace()
+    assert pace.usual_ms == pytest.approx(SLOW)
+    at.now_ms = 1000.0
+    assert not pace.is_usual()
+
+
+def test_a_pace_that_does_not_come_back_is_given_up(core) -> None:
+    at = core(lambda ms: ms >= 1000)
+    pace = Pace()
+    at.now_ms = 1000.0
+    pace.await_usual()
+    assert at.now_ms == pytest.approx(1000.0 + 3000.0, abs=1.0)
+    assert pace.usual_ms == pytest.approx(SLOW)
+    pace.await_usual()
+    assert at.now_ms < 4001.0
+
+
+def test_what_is_usual_follows_what_is_met(core) -> None:
+    """Begun in a long slow moment: once most samples meet the faster pace, that is the usual one."""
+    at = core(lambda ms: ms < 500 or ms % 10 > 7)
+    pace = Pace()
+    assert pace.usual_ms == pytest.approx(SLOW)
+    at.now_ms = 500.0
+    for _ in range(1200):
+        pace.await_usual()
+        at.work(1.7)
+    assert pace.usual_ms == pytest.approx(FAST)
+
+
+def test_a_sample_behind_which_the_pace_changed_is_disturbed(core) -> None:
+    at = core(lambda ms: 1000 <= ms < 1005)
+    pace = Pace()
+    at.now_ms = 998.0
+    assert take_sample(lambda: at.work(1.0), True, pace) == Sample(1.0)
+    assert take_sample(lambda: at.work(3.0), True, pace) == Sample(3.0, disturbed=True)
+    assert take_sample(lambda: at.work(1.0), True, pace) == Sample(1.0)  # waited until 1005
+
+
+def test_runs_at_another_pace_are_dropped_where_one_thread_computes_all(core, monkeypatch) -> None:
+    """Slow for two thirds of the time: all quartiles are those of the rest."""
+    at = core(lambda ms: ms % 50 > 15)
+    pace = Pace()
+    monkeypatch.setattr("smcp_fx.backends.timing.pace", lambda: pace)
+    config = TimingConfig(min_repeats=6, max_repeats=6, attempts=1, warmup_window=1, settle=1, droppable=9.0)
+    timers = [lambda: at.work(2.0), lambda: at.work(1.0)]
+    paced = measure_timers(timers, config, cpu_bound=True)
+    assert [m.q3_ms for m in paced] == pytest.approx([2.0, 1.0])
+    assert all(m.stable for m in paced)
+    plain = measure_timers(timers, config)
+    assert plain[0].q3_ms > 3.0
