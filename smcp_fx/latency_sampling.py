@@ -1,34 +1,31 @@
-"""Where to measure a block's latency, and what it is in between.
+"""Where to measure a block's latency, so that its `Surface` holds everywhere.
 
-A block's latency over its two widths (channels in, channels out) has cliffs along each axis (the runtime
-works in steps of 16 channels, or 64), whose height changes smoothly along the other. So it is measured along
-a few whole lines of each axis and *blended* (Gordon's transfinite interpolation, in its multiplicative form; error
-of the order of the two axes' errors multiplied):
-
-    T(x, y) = Px T * Py T / (Px Py T)
-
-with Px the linear interpolation in x between lines of constant x, each sampled densely in y; Py the converse. It is
-exact for f(x) g(y) and for a + b x + c y + d x y, and positive however noisy the lines are, which a sum is not.
-`plan_samples` decides adaptively which values of each axis the lines need, and is a function of what is known
-alone: measuring what it wants and asking again ends at the surface, whoever measured what, and when.
+`plan_samples` decides adaptively which values of each axis the lines need (the runtime's steps, the teeth of its saw,
+then halved intervals), and is a function of what is known alone: measuring what it wants and asking again ends at the
+surface, whoever measured what, and when.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from smcp_fx.errors import InputError, TableError
+from smcp_fx.errors import InputError
+from smcp_fx.latency_surface import (
+    TOOTH,
+    Axis,
+    Point,
+    Surface,
+    held_out_errors,
+    surface_points,
+)
 
-Point = tuple[int, ...]
 Grids = tuple[tuple[int, ...], ...]
-Floats = NDArray[np.float64]
+#: A saw whose shares are all nearer than this to linear ones is none, nor is one of which two teeth differ by more.
+_STRAIGHT, _ALIKE = 0.08, 0.25
 
 
 @dataclass(frozen=True)
@@ -52,86 +49,6 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.tolerance <= 0 or self.probes < 1 or self.rounds < 1:
             raise InputError(f"{self}: tolerance, probes and rounds must be positive")
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One free width: its range, the runtime's step, the sampled values, and the values where lines stand.
-
-    Widths up to a multiple of ``step`` cost what that multiple costs; 1 when there are no such steps. Multiples
-    of ``aligned`` and other widths are interpolated among their own kind; 1 when there are no two kinds.
-    """
-
-    first: int
-    last: int
-    step: int
-    samples: tuple[int, ...]
-    lines: tuple[int, ...]
-    aligned: int = 1
-
-    def canonical(self, widths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the widths that stand for ``widths``: the ends of their steps (the first for itself)."""
-        rounded = np.minimum(-(-widths // self.step) * self.step, self.last)
-        return np.where(widths == self.first, widths, rounded)
-
-
-class Surface:
-    """The latency of one block over its widths, interpolated; call it with one int array per free width."""
-
-    def __init__(self, axes: Sequence[Axis], known: Mapping[Point, float]) -> None:
-        self.axes = tuple(axes)
-        self._points = {point: known[point] for point in surface_points(self.axes)}
-
-    @property
-    def points(self) -> tuple[Point, ...]:
-        """The measured widths that the surface rests on."""
-        return tuple(self._points)
-
-    def __call__(self, *widths: NDArray[np.int64]) -> Floats:
-        """Return the latencies in ms, of the broadcast shape; `TableError` outside the measured range."""
-        if len(widths) != len(self.axes):
-            raise InputError(f"{len(widths)} widths were given, the block has {len(self.axes)}")
-        if not self.axes:
-            return np.asarray(self._points[()], dtype=np.float64)
-        arrays = [np.asarray(w) for w in widths]  # an open grid stays open: its nodes are sought once an axis
-        for axis, array in zip(self.axes, arrays, strict=True):
-            if array.size and (array.min() < axis.first or array.max() > axis.last):
-                outside = array[(array < axis.first) | (array > axis.last)].flat[0]
-                raise TableError(
-                    f"{outside} channels were asked for, {axis.first} to {axis.last} were measured; "
-                    "measure the block on a wider grid"
-                )
-        at = [axis.canonical(array.astype(np.int64)) for axis, array in zip(self.axes, arrays, strict=True)]
-        if len(self.axes) == 1:
-            return self._interpolate(at[0])
-        return self._blend(*at)
-
-    def _interpolate(self, at: NDArray[np.int64]) -> Floats:
-        (axis,) = self.axes
-        result = np.zeros(at.shape)
-        for kind in (True, False):
-            samples = [v for v in axis.samples if _is_aligned(v, axis.aligned) == kind]
-            if samples:
-                found = np.interp(at, samples, [self._points[(v,)] for v in samples])
-                result = np.where(_is_aligned(at, axis.aligned) == kind, found, result)
-        return result
-
-    def _blend(self, x: NDArray[np.int64], y: NDArray[np.int64]) -> Floats:
-        ax, ay = self.axes
-        along_y, along_x, crossings = self._lines
-        px = _bilinear(x, y, ax.lines, ay.samples, along_y)
-        py = _bilinear(y, x, ay.lines, ax.samples, along_x)
-        blended: Floats = px * py / _bilinear(x, y, ax.lines, ay.lines, crossings)
-        return blended
-
-    @cached_property
-    def _lines(self) -> tuple[Floats, Floats, Floats]:
-        """What was measured along the lines of constant x, of constant y, and where they cross."""
-        (ax, ay), get = self.axes, self._points
-        along_y = np.array([[get[i, j] for j in ay.samples] for i in ax.lines])
-        along_x = np.array([[get[i, j] for i in ax.samples] for j in ay.lines])
-        crossings = np.array([[get[i, j] for j in ay.lines] for i in ax.lines])
-        return along_y, along_x, crossings
 
 
 @dataclass(frozen=True)
@@ -192,17 +109,6 @@ def plan_samples(
     return Plan((), surface, probes)
 
 
-def surface_points(axes: Sequence[Axis]) -> tuple[Point, ...]:
-    """Return the widths that a `Surface` over ``axes`` needs."""
-    if not axes:
-        return ((),)
-    if len(axes) == 1:
-        return tuple((v,) for v in axes[0].samples)
-    x, y = axes
-    points = [(i, j) for i in x.lines for j in y.samples] + [(i, j) for j in y.lines for i in x.samples]
-    return tuple(dict.fromkeys(points))
-
-
 def _sample(
     grids: Grids, known: _Known, config: SamplingConfig, generator: np.random.Generator
 ) -> tuple[Surface, tuple[Point, ...]]:
@@ -228,40 +134,32 @@ def _sample(
     return surface, probes
 
 
-def held_out_errors(surface: Surface, probes: Sequence[Point], known: Mapping[Point, float]) -> Floats:
-    """Return |interpolated - measured| / measured at ``probes``."""
-    if not probes:
-        return np.zeros(0)
-    measured = np.array([known[p] for p in probes])
-    predicted = surface(*np.array(probes, dtype=np.int64).T)
-    errors: Floats = np.abs(predicted - measured) / measured
-    return errors
-
-
 def _sample_axis(grids: Grids, axis: int, known: _Known, config: SamplingConfig) -> Axis:
     """Find the runtime's step along one axis, then the values that linear interpolation needs."""
     grid = grids[axis]
     top = tuple(g[-1] for g in grids)
     spacing = int(np.diff(grid).min()) if len(grid) > 1 else 1
     step = _find_step(grid, axis, top, known)
-    raw = Axis(grid[0], grid[-1], step, (), ())
+    raw = Axis(grid[0], grid[-1], step, (), (), unit=max(step, spacing))
     values = sorted({grid[0], *(int(v) for v in raw.canonical(np.array(grid, dtype=np.int64)))})
-    aligned = 1
     if step == 1 and len(grids) == 1 and _alternates(grid, spacing, known):
         aligned = 2 * spacing
+        raw = replace(raw, aligned=aligned)
         classes = [[v for v in values if v % aligned], [v for v in values if not v % aligned]]
     else:
+        raw = replace(raw, saw=_find_saw(grid, axis, top, raw.unit, known))
         classes = [values]
-    samples = {v for members in classes for v in _refine(members, axis, top, known, config)}
+    samples = {v for members in classes for v in _refine(members, raw, axis, top, known, config)}
     lines = {values[0], values[min(1, len(values) - 1)], values[-1]}
-    return Axis(
-        grid[0], grid[-1], step, tuple(sorted(samples | lines)), tuple(sorted(lines)), aligned=aligned
-    )
+    return replace(raw, samples=tuple(sorted(samples | lines)), lines=tuple(sorted(lines)))
 
 
-def _refine(values: Sequence[int], axis: int, top: Point, known: _Known, config: SamplingConfig) -> list[int]:
+def _refine(
+    values: Sequence[int], raw: Axis, axis: int, top: Point, known: _Known, config: SamplingConfig
+) -> list[int]:
     """Return those of ``values`` between which the latency is linear, found by halving intervals."""
     chosen = _initial(values)
+    place = raw.coordinate(values)
     known.need(_point(axis, values[i], top) for i in chosen)
     at = known.line(axis, top)
     open_intervals = [(a, b) for a, b in itertools.pairwise(chosen) if b - a > 1]
@@ -270,7 +168,7 @@ def _refine(values: Sequence[int], axis: int, top: Point, known: _Known, config:
         known.need(_point(axis, values[m], top) for m in middles)
         split: list[tuple[int, int]] = []
         for (a, b), m in zip(open_intervals, middles, strict=True):
-            guess = np.interp(values[m], [values[a], values[b]], [at(values[a]), at(values[b])])
+            guess = np.interp(place[m], place[[a, b]], [at(values[a]), at(values[b])])
             noise = known.noise(*(_point(axis, values[i], top) for i in (a, m, b)))
             floor = max(config.floor_ms, config.share * at(values[-1]), 2 * noise)
             if abs(guess - at(values[m])) > max(config.tolerance * at(values[m]), floor):
@@ -334,6 +232,32 @@ def _find_step(grid: Sequence[int], axis: int, top: Point, known: _Known) -> int
     return found
 
 
+def _find_saw(grid: Sequence[int], axis: int, top: Point, unit: int, known: _Known) -> tuple[float, ...]:
+    """Return the shares of a tooth's rise that its first three units bring, the mean of two teeth that agree.
+
+    Empty where they rise alike, and where no tooth is in the range.
+    """
+    present, teeth = set(grid), []
+    at = known.line(axis, top)
+    for first in range(TOOTH * unit, grid[-1], TOOTH * unit):
+        widths = [first + unit * i for i in range(TOOTH + 1)]
+        if len(teeth) == 2 or not present.issuperset(widths):
+            break
+        known.need(_point(axis, width, top) for width in widths)
+        rise = at(widths[-1]) - at(first)
+        if rise <= 0.08 * at(widths[-1]):
+            return ()
+        teeth.append([(at(width) - at(first)) / rise for width in widths[1:-1]])
+    if not teeth or np.ptp(teeth, axis=0).max() > _ALIKE:
+        return ()
+    saw = np.mean(teeth, axis=0)
+    if np.abs(saw - np.arange(1, TOOTH) / TOOTH).max() <= _STRAIGHT:
+        return ()
+    least = 0.02 * np.arange(1, TOOTH)  # the scale must rise
+    rising = np.minimum(np.maximum.accumulate(np.maximum(saw - least, 0.0)) + least, 1.0 - least[::-1])
+    return tuple(float(share) for share in rising)
+
+
 def _draw_probes(
     grids: Grids, surface: Surface, count: int, generator: np.random.Generator
 ) -> tuple[Point, ...]:
@@ -350,45 +274,11 @@ def _draw_probes(
     return tuple(chosen)
 
 
-def _is_aligned(width: Any, multiple: int) -> Any:
-    """Whether widths (an int or an array) are multiples."""
-    return width % multiple == 0
-
-
 def _with_line(axis: Axis, value: int) -> Axis:
     """Return ``axis`` with a line and a sample at ``value``."""
     at = int(axis.canonical(np.array(value)))
-    return Axis(
-        axis.first,
-        axis.last,
-        axis.step,
-        tuple(sorted({*axis.samples, at})),
-        tuple(sorted({*axis.lines, at})),
-        aligned=axis.aligned,
-    )
+    return replace(axis, samples=tuple(sorted({*axis.samples, at})), lines=tuple(sorted({*axis.lines, at})))
 
 
 def _point(axis: int, value: int, others: Point) -> Point:
     return (*others[:axis], value, *others[axis + 1 :])
-
-
-def _bilinear(
-    x: NDArray[np.int64], y: NDArray[np.int64], xs: Sequence[int], ys: Sequence[int], values: Floats
-) -> Floats:
-    """Return the values at (x, y), interpolated linearly in both between the nodes ``xs`` and ``ys``."""
-    i, u = _locate(x, xs)
-    j, v = _locate(y, ys)
-    k, m = np.minimum(i + 1, len(xs) - 1), np.minimum(j + 1, len(ys) - 1)
-    low = values[i, j] * (1 - v) + values[i, m] * v
-    high = values[k, j] * (1 - v) + values[k, m] * v
-    result: Floats = low * (1 - u) + high * u
-    return result
-
-
-def _locate(at: NDArray[np.int64], nodes: Sequence[int]) -> tuple[NDArray[np.intp], Floats]:
-    """Return the node at or below each value, and the share of the way to the next."""
-    array = np.asarray(nodes, dtype=np.float64)
-    below = np.clip(np.searchsorted(array, at, side="right") - 1, 0, max(len(array) - 2, 0))
-    if len(array) == 1:
-        return below, np.zeros(np.shape(at))
-    return below, (at - array[below]) / (array[below + 1] - array[below])

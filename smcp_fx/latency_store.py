@@ -20,7 +20,7 @@ from typing import Any
 from smcp_fx.backends.base import BlockLatency, Fingerprint
 from smcp_fx.backends.timing import Measurement
 from smcp_fx.errors import TableError
-from smcp_fx.latency_sampling import Point
+from smcp_fx.latency_surface import Point
 
 _APPLICATION_ID = 0x534D4350  # "SMCP"
 FORMAT_VERSION = 1

@@ -23,8 +23,9 @@ from smcp_fx.backends.base import Backend, BlockLatency, Fingerprint
 from smcp_fx.backends.timing import Measurement, TimingConfig
 from smcp_fx.cost_model import Price
 from smcp_fx.errors import InputError, TableError
-from smcp_fx.latency_sampling import Plan, Point, SamplingConfig, Surface, held_out_errors, plan_samples
+from smcp_fx.latency_sampling import Plan, SamplingConfig, plan_samples
 from smcp_fx.latency_store import LatencyStore, Row
+from smcp_fx.latency_surface import Point, Surface, held_out_errors
 
 #: The signature of the row that holds what a run costs beside its blocks.
 RUN_SIGNATURE = '{"steps":"none"}'

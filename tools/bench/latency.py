@@ -40,7 +40,7 @@ CALIBRATING = 5
 CLOSE, TRIES = 0.01, 4
 #: Timings that spread further (interquartile range over median) are taken again, and then told and left out.
 STEADY, ATTEMPTS, PAUSE = 0.1, 3, 2.0
-_TIMING = TimingConfig(min_repeats=6, max_repeats=60, budget_ms=250.0)
+_TIMING = TimingConfig(min_repeats=6, max_repeats=60, budget_ms=120.0)
 
 
 class Record:

@@ -63,10 +63,8 @@ def images(options: argparse.Namespace) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last) if options.channels_last else x
 
 
-def stepper(
-    options: argparse.Namespace, name: str
-) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
-    """A function that trains a variant for one step, the variant and its optimiser."""
+def stepper(options: argparse.Namespace, name: str) -> Callable[[], None]:
+    """A function that trains a variant for one step."""
     model, pruner = build(options, name)
     call: Any = torch.compile(model) if options.compile else model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
@@ -83,7 +81,7 @@ def stepper(
             pruner.step()
         optimizer.step()
 
-    return step, model, optimizer
+    return step
 
 
 def timed(options: argparse.Namespace, step: Callable[[], None]) -> float:
@@ -100,7 +98,7 @@ def timed(options: argparse.Namespace, step: Callable[[], None]) -> float:
 
 
 def times(options: argparse.Namespace) -> dict[str, list[float]]:
-    steps = {name: stepper(options, name)[0] for name in VARIANTS}
+    steps = {name: stepper(options, name) for name in VARIANTS}
     for step in steps.values():
         for _ in range(options.warmup):
             step()
@@ -135,17 +133,14 @@ def peak(options: argparse.Namespace, name: str) -> float:
     What the process holds between two steps beside the training's tensors (code, compiled or not, the traced
     graph) is not counted, nor what tracing, `prepare` and compiling took for a while.
     """
-    step, model, optimizer = stepper(options, name)
+    step = stepper(options, name)
     for _ in range(2):
         step()
     gc.collect()
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        parameters = list(model.parameters())
-        kept = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
-        kept += [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-        code = _status("VmRSS") - sum(tensor.nbytes for tensor in kept) / 2**20
+        code = _status("VmRSS") - _tensors_mib()
         Path("/proc/self/clear_refs").write_text(
             "5", encoding="ascii"
         )  # the peak starts from the present use
@@ -154,6 +149,16 @@ def peak(options: argparse.Namespace, name: str) -> float:
     if options.device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     return _status("VmHWM") - code  # ru_maxrss would start from the parent's
+
+
+def _tensors_mib() -> float:
+    """The memory of all tensors that live, each storage once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some objects warn when they are asked for their class
+        found = [thing for thing in gc.get_objects() if torch.is_tensor(thing)]
+    found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+    return sum(storages.values()) / 2**20
 
 
 def _status(field: str) -> float:
