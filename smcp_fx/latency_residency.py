@@ -25,7 +25,7 @@ _FLOOR = 0.05
 #: What a calibration gives in mean log error for staying near its start, for each of (log half_bytes, log
 #: steepness, floor, log scale): networks that are all large say little of the floor, for instance. How long weights
 #: stay in the cache depends on activations and on who shares it; the factor should be one, as rows are latencies.
-_INERTIA = np.array([0.005, 0.005, 0.05, 0.2])
+_INERTIA = np.array([0.01, 0.005, 0.2, 0.2])
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
         grid = (
             [2.0 ** (e / 8) for e in range(-24, 13)],
             (2.0, 4.0, 6.0, 8.0),
-            (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8),
+            (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4),
         )
     best, least = start, np.inf
     for factor, steepness, floor in itertools.product(*grid):
