@@ -205,7 +205,10 @@ def run(arguments: argparse.Namespace) -> None:
     versions = {
         name: version(name) for name in ("smcp_fx", "torch", "torchvision", "onnx", "onnxruntime", "numpy")
     }
-    record.add("machine", fingerprint=backend.fingerprint().as_dict(), versions=versions,
+    here = json.loads(json.dumps(backend.fingerprint().as_dict()))
+    if any(line["fingerprint"] != here for line in record.find("machine")):
+        raise SystemExit(f"{record.path} is of another device or runtime: begin another record")
+    record.add("machine", fingerprint=here, versions=versions,
                system=platform.platform(), cache_bytes=backend.cache_bytes(),
                residency=vars(Residency.of_cache(backend.cache_bytes())))  # fmt: skip
     path = arguments.table or arguments.record.with_suffix(".sqlite")
