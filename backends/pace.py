@@ -8,6 +8,8 @@ core by that, so its own time shows nothing. A fixed piece of arithmetic, timed 
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import time
 from collections import deque
 
@@ -18,11 +20,13 @@ _TURNS = range(250)
 #: Paces further than this from the usual one (as a ratio) are another state of the core.
 _TOLERANCE = 1.15
 #: The state to measure in is the fastest that the core has for this share of the time: the slower ones are not one
-#: state but many, and a rarer one would have to be waited for too long.
-_SHARE = 0.25
+#: state but many, and one that is frequent now and rare in an hour would give a table rows of two states.
+_SHARE = 0.05
 #: The usual pace is first taken from so long a while, then followed over so many samples.
-_FIRST_MS = 500.0
+_FIRST_MS = 1000.0
 _REMEMBERED = 2000
+#: A core that stays slow for this long is left for the next one that this thread may run on.
+_LEAVE_MS = 20.0
 #: A pace that does not come back within this is not the usual one any more.
 _PATIENCE_MS = 3000.0
 
@@ -43,19 +47,27 @@ class Pace:
         return self._fits(_fixed_work_ms())
 
     def await_usual(self) -> None:
-        """Wait until the core is in its usual state; what it is in is the usual one if that takes seconds."""
+        """Wait until the core is in its usual state, or move to one that is.
+
+        What it is in is the usual one if that takes seconds.
+        """
         met = _fixed_work_ms()
         self._recent.append(met)  # what was met, not what is waited through
         self._since += 1
         if self._since >= _REMEMBERED // 4:
             self._learn()
         start = time.perf_counter()
-        while not self._fits(met):
-            met = _fixed_work_ms()
+        for core in itertools.cycle(_cores()):
+            since = time.perf_counter()
+            while 1e3 * (time.perf_counter() - since) < _LEAVE_MS:
+                if self._fits(met):
+                    return
+                met = _fixed_work_ms()
             if 1e3 * (time.perf_counter() - start) >= _PATIENCE_MS:
                 self._recent.clear()
                 self._recent.append(met)
                 self._learn()
+            _move_to(core)
 
     def _fits(self, ms: float) -> bool:
         return 1 / _TOLERANCE <= ms / self.usual_ms <= _TOLERANCE
@@ -66,8 +78,21 @@ class Pace:
 
 @functools.cache
 def pace() -> Pace:
-    """Return this process's pace; the first call takes half a second."""
+    """Return this process's pace; the first call takes a second."""
     return Pace()
+
+
+def _cores() -> list[int]:
+    """The cores that this thread may run on; one, where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+
+
+def _move_to(core: int) -> None:
+    """Have this thread go on there, and stay as free as it was."""
+    allowed = _cores()
+    if core in allowed and len(allowed) > 1:
+        os.sched_setaffinity(0, {core})
+        os.sched_setaffinity(0, allowed)
 
 
 def _fixed_work_ms() -> float:

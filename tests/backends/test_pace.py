@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +20,7 @@ class Core:
     def __init__(self, slow: Callable[[float], bool]) -> None:
         self.slow = slow
         self.now_ms = 0.0
+        self.moves: list[int] = []
 
     def work(self, ms: float) -> float:
         """What ``ms`` of work at full pace take now."""
@@ -39,54 +41,75 @@ def core(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module, "time", made)
         monkeypatch.setattr(module, "_fixed_work_ms", lambda: made.work(FAST))
         monkeypatch.setattr("smcp_fx.backends.timing.time", made)
+        monkeypatch.setattr(module, "_move_to", made.moves.append)
+        monkeypatch.setattr(module, "_cores", lambda: [0, 1])
         return made
 
     return install
 
 
 def test_the_usual_pace_is_the_fastest_that_is_not_rare(core) -> None:
-    core(lambda ms: ms % 10 > 4)
+    core(lambda ms: ms % 10 > 1)
     assert Pace().usual_ms == pytest.approx(FAST)
-    core(lambda ms: ms % 100 > 5)
+    core(lambda ms: ms % 100 > 2)
     assert Pace().usual_ms == pytest.approx(SLOW)
 
 
 def test_a_slow_core_is_waited_for(core) -> None:
-    at = core(lambda ms: 1000 <= ms < 1400)
+    at = core(lambda ms: 2000 <= ms < 2400)
     pace = Pace()
-    at.now_ms = 1100.0
+    at.now_ms = 2100.0
     assert not pace.is_usual()
     pace.await_usual()
-    assert at.now_ms == pytest.approx(1400.0, abs=0.1)
+    assert at.now_ms == pytest.approx(2400.0, abs=0.1)
     assert pace.is_usual()
     assert pace.usual_ms == pytest.approx(FAST)
 
 
+def test_a_core_that_stays_slow_is_left(core) -> None:
+    """Of two cores the first is slow for a second, the second is not."""
+    at = core(lambda ms: 2000 <= ms < 3000 and at.moves[-1:] != [1])
+    pace = Pace()
+    at.now_ms = 2100.0
+    pace.await_usual()
+    assert at.moves == [0, 1]
+    assert at.now_ms == pytest.approx(2140.0, abs=0.1)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
+def test_a_thread_that_moved_may_run_where_it_might() -> None:
+    before = os.sched_getaffinity(0)
+    module._move_to(max(before))
+    assert os.sched_getaffinity(0) == before
+    module._move_to(max(before) + 1000)
+    assert os.sched_getaffinity(0) == before
+
+
 def test_a_core_that_is_faster_than_usual_is_in_another_state_too(core) -> None:
-    at = core(lambda ms: ms < 1000)
+    at = core(lambda ms: ms < 2000)
     pace = Pace()
     assert pace.usual_ms == pytest.approx(SLOW)
-    at.now_ms = 1000.0
+    at.now_ms = 2000.0
     assert not pace.is_usual()
 
 
 def test_a_pace_that_does_not_come_back_is_given_up(core) -> None:
-    at = core(lambda ms: ms >= 1000)
+    at = core(lambda ms: ms >= 2000)
     pace = Pace()
-    at.now_ms = 1000.0
+    at.now_ms = 2000.0
     pace.await_usual()
-    assert at.now_ms == pytest.approx(1000.0 + 3000.0, abs=1.0)
+    assert at.now_ms == pytest.approx(2000.0 + 3000.0, abs=1.0)
     assert pace.usual_ms == pytest.approx(SLOW)
     pace.await_usual()
-    assert at.now_ms < 4001.0
+    assert at.now_ms < 5001.0
 
 
 def test_what_is_usual_follows_what_is_met(core) -> None:
     """Begun in a long slow moment: once most samples meet the faster pace, that is the usual one."""
-    at = core(lambda ms: ms < 500 or ms % 10 > 7)
+    at = core(lambda ms: ms < 1500 or ms % 10 > 7)
     pace = Pace()
     assert pace.usual_ms == pytest.approx(SLOW)
-    at.now_ms = 500.0
+    at.now_ms = 1500.0
     for _ in range(1200):
         pace.await_usual()
         at.work(1.7)
@@ -94,12 +117,12 @@ def test_what_is_usual_follows_what_is_met(core) -> None:
 
 
 def test_a_sample_behind_which_the_pace_changed_is_disturbed(core) -> None:
-    at = core(lambda ms: 1000 <= ms < 1005)
+    at = core(lambda ms: 2000 <= ms < 2005)
     pace = Pace()
-    at.now_ms = 998.0
+    at.now_ms = 1998.0
     assert take_sample(lambda: at.work(1.0), True, pace) == Sample(1.0)
     assert take_sample(lambda: at.work(3.0), True, pace) == Sample(3.0, disturbed=True)
-    assert take_sample(lambda: at.work(1.0), True, pace) == Sample(1.0)  # waited until 1005
+    assert take_sample(lambda: at.work(1.0), True, pace) == Sample(1.0)  # waited until 2005
 
 
 def test_runs_at_another_pace_are_dropped_where_one_thread_computes_all(core, monkeypatch) -> None:
