@@ -29,6 +29,7 @@ from smcp_fx.backends.timing import (
     Measurement,
     Sample,
     TimingConfig,
+    calm,
     stopwatch,
     summarise,
     take_sample,
@@ -154,8 +155,7 @@ def _attempt(
 
 
 def _summary(samples: list[Sample], least: int, spread_limit: float) -> Measurement:
-    calm = [sample for sample in samples if not sample.disturbed]
-    found = summarise(calm if len(calm) >= least else samples, spread_limit, RESOLUTION_MS)
+    found = summarise(calm(samples, least), spread_limit, RESOLUTION_MS)
     return replace(found, median_ms=max(found.median_ms, _LEAST_MS))
 
 

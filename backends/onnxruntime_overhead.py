@@ -8,7 +8,7 @@ profiler says above that is its own, and the rest of the chain's time is what a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +19,13 @@ from smcp_fx.backends.base import Array
 from smcp_fx.backends.onnxruntime_profile import Profiler
 from smcp_fx.backends.onnxruntime_session import create_session, session_options
 from smcp_fx.backends.pace import pace
-from smcp_fx.backends.timing import Sample, Timer, stopwatch, take_sample
+from smcp_fx.backends.timing import Sample, Timer, calm, stopwatch, take_sample
 
 _CHANNELS, _SIZE = 16, 2
 _LENGTHS = (8, 48)
 _RUNS = 120
+#: So many undisturbed ones of them say enough.
+_ENOUGH = 24
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ def overhead(threads: int = 1, spinning: bool = True) -> Overhead:
     sessions = [create_session(_chain(length), options) for length in _LENGTHS]
     timers = [stopwatch(functools.partial(session.run, None, feed)) for session in sessions]
     turns = [[_sample(timer, threads) for timer in timers] for _ in range(_RUNS)][_RUNS // 4 :]
-    short, long = (float(np.median([s.ms for s in _calm(samples)])) for samples in zip(*turns, strict=True))
+    short, long = (
+        float(np.median([s.ms for s in calm(samples, _ENOUGH)])) for samples in zip(*turns, strict=True)
+    )
     node = (long - short) / (_LENGTHS[1] - _LENGTHS[0])
     shown = _profiled_node_ms(_chain(_LENGTHS[1]), feed, threads, spinning)
     return Overhead(max(shown - node, 0.0), max(short - _LENGTHS[0] * node, 0.0))
@@ -56,18 +60,12 @@ def _profiled_node_ms(model: bytes, feed: dict[str, Array], threads: int, spinni
         runs = profiler.runs()[_RUNS // 4 :]
     times = [float(np.mean([node.ms for node in run if node.operation == "Conv"])) for run in runs]
     samples = [Sample(ms, sample.disturbed) for ms, sample in zip(times, samples, strict=True)]
-    means = np.sort([sample.ms for sample in _calm(samples)])
+    means = np.sort([sample.ms for sample in calm(samples, _ENOUGH)])
     return float(means[len(means) // 4 : -(len(means) // 4)].mean())
 
 
 def _sample(timer: Timer, threads: int) -> Sample:
     return take_sample(timer, threads == 1, pace() if threads == 1 else None)
-
-
-def _calm(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """The undisturbed ones, if they are enough to say anything."""
-    calm = [sample for sample in samples if not sample.disturbed]
-    return calm if len(calm) >= len(samples) // 4 else samples
 
 
 def _chain(length: int) -> bytes:

@@ -3,7 +3,7 @@
 Several timers are measured *interleaved* (a b c a b c ...), so that a slow moment of the machine hits all of
 them alike and their ratio stays fair. Each turn begins with untimed runs, since the others have left it cold
 caches. A run during which the thread was kept off its core (another process had it), or behind which the core runs
-at another pace than it usually does, is dropped; if there are too many of those, it counts by the time it had its
+at another pace than it usually does, is dropped; if there are too few others, it counts, by the time it had its
 core. A set of samples whose spread is above the limit is thrown
 away and taken again; if no attempt is calm, the calmest is returned and marked unstable.
 """
@@ -131,6 +131,12 @@ def stopwatch(run: Callable[[], object]) -> Timer:
     return once
 
 
+def calm(samples: Sequence[Sample], least: int) -> Sequence[Sample]:
+    """Return the undisturbed samples where they are so many, else all."""
+    found = [sample for sample in samples if not sample.disturbed]
+    return found if len(found) >= least else samples
+
+
 def summarise(samples: Sequence[Sample], spread_limit: float, resolution_ms: float = 0.0) -> Measurement:
     """Return median and quartiles; stable when the spread is within its limit and most runs undisturbed.
 
@@ -142,9 +148,9 @@ def summarise(samples: Sequence[Sample], spread_limit: float, resolution_ms: flo
     if resolution_ms:
         near = np.abs(times - median) <= max(2 * resolution_ms, spread_limit * median)
         median = float(times[near].mean()) if near.any() else median
-    calm = 2 * sum(sample.disturbed for sample in samples) <= len(samples)
+    undisturbed = 2 * sum(sample.disturbed for sample in samples) <= len(samples)
     steady = q3 - q1 <= max(spread_limit * median, 2 * resolution_ms)
-    return Measurement(median, q1, q3, len(samples), stable=calm and steady)
+    return Measurement(median, q1, q3, len(samples), stable=undisturbed and steady)
 
 
 def warm_up(timer: Timer, config: TimingConfig) -> int:
@@ -210,7 +216,7 @@ def _attempt(timers: Sequence[Timer], config: TimingConfig, cpu_bound: bool) -> 
                 own.append(sample)
                 spent_ms += sample.ms
                 taken += 1
-    return [summarise(own, config.spread_limit) for own in samples]
+    return [summarise(calm(own, config.min_repeats), config.spread_limit) for own in samples]
 
 
 def _settle(timer: Timer, config: TimingConfig) -> None:

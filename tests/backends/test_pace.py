@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -135,5 +136,7 @@ def test_runs_at_another_pace_are_dropped_where_one_thread_computes_all(core, mo
     paced = measure_timers(timers, config, cpu_bound=True)
     assert [m.q3_ms for m in paced] == pytest.approx([2.0, 1.0])
     assert all(m.stable for m in paced)
+    few = replace(config, droppable=0.0, max_repeats=60, budget_ms=1e6)
+    assert [m.q3_ms for m in measure_timers(timers, few, cpu_bound=True)] == pytest.approx([2.0, 1.0])
     plain = measure_timers(timers, config)
     assert plain[0].q3_ms > 3.0
