@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
 from smcp_fx.errors import PassError
-
-if TYPE_CHECKING:
-    from smcp_fx.passes.rewrite_constants import Rewriter
+from smcp_fx.passes.original_numbers import OriginalNumbers
+from smcp_fx.passes.sliced_labels import Sliced
 
 SIZES = {"view", "reshape", "expand", "broadcastto", "unflatten"}
 SPLITS = {"split", "splitwithsizes", "chunk", "tensorsplit", "unsafesplit", "unsafechunk"}
+
+
+class Rewriter(Protocol):
+    """What rewrites know: values (labels, numbers) of nodes before and after slicing, by name."""
+
+    sliced: Sliced
+    old: dict[str, Any]
+    new: dict[str, Any]
+    originals: OriginalNumbers
+
+    def parts_of(self, sizes: fx.Node, before: fx.Node) -> list[Any]:
+        """A size that is one node, as one node a dimension, made before the node that reads them."""
+        ...
 
 
 def _sizes(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:

@@ -28,7 +28,7 @@ from smcp_fx.passes.sliced_labels import Sliced
 
 def rewrite_graph(module: fx.GraphModule, sliced: Sliced) -> list[str]:
     """Rewrite every constant that the kept channels change; returns what was rewritten."""
-    rewriter = Rewriter(module, sliced)
+    rewriter = _Rewriter(module, sliced)
     for node in list(module.graph.nodes):
         rewriter.visit(node)
     for node in reversed(rewriter.dead):
@@ -37,7 +37,7 @@ def rewrite_graph(module: fx.GraphModule, sliced: Sliced) -> list[str]:
     return rewriter.report
 
 
-class Rewriter:
+class _Rewriter:
     def __init__(self, module: fx.GraphModule, sliced: Sliced) -> None:
         self.module = module
         self.sliced = sliced

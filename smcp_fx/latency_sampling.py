@@ -237,7 +237,8 @@ def _find_saw(grid: Sequence[int], axis: int, top: Point, unit: int, known: _Kno
 
     Empty where they rise alike, and where no tooth is in the range.
     """
-    present, teeth = set(grid), []
+    present = set(grid)
+    teeth: list[list[float]] = []
     at = known.line(axis, top)
     for first in range(TOOTH * unit, grid[-1], TOOTH * unit):
         widths = [first + unit * i for i in range(TOOTH + 1)]
