@@ -33,7 +33,8 @@ from smcp_fx.backends.onnxruntime_session import (
     session_options,
     settings,
 )
-from smcp_fx.backends.timing import QUICK, Timer, TimingConfig, stopwatch
+from smcp_fx.backends.pace import pace
+from smcp_fx.backends.timing import QUICK, Timer, TimingConfig, stopwatch, take_sample
 from smcp_fx.errors import BackendError, InputError
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class OnnxRuntimeEngine(Engine):
             return stopwatch(bound_run(session, feed, self._device))
         return stopwatch(lambda: session.run(None, feed))
 
-    def layer_latencies(self, repeats: int = 7) -> dict[str, float] | None:
+    def layer_latencies(self, repeats: int = 15) -> dict[str, float] | None:
         """Return the median ms of each node that the runtime executes, in order of execution.
 
         Names are the runtime's own: a fused node carries the name of one of its parts. What the profiler itself
@@ -95,11 +96,13 @@ class OnnxRuntimeEngine(Engine):
             return None
         profiler_ms = overhead(self._threads, self._spinning).profiler_ms
         feed, warm = self._feed(self._inputs), 2
+        core = pace() if self._threads == 1 else None
         with Profiler(self._model, self._threads, self._spinning) as profiler:
-            for _ in range(warm + repeats):
-                profiler.session.run(None, feed)
+            timer = stopwatch(lambda: profiler.session.run(None, feed))
+            samples = [take_sample(timer, core is not None, core) for _ in range(warm + repeats)][warm:]
             runs = profiler.runs()[warm:]
-        median = np.median([[node.ms for node in run] for run in runs], axis=0)
+        undisturbed = [run for run, sample in zip(runs, samples, strict=True) if not sample.disturbed]
+        median = np.median([[node.ms for node in run] for run in undisturbed or runs], axis=0)
         latencies: dict[str, float] = {}
         for node, ms in zip(runs[0], median, strict=True):
             latencies[node.name] = latencies.get(node.name, 0.0) + max(float(ms) - profiler_ms, 0.0)

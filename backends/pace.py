@@ -18,7 +18,7 @@ import numpy as np
 #: So many turns of the interpreter's loop take some microseconds, no library and no memory.
 _TURNS = range(250)
 #: Paces further than this from the usual one (as a ratio) are another state of the core.
-_TOLERANCE = 1.15
+TOLERANCE = 1.15
 #: The state to measure in is the fastest that the core has for this share of the time: the slower ones are not one
 #: state but many, and one that is frequent now and rare in an hour would give a table rows of two states.
 _SHARE = 0.05
@@ -70,7 +70,7 @@ class Pace:
             _move_to(core)
 
     def _fits(self, ms: float) -> bool:
-        return 1 / _TOLERANCE <= ms / self.usual_ms <= _TOLERANCE
+        return 1 / TOLERANCE <= ms / self.usual_ms <= TOLERANCE
 
     def _learn(self) -> None:
         self.usual_ms, self._since = float(np.quantile(self._recent, _SHARE)), 0

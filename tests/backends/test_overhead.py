@@ -21,6 +21,24 @@ def test_overheads_are_measured_once_and_are_part_of_a_latency() -> None:
     assert Backend.run_overhead_ms(backend) is None
 
 
+def test_another_usual_pace_means_other_overheads(monkeypatch) -> None:
+    from smcp_fx.backends import onnxruntime_overhead as module
+
+    class Core:
+        usual_ms = 0.004
+
+    core, made = Core(), []
+    monkeypatch.setattr(module, "pace", lambda: core)
+    monkeypatch.setattr(module, "_known", {})
+    monkeypatch.setattr(module, "_measured", lambda *_: made.append(core.usual_ms) or object())
+    first = overhead(1, True)
+    core.usual_ms = 0.0042
+    assert overhead(1, True) is first
+    core.usual_ms = 0.0072
+    assert overhead(1, True) is not first
+    assert made == [0.004, 0.0072]
+
+
 def test_the_profilers_part_is_taken_off_every_node() -> None:
     nodes = [NodeTime(name, "Conv", ((1, 8, 2, 2),), 0.004) for name in ("smcp_context_x", "a", "b")]
     assert np.isclose(block_ms(nodes, [], 0.0015), 2 * 0.0025)
