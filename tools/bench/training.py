@@ -155,7 +155,8 @@ def _tensors_mib() -> float:
     """The memory of all tensors that live, each storage once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some objects warn when they are asked for their class
-        found = [thing for thing in gc.get_objects() if torch.is_tensor(thing)]
+        found = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
+    found = [tensor for tensor in found if tensor.device.type != "meta"]
     found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
     return sum(storages.values()) / 2**20
