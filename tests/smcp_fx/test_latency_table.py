@@ -126,7 +126,7 @@ def saw(c: int, unit: int = 16) -> float:
 
 @pytest.mark.parametrize("unit", [16, 8])
 def test_a_saw_is_found_with_few_samples(unit: int) -> None:
-    """A convolution whose kernel computes four vectors of filters at a time; 2 % of noise in every row."""
+    """A convolution whose kernel computes four vectors of filters at a time; 1 % of disturbance in every row."""
 
     def latency(x: int, y: int) -> float:
         clean = 0.02 + 1e-4 * steps(x) + 3e-4 * saw(y, unit) + 1e-4 * steps(x, unit) * saw(y, unit)
