@@ -37,9 +37,9 @@ class Axis:
     """One free width: its range, the runtime's step, the sampled values, and the values where lines stand.
 
     Widths up to a multiple of ``step`` cost what that multiple costs; 1 when there are no such steps. Multiples
-    of ``aligned`` and other widths are interpolated among their own kind; 1 when there are no two kinds. ``unit``: the
-    step, or what the grid is a multiple of. ``saw``: of what four units more cost, the shares that one, two and three
-    units more do; empty where that is linear.
+    of ``aligned`` and other widths are interpolated among their own kind; 1 when there are no two kinds.
+    ``unit``: the step, or what the grid is a multiple of. ``saw``: of what four units more cost, the shares that
+    one, two and three units more do; empty where that is linear.
     """
 
     first: int
