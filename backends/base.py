@@ -155,7 +155,7 @@ class Backend(ABC):
         return None
 
     def cache_bytes(self) -> int:
-        """Return the size of the device's last-level cache: networks beyond it fetch their weights from memory."""
+        """Return the size of the cache that networks outgrow: larger ones fetch their weights from beyond it."""
         return cache_bytes()
 
     def block_latency(
@@ -210,11 +210,19 @@ def gpu_name(index: int = 0) -> tuple[str, str]:
     return name.strip(), driver.strip()
 
 
+#: Convolutional networks have up to some hundred MB of weights. A cache larger than this (a server's last-level
+#: cache, of which a guest has a part) holds them all: what they outgrow is the one before.
+_LARGEST_CACHE = 64 << 20
+
+
 def cache_bytes() -> int:
-    """Return the size of this machine's last-level cache as the kernel tells it; 32 MiB where it does not."""
+    """Return the size of this machine's largest cache of at most 64 MiB, as the kernel tells it.
+
+    Networks outgrow that one; 32 MiB where the kernel does not tell.
+    """
     sizes = []
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = file.read_text().strip()
         if text.endswith("K") and text[:-1].isdigit():
             sizes.append(int(text[:-1]) << 10)
-    return max(sizes, default=32 << 20)
+    return max((size for size in sizes if size <= _LARGEST_CACHE), default=32 << 20)

@@ -37,15 +37,15 @@ from smcp_fx.backends.timing import (
 )
 
 #: Changes with the way blocks are timed: rows of another way are not mixed with these.
-BLOCK_TIMING = "5"
+BLOCK_TIMING = "6"
 _CONTEXT = "smcp_context"
 #: Up to this many channels an input is the network's own (an image), and is fed as it is.
 _IMAGE_CHANNELS = 4
-#: Runs in the hot state beyond those that follow a cold one; a block of microseconds takes no time to repeat.
+#: Runs in the hot state beside those that follow a cold one; a block of microseconds takes no time to repeat.
 _HOT_RUNS = 25
-#: Runs in the cold state: emptying the caches takes longer than all the rest, and rows average the noise out,
-#: of which memory that others use, too, has this many times as much.
-_COLD_RUNS = 2
+#: Runs in the cold state: emptying the caches takes longer than all the rest. Of three the median does without one
+#: that something came between; rows average the noise out, of which memory that others use, too, has more.
+_COLD_RUNS = 3
 _COLD_SPREAD = 3.0
 #: Runs shorter than this are timed right behind another: whatever came before, waiting for the pace included, costs
 #: the first nodes microseconds, which in a network of many nodes they do not take.
@@ -92,7 +92,7 @@ def measure_block(
 
     Cold: the caches are emptied before the run, so weights and results come from memory, as in a network
     larger than the cache; the context still leaves the input in cache, and a tiny network the runtime's code.
-    Hot: the run right after.
+    Hot: a run right after another.
     """
     config = config or QUICK
     outputs = [tuple(dim.dim_value for dim in v.type.tensor_type.shape.dim) for v in model.graph.output]
@@ -130,8 +130,21 @@ def _attempt(
 
         warm = warm_up(timer, config)
         taken: list[tuple[str, Sample]] = []
+        spent_ms, small = 0.0, False
+        alone, dropped = 0, 0
+        while alone < config.min_repeats or (alone < _HOT_RUNS and spent_ms < config.budget_ms):
+            if small:
+                taken.append(("untimed", Sample(0.0)))
+            sample = take_sample(second if small else timer, threads == 1, core)
+            taken.append(("hot", sample))
+            spent_ms += sample.ms
+            small = sample.ms < _SMALL_MS
+            if sample.disturbed and dropped < config.droppable * _HOT_RUNS:
+                dropped += 1
+            else:
+                alone += 1
         pairs, dropped = 0, 0
-        while pairs < _COLD_RUNS:
+        while pairs < _COLD_RUNS:  # after those: a session's first runs are slower
             evict_caches()
             warm_code()
             pair = [take_sample(timer, threads == 1, core) for _ in ("cold", "hot")]
@@ -140,19 +153,6 @@ def _attempt(
                 dropped += 1
             else:
                 pairs += 1
-        spent_ms = sum(sample.ms for _, sample in taken)
-        small = taken[-1][1].ms < _SMALL_MS
-        alone, dropped = 0, 0
-        while pairs + alone < config.min_repeats or (alone < _HOT_RUNS and spent_ms < config.budget_ms):
-            if small:
-                taken.append(("untimed", Sample(0.0)))
-            sample = take_sample(second if small else timer, threads == 1, core)
-            taken.append(("hot", sample))
-            spent_ms += sample.ms
-            if sample.disturbed and dropped < config.droppable * _HOT_RUNS:
-                dropped += 1
-            else:
-                alone += 1
         profiles = profiler.runs()[warm:]
     block = [block_ms(nodes, outputs, profiler_ms) for nodes in profiles]
     context = float(
@@ -179,7 +179,7 @@ def _of_block(ms: float, context_ms: float, sample: Sample) -> Sample:
 
 
 def evict_caches() -> None:
-    """Read through memory four times as large as the last-level cache, which leaves nothing else in it.
+    """Read through memory four times as large as the cache that networks outgrow, which leaves nothing else in it.
 
     Half again as much is not enough: caches do not forget in the order in which they were filled.
     """

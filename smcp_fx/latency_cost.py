@@ -19,6 +19,9 @@ from smcp_fx.latency_rounding import without_dominated
 from smcp_fx.latency_table import LatencyTable, MeasureReport, Progress
 from smcp_fx.tracing import Traced
 
+#: Counts that save less than this of their blocks are not offered: rows are no surer.
+_LEAST_SAVING = 0.02
+
 
 class LatencyCost:
     """Prices a network in ms on one backend, at the batch size of the example inputs it is prepared with.
@@ -71,7 +74,7 @@ class LatencyCost:
         scaled = tuple(replace(term, price=_scaled(term.price, size)) for term in weights.terms)
         weights = replace(weights, unit="bytes", terms=scaled, constant=size * weights.constant)
         both = replace(hot, terms=(*hot.terms, *cold.terms))
-        permitted = dict(without_dominated(both).permitted)
+        permitted = dict(without_dominated(both, _LEAST_SAVING).permitted)
         self._states = replace(hot, permitted=permitted), replace(cold, permitted=permitted), weights
         return self.around(hot.full_counts)
 

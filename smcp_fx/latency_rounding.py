@@ -2,7 +2,8 @@
 
 Runtimes work in steps of several channels, and some counts are slower than larger ones. A count is *dominated*
 when a larger permitted one of its group is as fast or faster whatever the other groups keep: no allocation
-needs it. What is dominated only beside the other groups' present counts, `grow_for_free` takes.
+needs it. What is dominated only beside the other groups' present counts, `grow_for_free` takes. Rows are measured to
+a few percent: a count that is hardly faster than a larger one may as well be slower, and is left out, too.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from numpy.typing import NDArray
 from smcp_fx.cost_model import CostTerm, NetworkCost, Width
 
 
-def without_dominated(cost: NetworkCost) -> NetworkCost:
-    """Return the cost without permitted counts that a larger one of the group never loses against."""
+def without_dominated(cost: NetworkCost, least_saving: float = 0.0) -> NetworkCost:
+    """Return the cost without permitted counts that a larger one of the group never loses against.
+
+    ``least_saving``: nor those that save no more than this share of the group's blocks, on average over what the
+    other groups may keep, against the next larger one that is left.
+    """
     terms = _terms_of(cost)
-    permitted = {group: _undominated(group, terms[group], cost) for group in cost.permitted}
+    permitted = {group: _undominated(group, terms[group], cost, least_saving) for group in cost.permitted}
     return dataclasses.replace(cost, permitted=permitted)
 
 
@@ -64,18 +69,23 @@ def _terms_of(cost: NetworkCost) -> dict[str, list[CostTerm]]:
     return terms
 
 
-def _undominated(group: str, terms: list[CostTerm], cost: NetworkCost) -> tuple[int, ...]:
+def _undominated(
+    group: str, terms: list[CostTerm], cost: NetworkCost, least_saving: float
+) -> tuple[int, ...]:
     counts = cost.permitted[group]
     if not terms:
         return counts
     # One row a count, one column a context: what the terms cost beside every choice of the other groups.
-    table = np.concatenate([_contexts(group, term, cost) for term in terms], axis=1)
-    kept: list[int] = []
-    for index, count in enumerate(counts):
-        larger = table[index + 1 :]
-        if not len(larger) or not (larger <= table[index]).all(axis=1).any():
-            kept.append(count)
-    return tuple(kept)
+    tables = [_contexts(group, term, cost) for term in terms]
+    table = np.concatenate(tables, axis=1)
+    means = np.sum([of_term.mean(axis=1) for of_term in tables], axis=0)
+    kept = [len(counts) - 1]
+    for index in reversed(range(len(counts) - 1)):
+        dominated = (table[index + 1 :] <= table[index]).all(axis=1).any()
+        saves = means[index] < (1 - least_saving) * means[kept[-1]]
+        if not dominated and (saves or not least_saving):
+            kept.append(index)
+    return tuple(counts[index] for index in reversed(kept))
 
 
 def _contexts(group: str, term: CostTerm, cost: NetworkCost) -> NDArray[np.float64]:

@@ -67,6 +67,15 @@ def test_a_slow_core_is_waited_for(core) -> None:
     assert pace.usual_ms == pytest.approx(FAST)
 
 
+def test_a_run_that_left_the_caches_to_itself_is_no_other_pace(core, monkeypatch) -> None:
+    """The first fixed work behind such a run takes longer, as its code has to be fetched; the second does not."""
+    core(lambda ms: False)
+    pace = Pace()
+    after = iter([1.5 * FAST, FAST])
+    monkeypatch.setattr(module, "_fixed_work_ms", lambda: next(after))
+    assert pace.is_usual()
+
+
 def test_a_core_that_stays_slow_is_left(core) -> None:
     """Of two cores the first is slow for a second, the second is not."""
     at = core(lambda ms: 2000 <= ms < 3000 and at.moves[-1:] != [1])

@@ -42,7 +42,7 @@ CLOSE, TRIES = 0.01, 4
 STEADY, ATTEMPTS, PAUSE = 0.1, 3, 2.0
 #: Long runs average the machine's moments out: no further measurement of a file is begun after this (s).
 LONG = 8.0
-_TIMING = TimingConfig(min_repeats=6, max_repeats=60, budget_ms=120.0)
+_TIMING = TimingConfig(min_repeats=6, max_repeats=60, budget_ms=120.0, spread_limit=STEADY)
 
 
 class Record:
