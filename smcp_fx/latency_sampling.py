@@ -24,6 +24,9 @@ from smcp_fx.latency_surface import (
 )
 
 Grids = tuple[tuple[int, ...], ...]
+#: A step is clear where widths rise by more than this share from one to the next, and within one by no more than that
+#: share of it.
+_RISE, _WITHIN = 0.08, 0.25
 #: A saw whose shares are all nearer than this to linear ones is none, nor is one of which two teeth differ by more.
 _STRAIGHT, _ALIKE = 0.08, 0.25
 
@@ -139,7 +142,7 @@ def _sample_axis(grids: Grids, axis: int, known: _Known, config: SamplingConfig)
     grid = grids[axis]
     top = tuple(g[-1] for g in grids)
     spacing = int(np.diff(grid).min()) if len(grid) > 1 else 1
-    step = _find_step(grid, axis, top, known)
+    step = _find_step(grid, axis, top, known, config)
     raw = Axis(grid[0], grid[-1], step, (), (), unit=max(step, spacing))
     values = sorted({grid[0], *(int(v) for v in raw.canonical(np.array(grid, dtype=np.int64)))})
     if step == 1 and len(grids) == 1 and _alternates(grid, spacing, known):
@@ -204,29 +207,34 @@ def _initial(values: Sequence[int]) -> list[int]:
     return sorted(indices)
 
 
-def _find_step(grid: Sequence[int], axis: int, top: Point, known: _Known) -> int:
+def _find_step(grid: Sequence[int], axis: int, top: Point, known: _Known, config: SamplingConfig) -> int:
     """Return the step that the runtime rounds this width up to, as far as the latency shows one; else 1.
 
-    With steps of q, widths q*k - (q - spacing) and q*k cost the same, while q*(k - 1) costs clearly less. Two
-    places that agree decide; one disturbed measurement does not.
+    With steps of q, widths q*k - (q - spacing) and q*k cost the same, while q*(k - 1) costs less. What two to five
+    places say of that is added up. Where it says nothing against the smallest step, as steps are too low to be seen,
+    that one is taken: it can be no further off than what is seen.
     """
     spacing = int(np.diff(grid).min()) if len(grid) > 1 else 1
     present, found = set(grid), 1
     at = known.line(axis, top)
     for factor in (2, 4, 8):
         step = factor * spacing
-        votes = [0, 0]
-        for k in (2, 3, 4, 5):
-            below, low, high = step * (k - 1), step * (k - 1) + spacing, step * k
-            if not present.issuperset((below, low, high)):
-                continue
-            known.need(_point(axis, value, top) for value in (below, low, high))
-            rise = at(high) - at(below)
-            if rise > 0.08 * at(high):
-                votes[int(abs(at(high) - at(low)) <= 0.25 * rise)] += 1
-            if max(votes) == 2:
+        places = [(step * (k - 1), step * (k - 1) + spacing, step * k) for k in range(2, 7)]
+        places = [place for place in places if present.issuperset(place)]
+        height = rise = within = noise = 0.0
+        same = False
+        for count, (below, low, high) in enumerate(places, start=1):
+            points = [_point(axis, value, top) for value in (below, low, high)]
+            known.need(points)
+            height += at(high)
+            rise += at(high) - at(below)
+            within += at(high) - at(low)
+            noise += max(known.noise(*points), config.floor_ms / 4)
+            clear = count > 1 and rise > max(_RISE * height, 4 * noise)
+            same = abs(within) <= _WITHIN * rise if clear else step == 2 * spacing and abs(within) <= noise
+            if clear and (same or abs(within) > 2 * _WITHIN * rise):
                 break
-        if votes[1] < 2:
+        if not same:
             return found
         found = step
     return found

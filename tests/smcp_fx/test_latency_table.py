@@ -118,6 +118,29 @@ def test_cliffs_are_found_with_few_samples():
     assert plan.surface.axes[0].step == plan.surface.axes[1].step == 16
 
 
+@pytest.mark.parametrize(
+    ("latency", "step"),
+    [
+        (lambda c: 1e-3 + 3e-5 * steps(c), 16),  # a step of half a microsecond, as low as the noise
+        (lambda c: 1e-2 + 3e-4 * steps(c), 16),
+        (lambda c: 1e-2 + 3e-4 * steps(c, 32), 32),
+        (lambda c: 1e-2 + 3e-4 * c, 1),
+        (lambda c: 1e-2 + 1e-5 * c + 4e-3 * (c % 16 > 0), 1),  # another path for what vectors do not divide
+    ],
+)
+def test_steps_are_found_in_noise(latency: Callable[[int], float], step: int) -> None:
+    """Half a microsecond of noise in every row."""
+    found, grids = [], (grid(512),)
+    for seed in range(40):
+        noise = dict(zip(grids[0], np.random.default_rng(seed).normal(0, 5e-4, len(grids[0])), strict=True))
+        known: dict[tuple[int, ...], float] = {}
+        iqr = dict.fromkeys(((c,) for c in grids[0]), 3.4e-4)
+        while (plan := plan_samples(grids, known, noise=iqr)).wanted:
+            known.update({(c,): latency(c) + noise[c] for (c,) in plan.wanted})
+        found.append(plan.surface.axes[0].step)
+    assert np.mean(np.array(found) == step) >= 0.9
+
+
 def saw(c: int, unit: int = 16) -> float:
     """Units that come four at a time: the first of them brings 56 % of what four do, as convolutions measured."""
     whole, part = divmod(-(-c // unit), 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ def write_tables(occasions: Sequence[Lines], path: Path, calibrating: int, stead
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
     parts = [_occasion(lines, calibrating, steady) for lines in occasions]
+    if len(occasions) > 1:
+        parts.insert(0, _worst(occasions, calibrating, steady))
     path.write_text(before + BEGIN + "\n\n" + "\n\n".join(parts) + "\n\n" + END + after, encoding="utf-8")
 
 
@@ -36,7 +39,7 @@ def steady_wholes(lines: Lines, model: str, setting: str, steady: float) -> list
     Each was timed in turns with the dense network. Where that took another time than it mostly did, the machine
     was faster or slower then, and the pruning's latency is scaled as the dense one's.
     """
-    found = [x for x in lines if x["kind"] == "whole" and (x["model"], x["setting"]) == (model, setting)]
+    found = _found(lines, "whole", model, setting)
     found.sort(key=lambda line: line["index"])
     usual = np.median([line["dense_ms"] for line in found]) if found else 0.0
     return [
@@ -51,15 +54,14 @@ def _occasion(lines: Lines, calibrating: int, steady: float) -> str:
     when = datetime.fromtimestamp(machine["time"], timezone.utc).strftime("%Y-%m-%d")
     device = machine["fingerprint"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    start = Residency(**machine["residency"])
     keys = list(dict.fromkeys((line["model"], line["setting"]) for line in lines if "model" in line))
     return "\n\n".join(
         part
         for part in (
             f"### {when}, {device['device']}, {device['threads']} thread, {device['runtime']} {device['version']}",
-            f"{versions}; last-level cache {machine['cache_bytes'] >> 20} MiB; rows timed in way "
+            f"{versions}; cache that networks outgrow {machine['cache_bytes'] >> 20} MiB; rows timed in way "
             f"{device['settings']['block_timing']}. Settings are image side x batch.",
-            _sums(lines, keys, start, calibrating, steady),
+            _sums(lines, keys, _start(lines), calibrating, steady),
             _targets(lines, keys),
             _rounding(lines),
             _rows(lines),
@@ -68,27 +70,85 @@ def _occasion(lines: Lines, calibrating: int, steady: float) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Sums:
+    """Relative errors of the prunings that were not calibrated on, and what they were measured with."""
+
+    before: np.ndarray
+    after: np.ndarray
+    spearman: float
+    spread: float
+
+    @classmethod
+    def of(
+        cls, lines: Lines, model: str, setting: str, start: Residency, calibrating: int, steady: float
+    ) -> Sums | None:
+        """None where too few were timed steadily."""
+        wholes = steady_wholes(lines, model, setting, steady)
+        if len(wholes) <= calibrating:
+            return None
+        others = wholes[calibrating:]
+        before, after = (
+            np.array(relative_errors(r, others)) for r in (start, calibrate(wholes[:calibrating], start))
+        )
+        measured = np.array([w.measured_ms for w in others])
+        spreads = [line["spread"] for line in _found(lines, "whole", model, setting)]
+        rank = spearmanr(measured * (1 + after), measured)[0] if len(others) > 1 else float("nan")
+        return cls(before, after, float(rank), float(np.median([s for s in spreads if s <= steady])))
+
+
+def _worst(occasions: Sequence[Lines], calibrating: int, steady: float) -> str:
+    """Every model and setting as it was on the occasion that was worst in it, figure by figure."""
+    keys = {(x["model"], x["setting"]): None for lines in occasions for x in lines if "model" in x}
+    rows = []
+    for model, setting in keys:
+        found = [
+            sums
+            for lines in occasions
+            if (sums := Sums.of(lines, model, setting, _start(lines), calibrating, steady)) is not None
+        ]
+        targets = [x for lines in occasions for x in _found(lines, "target", model, setting)]
+        off = max((100 * abs(x["measured"] - x["asked"]) for x in targets), default=float("nan"))
+        if found:
+            rows.append([
+                model, setting, str(len(found)),
+                f"{max(np.abs(s.before).mean() for s in found):.1%}",
+                f"{max(np.abs(s.after).mean() for s in found):.1%}",
+                f"{min(np.mean(np.abs(s.after) <= 0.1) for s in found):.0%}",
+                f"{min(s.spearman for s in found):.3f}",
+                f"{off:.1f}" if targets else "",
+            ])  # fmt: skip
+    head = ["model", "setting", "occasions", "mean error before calibration", "after", "within 10 %", "Spearman",
+            "points off the target"]  # fmt: skip
+    return f"### The worst of {len(occasions)} occasions, figure by figure\n\n" + _table(head, rows)
+
+
+def _start(lines: Lines) -> Residency:
+    return Residency(**next(line for line in lines if line["kind"] == "machine")["residency"])
+
+
+def _found(lines: Lines, kind: str, model: str, setting: str) -> Lines:
+    return [x for x in lines if x["kind"] == kind and (x["model"], x["setting"]) == (model, setting)]
+
+
 def _sums(
     lines: Lines, keys: list[tuple[str, str]], start: Residency, calibrating: int, steady: float
 ) -> str:
     """Errors on the prunings that were not calibrated on, before and after the calibration."""
     rows, every, left_out = [], [], []
     for model, setting in keys:
-        found = [x for x in lines if x["kind"] == "whole" and (x["model"], x["setting"]) == (model, setting)]
-        wholes = steady_wholes(lines, model, setting, steady)
-        if len(wholes) <= calibrating:
+        found = _found(lines, "whole", model, setting)
+        sums = Sums.of(lines, model, setting, start, calibrating, steady)
+        if sums is None:
+            wholes = steady_wholes(lines, model, setting, steady)
             left_out.append(f"{model} {setting}: {len(wholes)} of {len(found)} steady")
             continue
-        fitted, others = calibrate(wholes[:calibrating], start), wholes[calibrating:]
-        before, after = (np.array(relative_errors(r, others)) for r in (start, fitted))
-        measured = [w.measured_ms for w in others]
-        rank = spearmanr([m * (1 + e) for m, e in zip(measured, after, strict=True)], measured)[0]
-        spread = np.median([line["spread"] for line in found if line["spread"] <= steady])
-        every += after.tolist()
-        share = f"{len(others)} of {len(found) - calibrating}"
+        every += sums.after.tolist()
+        share = f"{len(sums.after)} of {len(found) - calibrating}"
         rows.append(
-            [model, setting, share, *_errors(before), *_errors(after), f"{rank:.3f}", f"{spread:.1%}"]
-        )
+            [model, setting, share, *_errors(sums.before), *_errors(sums.after), f"{sums.spearman:.3f}",
+             f"{sums.spread:.1%}"]
+        )  # fmt: skip
     if not rows:
         return f"No model was timed steadily often enough ({'; '.join(left_out)})." if left_out else ""
     errors = ["mean error", "within 10 %"]
@@ -122,11 +182,7 @@ def _errors(errors: np.ndarray) -> list[str]:
 def _targets(lines: Lines, keys: list[tuple[str, str]]) -> str:
     rows = []
     for model, setting in keys:
-        found = {
-            x["asked"]: x
-            for x in lines
-            if x["kind"] == "target" and (x["model"], x["setting"]) == (model, setting)
-        }
+        found = {x["asked"]: x for x in _found(lines, "target", model, setting)}
         if found:
             cells = []
             for asked in sorted(found, reverse=True):
