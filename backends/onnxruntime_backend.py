@@ -99,7 +99,7 @@ class OnnxRuntimeEngine(Engine):
         core = pace() if self._threads == 1 else None
         with Profiler(self._model, self._threads, self._spinning) as profiler:
             timer = stopwatch(lambda: profiler.session.run(None, feed))
-            samples = [take_sample(timer, core is not None, core) for _ in range(warm + repeats)][warm:]
+            samples = [take_sample(timer, core) for _ in range(warm + repeats)][warm:]
             runs = profiler.runs()[warm:]
         undisturbed = [run for run, sample in zip(runs, samples, strict=True) if not sample.disturbed]
         median = np.median([[node.ms for node in run] for run in undisturbed or runs], axis=0)

@@ -135,7 +135,7 @@ def _attempt(
         while alone < config.min_repeats or (alone < _HOT_RUNS and spent_ms < config.budget_ms):
             if small:
                 taken.append(("untimed", Sample(0.0)))
-            sample = take_sample(second if small else timer, threads == 1, core)
+            sample = take_sample(second if small else timer, core)
             taken.append(("hot", sample))
             spent_ms += sample.ms
             small = sample.ms < _SMALL_MS
@@ -147,7 +147,7 @@ def _attempt(
         while pairs < _COLD_RUNS:  # after those: a session's first runs are slower
             evict_caches()
             warm_code()
-            pair = [take_sample(timer, threads == 1, core) for _ in ("cold", "hot")]
+            pair = [take_sample(timer, core) for _ in ("cold", "hot")]
             taken += zip(("cold", "hot"), pair, strict=True)
             if any(s.disturbed for s in pair) and dropped < config.droppable * _COLD_RUNS:
                 dropped += 1

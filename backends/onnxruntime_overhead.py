@@ -79,7 +79,7 @@ def _profiled_node_ms(model: bytes, feed: dict[str, Array], threads: int, spinni
 
 
 def _sample(timer: Timer, threads: int) -> Sample:
-    return take_sample(timer, threads == 1, pace() if threads == 1 else None)
+    return take_sample(timer, pace() if threads == 1 else None)
 
 
 def _chain(length: int) -> bytes:

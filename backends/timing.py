@@ -105,19 +105,21 @@ class Sample:
     disturbed: bool = False
 
 
-def take_sample(timer: Timer, cpu_bound: bool, pace: Pace | None = None) -> Sample:
-    """Run ``timer`` once. A disturbance shows only where all is computed in this thread (``cpu_bound``).
+def take_sample(timer: Timer, pace: Pace | None = None) -> Sample:
+    """Run ``timer`` once.
 
-    ``pace``: wait until the core runs as it usually does, and call a run disturbed behind which it does not.
+    ``pace``: given where all is computed in this thread, as a disturbance shows only there. Wait until the core
+    runs as it usually does, and call a run disturbed that was kept off it, or behind which it runs otherwise.
     """
-    if pace is not None:
-        pace.await_usual()
+    if pace is None:
+        return Sample(timer())
+    pace.await_usual()
     cpu, wall = time.thread_time(), time.perf_counter()
     ms = timer()
     wall, cpu = 1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - cpu)
-    if cpu_bound and cpu < _UNDISTURBED * wall - 0.002:
+    if cpu < _UNDISTURBED * wall - 0.002:
         return Sample(min(ms, cpu), disturbed=True)
-    return Sample(ms, disturbed=pace is not None and not pace.is_usual())
+    return Sample(ms, disturbed=not pace.is_usual())
 
 
 def stopwatch(run: Callable[[], object]) -> Timer:
@@ -209,7 +211,7 @@ def _attempt(timers: Sequence[Timer], config: TimingConfig, cpu_bound: bool) -> 
                 _settle(timer, config)
             taken = 0
             while taken < burst:
-                sample = take_sample(timer, cpu_bound, pace() if cpu_bound else None)
+                sample = take_sample(timer, pace() if cpu_bound else None)
                 if sample.disturbed and droppable[index]:
                     droppable[index] -= 1
                     continue

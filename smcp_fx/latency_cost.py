@@ -86,7 +86,9 @@ class LatencyCost:
     def latency(self, counts: Mapping[str, int]) -> float:
         """Return the predicted latency in ms at these counts."""
         whole, share = self.whole(counts), self.share(counts)
-        return self.residency.scale * (whole.run_ms + whole.hot_ms + share * (whole.cold_ms - whole.hot_ms))
+        fetched = self.residency.fetched(whole.weight_bytes) if self.table.cold_share is None else 0.0
+        of_cold = share * (whole.cold_ms - whole.hot_ms)
+        return self.residency.scale * (whole.run_ms + whole.hot_ms + of_cold + fetched)
 
     def share(self, counts: Mapping[str, int]) -> float:
         """Return how cold the network's weights are taken to be at these counts."""
@@ -113,9 +115,11 @@ class LatencyCost:
         """
         hot, cold, weights = self._bound()
         whole, residency, share = self.whole(counts), self.residency, self.share(counts)
-        slope = 0.0
+        slope = fetched = 0.0
         if self.table.cold_share is None:  # cold rows that measured faster than hot ones are noise
             slope = residency.slope(whole.weight_bytes) * max(whole.cold_ms - whole.hot_ms, 0.0)
+            slope += residency.fetched_slope(whole.weight_bytes)
+            fetched = residency.fetched(whole.weight_bytes)
         scale = residency.scale
         blends: dict[object, Price] = {}
         terms = []
@@ -129,7 +133,7 @@ class LatencyCost:
                 replace(t, name=f"{t.name} in memory", price=_scaled(t.price, scale * slope))
                 for t in weights.terms
             ]
-        constant = whole.run_ms + (1 - share) * hot.constant + share * cold.constant
+        constant = whole.run_ms + fetched + (1 - share) * hot.constant + share * cold.constant
         constant += slope * (weights.constant - whole.weight_bytes)
         return NetworkCost("ms", hot.permitted, tuple(terms), scale * constant, self.around)
 

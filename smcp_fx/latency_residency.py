@@ -4,7 +4,10 @@ A block's weights are in cache when it runs if they stayed there since the netwo
 is the size of the *whole* network against the cache. A table row has both states (hot, cold); the sum over
 the blocks is weighed between them:
 
-    T = run + hot + share(weights) * (cold - hot)
+    T = run + hot + share(weights) * (cold - hot) + fetch * max(weights - outer, 0)
+
+The last term is that of a cache yet further out (a server's, of which a guest has a part): what it does not hold
+of the weights comes from memory. It is nothing until a calibration finds it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ _FLOOR = 0.05
 #: steepness, floor, log scale): networks that are all large say little of the floor, for instance. How long weights
 #: stay in the cache depends on activations and on who shares it; the factor should be one, as rows are latencies.
 _INERTIA = np.array([0.01, 0.005, 0.2, 0.2])
+#: The same for each ms a MiB of the fetch; memory may be so much slower than the outer cache, beyond so many MiB.
+_FETCH_INERTIA = 2.0
+_FETCHES, _OUTERS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09), (16, 24, 32, 48, 64, 96, 128)
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -33,17 +40,22 @@ class Residency:
     """How cold a network's weights are, in [0, 1): rises with their size, half-way up at ``half_bytes``.
 
     ``steepness``: how fast; ``floor``: of a small network, whose weights wait in an outer cache where a block
-    in a loop has them in the inner one; ``scale``: measured over predicted latency where they differ by a factor.
+    in a loop has them in the inner one; ``scale``: measured over predicted latency where they differ by a factor;
+    ``fetch``: ms that each MiB of weights beyond the ``outer`` ones (MiB) adds, as it comes from further away.
     """
 
     half_bytes: float
     steepness: float = _STEEPNESS
     floor: float = _FLOOR
     scale: float = 1.0
+    fetch: float = 0.0
+    outer: float = 0.0
 
     def __post_init__(self) -> None:
         if self.half_bytes <= 0 or self.steepness <= 0 or self.scale <= 0 or not 0 <= self.floor < 1:
             raise InputError(f"{self}: half_bytes, steepness and scale must be positive, floor in [0, 1)")
+        if self.fetch < 0 or self.outer < 0:
+            raise InputError(f"{self}: fetch and outer must not be negative")
 
     @classmethod
     def of_cache(cls, cache_bytes: int) -> Residency:
@@ -61,13 +73,22 @@ class Residency:
         rise = self._rise(weight_bytes)
         return (1 - self.floor) * self.steepness * rise * (1 - rise) / weight_bytes
 
+    def fetched(self, weight_bytes: float) -> float:
+        """Return the ms that a network's weights take which no cache holds."""
+        return self.fetch * max(weight_bytes / _MIB - self.outer, 0.0)
+
+    def fetched_slope(self, weight_bytes: float) -> float:
+        """Return by how many ms that rises with a byte more."""
+        return self.fetch / _MIB if weight_bytes > self.outer * _MIB else 0.0
+
     def _rise(self, weight_bytes: float) -> float:
         with np.errstate(divide="ignore", over="ignore"):
             return float(1 / (1 + np.power(self.half_bytes / np.float64(weight_bytes), self.steepness)))
 
     def latency(self, hot_ms: float, cold_ms: float, weight_bytes: float, run_ms: float = 0.0) -> float:
         """Return the predicted latency of a whole network, in ms."""
-        return self.scale * (run_ms + hot_ms + self.share(weight_bytes) * (cold_ms - hot_ms))
+        of_cold = self.share(weight_bytes) * (cold_ms - hot_ms)
+        return self.scale * (run_ms + hot_ms + of_cold + self.fetched(weight_bytes))
 
 
 @dataclass(frozen=True)
@@ -91,7 +112,7 @@ def relative_errors(residency: Residency, wholes: Sequence[Whole]) -> list[float
 def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
     """Return the residency that predicts these measured networks best (least mean absolute log error).
 
-    All four numbers are searched on a grid around ``start``, and what is nearer to it wins where the errors are
+    All six numbers are searched on a grid around ``start``, and what is nearer to it wins where the errors are
     all but equal. Fewer than three networks give the scale alone.
     """
     if not wholes:
@@ -100,21 +121,30 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
         np.array([getattr(w, name) for w in wholes])
         for name in ("hot_ms", "cold_ms", "weight_bytes", "run_ms", "measured_ms")
     )
-    grid: tuple[Sequence[float], ...] = ((1.0,), (start.steepness,), (start.floor,))
+    shares_of: tuple[Sequence[float], ...] = ((1.0,), (start.steepness,), (start.floor,))
+    fetches = [(start.fetch, start.outer)]
     if len(wholes) >= 3:
-        grid = (
+        shares_of = (
             [2.0 ** (e / 8) for e in range(-24, 13)],
             (2.0, 4.0, 6.0, 8.0),
             (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4),
         )
+        fetches += [(0.0, 0.0), *itertools.product(_FETCHES, _OUTERS)]
+    beyond = [replace(start, fetch=fetch, outer=outer) for fetch, outer in fetches]
+    fetched = np.array([[trial.fetched(size) for size in weights] for trial in beyond])  # [fetch, network]
+    fetch_away = _FETCH_INERTIA * np.abs([trial.fetch - start.fetch for trial in beyond])
     best, least = start, np.inf
-    for factor, steepness, floor in itertools.product(*grid):
+    for factor, steepness, floor in itertools.product(*shares_of):
         trial = Residency(start.half_bytes * factor, steepness, floor)
         shares = np.array([trial.share(size) for size in weights])
-        off = np.log(measured / (run + hot + shares * (cold - hot)))
-        scale = float(np.median(off))
-        away = np.abs([np.log(factor), np.log(steepness / start.steepness), floor - start.floor, scale])
-        error = float(np.abs(off - scale).mean() + away @ _INERTIA)
-        if error < least:
-            best, least = replace(trial, scale=float(np.exp(scale))), error
+        off = np.log(measured / (run + hot + shares * (cold - hot) + fetched))
+        scales = np.median(off, axis=1)
+        away = np.abs([np.log(factor), np.log(steepness / start.steepness), floor - start.floor])
+        errors = np.abs(off - scales[:, None]).mean(axis=1) + away @ _INERTIA[:3]
+        errors += _INERTIA[3] * np.abs(scales) + fetch_away
+        index = int(np.argmin(errors))
+        if errors[index] < least:
+            fetch, outer = fetches[index]
+            best = replace(trial, scale=float(np.exp(scales[index])), fetch=fetch, outer=outer)
+            least = errors[index]
     return best

@@ -21,6 +21,7 @@ from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeEngine
 from smcp_fx.backends.onnxruntime_blocks import add_context, block_ms
 from smcp_fx.backends.onnxruntime_profile import NodeTime
 from smcp_fx.backends.onnxruntime_session import bound_run
+from smcp_fx.backends.pace import pace
 from smcp_fx.backends.timing import (
     Sample,
     TimingConfig,
@@ -137,11 +138,11 @@ def test_a_thread_that_had_no_core_is_noticed():
             pass
         return 2.0
 
-    sample = take_sample(asleep, cpu_bound=True)
+    sample = take_sample(asleep, pace())
     assert sample.disturbed
     assert sample.ms < 5.0
-    assert take_sample(asleep, cpu_bound=False) == Sample(20.0)
-    assert any(take_sample(busy, cpu_bound=True) == Sample(2.0) for _ in range(50))
+    assert take_sample(asleep) == Sample(20.0)
+    assert any(take_sample(busy, pace()) == Sample(2.0) for _ in range(50))
 
 
 def test_impossible_settings_are_refused():

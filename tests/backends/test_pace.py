@@ -130,9 +130,9 @@ def test_a_sample_behind_which_the_pace_changed_is_disturbed(core) -> None:
     at = core(lambda ms: 2000 <= ms < 2005)
     pace = Pace()
     at.now_ms = 1998.0
-    assert take_sample(lambda: at.work(1.0), True, pace) == Sample(1.0)
-    assert take_sample(lambda: at.work(3.0), True, pace) == Sample(3.0, disturbed=True)
-    assert take_sample(lambda: at.work(1.0), True, pace) == Sample(1.0)  # waited until 2005
+    assert take_sample(lambda: at.work(1.0), pace) == Sample(1.0)
+    assert take_sample(lambda: at.work(3.0), pace) == Sample(3.0, disturbed=True)
+    assert take_sample(lambda: at.work(1.0), pace) == Sample(1.0)  # waited until 2005
 
 
 def test_runs_at_another_pace_are_dropped_where_one_thread_computes_all(core, monkeypatch) -> None:

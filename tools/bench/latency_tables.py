@@ -216,9 +216,13 @@ def _rounding(lines: Lines) -> str:
     )
     if free:
         told = [f"{x['model']} {x['setting']} {x['group']}: {x['chosen']} to {x['larger']} takes "
-                f"x {x['measured']:.3f} (table: x {x['tabled']:.3f})" for x in free]  # fmt: skip
+                f"x {x['measured']:.3f}{_quartiles(x)} (table: x {x['tabled']:.3f})" for x in free]  # fmt: skip
         words += " More channels for nothing: " + "; ".join(told) + "."
     return words
+
+
+def _quartiles(line: dict[str, Any]) -> str:
+    return " ({:.3f} to {:.3f})".format(*line["quartiles"]) if "quartiles" in line else ""
 
 
 def _rows(lines: Lines) -> str:
