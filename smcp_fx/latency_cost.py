@@ -16,7 +16,9 @@ from smcp_fx.costs import ParamsCost, without_branch
 from smcp_fx.errors import InputError
 from smcp_fx.latency_residency import Residency, Whole, calibrate
 from smcp_fx.latency_rounding import without_dominated
-from smcp_fx.latency_table import LatencyTable, MeasureReport, Progress
+from smcp_fx.latency_sampling import Grids
+from smcp_fx.latency_surface import Surface
+from smcp_fx.latency_table import Block, LatencyTable, MeasureReport, Progress, priced_as
 from smcp_fx.tracing import Traced
 
 #: Counts that save less than this of their blocks are not offered: rows are no surer.
@@ -50,6 +52,7 @@ class LatencyCost:
         self.residency = residency or Residency.of_cache(backend.cache_bytes())
         self.blocks: list[FusedBlock] = []
         self.report: MeasureReport | None = None
+        self._priced_as: dict[tuple[str, Grids], Block] = {}
         self._channels: ChannelGraph | None = None
         self._states: tuple[NetworkCost, NetworkCost, NetworkCost] | None = None
 
@@ -64,6 +67,7 @@ class LatencyCost:
         Weighed for the whole network; see `around`.
         """
         self.blocks, self._channels = cut(traced, channels), channels
+        self._priced_as = priced_as(self.blocks)
         if self.measure:
             self.report = self.table.measure(self.blocks, self.backend, self.progress)
         permitted = {group.name: group.permitted for group in channels.groups if group.free}
@@ -107,6 +111,11 @@ class LatencyCost:
         self.residency = calibrate([self.whole(counts, ms) for counts, ms in measured], self.residency)
         return self.residency
 
+    def surface(self, block: FusedBlock, cold_share: float) -> Surface:
+        """Return the latency of one of the network's ``blocks``, which another's rows may give."""
+        home = self._priced_as[block.signature, block.grids]
+        return self.table.surface(home, self.fingerprint, cold_share)
+
     def around(self, counts: Mapping[str, int]) -> NetworkCost:
         """Return the latency as a sum of terms: exact at these counts, to first order in the weights near them.
 
@@ -145,7 +154,7 @@ class LatencyCost:
             least = tuple(grid[0] for grid in block.grids) if empty else ()
             alike = block.signature, block.grids, least
             if alike not in prices:
-                price = self.table.price(block, self.fingerprint, share)
+                price: Price = self.surface(block, share)
                 prices[alike] = _nothing_is_free(price, least) if empty else price
             price = prices[alike]
             term = CostTerm(block.name, block.widths, price)

@@ -2,12 +2,14 @@
 
 table = LatencyTable("table.sqlite")
 report = table.measure(blocks, backend)              # fills what is missing, adaptively
-price = table.price(block, backend.fingerprint())    # price(c_in, c_out) in ms, vectorised
+home = priced_as(blocks)[block.signature, block.grids]
+price = table.price(home, backend.fingerprint())     # price(c_in, c_out) in ms, vectorised
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from smcp_fx.backends.base import Backend, BlockLatency, Fingerprint
 from smcp_fx.backends.timing import Measurement, TimingConfig
 from smcp_fx.cost_model import Price
 from smcp_fx.errors import InputError, TableError
-from smcp_fx.latency_sampling import Plan, SamplingConfig, plan_samples
+from smcp_fx.latency_sampling import Grids, Plan, SamplingConfig, plan_samples
 from smcp_fx.latency_store import LatencyStore, Row
 from smcp_fx.latency_surface import Point, Surface, held_out_errors
 
@@ -221,7 +223,7 @@ class LatencyTable:
     def held_out_error(self, blocks: Iterable[Block], fingerprint: Fingerprint) -> HeldOutError:
         """Return how far interpolation is off at the measured points that it does not rest on."""
         errors, measured = [np.zeros(0)], [np.zeros(0)]
-        for block in {b.signature: b for b in blocks}.values():
+        for block in unique_blocks(blocks):
             plan, failures = self._plan(block, fingerprint)
             if plan.surface is None and not failures:
                 self.surface(block, fingerprint)
@@ -325,11 +327,57 @@ class _RowsLeft:
             self._usual[kind].append(float(self._rows[block.signature]))
 
 
+@dataclass(frozen=True)
+class _Widened:
+    """The largest of several blocks of one signature, on the grids of all of them."""
+
+    largest: Block
+    grids: Grids
+
+    @property
+    def name(self) -> str:
+        return self.largest.name
+
+    @property
+    def signature(self) -> str:
+        return self.largest.signature
+
+    def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        return self.largest.build(widths)
+
+
+def priced_as(blocks: Iterable[Block]) -> dict[tuple[str, Grids], Block]:
+    """Return, for every signature and grids, the block whose rows price it: the largest, which can be all it can be.
+
+    So the layers of a dense block, say, which differ in nothing but how many channels they may read, are measured
+    once rather than each about its own full size.
+    """
+    alike: dict[str, dict[Grids, Block]] = {}
+    for block in blocks:
+        alike.setdefault(block.signature, {}).setdefault(block.grids, block)
+    found: dict[tuple[str, Grids], Block] = {}
+    for signature, of_grids in alike.items():
+        members: dict[Grids, list[Grids]] = {}
+        largest = sorted(of_grids, key=lambda grids: -math.prod(grid[-1] for grid in grids))
+        for own in largest:
+            home = next(grids for grids in largest if _reaches(grids, own))
+            members.setdefault(home, []).append(own)
+        for home, those in members.items():
+            grids = tuple(tuple(sorted(set().union(*values))) for values in zip(*those, strict=True))
+            block = of_grids[home] if grids == home else _Widened(of_grids[home], grids)
+            found.update({(signature, own): block for own in those})
+    return found
+
+
+def _reaches(grids: Grids, others: Grids) -> bool:
+    return len(grids) == len(others) and all(a[-1] >= b[-1] for a, b in zip(grids, others, strict=True))
+
+
 def unique_blocks(blocks: Iterable[Block], shard: int = 1, shards: int = 1) -> list[Block]:
     """Return blocks that share no rows, in order; of these every ``shards``-th, from the ``shard``-th (from 1)."""
     if not 1 <= shard <= shards:
         raise InputError(f"shard {shard}/{shards}: give i/n with 1 <= i <= n")
-    found = list({(block.signature, block.grids): block for block in blocks}.values())
+    found = list({(block.signature, block.grids): block for block in priced_as(blocks).values()}.values())
     mine = set(list(dict.fromkeys(block.signature for block in found))[shard - 1 :: shards])
     return [block for block in found if block.signature in mine]
 

@@ -24,7 +24,7 @@ def surfaces(cost: LatencyCost, counts: Mapping[str, int]) -> list[dict[str, Any
     for block in cost.blocks:
         if not block.widths:
             continue
-        surface = cost.table.surface(block, cost.fingerprint, share)
+        surface = cost.surface(block, share)
         dense_ms = float(surface(*(np.asarray(width) for width in block.full_widths)))
         if dense_ms <= dearest.get(block.signature, (0.0, {}))[0]:
             continue

@@ -23,7 +23,7 @@ from smcp_fx.errors import InputError, TableError
 from smcp_fx.latency_sampling import SamplingConfig, plan_samples
 from smcp_fx.latency_store import LatencyStore
 from smcp_fx.latency_surface import Surface, held_out_errors
-from smcp_fx.latency_table import Block, LatencyTable, Progress, sum_of_prices
+from smcp_fx.latency_table import Block, LatencyTable, Progress, priced_as, sum_of_prices, unique_blocks
 
 
 def steps(c: int, size: int = 16) -> int:
@@ -544,3 +544,26 @@ def test_two_processes_share_a_table_without_double_work(tmp_path):
     with LatencyTable(tmp_path / "alone.sqlite") as table:
         table.measure([conv()], alone)
     assert sorted(widths for _, widths in lines) == sorted(json.dumps(widths) for _, widths in alone.log)
+
+
+def test_blocks_that_a_larger_one_can_be_are_priced_by_its_rows(tmp_path: Path) -> None:
+    """As a dense block's layers: each reads more than the one before, at least and at most."""
+    layers = [
+        FakeBlock(f"layer{k}", "a", (tuple(range(8 * k, 64 + 32 * k + 1, 8)), grid(64))) for k in (1, 2, 3)
+    ]
+    wide, tall = FakeBlock("wide", "b", (grid(64), grid(32))), FakeBlock("tall", "b", (grid(32), grid(64)))
+    blocks = [*layers, wide, tall]
+    home = priced_as(blocks)
+    assert {home["a", layer.grids].name for layer in layers} == {"layer3"}
+    assert home["a", layers[0].grids].grids == (tuple(range(8, 161, 8)), grid(64))
+    assert home["b", wide.grids] is wide
+    assert home["b", tall.grids] is tall
+    assert [block.name for block in unique_blocks(blocks)] == ["layer3", "wide", "tall"]
+    backend = FakeBackend()
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        table.measure(blocks, backend)
+        assert {name for name, _ in backend.log} == {"layer3", "wide", "tall"}
+        for layer in layers:
+            price = table.price(home["a", layer.grids], backend.fingerprint())
+            errors = np.abs(dense(price, layer) / truth(layer) - 1)
+            assert np.percentile(errors, 95) < 0.05

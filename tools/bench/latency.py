@@ -29,6 +29,7 @@ from latency_tables import steady_wholes, write_tables
 
 from smcp_fx.allocation import allocate
 from smcp_fx.backends import Backend, Engine, Measurement, TimingConfig, get_backend, measure_interleaved
+from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_residency import Residency, calibrate
 from smcp_fx.latency_rounding import grow_for_free
@@ -174,11 +175,17 @@ class Bench:
         return float(np.median(fractions)), 2 * sum(stable) > len(stable)
 
     def allocated(self, budget: float) -> dict[str, int]:
-        """Counts of the greatest value for random importances, the cost taken again around each answer."""
+        """Counts of the greatest value for random importances, the cost taken again around each answer.
+
+        The smallest that are permitted where none is as fast.
+        """
         counts: Mapping[str, int] = self.cost.full_counts
         for _ in range(4):
             cost = self.cost.around(counts)
-            found = allocate(self.network.random_values(0, cost.permitted), cost, budget)
+            try:
+                found = allocate(self.network.random_values(0, cost.permitted), cost, budget)
+            except InfeasibleBudgetError:
+                return cost.smallest_counts
             settled = dict(found.counts) == dict(counts)
             counts = found.counts
             if settled:
