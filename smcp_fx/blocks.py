@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,7 @@ class FusedBlock:
 
     ``widths`` say how its free widths follow from the network's counts, ``grids`` which values (channels,
     ascending) they can take. ``signature`` is equal for blocks that differ in nothing but their widths.
+    ``read_before``: the inputs of a concatenation, by position, that an earlier one reads, too.
     """
 
     name: str
@@ -74,6 +75,7 @@ class FusedBlock:
     inputs: tuple[Port, ...] = field(repr=False)
     shapes: tuple[TensorInfo, ...] = field(repr=False)
     lines: tuple[Tensor, ...] = field(repr=False)  # for each free width, the local units along it
+    read_before: tuple[int, ...] = ()
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """Return the block at these widths in eval mode, its weights random, and example inputs."""
@@ -109,7 +111,14 @@ class FusedBlock:
 
 def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
     """Cut a traced network into blocks; every operation on tensors is in exactly one."""
-    return [_block(traced, channels, nodes) for nodes in _partition(traced)]
+    seen: set[fx.Node] = set()  # what the concatenations so far read
+    blocks = []
+    for nodes in _partition(traced):
+        read = seen if _operation(traced, nodes[0]) == "cat" else set()
+        blocks.append(_block(traced, channels, nodes, read))
+        if _operation(traced, nodes[0]) == "cat":
+            seen.update(nodes[0].all_input_nodes)
+    return blocks
 
 
 # ---- which nodes go together --------------------------------------------------------------------------------
@@ -170,12 +179,15 @@ def _operation(traced: Traced, node: fx.Node) -> str | None:
 # ---- one block ------------------------------------------------------------------------------------------------
 
 
-def _block(traced: Traced, channels: ChannelGraph, nodes: list[fx.Node]) -> FusedBlock:
+def _block(
+    traced: Traced, channels: ChannelGraph, nodes: list[fx.Node], seen: Collection[fx.Node]
+) -> FusedBlock:
     inside = set(nodes)
     numbers = _numbers(traced, nodes)
     sources = [n for n in dict.fromkeys(s for node in nodes for s in node.all_input_nodes) if n not in inside]
     tensors = [s for s in sources if s.op != "get_attr" and isinstance(traced.values[s.name], TensorInfo)]
     ends = [n for n in nodes if any(user not in inside for user in n.users)] or nodes[-1:]
+    read_before = tuple(i for i, source in enumerate(tensors) if source in seen)
     module, values = _subgraph(traced, nodes, tensors, ends, numbers)
     axes = {s.name: _axis(channels, s.name) for s in tensors}
     local = _local_channels(module, values, axes)
@@ -196,7 +208,7 @@ def _block(traced: Traced, channels: ChannelGraph, nodes: list[fx.Node]) -> Fuse
     return FusedBlock(
         name=paths[0] if paths else nodes[0].name,
         nodes=tuple(n.name for n in nodes),
-        signature=_signature(traced, nodes, tensors, axes, channels),
+        signature=_signature(traced, nodes, tensors, axes, channels, read_before),
         widths=tuple(widths),
         grids=tuple(_grid(channels, width) for width in widths),
         module=module,
@@ -204,6 +216,7 @@ def _block(traced: Traced, channels: ChannelGraph, nodes: list[fx.Node]) -> Fuse
         inputs=inputs,
         shapes=tuple(traced.values[s.name] for s in tensors),
         lines=tuple(lines),
+        read_before=read_before,
     )
 
 
@@ -328,6 +341,7 @@ def _signature(
     inputs: list[fx.Node],
     axes: dict[str, int | None],
     channels: ChannelGraph,
+    read_before: tuple[int, ...],
 ) -> str:
     """Canonical JSON of everything but the widths; sizes that are written into the graph count."""
     place: dict[fx.Node, str] = {n: f"input{i}" for i, n in enumerate(inputs)}
@@ -360,9 +374,10 @@ def _signature(
         for labels in (layer.in_labels, layer.out_labels)
         if not channels.width(labels).groups
     ]
-    return json.dumps(
-        {"steps": steps, "inputs": shapes, "fixed": fixed}, sort_keys=True, separators=(",", ":")
-    )
+    parts: dict[str, Any] = {"steps": steps, "inputs": shapes, "fixed": fixed}
+    if read_before:
+        parts["read before"] = read_before
+    return json.dumps(parts, sort_keys=True, separators=(",", ":"))
 
 
 def _fields(module: nn.Module) -> dict[str, str]:

@@ -38,6 +38,8 @@ class Block(Protocol):
 
     ``name``: where it is, for messages. ``signature``: canonical JSON of everything but the widths; blocks of
     one signature share their rows. ``grids``: for each free width the ascending values that it can take.
+    ``read_before``: the inputs, by position, that an earlier block has had converted into the layout that this one
+    reads as well, where the runtime has layouts.
     """
 
     @property
@@ -48,6 +50,9 @@ class Block(Protocol):
 
     @property
     def grids(self) -> tuple[tuple[int, ...], ...]: ...
+
+    @property
+    def read_before(self) -> tuple[int, ...]: ...
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """Return an eval-mode module with random weights at ``widths``, and its example inputs."""
@@ -341,6 +346,10 @@ class _Widened:
     @property
     def signature(self) -> str:
         return self.largest.signature
+
+    @property
+    def read_before(self) -> tuple[int, ...]:
+        return self.largest.read_before
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
         return self.largest.build(widths)

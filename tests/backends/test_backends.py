@@ -342,6 +342,7 @@ class ABlock:
     batch: int = 2
     stride: int = 1
     grids: tuple[tuple[int, ...], ...] = ()
+    read_before: tuple[int, ...] = ()
 
     @property
     def signature(self) -> str:

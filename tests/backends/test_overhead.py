@@ -45,6 +45,15 @@ def test_the_profilers_part_is_taken_off_every_node() -> None:
     assert np.isclose(block_ms(nodes, []), 0.008)
 
 
+def test_conversions_that_another_block_paid_for_do_not_count() -> None:
+    """A concatenation of two inputs, three quarters of whose channels an earlier one has read."""
+    shapes = ((1, 24, 2, 2), (1, 8, 2, 2))
+    nodes = [NodeTime("", "ReorderOutput", (shape,), 0.004) for shape in shapes]
+    nodes += [NodeTime("cat", "Concat", ((1, 32, 2, 2),), 0.005)]
+    assert np.isclose(block_ms(nodes, [(1, 32, 2, 2)], 0.001, paid=0.75), 0.25 * 2 * 0.003 + 0.004)
+    assert np.isclose(block_ms(nodes, [(1, 32, 2, 2)], 0.001), 2 * 0.003 + 0.004)
+
+
 def test_caches_are_emptied_by_more_than_they_hold() -> None:
     from smcp_fx.backends import onnxruntime_blocks
 

@@ -74,6 +74,7 @@ class FakeBlock:
     name: str
     signature: str
     grids: tuple[tuple[int, ...], ...]
+    read_before: tuple[int, ...] = ()
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
         return nn.Identity(), (torch.zeros(1),)
