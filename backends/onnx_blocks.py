@@ -72,6 +72,8 @@ class BlockModels:
 
 def resize(template: Template, wanted: BlockShapes) -> onnx.ModelProto | None:
     """Return ``template`` with random weights of the ``wanted`` shapes; None when they do not correspond."""
+    if len(template.modules) != len(wanted.modules):
+        return None
     paths = dict(zip(template.modules, wanted.modules, strict=True))
     model = _skeleton(template.model)
     graph, shapes = model.graph, dict[str, Shape]()

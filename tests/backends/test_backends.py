@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from smcp_fx.backends import backend_names, get_backend, measure_interleaved
 from smcp_fx.backends.base import Fingerprint
-from smcp_fx.backends.onnx_blocks import BlockModels
+from smcp_fx.backends.onnx_blocks import BlockModels, resize
 from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeEngine
 from smcp_fx.backends.onnxruntime_blocks import add_context, block_ms
 from smcp_fx.backends.onnxruntime_profile import NodeTime
@@ -396,6 +396,15 @@ def test_blocks_of_one_structure_share_an_export_whatever_their_size_and_name():
     strided = models.model(ABlock("conv", stride=2), (16, 8))
     assert models.exports == 2
     assert [d.dim_value for d in strided.graph.output[0].type.tensor_type.shape.dim] == [2, 8, 4, 4]
+
+
+def test_a_template_of_other_modules_does_not_serve():
+    models = BlockModels()
+    models.model(ABlock("conv"), (8, 16))
+    (template,) = models._templates.values()
+    shapes = models._finder.shapes(ABlock("conv"), (8, 16))
+    assert resize(template, shapes) is not None
+    assert resize(template, replace(shapes, modules=(*shapes.modules, "another"))) is None
 
 
 def test_a_block_onnx_cannot_express_is_named():
