@@ -28,9 +28,9 @@ _FLOOR = 0.05
 #: What a calibration gives in mean log error for staying near its start, for each of (log half_bytes, log
 #: steepness, floor, log scale): networks that are all large say little of the floor, for instance. How long weights
 #: stay in the cache depends on activations and on who shares it; the factor should be one, as rows are latencies.
-_INERTIA = np.array([0.01, 0.005, 0.2, 0.2])
+_INERTIA = np.array([0.005, 0.005, 0.2, 0.2])
 #: The same for each ms a MiB of the fetch; memory may be so much slower than the outer cache, beyond so many MiB.
-_FETCH_INERTIA = 2.0
+_FETCH_INERTIA = 0.5
 _FETCHES, _OUTERS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09), (16, 24, 32, 48, 64, 96, 128)
 _MIB = 1 << 20
 
