@@ -141,7 +141,7 @@ def _sample_axis(grids: Grids, axis: int, known: _Known, config: SamplingConfig)
     """Find the runtime's step along one axis, then the values that linear interpolation needs."""
     grid = grids[axis]
     top = tuple(g[-1] for g in grids)
-    spacing = int(np.diff(grid).min()) if len(grid) > 1 else 1
+    spacing = _spacing(grid)
     step = _find_step(grid, axis, top, known, config)
     raw = Axis(grid[0], grid[-1], step, (), (), unit=max(step, spacing))
     values = sorted({grid[0], *(int(v) for v in raw.canonical(np.array(grid, dtype=np.int64)))})
@@ -155,6 +155,12 @@ def _sample_axis(grids: Grids, axis: int, known: _Known, config: SamplingConfig)
     samples = {v for members in classes for v in _refine(members, raw, axis, top, known, config)}
     lines = {values[0], values[min(1, len(values) - 1)], values[-1]}
     return replace(raw, samples=tuple(sorted(samples | lines)), lines=tuple(sorted(lines)))
+
+
+def _spacing(grid: Sequence[int]) -> int:
+    """Return by how much most values exceed the one before; a layer's full size may be no multiple of it."""
+    steps, counts = np.unique(np.diff(grid), return_counts=True)
+    return int(steps[np.argmax(counts)]) if len(steps) else 1
 
 
 def _refine(
@@ -214,7 +220,7 @@ def _find_step(grid: Sequence[int], axis: int, top: Point, known: _Known, config
     places say of that is added up. Where it says nothing against the smallest step, as steps are too low to be seen,
     that one is taken: it can be no further off than what is seen.
     """
-    spacing = int(np.diff(grid).min()) if len(grid) > 1 else 1
+    spacing = _spacing(grid)
     present, found = set(grid), 1
     at = known.line(axis, top)
     for factor in (2, 4, 8):

@@ -142,6 +142,17 @@ def test_steps_are_found_in_noise(latency: Callable[[int], float], step: int) ->
     assert np.mean(np.array(found) == step) >= 0.9
 
 
+def test_a_full_size_that_is_no_multiple_hides_no_step() -> None:
+    """As ShuffleNet's 58 and 116 channels: multiples of 8 are permitted, and the layer as it is."""
+    plan, _ = sample(((*grid(112), 116),), lambda c: 1e-2 + 3e-4 * steps(c))
+    assert plan.surface.axes[0].step == 16
+    both, _ = sample(
+        ((*grid(112), 116),), lambda c: 1e-2 + 1e-4 * c + 4e-3 * (c % 16 > 0)
+    )  # vectors do not divide
+    assert both.surface.axes[0].aligned == 16
+    assert float(both.surface(np.array(116))) == pytest.approx(1e-2 + 1.16e-2 + 4e-3)
+
+
 def saw(c: int, unit: int = 16) -> float:
     """Units that come four at a time: the first of them brings 56 % of what four do, as convolutions measured."""
     whole, part = divmod(-(-c // unit), 4)
