@@ -168,7 +168,10 @@ def _set_shape(value: onnx.ValueInfoProto, shape: Shape) -> None:
 
 
 def consistent(model: onnx.ModelProto) -> bool:
-    """Whether the shapes that follow from the inputs and weights are those given for the outputs."""
+    """Whether the shapes that follow from the inputs and weights are those given for the outputs.
+
+    And whether what is gathered by constant indices is there: they were written for other widths.
+    """
     declared = onnx.ModelProto()
     declared.CopyFrom(model)
     for output in declared.graph.output:
@@ -179,6 +182,16 @@ def consistent(model: onnx.ModelProto) -> bool:
         )
     except onnx.shape_inference.InferenceError:
         return False
+    shapes = {
+        value.name: [d.dim_value for d in value.type.tensor_type.shape.dim]
+        for value in (*inferred.graph.value_info, *inferred.graph.input)
+    }
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "Gather" and node.input[1] in constants and node.input[0] in shapes:
+            axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+            if numpy_helper.to_array(constants[node.input[1]]).max(initial=0) >= shapes[node.input[0]][axis]:
+                return False
     return all(
         [d.dim_value for d in a.type.tensor_type.shape.dim]
         == [d.dim_value for d in b.type.tensor_type.shape.dim]

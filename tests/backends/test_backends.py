@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from torch import fx, nn
 
 from smcp_fx.backends import backend_names, get_backend, measure_interleaved
 from smcp_fx.backends.base import Fingerprint
-from smcp_fx.backends.onnx_blocks import BlockModels, resize
+from smcp_fx.backends.onnx_blocks import BlockModels, consistent, resize
 from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeEngine
 from smcp_fx.backends.onnxruntime_blocks import add_context, block_ms
 from smcp_fx.backends.onnxruntime_profile import NodeTime
@@ -396,6 +397,17 @@ def test_blocks_of_one_structure_share_an_export_whatever_their_size_and_name():
     strided = models.model(ABlock("conv", stride=2), (16, 8))
     assert models.exports == 2
     assert [d.dim_value for d in strided.graph.output[0].type.tensor_type.shape.dim] == [2, 8, 4, 4]
+
+
+def test_a_template_that_gathers_what_is_not_there_does_not_serve():
+    gather = onnx.helper.make_node("Gather", ["x", "indices"], ["y"], axis=1)
+    value = functools.partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT)
+    indices = onnx.numpy_helper.from_array(np.array([0, 2, 5]), "indices")
+    for channels, serves in ((6, True), (5, False)):
+        graph = onnx.helper.make_graph(
+            [gather], "g", [value("x", shape=[1, channels, 2])], [value("y", shape=[1, 3, 2])], [indices]
+        )
+        assert consistent(onnx.helper.make_model(graph)) == serves
 
 
 def test_a_template_of_other_modules_does_not_serve():

@@ -184,10 +184,11 @@ class Bench:
             cost = self.cost.around(counts)
             try:
                 found = allocate(self.network.random_values(0, cost.permitted), cost, budget)
-            except InfeasibleBudgetError:
-                return cost.smallest_counts
-            settled = dict(found.counts) == dict(counts)
-            counts = found.counts
+                chosen: Mapping[str, int] = found.counts
+            except InfeasibleBudgetError:  # as priced around these counts, not around the smallest
+                chosen = cost.smallest_counts
+            settled = dict(chosen) == dict(counts)
+            counts = chosen
             if settled:
                 break
         return grow_for_free(self.cost.around(counts), counts)
