@@ -34,6 +34,10 @@ MODELS = (
 SETTINGS = {"224x1": (224, 1), "64x1": (64, 1), "64x32": (64, 32)}
 
 
+#: What these take, and from where, is written into the file: it serves no other counts.
+_MOVES = ("Gather", "Slice", "Split")
+
+
 @dataclass
 class Network:
     """One model at one setting, prepared with a latency cost."""
@@ -71,7 +75,8 @@ class Network:
         if model is None or not consistent(model):
             self.exports += 1
             model = export_model_proto(module, self.inputs, dynamic_batch=False)
-            self.template = Template(model, module_paths(module))
+            moves = any(node.op_type in _MOVES for node in model.graph.node)
+            self.template = None if moves else Template(model, module_paths(module))
         return OnnxRuntimeEngine(model.SerializeToString(), self.inputs, self.cost.fingerprint.threads)
 
     def emitted(self, counts: Mapping[str, int], backend: Backend, path: Path) -> Engine:
