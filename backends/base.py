@@ -211,7 +211,7 @@ def gpu_name(index: int = 0) -> tuple[str, str]:
 
 
 #: Convolutional networks have up to some hundred MB of weights. A cache larger than this (a server's last-level
-#: cache, of which a guest has a part) holds them all: what they outgrow is the one before.
+#: cache, of which a guest has a part) holds nearly all of them: what they outgrow is the one before.
 _LARGEST_CACHE = 64 << 20
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from smcp_fx.errors import InputError
 
-#: The share is half-way up when the weights are this many times as large as the last-level cache: other
+#: The share is half-way up when the weights are this many times as large as the cache they outgrow: other
 #: processes want some of it, and activations.
 _HALF_OF_CACHE = 0.7
 _STEEPNESS = 6.0
@@ -59,7 +59,7 @@ class Residency:
 
     @classmethod
     def of_cache(cls, cache_bytes: int) -> Residency:
-        """Return what to assume before anything is measured, from the size of the last-level cache."""
+        """Return what to assume before anything is measured, from the size of the cache that networks outgrow."""
         return cls(_HALF_OF_CACHE * cache_bytes)
 
     def share(self, weight_bytes: float) -> float:

@@ -356,7 +356,7 @@ class _Widened:
 
 
 def priced_as(blocks: Iterable[Block]) -> dict[tuple[str, Grids], Block]:
-    """Return, for every signature and grids, the block whose rows price it: the largest, which can be all it can be.
+    """Return, for every signature and grids, the block whose rows price it: the largest as wide on each axis.
 
     So the layers of a dense block, say, which differ in nothing but how many channels they may read, are measured
     once rather than each about its own full size.
