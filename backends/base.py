@@ -25,7 +25,7 @@ from smcp_fx.backends.timing import QUICK, Measurement, Timer, TimingConfig, mea
 from smcp_fx.errors import BackendError, TableError
 
 if TYPE_CHECKING:
-    from smcp_fx.latency_table import Block
+    from smcp_fx.latency_blocks import Block
 
 Array = NDArray[Any]
 

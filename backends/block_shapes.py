@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from smcp_fx.backends.onnx_export import eval_mode, flatten_outputs
 
 if TYPE_CHECKING:
-    from smcp_fx.latency_table import Block
+    from smcp_fx.latency_blocks import Block
 
 Shape = tuple[int, ...]
 _WIDTH_NAMES = {"in_channels", "out_channels", "num_features", "in_features", "out_features"}

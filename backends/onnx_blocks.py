@@ -20,7 +20,7 @@ from smcp_fx.backends.onnx_export import export_model_proto
 from smcp_fx.errors import BackendError
 
 if TYPE_CHECKING:
-    from smcp_fx.latency_table import Block
+    from smcp_fx.latency_blocks import Block
 
 #: In these ranks the channels of a reshape's target are on this axis: (N, C), (N, C, H, W), (N, groups, C,
 #: H, W)

@@ -38,7 +38,7 @@ from smcp_fx.backends.timing import QUICK, Timer, TimingConfig, stopwatch, take_
 from smcp_fx.errors import BackendError, InputError
 
 if TYPE_CHECKING:
-    from smcp_fx.latency_table import Block
+    from smcp_fx.latency_blocks import Block
 
 
 class OnnxRuntimeEngine(Engine):

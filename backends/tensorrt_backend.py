@@ -46,7 +46,7 @@ from smcp_fx.backends.timing import TimingConfig
 from smcp_fx.errors import BackendError, InputError
 
 if TYPE_CHECKING:
-    from smcp_fx.latency_table import Block
+    from smcp_fx.latency_blocks import Block
 
 #: Largest difference from PyTorch's float32 outputs, over their scale. TF32 keeps ten bits of the mantissa.
 TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}

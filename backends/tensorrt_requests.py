@@ -26,7 +26,7 @@ from smcp_fx.latency_store import Row
 from smcp_fx.latency_table import RUN_SIGNATURE
 
 if TYPE_CHECKING:
-    from smcp_fx.latency_table import Block
+    from smcp_fx.latency_blocks import Block
 
 WORKER = "worker.pyz"
 _ALONE, _ROW = "run-alone", "run-in-a-row"

@@ -20,6 +20,7 @@ from smcp_fx.latency_surface import (
     Point,
     Surface,
     held_out_errors,
+    is_aligned,
     surface_points,
 )
 
@@ -29,6 +30,8 @@ Grids = tuple[tuple[int, ...], ...]
 _RISE, _WITHIN = 0.08, 0.25
 #: A saw whose shares are all nearer than this to linear ones is none, nor is one of which two teeth differ by more.
 _STRAIGHT, _ALIKE = 0.08, 0.25
+#: Where a grid's own spacing does not say which: the steps, and the alignments, that are looked for.
+_STEPS, _ALIGNMENTS = (4, 8, 16, 32, 64), (4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class SamplingConfig:
     floor_ms: float = 0.004
     share: float = 0.005
     probes: int = 6
-    rounds: int = 2
+    rounds: int = 3
     median_error: float = 0.03
     largest_error: float = 0.10
 
@@ -138,29 +141,33 @@ def _sample(
 
 
 def _sample_axis(grids: Grids, axis: int, known: _Known, config: SamplingConfig) -> Axis:
-    """Find the runtime's step along one axis, then the values that linear interpolation needs."""
+    """Find the runtime's alignment or step along one axis, then the values that linear interpolation needs."""
     grid = grids[axis]
     top = tuple(g[-1] for g in grids)
     spacing = _spacing(grid)
-    step = _find_step(grid, axis, top, known, config)
-    raw = Axis(grid[0], grid[-1], step, (), (), unit=max(step, spacing))
+    aligned = _find_alignment(grid, axis, top, known)
+    step = _find_step(grid, axis, top, known, config) if aligned == 1 else 1
+    raw = Axis(grid[0], grid[-1], step, (), (), aligned, max(step, spacing))
     values = sorted({grid[0], *(int(v) for v in raw.canonical(np.array(grid, dtype=np.int64)))})
-    if step == 1 and len(grids) == 1 and _alternates(grid, spacing, known):
-        aligned = 2 * spacing
-        raw = replace(raw, aligned=aligned)
-        classes = [[v for v in values if v % aligned], [v for v in values if not v % aligned]]
-    else:
-        raw = replace(raw, saw=_find_saw(grid, axis, top, raw.unit, known))
-        classes = [values]
-    samples = {v for members in classes for v in _refine(members, raw, axis, top, known, config)}
-    lines = {values[0], values[min(1, len(values) - 1)], values[-1]}
-    return replace(raw, samples=tuple(sorted(samples | lines)), lines=tuple(sorted(lines)))
+    if aligned == 1:
+        raw = replace(raw, saw=_find_saw(values, axis, top, raw.unit, known))
+    samples, lines = set[int](), set[int]()
+    for kind in (True, False):
+        members = [value for value in values if is_aligned(value, aligned) == kind]
+        if members:
+            ends = {members[0], members[min(1, len(members) - 1)], members[-1]}
+            samples |= {*ends, *_refine(members, raw, axis, top, known, config)}
+            lines |= ends
+    return replace(raw, samples=tuple(sorted(samples)), lines=tuple(sorted(lines)))
 
 
 def _spacing(grid: Sequence[int]) -> int:
-    """Return by how much most values exceed the one before; a layer's full size may be no multiple of it."""
+    """Return by how much most values exceed the one before, as a layer's full size may be no multiple of it.
+
+    1 where differences vary: sums of groups of odd sizes, as of channels that were shuffled.
+    """
     steps, counts = np.unique(np.diff(grid), return_counts=True)
-    return int(steps[np.argmax(counts)]) if len(steps) else 1
+    return int(steps[np.argmax(counts)]) if 4 * counts.max(initial=0) >= 3 * max(len(grid) - 1, 1) else 1
 
 
 def _refine(
@@ -187,20 +194,33 @@ def _refine(
     return [values[i] for i in sorted(chosen)]
 
 
-def _alternates(grid: Sequence[int], spacing: int, known: _Known) -> bool:
-    """Whether widths between two multiples of twice the spacing cost more, or less, than both of them.
+def _find_alignment(grid: Sequence[int], axis: int, top: Point, known: _Known) -> int:
+    """Return q where widths between two multiples of q cost more, or less, than both of them; 1 where none do.
 
-    Runtimes have a blocked path for aligned channels and another for the rest (pooling, depthwise).
+    Runtimes have a blocked path for aligned channels and another for the rest (pooling, depthwise). Two places of
+    three must say so.
     """
-    wide, present, votes = 2 * spacing, set(grid), 0
-    for k in (1, 2, 4):
-        low, odd, high = wide * k, wide * k + spacing, wide * (k + 1)
-        if present.issuperset((low, odd, high)):
-            known.need([(low,), (odd,), (high,)])
-            ends = (known.values[(low,)], known.values[(high,)])
-            between = known.values[(odd,)]
-            votes += between > 1.1 * max(ends) or between < min(ends) / 1.1
-    return votes >= 2
+    spacing, at = _spacing(grid), known.line(axis, top)
+    for aligned in _ALIGNMENTS if spacing == 1 else (2 * spacing,):
+        if spacing == 1:
+            multiples = [i for i, value in enumerate(grid) if is_aligned(value, aligned)]
+            gaps = [(a, b) for a, b in itertools.pairwise(multiples) if b - a > 1]
+            spread = sorted({len(gaps) // 4, len(gaps) // 2, len(gaps) - 1}) if gaps else []
+            places = [(grid[a], grid[(a + b) // 2], grid[b]) for a, b in (gaps[i] for i in spread)]
+        else:  # the first are those that tell a step
+            places = _places(grid, aligned)[:3]
+        votes = 0
+        for count, place in enumerate(places, start=1):
+            points = [_point(axis, value, top) for value in place]
+            known.need(points)
+            low, between, high = (at(value) for value in place)
+            apart = max(between - max(low, high), min(low, high) - between)
+            votes += apart > max(0.1 * min(max(low, high), between), 2 * known.noise(*points))
+            if votes == 2:
+                return aligned
+            if count - votes == 2:
+                break
+    return 1
 
 
 def _initial(values: Sequence[int]) -> list[int]:
@@ -216,34 +236,38 @@ def _initial(values: Sequence[int]) -> list[int]:
 def _find_step(grid: Sequence[int], axis: int, top: Point, known: _Known, config: SamplingConfig) -> int:
     """Return the step that the runtime rounds this width up to, as far as the latency shows one; else 1.
 
-    With steps of q, widths q*k - (q - spacing) and q*k cost the same, while q*(k - 1) costs less. What two to five
-    places say of that is added up. Where it says nothing against the smallest step, as steps are too low to be seen,
-    that one is taken: it can be no further off than what is seen.
+    With steps of q, the widths just above q*(k - 1) and q*k cost the same, while q*(k - 1) costs less. What two to
+    five places say of that is added up. A step that they speak against ends the search; where they say nothing of the
+    smallest, as steps are too low to be seen, that one is taken: it can be no further off than what is seen.
     """
-    spacing = _spacing(grid)
-    present, found = set(grid), 1
+    spacing, found = _spacing(grid), 1
+    candidates = _STEPS if spacing == 1 else (2 * spacing, 4 * spacing, 8 * spacing)
     at = known.line(axis, top)
-    for factor in (2, 4, 8):
-        step = factor * spacing
-        places = [(step * (k - 1), step * (k - 1) + spacing, step * k) for k in range(2, 7)]
-        places = [place for place in places if present.issuperset(place)]
+    for step in candidates:
         height = rise = within = noise = 0.0
-        same = False
-        for count, (below, low, high) in enumerate(places, start=1):
-            points = [_point(axis, value, top) for value in (below, low, high)]
+        clear, places = False, _places(grid, step)
+        for count, place in enumerate(places, start=1):
+            points = [_point(axis, value, top) for value in place]
             known.need(points)
-            height += at(high)
-            rise += at(high) - at(below)
-            within += at(high) - at(low)
+            below, low, high = (at(value) for value in place)
+            height, rise, within = height + high, rise + high - below, within + high - low
             noise += max(known.noise(*points), config.floor_ms / 4)
             clear = count > 1 and rise > max(_RISE * height, 4 * noise)
-            same = abs(within) <= _WITHIN * rise if clear else step == 2 * spacing and abs(within) <= noise
-            if clear and (same or abs(within) > 2 * _WITHIN * rise):
+            if clear and not _WITHIN < abs(within) / rise <= 2 * _WITHIN:
                 break
-        if not same:
+        if clear and abs(within) > _WITHIN * rise:
             return found
-        found = step
+        if clear or (places and step == candidates[0] and abs(within) <= noise):
+            found = step
     return found
+
+
+def _places(grid: Sequence[int], step: int) -> list[tuple[int, int, int]]:
+    """Return where a step shows: its multiple, the width above that, and the next multiple, where these are three."""
+    index = {value: i for i, value in enumerate(grid)}
+    ends = [(step * (k - 1), step * k) for k in range(2, 7)]
+    found = [(a, grid[index[a] + 1], b) for a, b in ends if a in index and b in index]
+    return [place for place in found if place[1] < place[2]]
 
 
 def _find_saw(grid: Sequence[int], axis: int, top: Point, unit: int, known: _Known) -> tuple[float, ...]:

@@ -15,8 +15,9 @@ more than the next three. Widths are interpolated along a scale that follows the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,6 +57,20 @@ class Axis:
         rounded = np.minimum(-(-widths // self.step) * self.step, self.last)
         return np.where(widths == self.first, widths, rounded)
 
+    def kinds(self) -> list[Axis]:
+        """Return the axis, or one for the multiples of ``aligned`` and one for the rest."""
+        if self.aligned == 1:
+            return [self]
+        found = []
+        for kind in (True, False):
+            samples, lines = (
+                tuple(v for v in values if is_aligned(v, self.aligned) == kind)
+                for values in (self.samples, self.lines)
+            )
+            if samples:
+                found.append(replace(self, first=samples[0], last=samples[-1], samples=samples, lines=lines))
+        return found
+
     def coordinate(self, widths: NDArray[np.int64] | Sequence[int]) -> Floats:
         """Return where ``widths`` are on a scale along which the latency is linear within a saw's tooth, too."""
         given = np.asarray(widths, dtype=np.float64)
@@ -93,20 +108,43 @@ class Surface:
                     "measure the block on a wider grid"
                 )
         at = [axis.canonical(array.astype(np.int64)) for axis, array in zip(self.axes, arrays, strict=True)]
-        if len(self.axes) == 1:
-            return self._interpolate(at[0])
-        return self._blend(*at)
-
-    def _interpolate(self, at: NDArray[np.int64]) -> Floats:
-        (axis,) = self.axes
-        result = np.zeros(at.shape)
-        for kind in (True, False):
-            samples = [v for v in axis.samples if is_aligned(v, axis.aligned) == kind]
-            if samples:
-                nodes = axis.coordinate(samples)
-                found = np.interp(axis.coordinate(at), nodes, [self._points[(v,)] for v in samples])
-                result = np.where(is_aligned(at, axis.aligned) == kind, found, result)
+        parts = self._parts
+        if len(parts) == 1:
+            return parts[0](*at)
+        result = np.full(np.broadcast_shapes(*(array.shape for array in at)), np.nan)
+        for part in parts:
+            inside = [
+                np.clip(array, axis.first, axis.last) for axis, array in zip(part.axes, at, strict=True)
+            ]
+            own = [
+                is_aligned(array, axis.aligned) == is_aligned(axis.first, axis.aligned)
+                for axis, array in zip(part.axes, at, strict=True)
+            ]
+            result = np.where(np.logical_and.reduce(np.broadcast_arrays(*own)), part(*inside), result)
         return result
+
+    @cached_property
+    def _parts(self) -> list[_Part]:
+        """A part for each choice of the axes' kinds."""
+        return [
+            _Part(axes, self._points) for axes in itertools.product(*(axis.kinds() for axis in self.axes))
+        ]
+
+
+class _Part:
+    """The surface of one kind of widths on each axis, of values that are within them."""
+
+    def __init__(self, axes: Sequence[Axis], points: Mapping[Point, float]) -> None:
+        self.axes = tuple(axes)
+        self._points = points
+
+    def __call__(self, *at: NDArray[np.int64]) -> Floats:
+        if len(self.axes) == 2:
+            return self._blend(*at)
+        (axis,) = self.axes
+        known = [self._points[(value,)] for value in axis.samples]
+        found: Floats = np.interp(axis.coordinate(at[0]), axis.coordinate(axis.samples), known)
+        return found
 
     def _blend(self, x: NDArray[np.int64], y: NDArray[np.int64]) -> Floats:
         (ax, ay), (along_y, along_x, crossings) = self.axes, self._lines

@@ -9,54 +9,26 @@ price = table.price(home, backend.fingerprint())     # price(c_in, c_out) in ms,
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from smcp_fx.backends.base import Backend, BlockLatency, Fingerprint
 from smcp_fx.backends.timing import Measurement, TimingConfig
 from smcp_fx.cost_model import Price
 from smcp_fx.errors import InputError, TableError
-from smcp_fx.latency_sampling import Grids, Plan, SamplingConfig, plan_samples
+from smcp_fx.latency_blocks import Block, unique_blocks
+from smcp_fx.latency_sampling import Plan, SamplingConfig, plan_samples
 from smcp_fx.latency_store import LatencyStore, Row
 from smcp_fx.latency_surface import Point, Surface, held_out_errors
 
 #: The signature of the row that holds what a run costs beside its blocks.
 RUN_SIGNATURE = '{"steps":"none"}'
-
-
-class Block(Protocol):
-    """A part of a network that the engine runs as one fused kernel, with up to two free widths.
-
-    ``name``: where it is, for messages. ``signature``: canonical JSON of everything but the widths; blocks of
-    one signature share their rows. ``grids``: for each free width the ascending values that it can take.
-    ``read_before``: the inputs, by position, that an earlier block has had converted into the layout that this one
-    reads as well, where the runtime has layouts.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def signature(self) -> str: ...
-
-    @property
-    def grids(self) -> tuple[tuple[int, ...], ...]: ...
-
-    @property
-    def read_before(self) -> tuple[int, ...]: ...
-
-    def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
-        """Return an eval-mode module with random weights at ``widths``, and its example inputs."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -330,65 +302,6 @@ class _RowsLeft:
         kind = self._open.pop(block.signature, None)
         if kind is not None and self._rows[block.signature]:
             self._usual[kind].append(float(self._rows[block.signature]))
-
-
-@dataclass(frozen=True)
-class _Widened:
-    """The largest of several blocks of one signature, on the grids of all of them."""
-
-    largest: Block
-    grids: Grids
-
-    @property
-    def name(self) -> str:
-        return self.largest.name
-
-    @property
-    def signature(self) -> str:
-        return self.largest.signature
-
-    @property
-    def read_before(self) -> tuple[int, ...]:
-        return self.largest.read_before
-
-    def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
-        return self.largest.build(widths)
-
-
-def priced_as(blocks: Iterable[Block]) -> dict[tuple[str, Grids], Block]:
-    """Return, for every signature and grids, the block whose rows price it: the largest as wide on each axis.
-
-    So the layers of a dense block, say, which differ in nothing but how many channels they may read, are measured
-    once rather than each about its own full size.
-    """
-    alike: dict[str, dict[Grids, Block]] = {}
-    for block in blocks:
-        alike.setdefault(block.signature, {}).setdefault(block.grids, block)
-    found: dict[tuple[str, Grids], Block] = {}
-    for signature, of_grids in alike.items():
-        members: dict[Grids, list[Grids]] = {}
-        largest = sorted(of_grids, key=lambda grids: -math.prod(grid[-1] for grid in grids))
-        for own in largest:
-            home = next(grids for grids in largest if _reaches(grids, own))
-            members.setdefault(home, []).append(own)
-        for home, those in members.items():
-            grids = tuple(tuple(sorted(set().union(*values))) for values in zip(*those, strict=True))
-            block = of_grids[home] if grids == home else _Widened(of_grids[home], grids)
-            found.update({(signature, own): block for own in those})
-    return found
-
-
-def _reaches(grids: Grids, others: Grids) -> bool:
-    return len(grids) == len(others) and all(a[-1] >= b[-1] for a, b in zip(grids, others, strict=True))
-
-
-def unique_blocks(blocks: Iterable[Block], shard: int = 1, shards: int = 1) -> list[Block]:
-    """Return blocks that share no rows, in order; of these every ``shards``-th, from the ``shard``-th (from 1)."""
-    if not 1 <= shard <= shards:
-        raise InputError(f"shard {shard}/{shards}: give i/n with 1 <= i <= n")
-    found = list({(block.signature, block.grids): block for block in priced_as(blocks).values()}.values())
-    mine = set(list(dict.fromkeys(block.signature for block in found))[shard - 1 :: shards])
-    return [block for block in found if block.signature in mine]
 
 
 def sum_of_prices(prices: Sequence[Price], widths: Sequence[Sequence[int]]) -> float:

@@ -26,7 +26,8 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
         )
     from smcp_fx.backends.tensorrt_requests import WORKER, device_of, emit_requests, read_answers
     from smcp_fx.backends.tensorrt_worker.building import BuildOptions
-    from smcp_fx.latency_table import LatencyTable, unique_blocks
+    from smcp_fx.latency_blocks import unique_blocks
+    from smcp_fx.latency_table import LatencyTable
 
     options = BuildOptions(
         arguments.precision, tactic_sources_off=tuple(arguments.tactic_sources_off),

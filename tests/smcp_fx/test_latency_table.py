@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from smcp_fx.backends.base import Backend, BlockLatency, Engine, Fingerprint, Measurement
 from smcp_fx.backends.timing import TimingConfig
 from smcp_fx.errors import InputError, TableError
+from smcp_fx.latency_blocks import Block, priced_as, unique_blocks
 from smcp_fx.latency_sampling import SamplingConfig, plan_samples
 from smcp_fx.latency_store import LatencyStore
 from smcp_fx.latency_surface import Surface, held_out_errors
-from smcp_fx.latency_table import Block, LatencyTable, Progress, priced_as, sum_of_prices, unique_blocks
+from smcp_fx.latency_table import LatencyTable, Progress, sum_of_prices
 
 
 def steps(c: int, size: int = 16) -> int:

@@ -36,8 +36,8 @@ from smcp_fx.latency_rounding import grow_for_free
 from smcp_fx.latency_table import LatencyTable
 
 TARGETS = (0.7, 0.5, 0.3)
-#: So many prunings calibrate the prediction for the others, and for the targets.
-CALIBRATING = 5
+#: The dense network and prunings to about these shares calibrate the prediction for the others, and for the targets.
+CALIBRATING = (1.0, 0.85, 0.7, 0.5, 0.35, 0.2)
 #: A target is solved for again, with the measured correction, until it is met this well, or so often.
 CLOSE, TRIES = 0.01, 4
 #: Timings that spread further (interquartile range over median) are taken again, and then told and left out.
@@ -102,25 +102,31 @@ class Bench:
                        reused=report.reused, seconds=time.monotonic() - began, failed=len(report.failed),
                        unstable=len(report.unstable), errors=np.round(error.errors, 4).tolist(),
                        held_out_ms=np.round(error.measured_ms, 5).tolist())  # fmt: skip
-        self.dense = self.network.engine(self.network.random_counts(0))
+        self.dense = self.network.engine(self.counts(0))
+
+    def counts(self, index: int) -> dict[str, int]:
+        """Those of random pruning number ``index``, from 1; those that calibrate are numbered from 0 down."""
+        share = CALIBRATING[-index] if index <= 0 else None
+        return self.network.cost.full_counts if index == 0 else self.network.random_counts(index, share)
 
     def prunings(self, count: int, deadline: float) -> None:
         """Time the dense network and random prunings, all in turns, so that a slow moment is for all alike."""
-        missing = [i for i in range(count + 1) if not self.record.find("whole", **self.key, index=i)]
+        wanted = range(1 - len(CALIBRATING), count + 1)
+        missing = [i for i in wanted if not self.record.find("whole", **self.key, index=i)]
         while missing and time.monotonic() < deadline:
             with ExitStack() as open_engines:
                 engines: dict[int, Engine] = {}
                 size = 0.0
                 while missing and size < TOGETHER:
                     index = missing.pop(0)
-                    counts = self.network.random_counts(index)
+                    counts = self.counts(index)
                     engines[index] = open_engines.enter_context(self.network.engine(counts))
                     size += self.cost.whole(counts).weight_bytes
                 dense, *found = self.timed(list(engines.values()))
             beside = {"dense_ms": dense.median_ms, "dense_spread": dense.spread}
             for index, pruned in zip(engines, found, strict=True):
-                whole = vars(self.cost.whole(self.network.random_counts(index), pruned.median_ms))
-                told = {"stable": pruned.stable, "spread": pruned.spread}
+                whole = vars(self.cost.whole(self.counts(index), pruned.median_ms))
+                told = {"stable": pruned.stable, "spread": pruned.spread, "calibrates": index <= 0}
                 self.record.add("whole", **self.key, index=index, whole=whole, **told, **beside)
 
     def timed(self, engines: Sequence[Engine]) -> list[Measurement]:
@@ -137,13 +143,13 @@ class Bench:
         return found
 
     def calibrate(self) -> None:
-        """Fit the prediction to the first prunings that were timed steadily."""
-        found = steady_wholes(self.record.lines, **self.key, steady=STEADY)[:CALIBRATING]
+        """Fit the prediction to those of the networks meant for it that were timed steadily."""
+        found = steady_wholes(self.record.lines, **self.key, steady=STEADY, calibrating=True)
         self.cost.residency = calibrate(found, self.cost.residency)
 
     def targets(self, deadline: float) -> None:
         """Ask for fractions of the dense latency, and measure the emitted files."""
-        full = self.network.random_counts(0)
+        full = self.counts(0)
         for asked in TARGETS:
             if self.record.find("target", **self.key, asked=asked) or time.monotonic() > deadline:
                 continue
@@ -280,7 +286,7 @@ def main() -> None:
     if arguments.command == "run":
         run(arguments)
     else:
-        write_tables([Record(path).lines for path in arguments.record], arguments.out, CALIBRATING, STEADY)
+        write_tables([Record(path).lines for path in arguments.record], arguments.out, STEADY)
 
 
 if __name__ == "__main__":

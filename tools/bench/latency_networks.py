@@ -88,12 +88,10 @@ class Network:
         """Every permitted count of each free group, dominated ones included."""
         return {group.name: group.permitted for group in self.prepared.channels.groups if group.free}
 
-    def random_counts(self, index: int) -> dict[str, int]:
-        """Counts number ``index``: a share for the whole network, and each group about it; 0 is the whole."""
-        if index == 0:
-            return {name: allowed[-1] for name, allowed in self.permitted.items()}
-        rng = np.random.default_rng([7, index])
-        share = rng.uniform(0.15, 1.0)
+    def random_counts(self, index: int, share: float | None = None) -> dict[str, int]:
+        """Counts number ``index``: a share for the whole network (random unless given), each group about it."""
+        rng = np.random.default_rng([7, abs(index)])
+        share = rng.uniform(0.15, 1.0) if share is None else share
         counts = {}
         for name, allowed in self.permitted.items():
             wanted = min(share * rng.uniform(0.5, 1.5), 1.0) * allowed[-1]

@@ -19,7 +19,7 @@ _MEASURABLE_MS = 0.01
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
-def write_tables(occasions: Sequence[Lines], path: Path, calibrating: int, steady: float) -> None:
+def write_tables(occasions: Sequence[Lines], path: Path, steady: float) -> None:
     """Put every occasion's tables between the marks of ``path``, which is made if it is not there.
 
     Timings that spread further than ``steady`` are counted and left out.
@@ -27,29 +27,35 @@ def write_tables(occasions: Sequence[Lines], path: Path, calibrating: int, stead
     text = path.read_text(encoding="utf-8") if path.exists() else f"# Latency\n\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    parts = [_occasion(lines, calibrating, steady) for lines in occasions]
+    parts = [_occasion(lines, steady) for lines in occasions]
     if len(occasions) > 1:
-        parts.insert(0, _worst(occasions, calibrating, steady))
+        parts.insert(0, _worst(occasions, steady))
     path.write_text(before + BEGIN + "\n\n" + "\n\n".join(parts) + "\n\n" + END + after, encoding="utf-8")
 
 
-def steady_wholes(lines: Lines, model: str, setting: str, steady: float) -> list[Whole]:
-    """The prunings that were timed steadily, in order, at the machine's usual speed.
+def steady_wholes(
+    lines: Lines, model: str, setting: str, steady: float, *, calibrating: bool = False
+) -> list[Whole]:
+    """The prunings that were timed steadily, at the machine's usual speed; or the networks that calibrate.
 
     Each was timed in turns with the dense network. Where that took another time than it mostly did, the machine
     was faster or slower then, and the pruning's latency is scaled as the dense one's.
     """
     found = _found(lines, "whole", model, setting)
-    found.sort(key=lambda line: line["index"])
     usual = np.median([line["dense_ms"] for line in found]) if found else 0.0
     return [
         Whole(**{**line["whole"], "measured_ms": line["whole"]["measured_ms"] * usual / line["dense_ms"]})
         for line in found
-        if line["spread"] <= steady
+        if line["spread"] <= steady and _calibrates(line) == calibrating
     ]
 
 
-def _occasion(lines: Lines, calibrating: int, steady: float) -> str:
+def _calibrates(line: dict[str, Any]) -> bool:
+    """Whether a network is there to calibrate on; in early records the first five are."""
+    return bool(line.get("calibrates", line["index"] < 5))
+
+
+def _occasion(lines: Lines, steady: float) -> str:
     machine = next(line for line in lines if line["kind"] == "machine")
     when = datetime.fromtimestamp(machine["time"], timezone.utc).strftime("%Y-%m-%d")
     device = machine["fingerprint"]
@@ -61,7 +67,7 @@ def _occasion(lines: Lines, calibrating: int, steady: float) -> str:
             f"### {when}, {device['device']}, {device['threads']} thread, {device['runtime']} {device['version']}",
             f"{versions}; cache that networks outgrow {machine['cache_bytes'] >> 20} MiB; rows timed in way "
             f"{device['settings']['block_timing']}. Settings are image side x batch.",
-            _sums(lines, keys, _start(lines), calibrating, steady),
+            _sums(lines, keys, _start(lines), steady),
             _targets(lines, keys),
             _rounding(lines),
             _rows(lines),
@@ -80,24 +86,21 @@ class Sums:
     spread: float
 
     @classmethod
-    def of(
-        cls, lines: Lines, model: str, setting: str, start: Residency, calibrating: int, steady: float
-    ) -> Sums | None:
+    def of(cls, lines: Lines, model: str, setting: str, start: Residency, steady: float) -> Sums | None:
         """None where too few were timed steadily."""
-        wholes = steady_wholes(lines, model, setting, steady)
-        if len(wholes) <= calibrating:
+        calibrating = steady_wholes(lines, model, setting, steady, calibrating=True)
+        others = steady_wholes(lines, model, setting, steady)
+        if len(calibrating) < 3 or not others:
             return None
-        others = wholes[calibrating:]
-        before, after = (
-            np.array(relative_errors(r, others)) for r in (start, calibrate(wholes[:calibrating], start))
-        )
+        fitted = calibrate(calibrating, start)
+        before, after = (np.array(relative_errors(r, others)) for r in (start, fitted))
         measured = np.array([w.measured_ms for w in others])
         spreads = [line["spread"] for line in _found(lines, "whole", model, setting)]
         rank = spearmanr(measured * (1 + after), measured)[0] if len(others) > 1 else float("nan")
         return cls(before, after, float(rank), float(np.median([s for s in spreads if s <= steady])))
 
 
-def _worst(occasions: Sequence[Lines], calibrating: int, steady: float) -> str:
+def _worst(occasions: Sequence[Lines], steady: float) -> str:
     """Every model and setting as it was on the occasion that was worst in it, figure by figure."""
     keys = {(x["model"], x["setting"]): None for lines in occasions for x in lines if "model" in x}
     rows = []
@@ -105,7 +108,7 @@ def _worst(occasions: Sequence[Lines], calibrating: int, steady: float) -> str:
         found = [
             sums
             for lines in occasions
-            if (sums := Sums.of(lines, model, setting, _start(lines), calibrating, steady)) is not None
+            if (sums := Sums.of(lines, model, setting, _start(lines), steady)) is not None
         ]
         targets = [x for lines in occasions for x in _found(lines, "target", model, setting)]
         off = max((100 * abs(x["measured"] - x["asked"]) for x in targets), default=float("nan"))
@@ -131,20 +134,18 @@ def _found(lines: Lines, kind: str, model: str, setting: str) -> Lines:
     return [x for x in lines if x["kind"] == kind and (x["model"], x["setting"]) == (model, setting)]
 
 
-def _sums(
-    lines: Lines, keys: list[tuple[str, str]], start: Residency, calibrating: int, steady: float
-) -> str:
+def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: float) -> str:
     """Errors on the prunings that were not calibrated on, before and after the calibration."""
     rows, every, left_out = [], [], []
     for model, setting in keys:
-        found = _found(lines, "whole", model, setting)
-        sums = Sums.of(lines, model, setting, start, calibrating, steady)
+        found = [line for line in _found(lines, "whole", model, setting) if not _calibrates(line)]
+        sums = Sums.of(lines, model, setting, start, steady)
         if sums is None:
             wholes = steady_wholes(lines, model, setting, steady)
             left_out.append(f"{model} {setting}: {len(wholes)} of {len(found)} steady")
             continue
         every += sums.after.tolist()
-        share = f"{len(sums.after)} of {len(found) - calibrating}"
+        share = f"{len(sums.after)} of {len(found)}"
         rows.append(
             [model, setting, share, *_errors(sums.before), *_errors(sums.after), f"{sums.spearman:.3f}",
              f"{sums.spread:.1%}"]
@@ -166,8 +167,8 @@ def _sums(
     total = np.array(every)
     return (
         "Sum over the table against the measured whole network, before and after a calibration on "
-        f"{calibrating} other networks (the dense one and {calibrating - 1} prunings) of the model and setting. What "
-        "the machine drifted while they were timed is taken out by the dense network, which took turns with each:\n\n"
+        "other networks (the dense one and four prunings, five in later records) of the model and setting. What the "
+        " machine drifted while they were timed is taken out by the dense network, which took turns with each:\n\n"
         + _table(head, rows)
         + f"\n\nAll {len(total)} after calibration: mean error {np.abs(total).mean():.1%}, "
         f"{np.mean(np.abs(total) <= 0.1):.0%} within 10 %. Timings that spread (interquartile range) by more than "
