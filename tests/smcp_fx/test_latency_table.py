@@ -154,6 +154,51 @@ def test_a_full_size_that_is_no_multiple_hides_no_step() -> None:
     assert float(both.surface(np.array(116))) == pytest.approx(1e-2 + 1.16e-2 + 4e-3)
 
 
+def sums_of_groups(full: int) -> tuple[int, ...]:
+    """As ShuffleNet's streams: groups of odd sizes, each kept whole or at a multiple of 8."""
+    sums = {0}
+    for size in (7, 7, 15, 29, full - 58):
+        sums = {a + b for a in sums for b in (*grid(size), size)}
+    return tuple(sorted({*grid(full), *sums}))
+
+
+def test_widths_that_vectors_do_not_divide_are_a_kind_of_their_own() -> None:
+    """Depthwise convolutions whose channels four does not divide take 36 times as long."""
+    widths = sums_of_groups(232)
+    plan, known = sample((widths,), lambda c: 1e-3 + 5e-6 * c if c % 4 == 0 else 1e-2 + 1.5e-4 * c)
+    assert plan.surface.axes[0].aligned == 4
+    assert len(known) < 0.5 * len(widths)
+    at = np.array(widths)
+    expected = np.where(at % 4 == 0, 1e-3 + 5e-6 * at, 1e-2 + 1.5e-4 * at)
+    assert plan.surface(at) == pytest.approx(expected, rel=0.02)
+
+
+def test_kinds_of_one_axis_leave_the_other_its_steps() -> None:
+    """Pointwise convolutions on few pixels: slower where four does not divide the channels read; filters in 16s."""
+    reads, writes = sums_of_groups(232), sums_of_groups(116)
+
+    def latency(x: int, y: int) -> float:
+        return (1e-3 * x + 2e-4 * x * steps(y)) * (1.0 if x % 4 == 0 else 3.4) + 5e-4 * steps(y)
+
+    plan, known = sample((reads, writes), latency)
+    ax, ay = plan.surface.axes
+    assert (ax.aligned, ax.step, ay.aligned, ay.step) == (4, 1, 1, 16)
+    assert len(known) < 0.05 * len(reads) * len(writes)
+    x, y = np.array(reads), np.array(writes)
+    true = np.array([[latency(i, j) for j in writes] for i in reads])
+    assert plan.surface(x[:, None], y[None, :]) == pytest.approx(true, rel=0.03)
+    pairs = plan.surface(x[: len(y)], y)
+    assert pairs == pytest.approx(np.diag(true[: len(y)]), rel=0.03)
+
+
+def test_an_assumed_step_hides_no_other_path() -> None:
+    """A pooling of a microsecond: too low to tell a step, and ten times as long beside multiples of 16."""
+    plan, _ = sample((grid(512),), lambda c: (1e-4 if c % 16 == 0 else 6e-4) * (1 + c / 128))
+    axis = plan.surface.axes[0]
+    assert (axis.aligned, axis.step) == (16, 1)
+    assert float(plan.surface(np.array(408))) == pytest.approx(6e-4 * (1 + 408 / 128), rel=0.02)
+
+
 def saw(c: int, unit: int = 16) -> float:
     """Units that come four at a time: the first of them brings 56 % of what four do, as convolutions measured."""
     whole, part = divmod(-(-c // unit), 4)

@@ -44,8 +44,8 @@ CLOSE, TRIES = 0.01, 4
 STEADY, ATTEMPTS, PAUSE = 0.1, 3, 2.0
 #: Long runs average the machine's moments out: no further measurement of a file is begun after this (s).
 LONG = 8.0
-#: So often are a chosen and a larger count's blocks measured anew, in turns.
-TURNS = 9
+#: So often are a chosen and a larger count's blocks measured anew, in turns; three times where that takes long (s).
+TURNS, ROUNDING = 9, 10.0
 #: So many bytes of weights are timed in turns at a time: more would not fit into memory.
 TOGETHER = 2 << 30
 _TIMING = TimingConfig(
@@ -213,8 +213,9 @@ class Bench:
                 c: sum(term.cost({**counts, name: c}) for term in terms) for c in (counts[name], *larger)
             }
             likely = min(larger, key=lambda c: tabled[c])
-            ratios = []
-            for _ in range(TURNS):
+            ratios: list[float] = []
+            began = time.monotonic()
+            while len(ratios) < TURNS and (len(ratios) < 3 or time.monotonic() - began < ROUNDING):
                 ms = dict.fromkeys((counts[name], likely), 0.0)
                 for count in ms:  # in turns
                     for term in terms:
