@@ -6,7 +6,8 @@ it, as they would from the layers before, and the runtime's profiler tells the b
 
     image (N, 1, H, W) -> [1x1 convolution, ReLU: context] -> block -> [conversion of the result: context]
 
-A conversion *between* context and block counts: the block asks for it, as it would in the network.
+A conversion *between* context and block counts: the block asks for it, as it would in the network. A chain of
+nodes of known cost beside all that tells what the profiler adds to each.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from smcp_fx.backends.base import Array, BlockLatency, cache_bytes
 from smcp_fx.backends.onnx_blocks import random_values
-from smcp_fx.backends.onnxruntime_overhead import code_warmer, overhead
+from smcp_fx.backends.onnxruntime_overhead import (
+    REFERENCE,
+    add_reference,
+    code_warmer,
+    overhead,
+    profiler_beside,
+)
 from smcp_fx.backends.onnxruntime_profile import NodeTime, Profiler
 from smcp_fx.backends.pace import pace
 from smcp_fx.backends.timing import (
@@ -37,7 +44,7 @@ from smcp_fx.backends.timing import (
 )
 
 #: Changes with the way blocks are timed: rows of another way are not mixed with these.
-BLOCK_TIMING = "6"
+BLOCK_TIMING = "7"
 _CONTEXT = "smcp_context"
 #: Up to this many channels an input is the network's own (an image), and is fed as it is.
 _IMAGE_CHANNELS = 4
@@ -99,9 +106,9 @@ def measure_block(
     Hot: a run right after another. ``read_before``: inputs, by position, whose conversion an earlier block paid for.
     """
     config = config or QUICK
-    outputs = [tuple(dim.dim_value for dim in v.type.tensor_type.shape.dim) for v in model.graph.output]
     paid = _share_of_channels(model, read_before)
-    add_context(model)
+    add_reference(add_context(model))
+    outputs = [tuple(dim.dim_value for dim in v.type.tensor_type.shape.dim) for v in model.graph.output]
     feed = random_feed(model)
     data = model.SerializeToString()
     best = _attempt(data, feed, outputs, paid, threads, spinning, config)
@@ -124,7 +131,7 @@ def _attempt(
     config: TimingConfig,
 ) -> tuple[Measurement, Measurement]:
     """Return (hot, cold) of one session: pairs (caches emptied, or not), then hot runs alone."""
-    profiler_ms = overhead(threads, spinning).profiler_ms
+    node_ms = overhead(threads, spinning).node_ms
     core = pace() if threads == 1 else None
     warm_code = code_warmer(threads, spinning)
     with Profiler(data, threads, spinning) as profiler:
@@ -160,6 +167,8 @@ def _attempt(
             else:
                 pairs += 1
         profiles = profiler.runs()[warm:]
+    still = [n for n, (what, s) in zip(profiles, taken, strict=True) if what == "hot" and not s.disturbed]
+    profiler_ms = profiler_beside(still or profiles, node_ms)
     block = [block_ms(nodes, outputs, profiler_ms, paid) for nodes in profiles]
     context = float(
         np.median([sum(n.ms for n in nodes) - ms for nodes, ms in zip(profiles, block, strict=True)])
@@ -203,7 +212,7 @@ def block_ms(
     profiler_ms: float = 0.0,
     paid: float = 0.0,
 ) -> float:
-    """Return the ms of the block's own nodes in one run: all but the context and the results' conversions.
+    """Return the ms of the block's own nodes in one run: all but context, reference and the results' conversions.
 
     ``profiler_ms`` is taken off every node. ``paid``: of the inputs' conversions this share does not count.
     """
@@ -214,7 +223,7 @@ def block_ms(
             left.remove(node.output_shapes[0])
         elif node.operation == "ReorderOutput":
             total += (1 - paid) * (node.ms - profiler_ms)
-        elif not node.name.startswith(_CONTEXT):
+        elif not node.name.startswith((_CONTEXT, REFERENCE)):
             total += node.ms - profiler_ms
     return total
 

@@ -3,12 +3,16 @@
 The profiler's own work counts into the times that it reports: a node of 0.4 us shows as 2 us. A chain of small
 convolutions at two lengths, timed without the profiler, has a slope that is the true cost of a node; what the
 profiler says above that is its own, and the rest of the chain's time is what a run costs without any node.
+
+The profiler writes to memory, and what it adds depends on who else does: 1.7 to 4.1 us a node within a minute on a
+shared machine. So a block is profiled with such a chain beside it, whose nodes tell what the profiler adds just then.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,24 +20,32 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from smcp_fx.backends.base import Array
-from smcp_fx.backends.onnxruntime_profile import Profiler
+from smcp_fx.backends.onnxruntime_profile import NodeTime, Profiler
 from smcp_fx.backends.onnxruntime_session import create_session, session_options
 from smcp_fx.backends.pace import TOLERANCE, pace
 from smcp_fx.backends.timing import Sample, Timer, calm, stopwatch, take_sample
 
-_CHANNELS, _SIZE = 16, 2
+_CHANNELS = 16
 _LENGTHS = (8, 48)
-_RUNS = 120
-#: So many undisturbed ones of them say enough.
-_ENOUGH = 24
+_ROUNDS, _RUNS = 3, 60
+#: So many undisturbed runs of a round say enough.
+_ENOUGH = 12
+#: What a chain's nodes are named for, how many stand beside a block, and the shape of their result.
+REFERENCE = "smcp_reference"
+_BESIDE = 8
+REFERENCE_SHAPE = (1, _CHANNELS, 2, 3)
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """``profiler_ms``: what the profiler adds to each node; ``run_ms``: what a run costs beside its nodes."""
+    """``profiler_ms``: what the profiler adds to each node; ``run_ms``: what a run costs beside its nodes.
+
+    ``node_ms``: what a node of the chain takes without the profiler.
+    """
 
     profiler_ms: float
     run_ms: float
+    node_ms: float
 
 
 #: What was measured, and the core's usual pace then.
@@ -41,7 +53,7 @@ _known: dict[tuple[int, bool], tuple[float, Overhead]] = {}
 
 
 def overhead(threads: int = 1, spinning: bool = True) -> Overhead:
-    """Measure both (half a second), once a process, and again where the core's usual pace became another."""
+    """Measure all (a second), once a process, and again where the core's usual pace became another."""
     usual_ms = pace().usual_ms if threads == 1 else 1.0
     found = _known.get((threads, spinning))
     if found is None or not 1 / TOLERANCE <= usual_ms / found[0] <= TOLERANCE:
@@ -49,53 +61,87 @@ def overhead(threads: int = 1, spinning: bool = True) -> Overhead:
     return _known[threads, spinning][1]
 
 
+def add_reference(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Put a chain beside the model's own nodes, in place; its result is one more output."""
+    nodes, weights, image, result = _chain(_BESIDE)
+    model.graph.node.extend(nodes)
+    model.graph.initializer.extend(weights)
+    model.graph.input.append(image)
+    model.graph.output.append(result)
+    return model
+
+
+def profiler_beside(runs: Sequence[Sequence[NodeTime]], node_ms: float) -> float:
+    """Return what the profiler added to each node of these runs: the mean of the middle half of the chain's nodes."""
+    times = np.sort([node.ms for run in runs for node in run if _is_link(node)])
+    return max(float(times[len(times) // 4 : len(times) - len(times) // 4].mean()) - node_ms, 0.0)
+
+
+def _is_link(node: NodeTime) -> bool:
+    return node.operation == "Conv" and node.name.startswith(f"{REFERENCE}_link")
+
+
 def _measured(threads: int, spinning: bool) -> Overhead:
-    feed = {"x": np.zeros((1, _CHANNELS, _SIZE, _SIZE), np.float32)}
+    models = [_chain_model(length) for length in _LENGTHS]
+    feed = {f"{REFERENCE}_image": np.zeros((1, 1, *REFERENCE_SHAPE[2:]), np.float32)}
     options = session_options(threads, spinning)
-    sessions = [create_session(_chain(length), options) for length in _LENGTHS]
+    sessions = [create_session(model, options) for model in models]
     timers = [stopwatch(functools.partial(session.run, None, feed)) for session in sessions]
-    turns = [[_sample(timer, threads) for timer in timers] for _ in range(_RUNS)][_RUNS // 4 :]
-    short, long = (
-        float(np.median([s.ms for s in calm(samples, _ENOUGH)])) for samples in zip(*turns, strict=True)
-    )
-    node = (long - short) / (_LENGTHS[1] - _LENGTHS[0])
+    rounds = []
+    for _ in range(_ROUNDS):
+        turns = [[_sample(timer, threads) for timer in timers] for _ in range(_RUNS)][_RUNS // 4 :]
+        rounds.append(
+            [float(np.median([s.ms for s in calm(each, _ENOUGH)])) for each in zip(*turns, strict=True)]
+        )
+    node = float(np.median([long - short for short, long in rounds])) / (_LENGTHS[1] - _LENGTHS[0])
+    run = min(short for short, _ in rounds) - _LENGTHS[0] * node  # what disturbs a run makes it longer
     # The first profile of a process pays for the memory that it is written to.
-    shown = float(
-        np.median([_profiled_node_ms(_chain(_LENGTHS[1]), feed, threads, spinning) for _ in range(3)])
-    )
-    return Overhead(max(shown - node, 0.0), max(short - _LENGTHS[0] * node, 0.0))
+    shown = float(np.median([_profiler_ms(models[1], feed, node, threads, spinning) for _ in range(_ROUNDS)]))
+    return Overhead(shown, max(run, 0.0), node)
 
 
-def _profiled_node_ms(model: bytes, feed: dict[str, Array], threads: int, spinning: bool) -> float:
-    """Return what the profiler shows for a node of the chain: the mean of the middle half of the runs' means."""
+def _profiler_ms(model: bytes, feed: dict[str, Array], node_ms: float, threads: int, spinning: bool) -> float:
     with Profiler(model, threads, spinning) as profiler:
         timer = stopwatch(lambda: profiler.session.run(None, feed))
         samples = [_sample(timer, threads) for _ in range(_RUNS)][_RUNS // 4 :]
         runs = profiler.runs()[_RUNS // 4 :]
-    times = [float(np.mean([node.ms for node in run if node.operation == "Conv"])) for run in runs]
-    samples = [Sample(ms, sample.disturbed) for ms, sample in zip(times, samples, strict=True)]
-    means = np.sort([sample.ms for sample in calm(samples, _ENOUGH)])
-    return float(means[len(means) // 4 : -(len(means) // 4)].mean())
+    still = [run for run, sample in zip(runs, samples, strict=True) if not sample.disturbed]
+    return profiler_beside(still or runs, node_ms)
 
 
 def _sample(timer: Timer, threads: int) -> Sample:
     return take_sample(timer, pace() if threads == 1 else None)
 
 
-def _chain(length: int) -> bytes:
-    """Return a serialised chain of 1x1 convolutions that the runtime fuses with nothing."""
-    shape = [1, _CHANNELS, _SIZE, _SIZE]
-    weight = np.eye(_CHANNELS, dtype=np.float32).reshape(_CHANNELS, _CHANNELS, 1, 1)
-    graph = helper.make_graph(
-        [
-            helper.make_node("Conv", ["x" if i == 0 else f"y{i - 1}", f"w{i}"], [f"y{i}"], f"conv{i}")
-            for i in range(length)
-        ],
-        "chain",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info(f"y{length - 1}", TensorProto.FLOAT, shape)],
-        [numpy_helper.from_array(weight, f"w{i}") for i in range(length)],
+def _chain(
+    length: int,
+) -> tuple[list[onnx.NodeProto], list[TensorProto], onnx.ValueInfoProto, onnx.ValueInfoProto]:
+    """Return nodes, weights, input and output of a chain of 1x1 convolutions that the runtime fuses with nothing.
+
+    The first has an image of one channel for input, which needs no conversion to the runtime's layout.
+    """
+    node: Callable[..., onnx.NodeProto] = helper.make_node
+    first, weight, image = f"{REFERENCE}_first", f"{REFERENCE}_weight", f"{REFERENCE}_image"
+    links = [f"{REFERENCE}_link{i}" for i in range(length)]
+    nodes = [node("Conv", [image, f"{first}_weight"], [first], first)]
+    nodes += [node("Conv", [a, weight], [b], b) for a, b in itertools.pairwise([first, *links])]
+    eye = np.eye(_CHANNELS, dtype=np.float32)
+    weights = [
+        numpy_helper.from_array(eye[:, :1, None, None], f"{first}_weight"),
+        numpy_helper.from_array(eye[:, :, None, None], weight),
+    ]
+    height, width = REFERENCE_SHAPE[2:]
+    return (
+        nodes,
+        weights,
+        helper.make_tensor_value_info(image, TensorProto.FLOAT, [1, 1, height, width]),
+        helper.make_tensor_value_info(links[-1], TensorProto.FLOAT, list(REFERENCE_SHAPE)),
     )
+
+
+def _chain_model(length: int) -> bytes:
+    nodes, weights, image, result = _chain(length)
+    graph = helper.make_graph(nodes, "chain", [image], [result], weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     onnx.checker.check_model(model)
     data: bytes = model.SerializeToString()

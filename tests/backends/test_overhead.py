@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from smcp_fx.backends.base import Backend, cache_bytes
 from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeBackend
 from smcp_fx.backends.onnxruntime_blocks import block_ms, evict_caches
-from smcp_fx.backends.onnxruntime_overhead import code_warmer, overhead
+from smcp_fx.backends.onnxruntime_overhead import code_warmer, overhead, profiler_beside
 from smcp_fx.backends.onnxruntime_profile import NodeTime
 
 
@@ -43,6 +47,45 @@ def test_the_profilers_part_is_taken_off_every_node() -> None:
     nodes = [NodeTime(name, "Conv", ((1, 8, 2, 2),), 0.004) for name in ("smcp_context_x", "a", "b")]
     assert np.isclose(block_ms(nodes, [], 0.0015), 2 * 0.0025)
     assert np.isclose(block_ms(nodes, []), 0.008)
+
+
+def test_a_chain_beside_the_block_tells_what_the_profiler_adds() -> None:
+    """Of links that take 0.4 us and show as 2 and 3 us the middle half counts; the block's nodes do not."""
+    shown = [2, 3, 2, 3, 2, 3, 9, 3, 2]
+    links = [
+        NodeTime(f"smcp_reference_link{i}_nchwc", "Conv", ((1, 16, 2, 3),), ms / 1e3)
+        for i, ms in enumerate(shown)
+    ]
+    others = [NodeTime("smcp_reference_first_nchwc", "Conv", ((1, 16, 2, 3),), 0.008)]
+    others += [NodeTime("ReorderOutput_7", "ReorderOutput", ((1, 16, 2, 3),), 0.003)]
+    block = [NodeTime("conv", "Conv", ((1, 32, 2, 2),), 0.050)]
+    assert np.isclose(profiler_beside([[*others, *links, *block]], 0.0004), 0.0026 - 0.0004)
+    assert np.isclose(block_ms([*others, *links, *block], [(1, 16, 2, 3)], 0.002), 0.048)
+
+
+def test_a_block_costs_the_same_whatever_the_profiler_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two microseconds more on every node, as a busy memory adds, are in the chain's nodes, too."""
+    from smcp_fx.backends import onnxruntime_blocks as module
+
+    read = module.Profiler.runs
+
+    def slowed(profiler: module.Profiler) -> list[list[NodeTime]]:
+        return [[replace(node, ms=node.ms + 0.002) for node in run] for run in read(profiler)]
+
+    nodes = [helper.make_node("Conv", ["x", "w"], ["a"], "a"), helper.make_node("Relu", ["a"], ["y"], "b")]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 16, 8, 8]) for name in "xy"]
+    weight = numpy_helper.from_array(np.ones((16, 16, 3, 3), np.float32), "w")
+    nodes[0].attribute.append(helper.make_attribute("pads", [1, 1, 1, 1]))
+    graph = helper.make_graph(nodes, "block", values[:1], values[1:], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    found = []
+    for runs in (read, slowed) * 3:
+        monkeypatch.setattr(module.Profiler, "runs", runs)
+        copied = type(model)()
+        copied.CopyFrom(model)
+        found.append(module.measure_block(copied).hot.median_ms)
+    quiet, busy = np.median(found[::2]), np.median(found[1::2])
+    assert abs(busy - quiet) < 0.001
 
 
 def test_conversions_that_another_block_paid_for_do_not_count() -> None:
