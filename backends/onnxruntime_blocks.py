@@ -13,6 +13,7 @@ nodes of known cost beside all that tells what the profiler adds to each.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -29,7 +30,7 @@ from smcp_fx.backends.onnxruntime_overhead import (
     overhead,
     profiler_beside,
 )
-from smcp_fx.backends.onnxruntime_profile import NodeTime, Profiler
+from smcp_fx.backends.onnxruntime_profile import RESOLUTION_MS, NodeTime, Profiler
 from smcp_fx.backends.pace import pace
 from smcp_fx.backends.timing import (
     QUICK,
@@ -50,6 +51,8 @@ _CONTEXT = "smcp_context"
 _IMAGE_CHANNELS = 4
 #: Runs in the hot state beside those that follow a cold one; a block of microseconds takes no time to repeat.
 _HOT_RUNS = 25
+#: So many do where a core that is slow most of the time has had them waited for this long.
+_FEW_RUNS, _LONG_MS = 9, 150.0
 #: Runs in the cold state: emptying the caches takes longer than all the rest. Of three the median does without one
 #: that something came between; rows average the noise out, of which memory that others use, too, has more.
 _COLD_RUNS = 3
@@ -57,8 +60,6 @@ _COLD_SPREAD = 3.0
 #: Runs shorter than this are timed right behind another: whatever came before, waiting for the pace included, costs
 #: the first nodes microseconds, which in a network of many nodes they do not take.
 _SMALL_MS = 0.5
-#: The profiler's clock counts microseconds.
-RESOLUTION_MS = 0.001
 #: No block is faster than this.
 _LEAST_MS = 1e-4
 _FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, TensorProto.DOUBLE: np.float64}
@@ -145,7 +146,10 @@ def _attempt(
         taken: list[tuple[str, Sample]] = []
         spent_ms, small = 0.0, False
         alone, dropped = 0, 0
+        began = time.perf_counter()
         while alone < config.min_repeats or (alone < _HOT_RUNS and spent_ms < config.budget_ms):
+            if alone >= _FEW_RUNS and 1e3 * (time.perf_counter() - began) >= _LONG_MS:
+                break
             if small:
                 taken.append(("untimed", Sample(0.0)))
             sample = take_sample(second if small else timer, core)

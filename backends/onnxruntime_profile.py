@@ -13,6 +13,8 @@ import onnxruntime as ort
 from smcp_fx.backends.onnxruntime_session import create_session, session_options
 
 _SUFFIX = "_kernel_time"
+#: The profiler's clock counts microseconds.
+RESOLUTION_MS = 0.001
 
 
 @dataclass(frozen=True)

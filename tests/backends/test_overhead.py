@@ -25,7 +25,7 @@ def test_overheads_are_measured_once_and_are_part_of_a_latency() -> None:
     assert Backend.run_overhead_ms(backend) is None
 
 
-def test_another_usual_pace_means_other_overheads(monkeypatch) -> None:
+def test_a_faster_usual_pace_means_other_overheads(monkeypatch) -> None:
     from smcp_fx.backends import onnxruntime_overhead as module
 
     class Core:
@@ -36,11 +36,12 @@ def test_another_usual_pace_means_other_overheads(monkeypatch) -> None:
     monkeypatch.setattr(module, "_known", {})
     monkeypatch.setattr(module, "_measured", lambda *_: made.append(core.usual_ms) or object())
     first = overhead(1, True)
-    core.usual_ms = 0.0042
-    assert overhead(1, True) is first
-    core.usual_ms = 0.0072
+    for slower in (0.0042, 0.0072, 0.0038):
+        core.usual_ms = slower
+        assert overhead(1, True) is first
+    core.usual_ms = 0.003
     assert overhead(1, True) is not first
-    assert made == [0.004, 0.0072]
+    assert made == [0.004, 0.003]
 
 
 def test_the_profilers_part_is_taken_off_every_node() -> None:
@@ -50,7 +51,7 @@ def test_the_profilers_part_is_taken_off_every_node() -> None:
 
 
 def test_a_chain_beside_the_block_tells_what_the_profiler_adds() -> None:
-    """Of links that take 0.4 us and show as 2 and 3 us the middle half counts; the block's nodes do not."""
+    """Of links that take 0.4 us and show as 2, 3 and 9 us those near the median count; the block's nodes do not."""
     shown = [2, 3, 2, 3, 2, 3, 9, 3, 2]
     links = [
         NodeTime(f"smcp_reference_link{i}_nchwc", "Conv", ((1, 16, 2, 3),), ms / 1e3)
@@ -59,7 +60,7 @@ def test_a_chain_beside_the_block_tells_what_the_profiler_adds() -> None:
     others = [NodeTime("smcp_reference_first_nchwc", "Conv", ((1, 16, 2, 3),), 0.008)]
     others += [NodeTime("ReorderOutput_7", "ReorderOutput", ((1, 16, 2, 3),), 0.003)]
     block = [NodeTime("conv", "Conv", ((1, 32, 2, 2),), 0.050)]
-    assert np.isclose(profiler_beside([[*others, *links, *block]], 0.0004), 0.0026 - 0.0004)
+    assert np.isclose(profiler_beside([[*others, *links, *block]], 0.0004), 0.0025 - 0.0004)
     assert np.isclose(block_ms([*others, *links, *block], [(1, 16, 2, 3)], 0.002), 0.048)
 
 
