@@ -75,7 +75,7 @@ def add_reference(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def profiler_beside(runs: Sequence[Sequence[NodeTime]], node_ms: float) -> float:
-    """Return what the profiler added to each node of these runs: the chain's nodes tell, averaged as a block's are."""
+    """Return what the profiler added to each node of these runs: the links tell, averaged as blocks are."""
     links = [Sample(node.ms) for run in runs for node in run if _is_link(node)]
     return max(summarise(links, 0.0, RESOLUTION_MS).median_ms - node_ms, 0.0)
 
