@@ -202,12 +202,12 @@ def _find_alignment(grid: Sequence[int], axis: int, top: Point, known: _Known) -
     """
     spacing, at = _spacing(grid), known.line(axis, top)
     for aligned in _ALIGNMENTS if spacing == 1 else (2 * spacing,):
-        if spacing == 1:
+        if spacing == 1 or len(top) == 1:
             multiples = [i for i, value in enumerate(grid) if is_aligned(value, aligned)]
             gaps = [(a, b) for a, b in itertools.pairwise(multiples) if b - a > 1]
             spread = sorted({len(gaps) // 4, len(gaps) // 2, len(gaps) - 1}) if gaps else []
             places = [(grid[a], grid[(a + b) // 2], grid[b]) for a, b in (gaps[i] for i in spread)]
-        else:  # the first are those that tell a step
+        else:  # a surface has many rows: the first are those that tell a step, too
             places = _places(grid, aligned)[:3]
         votes = 0
         for count, place in enumerate(places, start=1):
