@@ -168,7 +168,7 @@ def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: f
     return (
         "Sum over the table against the measured whole network, before and after a calibration on "
         "other networks (the dense one and four prunings, five in later records) of the model and setting. What the "
-        " machine drifted while they were timed is taken out by the dense network, which took turns with each:\n\n"
+        "machine drifted while they were timed is taken out by the dense network, which took turns with each:\n\n"
         + _table(head, rows)
         + f"\n\nAll {len(total)} after calibration: mean error {np.abs(total).mean():.1%}, "
         f"{np.mean(np.abs(total) <= 0.1):.0%} within 10 %. Timings that spread (interquartile range) by more than "
