@@ -106,8 +106,9 @@ class Bench:
 
     def counts(self, index: int) -> dict[str, int]:
         """Those of random pruning number ``index``, from 1; those that calibrate are numbered from 0 down."""
-        share = CALIBRATING[-index] if index <= 0 else None
-        return self.network.cost.full_counts if index == 0 else self.network.random_counts(index, share)
+        if index == 0:
+            return self.cost.full_counts
+        return self.network.random_counts(index, CALIBRATING[-index] if index < 0 else None)
 
     def prunings(self, count: int, deadline: float) -> None:
         """Time the dense network and random prunings, all in turns, so that a slow moment is for all alike."""

@@ -14,6 +14,8 @@ from scipy.stats import spearmanr
 from smcp_fx.latency_residency import Residency, Whole, calibrate, relative_errors
 
 Lines = list[dict[str, Any]]
+#: So many networks calibrate in records that do not say which do.
+_CALIBRATING = 5
 #: Errors at points that took less say more of the profiler's clock (1 us) than of the interpolation.
 _MEASURABLE_MS = 0.01
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -45,14 +47,16 @@ def steady_wholes(
     usual = np.median([line["dense_ms"] for line in found]) if found else 0.0
     return [
         Whole(**{**line["whole"], "measured_ms": line["whole"]["measured_ms"] * usual / line["dense_ms"]})
-        for line in found
-        if line["spread"] <= steady and _calibrates(line) == calibrating
+        for line, calibrates in _with_roles(found, steady)
+        if line["spread"] <= steady and calibrates == calibrating
     ]
 
 
-def _calibrates(line: dict[str, Any]) -> bool:
-    """Whether a network is there to calibrate on; in early records the first five are."""
-    return bool(line.get("calibrates", line["index"] < 5))
+def _with_roles(found: Lines, steady: float) -> list[tuple[dict[str, Any], bool]]:
+    """Each network and whether it is one to calibrate on; where a record does not say, the first five steady ones."""
+    found = sorted(found, key=lambda line: int(line["index"]))
+    first = [line["index"] for line in found if line["spread"] <= steady][:_CALIBRATING]
+    return [(line, bool(line.get("calibrates", line["index"] in first))) for line in found]
 
 
 def _occasion(lines: Lines, steady: float) -> str:
@@ -90,7 +94,7 @@ class Sums:
         """None where too few were timed steadily."""
         calibrating = steady_wholes(lines, model, setting, steady, calibrating=True)
         others = steady_wholes(lines, model, setting, steady)
-        if len(calibrating) < 3 or not others:
+        if not calibrating or not others:
             return None
         fitted = calibrate(calibrating, start)
         before, after = (np.array(relative_errors(r, others)) for r in (start, fitted))
@@ -138,7 +142,8 @@ def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: f
     """Errors on the prunings that were not calibrated on, before and after the calibration."""
     rows, every, left_out = [], [], []
     for model, setting in keys:
-        found = [line for line in _found(lines, "whole", model, setting) if not _calibrates(line)]
+        roles = _with_roles(_found(lines, "whole", model, setting), steady)
+        found = [line for line, calibrates in roles if not calibrates]
         sums = Sums.of(lines, model, setting, start, steady)
         if sums is None:
             wholes = steady_wholes(lines, model, setting, steady)
