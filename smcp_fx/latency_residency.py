@@ -26,9 +26,9 @@ _HALF_OF_CACHE = 0.7
 _STEEPNESS = 6.0
 _FLOOR = 0.05
 #: What a calibration gives in mean log error for staying near its start, for each of (log half_bytes, log
-#: steepness, floor, ceiling, log scale): networks that are all large say little of the floor, for instance. How long
-#: weights stay in cache depends on activations and on who shares it; the factor should be one: rows are latencies.
-_INERTIA = np.array([0.005, 0.005, 0.2, 0.05, 0.2])
+#: steepness, floor, log scale): networks that are all large say little of the floor, for instance. How long weights
+#: stay in cache depends on activations and on who shares it; the factor should be one: rows are latencies.
+_INERTIA = np.array([0.005, 0.005, 0.2, 0.2])
 #: The same for each ms a MiB of the fetch; memory may be so much slower than the outer cache, beyond so many MiB.
 _FETCH_INERTIA = 0.5
 _FETCHES, _OUTERS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09), (16, 24, 32, 48, 64, 96, 128)
@@ -40,9 +40,8 @@ class Residency:
     """How cold a network's weights are, in [0, 1]: rises with their size, half-way up at ``half_bytes``.
 
     ``steepness``: how fast; ``floor``: of a small network, whose weights wait in an outer cache where a block
-    in a loop has them in the inner one; ``ceiling``: of a large one, of which a cache that forgets at random keeps
-    some; ``scale``: measured over predicted latency where they differ by a factor; ``fetch``: ms that each MiB of
-    weights beyond the ``outer`` ones (MiB) adds, as it comes from further away.
+    in a loop has them in the inner one; ``scale``: measured over predicted latency where they differ by a factor;
+    ``fetch``: ms that each MiB of weights beyond the ``outer`` ones (MiB) adds, as it comes from further away.
     """
 
     half_bytes: float
@@ -51,13 +50,12 @@ class Residency:
     scale: float = 1.0
     fetch: float = 0.0
     outer: float = 0.0
-    ceiling: float = 1.0
 
     def __post_init__(self) -> None:
         if self.half_bytes <= 0 or self.steepness <= 0 or self.scale <= 0:
             raise InputError(f"{self}: half_bytes, steepness and scale must be positive")
-        if not 0 <= self.floor < self.ceiling <= 1:
-            raise InputError(f"{self}: 0 <= floor < ceiling <= 1 must hold")
+        if not 0 <= self.floor < 1:
+            raise InputError(f"{self}: 0 <= floor < 1 must hold")
         if self.fetch < 0 or self.outer < 0:
             raise InputError(f"{self}: fetch and outer must not be negative")
 
@@ -68,14 +66,14 @@ class Residency:
 
     def share(self, weight_bytes: float) -> float:
         """Return the share for a network with so many bytes of weights."""
-        return self.floor + (self.ceiling - self.floor) * self._rise(weight_bytes)
+        return self.floor + (1 - self.floor) * self._rise(weight_bytes)
 
     def slope(self, weight_bytes: float) -> float:
         """Return by how much the share rises with a byte more."""
         if weight_bytes <= 0:
             return 0.0
         rise = self._rise(weight_bytes)
-        return (self.ceiling - self.floor) * self.steepness * rise * (1 - rise) / weight_bytes
+        return (1 - self.floor) * self.steepness * rise * (1 - rise) / weight_bytes
 
     def fetched(self, weight_bytes: float) -> float:
         """Return the ms that a network's weights take which no cache holds."""
@@ -116,7 +114,7 @@ def relative_errors(residency: Residency, wholes: Sequence[Whole]) -> list[float
 def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
     """Return the residency that predicts these measured networks best (least mean absolute log error).
 
-    All seven numbers are searched on a grid around ``start``, and what is nearer to it wins where the errors are
+    All six numbers are searched on a grid around ``start``, and what is nearer to it wins where the errors are
     all but equal. Fewer than three networks give the scale alone.
     """
     if not wholes:
@@ -125,22 +123,21 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
         np.array([getattr(w, name) for w in wholes])
         for name in ("hot_ms", "cold_ms", "weight_bytes", "run_ms", "measured_ms")
     )
-    shares_of: tuple[Sequence[float], ...] = ((1.0,), (start.steepness,), (start.floor,), (start.ceiling,))
+    shares_of: tuple[Sequence[float], ...] = ((1.0,), (start.steepness,), (start.floor,))
     fetches = [(start.fetch, start.outer)]
     if len(wholes) >= 3:
         shares_of = (
             [2.0 ** (e / 8) for e in range(-24, 13)],
             (2.0, 4.0, 6.0, 8.0),
             (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4),
-            (1.0, 0.9, 0.8, 0.7),
         )
         fetches += [(0.0, 0.0), *itertools.product(_FETCHES, _OUTERS)]
     beyond = [replace(start, fetch=fetch, outer=outer) for fetch, outer in fetches]
     fetched = np.array([[trial.fetched(size) for size in weights] for trial in beyond])  # [fetch, network]
     fetch_away = _FETCH_INERTIA * np.abs([trial.fetch - start.fetch for trial in beyond])
     best, least = start, np.inf
-    for factor, steepness, floor, ceiling in itertools.product(*shares_of):
-        trial = Residency(start.half_bytes * factor, steepness, floor, ceiling=ceiling)
+    for factor, steepness, floor in itertools.product(*shares_of):
+        trial = Residency(start.half_bytes * factor, steepness, floor)
         shares = np.array([trial.share(size) for size in weights])
         off = np.log(measured / (run + hot + shares * (cold - hot) + fetched))
         scales = np.median(off, axis=1)
@@ -148,10 +145,9 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
             np.log(factor),
             np.log(steepness / start.steepness),
             floor - start.floor,
-            ceiling - start.ceiling,
         )
-        errors = np.abs(off - scales[:, None]).mean(axis=1) + np.abs(moved) @ _INERTIA[:4]
-        errors += _INERTIA[4] * np.abs(scales) + fetch_away
+        errors = np.abs(off - scales[:, None]).mean(axis=1) + np.abs(moved) @ _INERTIA[:3]
+        errors += _INERTIA[3] * np.abs(scales) + fetch_away
         index = int(np.argmin(errors))
         if errors[index] < least:
             fetch, outer = fetches[index]

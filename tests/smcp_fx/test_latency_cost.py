@@ -39,12 +39,6 @@ def test_share_rises_from_the_floor_to_one_around_the_cache() -> None:
         numeric = (residency.share(size + step) - residency.share(size - step)) / (2 * step)
         assert residency.slope(size) == pytest.approx(numeric, rel=1e-4)
     assert residency.slope(0) == 0.0
-    partly = Residency(16 * MB, steepness=6, floor=0.1, ceiling=0.8)
-    assert partly.share(16 * MB) == pytest.approx(0.45)
-    assert partly.share(1 << 40) == pytest.approx(0.8)
-    assert partly.slope(12 * MB) == pytest.approx(residency.slope(12 * MB) * 0.7 / 0.9)
-    with pytest.raises(InputError, match="ceiling"):
-        Residency(1.0, floor=0.5, ceiling=0.4)
     with pytest.raises(InputError, match="floor"):
         Residency(1.0, floor=1.0)
 
@@ -85,7 +79,6 @@ def wholes(truth: Residency, count: int, noise: float = 0.0) -> list[Whole]:
         Residency(12 * MB, 8.0, 0.0, 1.08),
         Residency(40 * MB, 3.0, 0.25, 0.93),
         Residency(12 * MB, 6.0, 0.05, fetch=0.03, outer=32),
-        Residency(12 * MB, 6.0, 0.05, ceiling=0.7),
     ],
 )
 def test_calibration_finds_what_made_the_latencies(truth: Residency) -> None:
