@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,8 @@ class Corrector:
         self.comparisons.append(found)
         write_texts({self.file: json.dumps([asdict(c) for c in self.comparisons], indent=1)}, "measurements")
         smallest = pruner.smallest_cost() * (1 + 1e-6)
-        aim = self._aim()
+        told = [(c.predicted_ms, c.fraction) for c in self.comparisons if c.predicted_ms]
+        aim = aim_for(self.fraction, told)
         pruner.correction = self.fraction * pruner.full_cost / max(aim, smallest)
         unsure = "" if dense.stable and pruned.stable else " (unstable: the machine is busy)"
         self.say(
@@ -146,21 +147,22 @@ class Corrector:
             )
         return found.fraction
 
-    def _aim(self) -> float:
-        """The predicted ms that should measure what was asked, from the last comparison.
 
-        Latencies that do not fall as predicted (overheads that stay) are followed along the line through an
-        earlier comparison, in logarithms, where one lies far enough from the last for its slope to mean something.
-        """
-        last = self.comparisons[-1]
-        assert last.predicted_ms is not None
-        slope = 1.0
-        for earlier in self.comparisons[-2::-1]:
-            apart = math.log(last.predicted_ms / earlier.predicted_ms) if earlier.predicted_ms else 0.0
-            if abs(apart) > _APART:
-                slope = min(max(math.log(last.fraction / earlier.fraction) / apart, _SLOPES[0]), _SLOPES[1])
-                break
-        return float(last.predicted_ms * (self.fraction / last.fraction) ** (1 / slope))
+def aim_for(asked: float, tried: Sequence[tuple[float, float]]) -> float:
+    """Return the prediction to ask for, so that ``asked`` is measured, from pairs (predicted, measured), the last last.
+
+    What was predicted about as the last was tells together by which factor measurements differ: their noise
+    averages out. Latencies that do not fall as predicted (overheads that stay) are followed along the line to an
+    earlier pair, in logarithms, where one lies far enough away for its slope to mean something.
+    """
+    logs = np.log(np.asarray(tried, np.float64))
+    near = np.abs(logs[:, 0] - logs[-1, 0]) <= _APART
+    predicted, measured = logs[near].mean(axis=0)
+    slope = 1.0
+    if not near.all():
+        earlier = logs[~near][-1]
+        slope = float(np.clip((measured - earlier[1]) / (predicted - earlier[0]), *_SLOPES))
+    return float(np.exp(predicted + (math.log(asked) - measured) / slope))
 
 
 def _comparison(record: dict[str, Any]) -> Comparison:

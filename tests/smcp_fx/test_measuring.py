@@ -11,7 +11,7 @@ from torch import nn
 
 import smcp_fx
 from smcp_fx.backends.base import Backend, Engine, Fingerprint
-from smcp_fx.compiler.measuring import CLOSE, TRIES, Corrector
+from smcp_fx.compiler.measuring import CLOSE, TRIES, Corrector, aim_for
 from smcp_fx.errors import CheckpointError
 from smcp_fx.prepare import PreparedModel
 
@@ -165,3 +165,14 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "comparisons.json").unlink()
     corrector.resume(5)
     assert corrector.comparisons == []
+
+
+def test_the_next_aim_by_hand() -> None:
+    """One measurement gives a factor, near ones their mean factor, and one far away the slope."""
+    assert aim_for(0.5, [(0.5, 0.6)]) == pytest.approx(0.5 * 0.5 / 0.6)
+    noisy = [(0.5, 0.5 * 1.2 * 1.04), (0.5, 0.5 * 1.2 / 1.04)]
+    assert aim_for(0.5, noisy) == pytest.approx(0.5 / 1.2)
+    line = [(p, 0.9 * p**0.7) for p in (1.0, 0.5, 0.45, 0.42)]
+    assert 0.9 * aim_for(0.3, line) ** 0.7 == pytest.approx(0.3)
+    steep = [(1.0, 1.0), (0.5, 0.1)]  # no latency falls so fast: noise
+    assert aim_for(0.2, steep) == pytest.approx(0.5 * (0.2 / 0.1) ** (1 / 1.25))

@@ -25,10 +25,11 @@ from typing import Any
 
 import numpy as np
 from latency_networks import MODELS, SETTINGS, Network
-from latency_tables import steady_wholes, write_tables
+from latency_tables import calibrating_wholes, write_tables
 
 from smcp_fx.allocation import allocate
 from smcp_fx.backends import Backend, Engine, Measurement, TimingConfig, get_backend, measure_interleaved
+from smcp_fx.compiler.measuring import aim_for
 from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_residency import Residency, calibrate
@@ -144,8 +145,8 @@ class Bench:
         return found
 
     def calibrate(self) -> None:
-        """Fit the prediction to those of the networks meant for it that were timed steadily."""
-        found = steady_wholes(self.record.lines, **self.key, steady=STEADY, calibrating=True)
+        """Fit the prediction to the networks meant for it."""
+        found = calibrating_wholes(self.record.lines, **self.key, steady=STEADY)
         self.cost.residency = calibrate(found, self.cost.residency)
 
     def targets(self, deadline: float) -> None:
@@ -154,9 +155,9 @@ class Bench:
         for asked in TARGETS:
             if self.record.find("target", **self.key, asked=asked) or time.monotonic() > deadline:
                 continue
-            dense_ms, correction, tried = self.cost.latency(full), 1.0, []
+            dense_ms, budget, tried = self.cost.latency(full), asked * self.cost.latency(full), []
             for _ in range(TRIES):
-                counts = self.allocated(asked * dense_ms / correction)
+                counts = self.allocated(budget)
                 with tempfile.TemporaryDirectory() as folder:
                     path = Path(folder) / "pruned.onnx"
                     with self.network.emitted(counts, self.backend, path) as engine:
@@ -165,7 +166,7 @@ class Bench:
                 tried.append({"predicted": predicted, "measured": measured, "stable": stable})
                 if abs(measured - asked) <= CLOSE:
                     break
-                correction = measured / predicted
+                budget = dense_ms * aim_for(asked, [(t["predicted"], t["measured"]) for t in tried])
             best = min(tried, key=lambda entry: abs(entry["measured"] - asked))
             self.record.add("target", **self.key, asked=asked, tried=tried, **best)
             if asked == 0.5 and not self.record.find("rounding", **self.key):
