@@ -53,6 +53,8 @@ _IMAGE_CHANNELS = 4
 _HOT_RUNS = 25
 #: So many do where a core that is slow most of the time has had them waited for this long.
 _FEW_RUNS, _LONG_MS = 9, 150.0
+#: So many undisturbed ones do where their interquartile range is this small a share of their median.
+_ENOUGH, _AGREEING = 11, 0.03
 #: Runs in the cold state: emptying the caches takes longer than all the rest. Of three the median does without one
 #: that something came between; rows average the noise out, of which memory that others use, too, has more.
 _COLD_RUNS = 3
@@ -148,7 +150,8 @@ def _attempt(
         alone, dropped = 0, 0
         began = time.perf_counter()
         while alone < config.min_repeats or (alone < _HOT_RUNS and spent_ms < config.budget_ms):
-            if alone >= _FEW_RUNS and 1e3 * (time.perf_counter() - began) >= _LONG_MS:
+            waited = 1e3 * (time.perf_counter() - began) >= _LONG_MS
+            if alone >= _FEW_RUNS and (waited or runs_agree([s for what, s in taken if what == "hot"])):
                 break
             if small:
                 taken.append(("untimed", Sample(0.0)))
@@ -170,7 +173,10 @@ def _attempt(
                 dropped += 1
             else:
                 pairs += 1
-        profiles = profiler.runs()[warm:]
+        timed = [warm + index for index, (what, _) in enumerate(taken) if what != "untimed"]
+        runs = profiler.runs(timed)
+    taken = [(what, s) for what, s in taken if what != "untimed"]
+    profiles = [runs[index] for index in timed]
     still = [n for n, (what, s) in zip(profiles, taken, strict=True) if what == "hot" and not s.disturbed]
     profiler_ms = profiler_beside(still or profiles, node_ms)
     block = [block_ms(nodes, outputs, profiler_ms, paid) for nodes in profiles]
@@ -183,6 +189,15 @@ def _attempt(
     )
     limit = config.spread_limit
     return _summary(hot, config.min_repeats, limit), _summary(cold, _COLD_RUNS, _COLD_SPREAD * limit)
+
+
+def runs_agree(samples: Sequence[Sample]) -> bool:
+    """Whether undisturbed runs, the context in them, agree so well that more would not move their median."""
+    times = [sample.ms for sample in samples if not sample.disturbed]
+    if len(times) < _ENOUGH:
+        return False
+    q1, median, q3 = np.percentile(times, [25, 50, 75])
+    return bool(q3 - q1 <= _AGREEING * median)
 
 
 def _summary(samples: list[Sample], least: int, spread_limit: float) -> Measurement:

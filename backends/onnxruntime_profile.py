@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,8 @@ import onnxruntime as ort
 from smcp_fx.backends.onnxruntime_session import create_session, session_options
 
 _SUFFIX = "_kernel_time"
+#: What tells the events of nodes, and the one that ends a run.
+_KERNEL, _RUN = f'{_SUFFIX}"', '"model_run"'
 #: The profiler's clock counts microseconds.
 RESOLUTION_MS = 0.001
 
@@ -47,24 +50,19 @@ class Profiler:
         assert self._session is not None
         return self._session
 
-    def runs(self) -> list[list[NodeTime]]:
-        """Return the nodes of every run so far, in order of execution. The session profiles no further."""
-        events = json.loads(Path(self.session.end_profiling()).read_text())
+    def runs(self, wanted: Collection[int] | None = None) -> list[list[NodeTime]]:
+        """Return the nodes of every run so far, in order of execution. The session profiles no further.
+
+        ``wanted``: runs to read, by position; of the others the list is empty (reading takes longer than running).
+        """
         runs: list[list[NodeTime]] = []
-        nodes: list[NodeTime] = []
-        for event in events:
-            name = event.get("name", "")
-            if event.get("cat") == "Node" and name.endswith(_SUFFIX):
-                arguments = event["args"]
-                shapes = tuple(
-                    tuple(int(n) for n in next(iter(shape.values())))
-                    for shape in arguments.get("output_type_shape", ())
-                )
-                label = name.removesuffix(_SUFFIX)
-                nodes.append(NodeTime(label, arguments.get("op_name", ""), shapes, event["dur"] / 1e3))
-            elif name == "model_run":
-                runs.append(nodes)
-                nodes = []
+        events: list[str] = []  # one a line, a node's among them
+        for line in Path(self.session.end_profiling()).read_text().splitlines():
+            if _KERNEL in line:
+                events.append(line)
+            elif _RUN in line:
+                runs.append([_node(e) for e in events] if wanted is None or len(runs) in wanted else [])
+                events = []
         return runs
 
     def __enter__(self) -> Profiler:
@@ -75,3 +73,14 @@ class Profiler:
     ) -> None:
         self._session = None
         self._folder.cleanup()
+
+
+def _node(line: str) -> NodeTime:
+    event = json.loads(line.rstrip().rstrip(","))
+    arguments = event["args"]
+    shapes = tuple(
+        tuple(int(n) for n in next(iter(shape.values()))) for shape in arguments.get("output_type_shape", ())
+    )
+    return NodeTime(
+        event["name"].removesuffix(_SUFFIX), arguments.get("op_name", ""), shapes, event["dur"] / 1e3
+    )

@@ -149,11 +149,12 @@ class Corrector:
 
 
 def aim_for(asked: float, tried: Sequence[tuple[float, float]]) -> float:
-    """Return the prediction to ask for, so that ``asked`` is measured, from pairs (predicted, measured), the last last.
+    """Return the prediction to ask for, so that ``asked`` is measured.
 
-    What was predicted about as the last was tells together by which factor measurements differ: their noise
-    averages out. Latencies that do not fall as predicted (overheads that stay) are followed along the line to an
-    earlier pair, in logarithms, where one lies far enough away for its slope to mean something.
+    ``tried``: pairs (predicted, measured) in their order. What was predicted about as the last was tells together by
+    which factor measurements differ: their noise averages out. Latencies that do not fall as predicted (overheads
+    that stay) are followed along the line to an earlier pair, in logarithms, where one lies far enough away for its
+    slope to mean something.
     """
     logs = np.log(np.asarray(tried, np.float64))
     near = np.abs(logs[:, 0] - logs[-1, 0]) <= _APART

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +11,15 @@ from onnx import TensorProto, helper, numpy_helper
 
 from smcp_fx.backends.base import Backend, cache_bytes
 from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeBackend
-from smcp_fx.backends.onnxruntime_blocks import block_ms, evict_caches
+from smcp_fx.backends.onnxruntime_blocks import block_ms, evict_caches, runs_agree
 from smcp_fx.backends.onnxruntime_overhead import code_warmer, overhead, profiler_beside
-from smcp_fx.backends.onnxruntime_profile import NodeTime
+from smcp_fx.backends.onnxruntime_profile import NodeTime, Profiler
+from smcp_fx.backends.pace import pace
+from smcp_fx.backends.timing import Sample
 
 
-def test_overheads_are_measured_once_and_are_part_of_a_latency() -> None:
+def test_overheads_are_measured_once_and_are_part_of_a_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace(), "_learn", lambda: None)  # the core's usual pace stays what it is
     found = overhead(1, True)
     assert found.profiler_ms > 0
     assert 0 <= found.run_ms < 5.0
@@ -70,8 +74,8 @@ def test_a_block_costs_the_same_whatever_the_profiler_adds(monkeypatch: pytest.M
 
     read = module.Profiler.runs
 
-    def slowed(profiler: module.Profiler) -> list[list[NodeTime]]:
-        return [[replace(node, ms=node.ms + 0.002) for node in run] for run in read(profiler)]
+    def slowed(profiler: module.Profiler, wanted: Collection[int]) -> list[list[NodeTime]]:
+        return [[replace(node, ms=node.ms + 0.002) for node in run] for run in read(profiler, wanted)]
 
     nodes = [helper.make_node("Conv", ["x", "w"], ["a"], "a"), helper.make_node("Relu", ["a"], ["y"], "b")]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 16, 8, 8]) for name in "xy"]
@@ -87,6 +91,32 @@ def test_a_block_costs_the_same_whatever_the_profiler_adds(monkeypatch: pytest.M
         found.append(module.measure_block(copied).hot.median_ms)
     quiet, busy = np.median(found[::2]), np.median(found[1::2])
     assert abs(busy - quiet) < 0.001
+
+
+def test_only_the_runs_that_are_wanted_are_read() -> None:
+    """Names that look like the profile's own marks do not confuse it."""
+    names = ["model_run", 'x_kernel_time"', '"model_run"']
+    nodes = [helper.make_node("Relu", [a], [b], name) for a, b, name in zip("xab", "aby", names, strict=True)]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4]) for name in "xy"]
+    graph = helper.make_graph(nodes, "chain", values[:1], values[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    with Profiler(model.SerializeToString()) as profiler:
+        for _ in range(4):
+            profiler.session.run(None, {"x": np.ones((1, 4), np.float32)})
+        runs = profiler.runs({1, 3})
+    assert [len(run) for run in runs] == [0, 3, 0, 3]
+    for run in (runs[1], runs[3]):
+        assert [node.name for node in run] == names
+        assert {node.operation for node in run} == {"Relu"}
+        assert {node.output_shapes for node in run} == {((1, 4),)}
+
+
+def test_runs_that_agree_end_a_row_and_disturbed_ones_do_not() -> None:
+    alike = [Sample(1.0 + 0.001 * i) for i in range(11)]
+    assert runs_agree(alike)
+    assert not runs_agree(alike[:10])
+    assert not runs_agree([*alike[:10], Sample(1.0, disturbed=True)])
+    assert not runs_agree([Sample(1.0 + 0.01 * i) for i in range(11)])
 
 
 def test_conversions_that_another_block_paid_for_do_not_count() -> None:

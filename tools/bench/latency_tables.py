@@ -199,8 +199,9 @@ def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: f
         + _table(head, rows)
         + f"\n\nAll {len(total)} after calibration: mean error {np.abs(total).mean():.1%}, "
         f"{np.mean(np.abs(total) <= 0.1):.0%} within 10 %. Timings that spread (interquartile range) by more than "
-        f"{steady:.0%} of their median are left out{': ' + '; '.join(left_out) if left_out else ''}; with them (all): "
-        f"{np.abs(unsteady_too).mean():.1%}, {np.mean(np.abs(unsteady_too) <= 0.1):.0%} of {len(unsteady_too)}."
+        f"{steady:.0%} of their median are left out{': ' + '; '.join(left_out) if left_out else ''}; with them "
+        f"(all): {np.abs(unsteady_too).mean():.1%}, "
+        f"{np.mean(np.abs(unsteady_too) <= 0.1):.0%} of {len(unsteady_too)}."
     )
 
 
