@@ -33,7 +33,12 @@ def write_tables(occasions: Sequence[Lines], path: Path, steady: float) -> None:
     after = rest.partition(END)[2]
     parts = [_occasion(lines, steady) for lines in occasions]
     if len(occasions) > 1:
-        parts.insert(0, _worst(occasions, steady))
+        latest = [lines for lines in occasions if _way(lines) == _way(occasions[-1])]
+        parts[:0] = [
+            _worst(found, steady, what)
+            for found, what in ((latest, f", rows timed in way {_way(latest[0])}"), (occasions, ", all"))
+            if len(found) > 1
+        ]
     path.write_text(before + BEGIN + "\n\n" + "\n\n".join(parts) + "\n\n" + END + after, encoding="utf-8")
 
 
@@ -123,7 +128,7 @@ class Sums:
         return cls(before, after, of_all, float(rank), spread)
 
 
-def _worst(occasions: Sequence[Lines], steady: float) -> str:
+def _worst(occasions: Sequence[Lines], steady: float, what: str) -> str:
     """Every model and setting as it was on the occasion that was worst in it, figure by figure."""
     keys = {(x["model"], x["setting"]): None for lines in occasions for x in lines if "model" in x}
     rows = []
@@ -146,7 +151,12 @@ def _worst(occasions: Sequence[Lines], steady: float) -> str:
             ])  # fmt: skip
     head = ["model", "setting", "occasions", "mean error before calibration", "after", "within 10 %", "Spearman",
             "points off the target"]  # fmt: skip
-    return f"### The worst of {len(occasions)} occasions, figure by figure\n\n" + _table(head, rows)
+    return f"### The worst of {len(occasions)} occasions{what}, figure by figure\n\n" + _table(head, rows)
+
+
+def _way(lines: Lines) -> str:
+    """The way in which an occasion's rows were timed."""
+    return str(next(x for x in lines if x["kind"] == "machine")["fingerprint"]["settings"]["block_timing"])
 
 
 def _start(lines: Lines) -> Residency:
