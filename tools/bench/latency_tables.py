@@ -31,12 +31,12 @@ def write_tables(occasions: Sequence[Lines], path: Path, steady: float) -> None:
     text = path.read_text(encoding="utf-8") if path.exists() else f"# Latency\n\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    parts = [_occasion(lines, steady) for lines in occasions]
+    parts = [_occasion(lines, steady, number) for number, lines in enumerate(occasions, 1)]
     if len(occasions) > 1:
         latest = [lines for lines in occasions if _way(lines) == _way(occasions[-1])]
         parts[:0] = [
             _worst(found, steady, what)
-            for found, what in ((latest, f", rows timed in way {_way(latest[0])}"), (occasions, ", all"))
+            for found, what in ((latest, f" in way {_way(latest[0])}"), (occasions, " in any way"))
             if len(found) > 1
         ]
     path.write_text(before + BEGIN + "\n\n" + "\n\n".join(parts) + "\n\n" + END + after, encoding="utf-8")
@@ -76,7 +76,7 @@ def _with_roles(found: Lines, steady: float) -> list[tuple[dict[str, Any], bool]
     return [(line, bool(line.get("calibrates", line["index"] in first))) for line in found]
 
 
-def _occasion(lines: Lines, steady: float) -> str:
+def _occasion(lines: Lines, steady: float, number: int) -> str:
     machine = next(line for line in lines if line["kind"] == "machine")
     when = datetime.fromtimestamp(machine["time"], timezone.utc).strftime("%Y-%m-%d")
     device = machine["fingerprint"]
@@ -85,7 +85,8 @@ def _occasion(lines: Lines, steady: float) -> str:
     return "\n\n".join(
         part
         for part in (
-            f"### {when}, {device['device']}, {device['threads']} thread, {device['runtime']} {device['version']}",
+            f"### {number}. {when}, {device['device']}, {device['threads']} thread, "
+            f"{device['runtime']} {device['version']}",
             f"{versions}; cache that networks outgrow {machine['cache_bytes'] >> 20} MiB; rows timed in way "
             f"{device['settings']['block_timing']}. Settings are image side x batch.",
             _sums(lines, keys, _start(lines), steady),
