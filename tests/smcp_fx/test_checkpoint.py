@@ -215,7 +215,7 @@ def test_killed_at_random_moments_and_while_saving_it_ends_the_same(tmp_path: Pa
     expected = finish(whole)
     assert len(expected["history"]) > 2
     moments = random.Random(int.from_bytes(os.urandom(4), "big"))
-    at = moments.randint(1, 10)
+    at = moments.randint(1, 6)  # and some on: a fast core must not reach the checkpoint of step 12 meanwhile
     process = run(cut)
     wait_for(cut / "progress", process, lambda text: int(text) >= at)
     time.sleep(moments.random() * 0.05)
