@@ -12,7 +12,7 @@ import platform
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -72,11 +72,13 @@ class Fingerprint:
 class BlockLatency:
     """What a block costs: ``hot`` with its weights in cache, ``cold`` with its weights in memory.
 
-    ``cold`` is None where the backend does not tell the two apart.
+    ``cold`` is None where the backend does not tell the two apart. ``pace_ms``: what a fixed piece of work took in
+    the state of the core that was waited for (`Pace.usual_ms`); 0 where none was, or nobody knows any more.
     """
 
     hot: Measurement
     cold: Measurement | None = None
+    pace_ms: float = field(default=0.0, compare=False)
 
 
 class Engine(ABC):

@@ -19,15 +19,20 @@ import numpy as np
 _TURNS = range(250)
 #: Paces further than this from the usual one (as a ratio) are another state of the core.
 TOLERANCE = 1.15
-#: The state to measure in is the fastest that the core has for this share of the time: the slower ones are not one
-#: state but many, and one that is frequent now and rare in an hour would give a table rows of two states.
+#: The state to measure in is the fastest that the core was in for this share of the last minute that it was looked
+#: at: the slower ones are not one state but many, and one that is frequent now and rare in an hour would give a table
+#: rows of two states.
 _SHARE = 0.05
-#: The usual pace is first taken from so long a while, then followed over so many samples.
+#: A minute is so many looks, each so long after the one before or later. Time in which nobody looks does not count.
+_LOOKS, _BETWEEN_MS = 6000, 10.0
+#: The usual pace is first taken from so long a while, as if the minute before had been alike, and then after so many
+#: looks again.
 _FIRST_MS = 1000.0
-_REMEMBERED = 2000
+_LEARN_AFTER = 100
 #: A core that stays slow for this long is left for the next one that this thread may run on.
 _LEAVE_MS = 20.0
-#: A pace that does not come back within this is not the usual one any more.
+#: After so much waiting for a pace that does not come, every core is only tried once before each sample. What is
+#: timed then is called disturbed, until the pace comes back, or has been away for so long that another is the usual.
 _PATIENCE_MS = 3000.0
 
 
@@ -39,41 +44,47 @@ class Pace:
         first = [_fixed_work_ms()]
         while 1e3 * (time.perf_counter() - start) < _FIRST_MS:
             first.append(_fixed_work_ms())
-        self._recent = deque(first[:: 1 + 2 * len(first) // _REMEMBERED], maxlen=_REMEMBERED)
+        alike = np.linspace(0, len(first), _LOOKS, endpoint=False).astype(int)
+        self._looks = deque((first[i] for i in alike), maxlen=_LOOKS)
+        self._looked = time.perf_counter()
+        self._waited_ms = 0.0
         self._learn()
 
     def is_usual(self) -> bool:
         """Time the fixed work and compare; twice, where what ran before has left the caches to itself."""
         return self._fits(_fixed_work_ms()) or self._fits(_fixed_work_ms())
 
-    def await_usual(self) -> None:
-        """Wait until the core is in its usual state, or move to one that is.
-
-        What it is in is the usual one if that takes seconds.
-        """
-        met = _fixed_work_ms()
-        self._recent.append(met)  # what was met, not what is waited through
-        self._since += 1
-        if self._since >= _REMEMBERED // 4:
-            self._learn()
-        start = time.perf_counter()
-        for core in itertools.cycle(_cores()):
+    def await_usual(self) -> bool:
+        """Wait until the core is in its usual state, or move to one that is; whether it is when patience ends."""
+        cores = _cores()
+        for tried, core in enumerate(itertools.cycle(cores), start=1):
             since = time.perf_counter()
-            while 1e3 * (time.perf_counter() - since) < _LEAVE_MS:
-                if self._fits(met):
-                    return
-                met = _fixed_work_ms()
-            if 1e3 * (time.perf_counter() - start) >= _PATIENCE_MS:
-                self._recent.clear()
-                self._recent.append(met)
-                self._learn()
+            while (waited_ms := 1e3 * (time.perf_counter() - since)) < _LEAVE_MS:
+                if self._fits(self._look()):
+                    self._waited_ms = 0.0
+                    return True
+            self._waited_ms += waited_ms
             _move_to(core)
+            if tried >= len(cores) and self._waited_ms >= _PATIENCE_MS:
+                break
+        return False
+
+    def _look(self) -> float:
+        """Time the fixed work, and remember it where the last that is remembered was long enough ago."""
+        met, now = _fixed_work_ms(), time.perf_counter()
+        if 1e3 * (now - self._looked) >= _BETWEEN_MS:
+            self._looks.append(met)
+            self._looked = now
+            self._since += 1
+            if self._since >= _LEARN_AFTER:
+                self._learn()
+        return met
 
     def _fits(self, ms: float) -> bool:
         return 1 / TOLERANCE <= ms / self.usual_ms <= TOLERANCE
 
     def _learn(self) -> None:
-        self.usual_ms, self._since = float(np.quantile(self._recent, _SHARE)), 0
+        self.usual_ms, self._since = float(np.quantile(self._looks, _SHARE)), 0
 
 
 @functools.cache

@@ -109,17 +109,18 @@ def take_sample(timer: Timer, pace: Pace | None = None) -> Sample:
     """Run ``timer`` once.
 
     ``pace``: given where all is computed in this thread, as a disturbance shows only there. Wait until the core
-    runs as it usually does, and call a run disturbed that was kept off it, or behind which it runs otherwise.
+    runs as it usually does, and call a run disturbed that was kept off it, or before or behind which it runs
+    otherwise.
     """
     if pace is None:
         return Sample(timer())
-    pace.await_usual()
+    usual = pace.await_usual()
     cpu, wall = time.thread_time(), time.perf_counter()
     ms = timer()
     wall, cpu = 1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - cpu)
     if cpu < _UNDISTURBED * wall - 0.002:
         return Sample(min(ms, cpu), disturbed=True)
-    return Sample(ms, disturbed=not pace.is_usual())
+    return Sample(ms, disturbed=not (usual and pace.is_usual()))
 
 
 def stopwatch(run: Callable[[], object]) -> Timer:
@@ -176,8 +177,8 @@ def measure_timers(
 ) -> list[Measurement]:
     """Measure all ``timers`` interleaved, one `Measurement` each, in their order.
 
-    All of them have the same number of repeats. When one is unstable the whole set is taken again, since
-    samples of different moments are not comparable.
+    All of them run equally often; of each, disturbed runs are dropped where enough others are left. When one is
+    unstable the whole set is taken again, since samples of different moments are not comparable.
     """
     config = config or TimingConfig()
     if not timers:

@@ -15,11 +15,12 @@ from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
 from smcp_fx.costs import ParamsCost, without_branch
 from smcp_fx.errors import InputError
 from smcp_fx.latency_blocks import Block, priced_as
+from smcp_fx.latency_filling import MeasureReport, Progress
 from smcp_fx.latency_residency import Residency, Whole, calibrate
 from smcp_fx.latency_rounding import without_dominated
 from smcp_fx.latency_sampling import Grids
 from smcp_fx.latency_surface import Surface
-from smcp_fx.latency_table import LatencyTable, MeasureReport, Progress
+from smcp_fx.latency_table import LatencyTable
 from smcp_fx.tracing import Traced
 
 #: Counts that save less than this of their blocks are not offered: rows are no surer.

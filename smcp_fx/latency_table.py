@@ -9,7 +9,6 @@ price = table.price(home, backend.fingerprint())     # price(c_in, c_out) in ms,
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,33 +22,13 @@ from smcp_fx.backends.timing import Measurement, TimingConfig
 from smcp_fx.cost_model import Price
 from smcp_fx.errors import InputError, TableError
 from smcp_fx.latency_blocks import Block, unique_blocks
+from smcp_fx.latency_filling import Filling, MeasureReport, Progress
 from smcp_fx.latency_sampling import Plan, SamplingConfig, plan_samples
 from smcp_fx.latency_store import LatencyStore, Row
 from smcp_fx.latency_surface import Point, Surface, held_out_errors
 
 #: The signature of the row that holds what a run costs beside its blocks.
 RUN_SIGNATURE = '{"steps":"none"}'
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a measurement is. ``fraction`` is an estimate: sampling adapts to what it finds."""
-
-    block: str
-    measured: int
-    fraction: float
-    remaining_seconds: float
-
-
-@dataclass(frozen=True)
-class MeasureReport:
-    """What `LatencyTable.measure` did. ``failed`` and ``unstable``: (block, widths, what) of such rows."""
-
-    measured: int
-    reused: int
-    seconds: float
-    failed: tuple[tuple[str, Point, str], ...] = ()
-    unstable: tuple[tuple[str, Point, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,41 +91,19 @@ class LatencyTable:
         """Measure what is missing for `price` to hold on the blocks' grids; every row is kept as it comes.
 
         Adaptive: see `plan_samples`. Rows that another process has claimed are waited for. A block whose
-        measurement fails is marked, and the rest goes on. ``retry_failed`` and ``retry_unstable`` measure such
-        rows of earlier runs again.
+        measurement fails is marked, and the rest goes on. At the end rows that are unsteady are measured again, and
+        those of moments in which the core was slower than it turned out to be. ``retry_failed`` and
+        ``retry_unstable`` measure such rows of earlier runs again, too.
         """
         unique = unique_blocks(blocks)
         fingerprint = backend.fingerprint()
-        start, measured, reused = time.monotonic(), 0, 0
-        failed: list[tuple[str, Point, str]] = []
-        unstable: list[tuple[str, Point, float]] = []
         self._measure_run(backend, fingerprint)
-        left = _RowsLeft(unique, {b.signature for b, _ in self.wanted(unique, fingerprint)})
+        reused = 0
         for block in unique:
             if retry_failed or retry_unstable:
                 self.store.forget(block.signature, fingerprint, failed=retry_failed, unstable=retry_unstable)
             reused += len(self.store.measured(block.signature, fingerprint))
-            while True:
-                plan, failures = self._plan(block, fingerprint)
-                wanted = [point for point in plan.wanted if point not in failures]
-                if not wanted:
-                    failed += [(block.name, p, failures[p]) for p in plan.wanted]
-                    left.finished(block)
-                    break
-                backend.prepare_blocks(block, wanted)
-                point = self.store.claim(block.name, block.signature, fingerprint, wanted)
-                if point is None:  # another process is at them
-                    time.sleep(0.05)
-                    continue
-                result = self._measure_row(block, point, backend, fingerprint, config)
-                measured += 1
-                if isinstance(result, BlockLatency) and not result.hot.stable:
-                    unstable.append((block.name, point, result.hot.spread))
-                rows = left.after(block, len(wanted) - 1)
-                if progress is not None:
-                    per_row = (time.monotonic() - start) / measured
-                    progress(Progress(block.name, measured, measured / (measured + rows), per_row * rows))
-        return MeasureReport(measured, reused, time.monotonic() - start, tuple(failed), tuple(unstable))
+        return Filling(self, unique, backend, config, progress).run(reused)
 
     def wanted(
         self, blocks: Iterable[Block], fingerprint: Fingerprint, ahead: bool = False
@@ -158,12 +115,22 @@ class LatencyTable:
         """
         found = []
         for block in unique_blocks(blocks):
-            plan, failures = self._plan(block, fingerprint)
+            plan, failures = self.plan(block, fingerprint)
             wanted = self._wanted_ahead(block, fingerprint) if ahead and plan.wanted else plan.wanted
             points = tuple(point for point in wanted if point not in failures)
             if points:
                 found.append((block, points))
         return found
+
+    def plan(self, block: Block, fingerprint: Fingerprint) -> tuple[Plan, dict[Point, str]]:
+        """Return what to measure next of a block, or its surface; and what failed, where that is wanted."""
+        rows = self.store.measured(block.signature, fingerprint)
+        # Sampling must not depend on the share, or a table would be complete for one share only. The cliffs are
+        # the kernels', and show in the hot state; what memory adds is smooth.
+        known = {point: _weighed(latency, 0.0) for point, latency in rows.items()}
+        noise = {point: (row.hot.q3_ms - row.hot.q1_ms) / 2 for point, row in rows.items()}
+        plan = plan_samples(block.grids, known, self.sampling, _seed(block.signature), noise)
+        return plan, self.store.failures(block.signature, fingerprint) if plan.wanted else {}
 
     def run_overhead(self, fingerprint: Fingerprint) -> float:
         """Return what a run costs beside its blocks, in ms; 0 where that is not measured."""
@@ -180,7 +147,7 @@ class LatencyTable:
 
     def surface(self, block: Block, fingerprint: Fingerprint, cold_share: float | None = None) -> Surface:
         """Return the block's interpolated latency; `TableError` as for `price`."""
-        plan, failures = self._plan(block, fingerprint)
+        plan, failures = self.plan(block, fingerprint)
         if plan.surface is not None:
             share = self.cold_share if cold_share is None else cold_share
             return Surface(plan.surface.axes, self._known(block, fingerprint, share or 0.0))
@@ -201,7 +168,7 @@ class LatencyTable:
         """Return how far interpolation is off at the measured points that it does not rest on."""
         errors, measured = [np.zeros(0)], [np.zeros(0)]
         for block in unique_blocks(blocks):
-            plan, failures = self._plan(block, fingerprint)
+            plan, failures = self.plan(block, fingerprint)
             if plan.surface is None and not failures:
                 self.surface(block, fingerprint)
             if plan.surface is not None:
@@ -237,15 +204,6 @@ class LatencyTable:
         rows = self.store.measured(block.signature, fingerprint)
         return {point: _weighed(latency, share) for point, latency in rows.items()}
 
-    def _plan(self, block: Block, fingerprint: Fingerprint) -> tuple[Plan, dict[Point, str]]:
-        rows = self.store.measured(block.signature, fingerprint)
-        # Sampling must not depend on the share, or a table would be complete for one share only. The cliffs are
-        # the kernels', and show in the hot state; what memory adds is smooth.
-        known = {point: _weighed(latency, 0.0) for point, latency in rows.items()}
-        noise = {point: (row.hot.q3_ms - row.hot.q1_ms) / 2 for point, row in rows.items()}
-        plan = plan_samples(block.grids, known, self.sampling, _seed(block.signature), noise)
-        return plan, self.store.failures(block.signature, fingerprint) if plan.wanted else {}
-
     def _wanted_ahead(self, block: Block, fingerprint: Fingerprint) -> tuple[Point, ...]:
         """Plan on with guesses for what is not measured: in proportion to each width, from the largest known."""
         rows = self.store.measured(block.signature, fingerprint)
@@ -260,48 +218,6 @@ class LatencyTable:
                 scale = _weighed(rows[top], 0.0) / float(np.prod(top or (1,))) if rows else 1.0
                 known[point] = scale * float(np.prod(point or (1,)))
                 wanted.append(point)
-
-    def _measure_row(
-        self,
-        block: Block,
-        point: Point,
-        backend: Backend,
-        fingerprint: Fingerprint,
-        config: TimingConfig | None,
-    ) -> BlockLatency | str:
-        result: BlockLatency | str
-        try:
-            result = backend.block_latency(block, point, config)
-        except Exception as error:  # whatever a runtime throws: this row is marked, the others go on
-            result = f"{type(error).__name__}: {error}"
-        except BaseException:
-            self.store.release(block.signature, fingerprint, [point])
-            raise
-        self.store.write(block.signature, fingerprint, point, result)
-        return result
-
-
-class _RowsLeft:
-    """Estimates how many rows are still to come, from what finished blocks with as many free widths took."""
-
-    def __init__(self, blocks: Sequence[Block], incomplete: set[str]) -> None:
-        self._open = {b.signature: len(b.grids) for b in blocks if b.signature in incomplete}
-        self._rows = dict.fromkeys(self._open, 0)
-        self._usual = {0: [1.0], 1: [12.0], 2: [45.0]}
-
-    def after(self, block: Block, wanted: int) -> float:
-        """Count a row of ``block``, of which ``wanted`` are known to be missing; return the rows left."""
-        signature = block.signature
-        self._rows[signature] = self._rows.get(signature, 0) + 1
-        expected = {kind: sum(rows) / len(rows) for kind, rows in self._usual.items()}
-        own = max(wanted, expected[len(block.grids)] - self._rows[signature])
-        return own + sum(expected[kind] for other, kind in self._open.items() if other != signature)
-
-    def finished(self, block: Block) -> None:
-        """Take ``block`` off the list."""
-        kind = self._open.pop(block.signature, None)
-        if kind is not None and self._rows[block.signature]:
-            self._usual[kind].append(float(self._rows[block.signature]))
 
 
 def sum_of_prices(prices: Sequence[Price], widths: Sequence[Sequence[int]]) -> float:

@@ -100,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
     from smcp_fx.latency_blocks import unique_blocks
+    from smcp_fx.latency_filling import Progress as State
     from smcp_fx.latency_table import LatencyTable
-    from smcp_fx.latency_table import Progress as State
 
     if arguments.emit_requests or arguments.read_answers:
         from smcp_fx.cli.table_requests import exchange

@@ -27,8 +27,8 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.errors import CheckpointError, InputError, TableError, TraceError
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_exchange import differences
+from smcp_fx.latency_filling import Progress as TableProgress
 from smcp_fx.latency_table import LatencyTable
-from smcp_fx.latency_table import Progress as TableProgress
 from smcp_fx.prepare import PreparedModel, convert, prepare
 from smcp_fx.report import summary_table, write_report
 

@@ -139,7 +139,7 @@ def test_a_thread_that_had_no_core_is_noticed():
             pass
         return 2.0
 
-    steady = SimpleNamespace(await_usual=lambda: None, is_usual=lambda: True)
+    steady = SimpleNamespace(await_usual=lambda: True, is_usual=lambda: True)
     sample = take_sample(asleep, steady)
     assert sample.disturbed
     assert sample.ms < 5.0
@@ -216,7 +216,9 @@ def test_engines_compute_what_the_module_does(name, tmp_path):
         m = engine.latency(config=FAST)
         assert 0 < m.q1_ms <= m.median_ms <= m.q3_ms
         both = measure_interleaved([engine, engine], config=FAST)
-        assert [b.repeats for b in both] == [both[0].repeats] * 2
+        assert all(
+            FAST.min_repeats <= b.repeats <= FAST.max_repeats for b in both
+        )  # disturbed ones are dropped
         with pytest.raises((BackendError, InputError)):
             engine.run([np.zeros((1, 7, 8, 8), np.float32)])
     with pytest.raises(BackendError, match="closed"):

@@ -103,24 +103,54 @@ def test_a_core_that_is_faster_than_usual_is_in_another_state_too(core) -> None:
     assert not pace.is_usual()
 
 
-def test_a_pace_that_does_not_come_back_is_given_up(core) -> None:
+def test_patience_ends_and_what_is_timed_then_is_disturbed(core) -> None:
+    """Three seconds are waited once; each sample after that tries both cores, and is no undisturbed one."""
+    at = core(lambda ms: 2000 <= ms < 12000)
+    pace = Pace()
+    at.now_ms = 2000.0
+    assert not pace.await_usual()
+    assert at.now_ms == pytest.approx(2000.0 + 3000.0, abs=50.0)
+    before = at.now_ms
+    assert take_sample(lambda: at.work(1.0), pace).disturbed
+    assert at.now_ms == pytest.approx(before + 2 * 20.0 + 1.0 * SLOW / FAST, abs=0.2)
+    assert pace.usual_ms == pytest.approx(FAST)
+    at.now_ms = 12000.0
+    assert take_sample(lambda: at.work(1.0), pace) == Sample(1.0)
+    at.slow = lambda ms: ms >= 13000
+    at.now_ms = 13000.0
+    assert not pace.await_usual()
+    assert at.now_ms == pytest.approx(13000.0 + 3000.0, abs=50.0)  # patience is whole again
+
+
+def test_a_pace_that_was_away_for_a_minute_is_not_the_usual_one_any_more(core) -> None:
     at = core(lambda ms: ms >= 2000)
     pace = Pace()
     at.now_ms = 2000.0
-    pace.await_usual()
-    assert at.now_ms == pytest.approx(2000.0 + 3000.0, abs=1.0)
+    while at.now_ms < 55000.0:
+        pace.await_usual()
+    assert pace.usual_ms == pytest.approx(FAST)
+    while at.now_ms < 62000.0:
+        pace.await_usual()
     assert pace.usual_ms == pytest.approx(SLOW)
-    pace.await_usual()
-    assert at.now_ms < 5001.0
+
+
+def test_many_looks_in_a_short_slow_while_do_not_make_it_the_usual_one(core) -> None:
+    """Samples of a tenth of a millisecond, 100,000 of them within ten slow seconds."""
+    at = core(lambda ms: 2000 <= ms < 12000 and ms % 20 > 0.1)
+    pace = Pace()
+    at.now_ms = 2000.0
+    while at.now_ms < 12000.0:
+        take_sample(lambda: at.work(0.1), pace)
+        assert pace.usual_ms == pytest.approx(FAST)
 
 
 def test_what_is_usual_follows_what_is_met(core) -> None:
-    """Begun in a long slow moment: once most samples meet the faster pace, that is the usual one."""
+    """Begun in a long slow moment: once the faster pace was met for three seconds, that is the usual one."""
     at = core(lambda ms: ms < 1500 or ms % 10 > 7)
     pace = Pace()
     assert pace.usual_ms == pytest.approx(SLOW)
     at.now_ms = 1500.0
-    for _ in range(1200):
+    while at.now_ms < 9000.0:
         pace.await_usual()
         at.work(1.7)
     assert pace.usual_ms == pytest.approx(FAST)

@@ -21,10 +21,11 @@ from smcp_fx.backends.base import Backend, BlockLatency, Engine, Fingerprint, Me
 from smcp_fx.backends.timing import TimingConfig
 from smcp_fx.errors import InputError, TableError
 from smcp_fx.latency_blocks import Block, priced_as, unique_blocks
+from smcp_fx.latency_filling import Progress
 from smcp_fx.latency_sampling import SamplingConfig, plan_samples
 from smcp_fx.latency_store import LatencyStore
 from smcp_fx.latency_surface import Surface, held_out_errors
-from smcp_fx.latency_table import LatencyTable, Progress, sum_of_prices
+from smcp_fx.latency_table import LatencyTable, sum_of_prices
 
 
 def steps(c: int, size: int = 16) -> int:
@@ -474,6 +475,60 @@ def test_unstable_rows_are_reported(tmp_path):
         assert report.unstable == (("b", (16,), pytest.approx(0.6)),)
         assert table.measure([block], Noisy()).measured == 0
         assert table.measure([block], Noisy(), retry_unstable=True).measured == 1
+
+
+class Moments(FakeBackend):
+    """A device whose ``n``-th measurement (from 0) is as ``moments(n)`` says: (factor, spread, steady, pace)."""
+
+    def __init__(self, moments: Callable[[int], tuple[float, float, bool, float]]) -> None:
+        super().__init__()
+        self.moments = moments
+
+    def block_latency(self, block, widths, config=None):
+        factor, spread, steady, pace = self.moments(len(self.log))
+        ms = factor * super().block_latency(block, widths).hot.median_ms
+        return BlockLatency(Measurement(ms, ms * (1 - spread), ms, 3, stable=steady), pace_ms=pace)
+
+
+def test_rows_of_bad_moments_are_measured_again(tmp_path):
+    """Every fifth measurement of the first fifty says half as much again; the rows end as if none had."""
+    good, bad = (1.0, 0.0, True, 1.0), (1.5, 0.3, False, 1.0)
+    calm, block = FakeBackend(), conv()
+    busy = Moments(lambda n: bad if n < 50 and n % 5 == 0 else good)
+    with LatencyTable(tmp_path / "a.sqlite") as a, LatencyTable(tmp_path / "b.sqlite") as b:
+        a.measure([block], calm)
+        report = b.measure([block], busy)
+        assert report.unstable == ()
+        assert report.repeated == 10
+        assert report.measured + report.repeated == len(busy.log)
+        expected = a.store.measured(block.signature, calm.fingerprint())
+        found = b.store.measured(block.signature, calm.fingerprint())
+        assert {p: found[p].hot.median_ms for p in expected} == {
+            p: row.hot.median_ms for p, row in expected.items()
+        }
+
+
+def test_rows_of_a_slow_pace_that_nothing_faster_was_known_of_are_measured_again(tmp_path):
+    """All are steady; the first twenty are of a core at half its pace, and one later is a little slower."""
+    block = conv()
+    backend = Moments(
+        lambda n: (2.0, 0.01, True, 2.0) if n < 20 else (1.0, 0.02, True, 1.1 if n == 25 else 1.0)
+    )
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        assert table.measure([block], backend).repeated == 20
+        rows = table.store.measured(block.signature, backend.fingerprint())
+        assert all(row.hot.median_ms == pytest.approx(cliffs(*p)) for p, row in rows.items())
+
+
+def test_of_two_unsteady_measurements_of_a_row_the_calmer_stands(tmp_path):
+    block = FakeBlock("b", "{}", (grid(16),))
+    spreads = [0.0, 0.5, 0.3, 0.4]  # rows 8 and 16, then 16 again, once: nothing became steady
+    first = Moments(lambda n: (1.0, spreads[n], n == 0, 1.0))
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        report = table.measure([block], first)
+        assert report.repeated == 1
+        assert [spread for *_, spread in report.unstable] == [pytest.approx(0.3)]
+        assert len(first.log) == 3
 
 
 # ---- the file -----------------------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ from smcp_fx.errors import InfeasibleBudgetError, SmcpError  # noqa: E402
 from smcp_fx.files import write_texts  # noqa: E402
 from smcp_fx.knapsack import solve_knapsack  # noqa: E402
 from smcp_fx.latency_cost import LatencyCost  # noqa: E402
-from smcp_fx.latency_table import LatencyTable, Progress  # noqa: E402
+from smcp_fx.latency_filling import Progress  # noqa: E402
+from smcp_fx.latency_table import LatencyTable  # noqa: E402
 
 TARGETS = (0.80, 0.55, 0.30)
 TRIES = 3

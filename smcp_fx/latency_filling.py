@@ -1,0 +1,173 @@
+"""Filling a latency table: row by row what sampling wants, and once more what was measured in bad moments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from smcp_fx.backends.base import Backend, BlockLatency
+from smcp_fx.backends.pace import TOLERANCE
+from smcp_fx.backends.timing import TimingConfig
+from smcp_fx.latency_blocks import Block
+from smcp_fx.latency_surface import Point
+
+if TYPE_CHECKING:
+    from smcp_fx.latency_table import LatencyTable
+
+#: So often are unsteady rows measured again, as long as that makes any steady.
+_AGAIN = 3
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a measurement is. ``fraction`` is an estimate: sampling adapts to what it finds."""
+
+    block: str
+    measured: int
+    fraction: float
+    remaining_seconds: float
+
+
+@dataclass(frozen=True)
+class MeasureReport:
+    """What `LatencyTable.measure` did. ``failed`` and ``unstable``: (block, widths, what) of such rows.
+
+    ``repeated``: so many measurements were made of rows that had been unsteady, or of a slow moment of the core.
+    """
+
+    measured: int
+    reused: int
+    seconds: float
+    failed: tuple[tuple[str, Point, str], ...] = ()
+    unstable: tuple[tuple[str, Point, float], ...] = ()
+    repeated: int = 0
+
+
+class Filling:
+    """Measures what a table lacks of ``blocks``, each signature once, and keeps every row as it comes."""
+
+    def __init__(
+        self,
+        table: LatencyTable,
+        blocks: Sequence[Block],
+        backend: Backend,
+        config: TimingConfig | None,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._table, self._backend, self._config = table, backend, config
+        self._blocks = blocks  # by position: some share a signature, and with it rows
+        self._fingerprint = backend.fingerprint()
+        self._progress = progress
+        self._rows: dict[tuple[int, Point], BlockLatency] = {}
+        self._failed: dict[tuple[int, Point], str] = {}
+        self._left = _RowsLeft(blocks, {b.signature for b, _ in table.wanted(blocks, self._fingerprint)})
+        self._start, self._measured, self._repeated = time.monotonic(), 0, 0
+
+    def run(self, reused: int) -> MeasureReport:
+        """Measure all, then again what is unsure; that may make sampling want other rows."""
+        for index in range(len(self._blocks)):
+            self._fill(index)
+        for _ in range(_AGAIN):
+            if not sum(self._repeat(*row) for row in self._unsure()):
+                break
+            for index in range(len(self._blocks)):
+                self._fill(index)
+        unstable = [
+            (self._blocks[index].name, point, row.hot.spread)
+            for (index, point), row in self._rows.items()
+            if not row.hot.stable
+        ]
+        failed = [(self._blocks[index].name, p, error) for (index, p), error in self._failed.items()]
+        seconds = time.monotonic() - self._start
+        return MeasureReport(self._measured, reused, seconds, tuple(failed), tuple(unstable), self._repeated)
+
+    def _fill(self, index: int) -> None:
+        store, block = self._table.store, self._blocks[index]
+        while True:
+            plan, failures = self._table.plan(block, self._fingerprint)
+            wanted = [point for point in plan.wanted if point not in failures]
+            if not wanted:
+                self._failed |= {(index, point): failures[point] for point in plan.wanted}
+                self._left.finished(block)
+                return
+            self._backend.prepare_blocks(block, wanted)
+            point = store.claim(block.name, block.signature, self._fingerprint, wanted)
+            if point is None:  # another process is at them
+                time.sleep(0.05)
+                continue
+            try:
+                result = self._measure(block, point)
+            except BaseException:
+                store.release(block.signature, self._fingerprint, [point])
+                raise
+            store.write(block.signature, self._fingerprint, point, result)
+            self._measured += 1
+            if isinstance(result, BlockLatency):
+                self._rows[index, point] = result
+            self._tell(block, self._left.after(block, len(wanted) - 1))
+
+    def _unsure(self) -> list[tuple[int, Point]]:
+        """Return the rows that are unsteady, or were measured while nobody knew how fast the core can be."""
+        paces = [row.pace_ms for row in self._rows.values() if row.pace_ms]
+        limit = TOLERANCE * min(paces, default=0.0)
+        return [key for key, row in self._rows.items() if not row.hot.stable or row.pace_ms > limit]
+
+    def _repeat(self, index: int, point: Point) -> bool:
+        """Measure a row again, and keep the surer of the two; whether that is the new one, and steady."""
+        block, before = self._blocks[index], self._rows[index, point]
+        self._backend.prepare_blocks(block, [point])
+        found = self._measure(block, point)
+        self._repeated += 1
+        self._tell(block, 0.0)
+        if isinstance(found, str) or not _is_surer(found, before):
+            return False
+        self._rows[index, point] = found
+        self._table.store.write(block.signature, self._fingerprint, point, found)
+        return found.hot.stable
+
+    def _measure(self, block: Block, point: Point) -> BlockLatency | str:
+        try:
+            return self._backend.block_latency(block, point, self._config)
+        except Exception as error:  # whatever a runtime throws: this row is marked, the others go on
+            return f"{type(error).__name__}: {error}"
+
+    def _tell(self, block: Block, rows: float) -> None:
+        if self._progress is None:
+            return
+        per_row = (time.monotonic() - self._start) / (self._measured + self._repeated)
+        fraction = self._measured / (self._measured + rows)
+        self._progress(Progress(block.name, self._measured, fraction, per_row * rows))
+
+
+def _is_surer(found: BlockLatency, before: BlockLatency) -> bool:
+    """Whether one latency of a row is surer than another: of a faster state of the core, or as that and calmer."""
+    if found.pace_ms * TOLERANCE < before.pace_ms:
+        return True
+    if before.pace_ms * TOLERANCE < found.pace_ms:
+        return False
+    return (found.hot.stable, -found.hot.spread) > (before.hot.stable, -before.hot.spread)
+
+
+class _RowsLeft:
+    """Estimates how many rows are still to come, from what finished blocks with as many free widths took."""
+
+    def __init__(self, blocks: Sequence[Block], incomplete: set[str]) -> None:
+        self._open = {b.signature: len(b.grids) for b in blocks if b.signature in incomplete}
+        self._rows = dict.fromkeys(self._open, 0)
+        self._usual = {0: [1.0], 1: [12.0], 2: [45.0]}
+
+    def after(self, block: Block, wanted: int) -> float:
+        """Count a row of ``block``, of which ``wanted`` are known to be missing; return the rows left."""
+        signature = block.signature
+        self._rows[signature] = self._rows.get(signature, 0) + 1
+        expected = {kind: sum(rows) / len(rows) for kind, rows in self._usual.items()}
+        own = max(wanted, expected[len(block.grids)] - self._rows[signature])
+        return own + sum(expected[kind] for other, kind in self._open.items() if other != signature)
+
+    def finished(self, block: Block) -> None:
+        """Take ``block`` off the list."""
+        kind = self._open.pop(block.signature, None)
+        if kind is not None and self._rows[block.signature]:
+            self._usual[kind].append(float(self._rows[block.signature]))
