@@ -101,7 +101,8 @@ class Bench:
             error = table.held_out_error(self.cost.blocks, backend.fingerprint())
             record.add("table", **self.key, blocks=len(self.cost.blocks), measured=report.measured,
                        reused=report.reused, seconds=time.monotonic() - began, failed=len(report.failed),
-                       unstable=len(report.unstable), repeated=report.repeated, errors=np.round(error.errors, 4).tolist(),
+                       unstable=len(report.unstable), repeated=report.repeated,
+                       errors=np.round(error.errors, 4).tolist(),
                        held_out_ms=np.round(error.measured_ms, 5).tolist())  # fmt: skip
         self.dense = self.network.engine(self.counts(0))
 
