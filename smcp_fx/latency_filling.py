@@ -16,8 +16,8 @@ from smcp_fx.latency_surface import Point
 if TYPE_CHECKING:
     from smcp_fx.latency_table import LatencyTable
 
-#: So often are unsteady rows measured again, as long as that makes any steady.
-_AGAIN = 3
+#: So often are unsteady rows measured again, as long as that makes more than this share of them steady.
+_AGAIN, _WORTH = 3, 0.25
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,12 @@ class Filling:
         for index in range(len(self._blocks)):
             self._fill(index)
         for _ in range(_AGAIN):
-            if not sum(self._repeat(*row) for row in self._unsteady()) + self._repeat_slow():
-                break
-            for index in range(len(self._blocks)):
+            before = self._repeated
+            mended = self._repeat_unsteady() + self._repeat_slow()
+            for index in range(len(self._blocks)) if mended else ():
                 self._fill(index)
+            if mended <= _WORTH * (self._repeated - before):
+                break
         unstable = [
             (self._blocks[index].name, point, row.hot.spread)
             for (index, point), row in self._rows.items()
@@ -109,26 +111,31 @@ class Filling:
                 self._rows[index, point] = result
             self._tell(block, self._left.after(block, len(wanted) - 1))
 
-    def _unsteady(self) -> list[tuple[int, Point]]:
-        return [key for key, row in self._rows.items() if not row.hot.stable]
+    def _repeat_unsteady(self) -> int:
+        """Measure unsteady rows again; return how many are mended."""
+        found = [key for key, row in self._rows.items() if not row.hot.stable]
+        return sum(self._repeat(*key, left) for key, left in zip(found, _countdown(found), strict=True))
 
     def _repeat_slow(self) -> int:
         """Measure rows again of moments in which the core was slow, while it is fast; return how many are mended."""
         limit = TOLERANCE * min((row.pace_ms for row in self._rows.values()), default=0.0)
+        found = [key for key, row in self._rows.items() if row.pace_ms > limit]
         mended = 0
-        for key in [key for key, row in self._rows.items() if row.pace_ms > limit]:
-            mended += self._repeat(*key)
+        for key, left in zip(found, _countdown(found), strict=True):
+            mended += self._repeat(*key, left)
             if self._pace_ms > limit:
                 break
         return mended
 
-    def _repeat(self, index: int, point: Point) -> bool:
-        """Measure a row again, and keep the surer of the two; whether that is the new one, and steady."""
+    def _repeat(self, index: int, point: Point, left: int) -> bool:
+        """Measure a row again, and keep the surer of the two; whether that is the new one, and steady.
+
+        ``left``: so many are to be repeated after it.
+        """
         block, before = self._blocks[index], self._rows[index, point]
-        self._backend.prepare_blocks(block, [point])
         found = self._measure(block, point)
         self._repeated += 1
-        self._tell(block, 0.0)
+        self._tell(block, left)
         if isinstance(found, str) or not _is_surer(found, before):
             return False
         self._rows[index, point] = found
@@ -146,9 +153,14 @@ class Filling:
     def _tell(self, block: Block, rows: float) -> None:
         if self._progress is None:
             return
-        per_row = (time.monotonic() - self._start) / (self._measured + self._repeated)
-        fraction = self._measured / (self._measured + rows)
-        self._progress(Progress(block.name, self._measured, fraction, per_row * rows))
+        done = self._measured + self._repeated
+        per_row = (time.monotonic() - self._start) / done
+        self._progress(Progress(block.name, self._measured, done / (done + rows), per_row * rows))
+
+
+def _countdown(found: Sequence[object]) -> range:
+    """How many come after each."""
+    return range(len(found) - 1, -1, -1)
 
 
 def _is_surer(found: BlockLatency, before: BlockLatency) -> bool:

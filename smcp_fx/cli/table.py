@@ -144,6 +144,8 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
             f"  interpolation at {error.points} points it does not rest on: off by {error.median:.1%} in the "
             f"median, {error.p95:.1%} for 95 of 100"
         )
+    if report.repeated:
+        console.print(f"  {report.repeated} times a row was measured again that had been unsteady or slow")
     if report.unstable:
         console.print(f"  {len(report.unstable)} rows are unstable; --retry-unstable measures them again")
     for name, widths, why in report.failed:
