@@ -12,6 +12,7 @@ import copy
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ class FusedBlock:
 
     ``widths`` say how its free widths follow from the network's counts, ``grids`` which values (channels,
     ascending) they can take. ``signature`` is equal for blocks that differ in nothing but their widths.
-    ``read_before``: the inputs of a concatenation, by position, that an earlier one reads, too.
+    ``read_before``: the inputs of a concatenation, by position, that an earlier one reads, too. ``written``: of each
+    tensor that it hands on, the channels and the bytes that one of them is.
     """
 
     name: str
@@ -76,6 +78,7 @@ class FusedBlock:
     shapes: tuple[TensorInfo, ...] = field(repr=False)
     lines: tuple[Tensor, ...] = field(repr=False)  # for each free width, the local units along it
     read_before: tuple[int, ...] = ()
+    written: tuple[tuple[Width, float], ...] = ()
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """Return the block at these widths in eval mode, its weights random, and example inputs."""
@@ -217,6 +220,7 @@ def _block(
         shapes=tuple(traced.values[s.name] for s in tensors),
         lines=tuple(lines),
         read_before=read_before,
+        written=tuple(_written(traced, channels, end.name) for end in ends),
     )
 
 
@@ -283,6 +287,15 @@ def _numbers(traced: Traced, nodes: list[fx.Node]) -> dict[fx.Node, Any]:
             elif source.op == "get_attr" and isinstance(value, bool):
                 found[source] = False  # a training flag: blocks run in eval mode
     return found
+
+
+def _written(traced: Traced, channels: ChannelGraph, node: str) -> tuple[Width, float]:
+    tensors = [v for v in pytree.tree_leaves(traced.values[node]) if isinstance(v, TensorInfo)]
+    size = float(sum(prod(info.shape) * info.dtype.itemsize for info in tensors))
+    axis = _axis(channels, node)  # of a single tensor
+    if axis is None or not tensors[0].shape[axis]:
+        return Width(1), size
+    return _width(channels, node, axis), size / tensors[0].shape[axis]
 
 
 def _axis(channels: ChannelGraph, node: str) -> int | None:

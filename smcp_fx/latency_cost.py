@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from smcp_fx.costs import ParamsCost, without_branch
 from smcp_fx.errors import InputError
 from smcp_fx.latency_blocks import Block, priced_as
 from smcp_fx.latency_filling import MeasureReport, Progress
-from smcp_fx.latency_residency import Residency, Whole, calibrate
+from smcp_fx.latency_residency import OF_ACTIVATIONS, Residency, Whole, calibrate
 from smcp_fx.latency_rounding import without_dominated
 from smcp_fx.latency_sampling import Grids
 from smcp_fx.latency_surface import Surface
@@ -25,6 +26,16 @@ from smcp_fx.tracing import Traced
 
 #: Counts that save less than this of their blocks are not offered: rows are no surer.
 _LEAST_SAVING = 0.02
+
+
+@dataclass(frozen=True)
+class _States:
+    """What a bound network's latency is made of: both states in ms, and the footprint in bytes."""
+
+    hot: NetworkCost
+    cold: NetworkCost
+    weights: NetworkCost
+    activations: NetworkCost
 
 
 class LatencyCost:
@@ -56,7 +67,7 @@ class LatencyCost:
         self.report: MeasureReport | None = None
         self._priced_as: dict[tuple[str, Grids], Block] = {}
         self._channels: ChannelGraph | None = None
-        self._states: tuple[NetworkCost, NetworkCost, NetworkCost] | None = None
+        self._states: _States | None = None
 
     @property
     def foreign(self) -> bool:
@@ -74,25 +85,25 @@ class LatencyCost:
             self.report = self.table.measure(self.blocks, self.backend, self.progress)
         permitted = {group.name: group.permitted for group in channels.groups if group.free}
         hot, cold = (self._state(share, permitted) for share in (0.0, 1.0))
-        weights = ParamsCost().network_cost(traced, channels)
         parameters = list(traced.module.parameters())
         size = parameters[0].element_size() if parameters else 4
-        scaled = tuple(replace(term, price=_scaled(term.price, size)) for term in weights.terms)
-        weights = replace(weights, unit="bytes", terms=scaled, constant=size * weights.constant)
+        weights = _in_bytes(ParamsCost().network_cost(traced, channels), size)
+        activations = self._activations(permitted)
         both = replace(hot, terms=(*hot.terms, *cold.terms))
         permitted = dict(without_dominated(both, _LEAST_SAVING).permitted)
-        self._states = replace(hot, permitted=permitted), replace(cold, permitted=permitted), weights
+        hot, cold = replace(hot, permitted=permitted), replace(cold, permitted=permitted)
+        self._states = _States(hot, cold, weights, activations)
         return self.around(hot.full_counts)
 
     @property
     def full_counts(self) -> dict[str, int]:
         """Every group of the bound network at its full size."""
-        return self._bound()[0].full_counts
+        return self._bound().hot.full_counts
 
     def latency(self, counts: Mapping[str, int]) -> float:
         """Return the predicted latency in ms at these counts."""
         whole, share = self.whole(counts), self.share(counts)
-        fetched = self.residency.fetched(whole.weight_bytes) if self.table.cold_share is None else 0.0
+        fetched = self.residency.fetched(whole.footprint) if self.table.cold_share is None else 0.0
         of_cold = share * (whole.cold_ms - whole.hot_ms)
         return self.residency.scale * (whole.run_ms + whole.hot_ms + of_cold + fetched)
 
@@ -100,13 +111,19 @@ class LatencyCost:
         """Return how cold the network's weights are taken to be at these counts."""
         if self.table.cold_share is not None:
             return self.table.cold_share
-        return self.residency.share(self._bound()[2].cost(counts))
+        return self.residency.share(self.whole(counts).footprint)
 
     def whole(self, counts: Mapping[str, int], measured_ms: float = 0.0) -> Whole:
         """Return what the prediction at these counts is made of, beside what was measured."""
-        hot, cold, weights = self._bound()
-        run_ms = self.table.run_overhead(self.fingerprint)
-        return Whole(hot.cost(counts), cold.cost(counts), weights.cost(counts), run_ms, measured_ms)
+        bound, run_ms = self._bound(), self.table.run_overhead(self.fingerprint)
+        return Whole(
+            hot_ms=bound.hot.cost(counts),
+            cold_ms=bound.cold.cost(counts),
+            weight_bytes=bound.weights.cost(counts),
+            run_ms=run_ms,
+            measured_ms=measured_ms,
+            activation_bytes=bound.activations.cost(counts),
+        )
 
     def calibrate(self, measured: Sequence[tuple[Mapping[str, int], float]]) -> Residency:
         """Set and return the residency that fits whole networks: pairs of counts and measured ms."""
@@ -119,18 +136,19 @@ class LatencyCost:
         return self.table.surface(home, self.fingerprint, cold_share)
 
     def around(self, counts: Mapping[str, int]) -> NetworkCost:
-        """Return the latency as a sum of terms: exact at these counts, to first order in the weights near them.
+        """Return the latency as a sum of terms: exact at these counts, to first order in the footprint near them.
 
         The share of weights that come from memory follows from the whole network, which no sum of terms can
         say. So an allocator takes this cost, and takes it again around what it chose.
         """
-        hot, cold, weights = self._bound()
+        bound = self._bound()
+        hot, cold = bound.hot, bound.cold
         whole, residency, share = self.whole(counts), self.residency, self.share(counts)
         slope = fetched = 0.0
         if self.table.cold_share is None:  # cold rows that measured faster than hot ones are noise
-            slope = residency.slope(whole.weight_bytes) * max(whole.cold_ms - whole.hot_ms, 0.0)
-            slope += residency.fetched_slope(whole.weight_bytes)
-            fetched = residency.fetched(whole.weight_bytes)
+            slope = residency.slope(whole.footprint) * max(whole.cold_ms - whole.hot_ms, 0.0)
+            slope += residency.fetched_slope(whole.footprint)
+            fetched = residency.fetched(whole.footprint)
         scale = residency.scale
         blends: dict[object, Price] = {}
         terms = []
@@ -139,14 +157,30 @@ class LatencyCost:
             if pair not in blends:
                 blends[pair] = _blend(a.price, b.price, scale * (1 - share), scale * share)
             terms.append(replace(a, price=blends[pair]))
-        if slope:
-            terms += [
-                replace(t, name=f"{t.name} in memory", price=_scaled(t.price, scale * slope))
-                for t in weights.terms
-            ]
         constant = whole.run_ms + fetched + (1 - share) * hot.constant + share * cold.constant
-        constant += slope * (weights.constant - whole.weight_bytes)
+        if slope:
+            for part, weight in ((bound.weights, 1.0), (bound.activations, OF_ACTIVATIONS)):
+                terms += [
+                    replace(t, name=f"{t.name} in memory", price=_scaled(t.price, scale * slope * weight))
+                    for t in part.terms
+                ]
+                constant += slope * weight * part.constant
+            constant -= slope * whole.footprint
         return NetworkCost("ms", hot.permitted, tuple(terms), scale * constant, self.around)
+
+    def _activations(self, permitted: Mapping[str, tuple[int, ...]]) -> NetworkCost:
+        """The bytes that the blocks write."""
+        terms, constant = [], 0.0
+        for block in self.blocks:
+            for width, size in block.written:
+                term = CostTerm(f"{block.name} written", (width,), partial(np.multiply, size))
+                if self._channels is not None:
+                    term = without_branch(self._channels, block.nodes, term)
+                if term.groups:
+                    terms.append(term)
+                else:
+                    constant += term.cost({})
+        return NetworkCost("bytes", permitted, tuple(terms), constant)
 
     def _state(self, share: float, permitted: Mapping[str, tuple[int, ...]]) -> NetworkCost:
         terms, constant = [], 0.0
@@ -168,7 +202,7 @@ class LatencyCost:
                 constant += float(price())
         return NetworkCost("ms", permitted, tuple(terms), constant)
 
-    def _bound(self) -> tuple[NetworkCost, NetworkCost, NetworkCost]:
+    def _bound(self) -> _States:
         if self._states is None:
             raise InputError("this latency cost belongs to no network yet: prepare one with it")
         return self._states
@@ -187,6 +221,11 @@ def _nothing_is_free(price: Price, least: tuple[int, ...]) -> Price:
         return np.where(present, price(*inside), 0.0)
 
     return priced
+
+
+def _in_bytes(parameters: NetworkCost, size: int) -> NetworkCost:
+    terms = tuple(replace(term, price=_scaled(term.price, size)) for term in parameters.terms)
+    return replace(parameters, unit="bytes", terms=terms, constant=size * parameters.constant)
 
 
 def _scaled(price: Price, factor: float) -> Price:

@@ -1,13 +1,13 @@
 """How much of a network's weights comes from memory rather than from cache, and what that does to its latency.
 
 A block's weights are in cache when it runs if they stayed there since the network's last run: so what counts
-is the size of the *whole* network against the cache. A table row has both states (hot, cold); the sum over
-the blocks is weighed between them:
+is what the *whole* network touches in between, its footprint, against the cache. A table row has both states
+(hot, cold); the sum over the blocks is weighed between them:
 
-    T = run + hot + share(weights) * (cold - hot) + fetch * max(weights - outer, 0)
+    T = run + hot + share(footprint) * (cold - hot) + fetch * max(footprint - outer, 0)
 
 The last term is that of a cache yet further out (a server's, of which a guest has a part): what it does not hold
-of the weights comes from memory. It is nothing until a calibration finds it.
+comes from memory. It is nothing until a calibration finds it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ _INERTIA = np.array([0.005, 0.005, 0.2, 0.2])
 _FETCH_INERTIA = 0.5
 _FETCHES, _OUTERS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09), (16, 24, 32, 48, 64, 96, 128)
 _MIB = 1 << 20
+#: A byte that blocks write counts so much beside one of weights: runtimes use memory again within a run. Of 0, 0.25,
+#: 0.33, 0.4, 0.5 and 1, about this much predicts six records of whole networks best (docs/latency.md).
+OF_ACTIVATIONS = 0.3
 
 
 @dataclass(frozen=True)
 class Residency:
-    """How cold a network's weights are, in [0, 1]: rises with their size, half-way up at ``half_bytes``.
+    """How cold a network's weights are, in [0, 1]: rises with its footprint, half-way up at ``half_bytes``.
 
     ``steepness``: how fast; ``floor``: of a small network, whose weights wait in an outer cache where a block
     in a loop has them in the inner one; ``scale``: measured over predicted latency where they differ by a factor;
-    ``fetch``: ms that each MiB of weights beyond the ``outer`` ones (MiB) adds, as it comes from further away.
+    ``fetch``: ms that each MiB of footprint beyond the ``outer`` ones (MiB) adds, as it comes from further away.
     """
 
     half_bytes: float
@@ -64,51 +67,55 @@ class Residency:
         """Return what to assume before anything is measured, from the size of the cache that networks outgrow."""
         return cls(_HALF_OF_CACHE * cache_bytes)
 
-    def share(self, weight_bytes: float) -> float:
-        """Return the share for a network with so many bytes of weights."""
-        return self.floor + (1 - self.floor) * self._rise(weight_bytes)
+    def share(self, footprint: float) -> float:
+        """Return the share for a network of this footprint, in bytes."""
+        return self.floor + (1 - self.floor) * self._rise(footprint)
 
-    def slope(self, weight_bytes: float) -> float:
+    def slope(self, footprint: float) -> float:
         """Return by how much the share rises with a byte more."""
-        if weight_bytes <= 0:
+        if footprint <= 0:
             return 0.0
-        rise = self._rise(weight_bytes)
-        return (1 - self.floor) * self.steepness * rise * (1 - rise) / weight_bytes
+        rise = self._rise(footprint)
+        return (1 - self.floor) * self.steepness * rise * (1 - rise) / footprint
 
-    def fetched(self, weight_bytes: float) -> float:
-        """Return the ms that a network's weights take which no cache holds."""
-        return self.fetch * max(weight_bytes / _MIB - self.outer, 0.0)
+    def fetched(self, footprint: float) -> float:
+        """Return the ms that those bytes take which no cache holds."""
+        return self.fetch * max(footprint / _MIB - self.outer, 0.0)
 
-    def fetched_slope(self, weight_bytes: float) -> float:
+    def fetched_slope(self, footprint: float) -> float:
         """Return by how many ms that rises with a byte more."""
-        return self.fetch / _MIB if weight_bytes > self.outer * _MIB else 0.0
+        return self.fetch / _MIB if footprint > self.outer * _MIB else 0.0
 
-    def _rise(self, weight_bytes: float) -> float:
+    def _rise(self, footprint: float) -> float:
         with np.errstate(divide="ignore", over="ignore"):
-            return float(1 / (1 + np.power(self.half_bytes / np.float64(weight_bytes), self.steepness)))
+            return float(1 / (1 + np.power(self.half_bytes / np.float64(footprint), self.steepness)))
 
-    def latency(self, hot_ms: float, cold_ms: float, weight_bytes: float, run_ms: float = 0.0) -> float:
+    def latency(self, hot_ms: float, cold_ms: float, footprint: float, run_ms: float = 0.0) -> float:
         """Return the predicted latency of a whole network, in ms."""
-        of_cold = self.share(weight_bytes) * (cold_ms - hot_ms)
-        return self.scale * (run_ms + hot_ms + of_cold + self.fetched(weight_bytes))
+        of_cold = self.share(footprint) * (cold_ms - hot_ms)
+        return self.scale * (run_ms + hot_ms + of_cold + self.fetched(footprint))
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole network: the sums of its blocks in both states, its weights, and what it was measured to take."""
+    """A whole network: its blocks' sums in both states, its weights and what they write, and what it measured."""
 
     hot_ms: float
     cold_ms: float
     weight_bytes: float
     run_ms: float
     measured_ms: float
+    activation_bytes: float = 0.0
+
+    @property
+    def footprint(self) -> float:
+        """Bytes that a run touches, as far as they take cache from the weights."""
+        return self.weight_bytes + OF_ACTIVATIONS * self.activation_bytes
 
 
 def relative_errors(residency: Residency, wholes: Sequence[Whole]) -> list[float]:
     """Return (predicted - measured) / measured of each network."""
-    return [
-        residency.latency(w.hot_ms, w.cold_ms, w.weight_bytes, w.run_ms) / w.measured_ms - 1 for w in wholes
-    ]
+    return [residency.latency(w.hot_ms, w.cold_ms, w.footprint, w.run_ms) / w.measured_ms - 1 for w in wholes]
 
 
 def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
@@ -119,9 +126,9 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
     """
     if not wholes:
         return start
-    hot, cold, weights, run, measured = (
+    hot, cold, footprints, run, measured = (
         np.array([getattr(w, name) for w in wholes])
-        for name in ("hot_ms", "cold_ms", "weight_bytes", "run_ms", "measured_ms")
+        for name in ("hot_ms", "cold_ms", "footprint", "run_ms", "measured_ms")
     )
     shares_of: tuple[Sequence[float], ...] = ((1.0,), (start.steepness,), (start.floor,))
     fetches = [(start.fetch, start.outer)]
@@ -133,12 +140,12 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
         )
         fetches += [(0.0, 0.0), *itertools.product(_FETCHES, _OUTERS)]
     beyond = [replace(start, fetch=fetch, outer=outer) for fetch, outer in fetches]
-    fetched = np.array([[trial.fetched(size) for size in weights] for trial in beyond])  # [fetch, network]
+    fetched = np.array([[trial.fetched(size) for size in footprints] for trial in beyond])  # [fetch, network]
     fetch_away = _FETCH_INERTIA * np.abs([trial.fetch - start.fetch for trial in beyond])
     best, least = start, np.inf
     for factor, steepness, floor in itertools.product(*shares_of):
         trial = Residency(start.half_bytes * factor, steepness, floor)
-        shares = np.array([trial.share(size) for size in weights])
+        shares = np.array([trial.share(size) for size in footprints])
         off = np.log(measured / (run + hot + shares * (cold - hot) + fetched))
         scales = np.median(off, axis=1)
         moved = (

@@ -18,7 +18,7 @@ import smcp_fx
 from smcp_fx.cost_model import CostTerm, NetworkCost, Width
 from smcp_fx.errors import InputError, TableError
 from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.latency_residency import Residency, Whole, calibrate, relative_errors
+from smcp_fx.latency_residency import OF_ACTIVATIONS, Residency, Whole, calibrate, relative_errors
 from smcp_fx.latency_rounding import grow_for_free, without_dominated
 from smcp_fx.latency_table import LatencyTable
 
@@ -45,9 +45,7 @@ def test_share_rises_from_the_floor_to_one_around_the_cache() -> None:
 
 def test_latency_by_hand() -> None:
     residency = Residency(10.0, steepness=2, floor=0.0, scale=1.1)
-    assert residency.latency(2.0, 4.0, weight_bytes=10.0, run_ms=0.5) == pytest.approx(
-        1.1 * (0.5 + 2.0 + 1.0)
-    )
+    assert residency.latency(2.0, 4.0, footprint=10.0, run_ms=0.5) == pytest.approx(1.1 * (0.5 + 2.0 + 1.0))
 
 
 def test_weights_that_no_cache_holds_cost_by_the_mib() -> None:
@@ -138,9 +136,11 @@ def test_the_prediction_is_the_weighed_sum_over_blocks(tmp_path: Path) -> None:
         if n in by_name
     )
     weights = 4 * (3 * 9 * 16 + 16 + 16 * 9 * 40 + 40 + 40 * 8 + 8 + 8 * 10 + 10)
-    share = RISING.share(weights)
+    written = 4 * 2 * (10 * 10 * 16 + 8 * 8 * 40 + 8 * 8 * 8 + 8 + 10)  # the flattened is the pooled
+    share = RISING.share(weights + OF_ACTIVATIONS * written)
     assert {"0", "2", "4"} <= set(by_name) <= set(widths)
     assert cost.whole(counts).weight_bytes == weights
+    assert cost.whole(counts).activation_bytes == written
     assert cost.latency(counts) == pytest.approx(hot * (1 + 2 * share))
 
 

@@ -208,7 +208,7 @@ class Bench:
         blocks = {block.name: block for block in self.cost.blocks}
         rng = np.random.default_rng(5)
         open_groups = [name for name, allowed in self.network.permitted.items() if counts[name] < allowed[-1]]
-        share = self.cost.residency.share(self.cost.whole(counts).weight_bytes)
+        share = self.cost.share(counts)
         for name in rng.choice(open_groups, min(5, len(open_groups)), replace=False):
             terms = [term for term in cost.terms if name in term.groups and term.name in blocks]
             larger = [c for c in self.network.permitted[name] if c > counts[name]][:6]
