@@ -33,8 +33,8 @@ _INERTIA = np.array([0.005, 0.005, 0.2, 0.2])
 _FETCH_INERTIA = 0.5
 _FETCHES, _OUTERS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09), (16, 24, 32, 48, 64, 96, 128)
 _MIB = 1 << 20
-#: A byte that blocks write counts so much beside one of weights: runtimes use memory again within a run. Of 0, 0.25,
-#: 0.33, 0.4, 0.5 and 1, about this much predicts six records of whole networks best (docs/latency.md).
+#: A byte that blocks write counts so much beside one of weights: runtimes use memory again within a run. Chosen on
+#: six records of whole networks, which 0.25 to 0.5 predict nearly alike and better than 0 does (docs/latency.md).
 OF_ACTIVATIONS = 0.3
 
 
@@ -79,7 +79,7 @@ class Residency:
         return (1 - self.floor) * self.steepness * rise * (1 - rise) / footprint
 
     def fetched(self, footprint: float) -> float:
-        """Return the ms that those bytes take which no cache holds."""
+        """Return the ms that the bytes of a footprint take which no cache holds."""
         return self.fetch * max(footprint / _MIB - self.outer, 0.0)
 
     def fetched_slope(self, footprint: float) -> float:

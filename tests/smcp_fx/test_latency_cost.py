@@ -21,6 +21,7 @@ from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_residency import OF_ACTIVATIONS, Residency, Whole, calibrate, relative_errors
 from smcp_fx.latency_rounding import grow_for_free, without_dominated
 from smcp_fx.latency_table import LatencyTable
+from smcp_fx.prepare import PreparedModel
 
 MB = 1 << 20
 
@@ -177,6 +178,46 @@ def test_around_is_exact_there_and_first_order_nearby(tmp_path: Path, residency:
     assert near.cost(moved) - near.cost(at) == pytest.approx(change, rel=0.05)
     plain = sum(t.cost(moved) - t.cost(at) for t in near.terms if "in memory" not in t.name)
     assert abs(plain - change) > 0.1 * change  # what the weights' share adds is no rounding error
+
+
+class Moving(nn.Module):
+    """A residual sum, a concatenation, a split, and a part that no group owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.again = nn.Conv2d(16, 16, 3, padding=1)
+        self.branch = nn.Conv2d(16, 8, 1)
+        self.mixed = nn.Conv2d(24, 12, 1)
+        self.left, self.right = nn.Conv2d(6, 4, 1), nn.Conv2d(6, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).relu()
+        x = x + self.again(x)
+        mixed = self.mixed(torch.cat([x, self.branch(x)], 1))
+        left, right = mixed.chunk(2, 1)
+        return (self.left(left) * self.right(right)).mean((2, 3))
+
+
+def test_what_blocks_write_is_what_the_sliced_network_s_blocks_do(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 3, 12, 12)
+
+    def priced(name: str, module: nn.Module) -> tuple[LatencyCost, PreparedModel]:
+        cost = LatencyCost(LatencyTable(tmp_path / name), FakeBackend(latency=smooth))
+        config = smcp_fx.PruningConfig(multiple=1)
+        return cost, smcp_fx.prepare(module, inputs, cost=cost, config=config)
+
+    cost, prepared = priced("whole.sqlite", Moving())
+    full = cost.whole(cost.full_counts).activation_bytes
+    for divisor in (2, 3):
+        counts = {name: max(size // divisor, 1) for name, size in cost.full_counts.items()}
+        prepared.set_masks({
+            name: torch.arange(size) < counts[name] for name, size in cost.full_counts.items()
+        })  # fmt: skip
+        sliced, _ = priced(f"{divisor}.sqlite", smcp_fx.convert(prepared))
+        written = sliced.whole(sliced.full_counts).activation_bytes
+        assert cost.whole(counts).activation_bytes == written < full
 
 
 def test_a_share_set_by_the_user_holds_for_every_choice(tmp_path: Path) -> None:
