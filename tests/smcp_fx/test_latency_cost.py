@@ -181,7 +181,7 @@ def test_around_is_exact_there_and_first_order_nearby(tmp_path: Path, residency:
 
 
 class Moving(nn.Module):
-    """A residual sum, a concatenation, a split, and a part that no group owns."""
+    """A residual sum, a concatenation and a split."""
 
     def __init__(self) -> None:
         super().__init__()
