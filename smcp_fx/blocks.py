@@ -290,7 +290,7 @@ def _numbers(traced: Traced, nodes: list[fx.Node]) -> dict[fx.Node, Any]:
 
 
 def _written(traced: Traced, channels: ChannelGraph, node: str) -> tuple[Width, float]:
-    """The channels of what a node returns, and the bytes of one; several tensors, and those without, are one."""
+    """The channels that a node writes, and each one's bytes; tensors without channels count as a single one."""
     tensors = [v for v in pytree.tree_leaves(traced.values[node]) if isinstance(v, TensorInfo)]
     size = float(sum(prod(info.shape) * info.dtype.itemsize for info in tensors))
     axis = _axis(channels, node)  # of a single tensor
