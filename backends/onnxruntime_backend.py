@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 from torch import Tensor, nn
 
@@ -23,8 +24,14 @@ from smcp_fx.backends.base import (
 from smcp_fx.backends.onnx_blocks import BlockModels
 from smcp_fx.backends.onnx_export import export_model_proto, export_onnx
 from smcp_fx.backends.onnxruntime_blocks import BLOCK_TIMING, measure_block, random_feed
-from smcp_fx.backends.onnxruntime_overhead import overhead
-from smcp_fx.backends.onnxruntime_profile import Profiler
+from smcp_fx.backends.onnxruntime_overhead import (
+    add_reference,
+    overhead,
+    profiler_beside,
+    reference_feed,
+    without_reference,
+)
+from smcp_fx.backends.onnxruntime_profile import RESOLUTION_MS, Profiler
 from smcp_fx.backends.onnxruntime_session import (
     PROVIDERS,
     bound_run,
@@ -34,7 +41,7 @@ from smcp_fx.backends.onnxruntime_session import (
     settings,
 )
 from smcp_fx.backends.pace import pace
-from smcp_fx.backends.timing import QUICK, Timer, TimingConfig, stopwatch, take_sample
+from smcp_fx.backends.timing import QUICK, Sample, Timer, TimingConfig, stopwatch, summarise, take_sample
 from smcp_fx.errors import BackendError, InputError
 
 if TYPE_CHECKING:
@@ -90,22 +97,27 @@ class OnnxRuntimeEngine(Engine):
         """Return the median ms of each node that the runtime executes, in order of execution.
 
         Names are the runtime's own: a fused node carries the name of one of its parts. What the profiler itself
-        adds to every node is taken off. None on CUDA, where the profiler sees launches, not kernels.
+        adds to every node, as a chain beside the network tells, is taken off. None on CUDA, where the profiler
+        sees launches, not kernels.
         """
         if self._device != "cpu":
             return None
-        profiler_ms = overhead(self._threads, self._spinning).profiler_ms
-        feed, warm = self._feed(self._inputs), 2
+        node_ms = overhead(self._threads, self._spinning).node_ms
+        model = (
+            onnx.load_from_string(self._model) if isinstance(self._model, bytes) else onnx.load(self._model)
+        )
+        feed, warm = self._feed(self._inputs) | reference_feed(), 2
         core = pace() if self._threads == 1 else None
-        with Profiler(self._model, self._threads, self._spinning) as profiler:
+        with Profiler(add_reference(model).SerializeToString(), self._threads, self._spinning) as profiler:
             timer = stopwatch(lambda: profiler.session.run(None, feed))
             samples = [take_sample(timer, core) for _ in range(warm + repeats)][warm:]
             runs = profiler.runs()[warm:]
-        undisturbed = [run for run, sample in zip(runs, samples, strict=True) if not sample.disturbed]
-        median = np.median([[node.ms for node in run] for run in undisturbed or runs], axis=0)
+        still = [run for run, sample in zip(runs, samples, strict=True) if not sample.disturbed] or runs
+        profiler_ms = profiler_beside(still, node_ms)
         latencies: dict[str, float] = {}
-        for node, ms in zip(runs[0], median, strict=True):
-            latencies[node.name] = latencies.get(node.name, 0.0) + max(float(ms) - profiler_ms, 0.0)
+        for times in zip(*(without_reference(run) for run in still), strict=True):
+            ms = summarise([Sample(node.ms) for node in times], 0.0, RESOLUTION_MS).median_ms - profiler_ms
+            latencies[times[0].name] = latencies.get(times[0].name, 0.0) + max(ms, 0.0)
         return latencies
 
     def close(self) -> None:

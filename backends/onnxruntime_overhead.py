@@ -1,11 +1,12 @@
 """What ONNX Runtime's profiler adds to every node's time, and what a run costs beside its nodes.
 
 The profiler's own work counts into the times that it reports: a node of 0.4 us shows as 2 us. A chain of small
-convolutions at two lengths, timed without the profiler, has a slope that is the true cost of a node; what the
-profiler says above that is its own, and the rest of the chain's time is what a run costs without any node.
+convolutions at two lengths, timed without the profiler, has a slope that is the true cost of a node; the rest of the
+chain's time is what a run costs without any node.
 
-The profiler writes to memory, and what it adds depends on who else does: 1.7 to 4.1 us a node within a minute on a
-shared machine. So a block is profiled with such a chain beside it, whose nodes tell what the profiler adds just then.
+What the profiler says above a node's true cost is its own. It writes to memory, and what it adds depends on who else
+does: 1.7 to 4.1 us a node within a minute on a shared machine. So whatever is profiled has such a chain beside it,
+whose nodes tell what the profiler adds just then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from smcp_fx.backends.base import Array
-from smcp_fx.backends.onnxruntime_profile import RESOLUTION_MS, NodeTime, Profiler
+from smcp_fx.backends.onnxruntime_profile import RESOLUTION_MS, NodeTime
 from smcp_fx.backends.onnxruntime_session import create_session, session_options
 from smcp_fx.backends.pace import TOLERANCE, pace
 from smcp_fx.backends.timing import Sample, Timer, calm, stopwatch, summarise, take_sample
@@ -38,12 +39,8 @@ REFERENCE_SHAPE = (1, _CHANNELS, 2, 3)
 
 @dataclass(frozen=True)
 class Overhead:
-    """``profiler_ms``: what the profiler adds to each node; ``run_ms``: what a run costs beside its nodes.
+    """``run_ms``: what a run costs beside its nodes; ``node_ms``: a node of the chain, without the profiler."""
 
-    ``node_ms``: what a node of the chain takes without the profiler.
-    """
-
-    profiler_ms: float
     run_ms: float
     node_ms: float
 
@@ -74,10 +71,25 @@ def add_reference(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
+def reference_feed() -> dict[str, Array]:
+    """Return the chain's input, by name."""
+    return {f"{REFERENCE}_image": np.zeros((1, 1, *REFERENCE_SHAPE[2:]), np.float32)}
+
+
 def profiler_beside(runs: Sequence[Sequence[NodeTime]], node_ms: float) -> float:
     """Return what the profiler added to each node of these runs: the links tell, averaged as blocks are."""
     links = [Sample(node.ms) for run in runs for node in run if _is_link(node)]
     return max(summarise(links, 0.0, RESOLUTION_MS).median_ms - node_ms, 0.0)
+
+
+def without_reference(nodes: Sequence[NodeTime]) -> list[NodeTime]:
+    """Return a run's nodes without those of the chain."""
+    own = [node for node in nodes if not node.name.startswith(REFERENCE)]
+    for node in reversed(own):
+        if node.operation == "ReorderOutput" and node.output_shapes == (REFERENCE_SHAPE,):
+            own.remove(node)  # the conversion of its result, which has no name of its own
+            break
+    return own
 
 
 def _is_link(node: NodeTime) -> bool:
@@ -86,7 +98,7 @@ def _is_link(node: NodeTime) -> bool:
 
 def _measured(threads: int, spinning: bool) -> Overhead:
     models = [_chain_model(length) for length in _LENGTHS]
-    feed = {f"{REFERENCE}_image": np.zeros((1, 1, *REFERENCE_SHAPE[2:]), np.float32)}
+    feed = reference_feed()
     options = session_options(threads, spinning)
     sessions = [create_session(model, options) for model in models]
     timers = [stopwatch(functools.partial(session.run, None, feed)) for session in sessions]
@@ -98,18 +110,7 @@ def _measured(threads: int, spinning: bool) -> Overhead:
         )
     node = float(np.median([long - short for short, long in rounds])) / (_LENGTHS[1] - _LENGTHS[0])
     run = min(short for short, _ in rounds) - _LENGTHS[0] * node  # what disturbs a run makes it longer
-    # The first profile of a process pays for the memory that it is written to.
-    shown = float(np.median([_profiler_ms(models[1], feed, node, threads, spinning) for _ in range(_ROUNDS)]))
-    return Overhead(shown, max(run, 0.0), node)
-
-
-def _profiler_ms(model: bytes, feed: dict[str, Array], node_ms: float, threads: int, spinning: bool) -> float:
-    with Profiler(model, threads, spinning) as profiler:
-        timer = stopwatch(lambda: profiler.session.run(None, feed))
-        samples = [_sample(timer, threads) for _ in range(_RUNS)][_RUNS // 4 :]
-        runs = profiler.runs()[_RUNS // 4 :]
-    still = [run for run, sample in zip(runs, samples, strict=True) if not sample.disturbed]
-    return profiler_beside(still or runs, node_ms)
+    return Overhead(max(run, 0.0), node)
 
 
 def _sample(timer: Timer, threads: int) -> Sample:
