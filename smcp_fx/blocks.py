@@ -9,7 +9,6 @@ the final model.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -19,13 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from smcp_fx.block_signature import MOVES, operation_of, signature
 from smcp_fx.block_widths import take_out, thin
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.graph import RULES
 from smcp_fx.channels.labels import along, compress, varied_dims
-from smcp_fx.channels.operations import describe, operation_name
 from smcp_fx.channels.propagation import Propagation
-from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.channels.trail import TensorInfo
 from smcp_fx.channels.units import close
 from smcp_fx.cost_model import Width
@@ -36,14 +34,6 @@ _FOLLOWERS = set(
     """
 batchnorm add mul dropout identity stochasticdepth relu relu6 leakyrelu hardtanh clamp sigmoid
 hardsigmoid hardswish silu gelu elu tanh prelu
-""".split()
-)
-_MOVES = set(MOVEMENTS) - {"cat", "stack", "hstack", "vstack", "pad", "getattr"}
-#: Fields of modules that say how many channels there are, or that do not matter at inference.
-_UNSIGNED = set(
-    """
-in_channels out_channels in_features out_features num_features num_channels num_groups num_parameters
-normalized_shape embedding_dim training eps momentum track_running_stats inplace p
 """.split()
 )
 
@@ -117,9 +107,9 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
     seen: set[fx.Node] = set()  # what the concatenations so far read
     blocks = []
     for nodes in _partition(traced):
-        read = seen if _operation(traced, nodes[0]) == "cat" else set()
+        read = seen if operation_of(traced, nodes[0]) == "cat" else set()
         blocks.append(_block(traced, channels, nodes, read))
-        if _operation(traced, nodes[0]) == "cat":
+        if operation_of(traced, nodes[0]) == "cat":
             seen.update(nodes[0].all_input_nodes)
     return blocks
 
@@ -133,7 +123,7 @@ def _partition(traced: Traced) -> list[list[fx.Node]]:
     for node in traced.module.graph.nodes:
         if not _computes(traced, node):
             continue
-        operation = _operation(traced, node)
+        operation = operation_of(traced, node)
         target = None
         # The latest of the blocks that end in this node's operands takes it in: engines fuse an addition
         # with the convolution that runs last before it.
@@ -158,9 +148,9 @@ def _partition(traced: Traced) -> list[list[fx.Node]]:
 
 
 def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
-    operations = [_operation(traced, node) for node in block]
-    if all(name in _MOVES for name in operations):
-        return operation in _MOVES or operation == "linear"
+    operations = [operation_of(traced, node) for node in block]
+    if all(name in MOVES for name in operations):
+        return operation in MOVES or operation == "linear"
     return operation in _FOLLOWERS and (operations[0] in _ANCHORS | _FOLLOWERS or "linear" in operations)
 
 
@@ -172,11 +162,6 @@ def _computes(traced: Traced, node: fx.Node) -> bool:
 
 def _tensor_users(traced: Traced, node: fx.Node) -> int:
     return sum(user.op == "output" or _computes(traced, user) for user in node.users)
-
-
-def _operation(traced: Traced, node: fx.Node) -> str | None:
-    module = traced.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return operation_name(node, module)
 
 
 # ---- one block ------------------------------------------------------------------------------------------------
@@ -211,7 +196,7 @@ def _block(
     return FusedBlock(
         name=paths[0] if paths else nodes[0].name,
         nodes=tuple(n.name for n in nodes),
-        signature=_signature(traced, nodes, tensors, axes, channels, read_before),
+        signature=signature(traced, nodes, tensors, axes, channels, read_before),
         widths=tuple(widths),
         grids=tuple(_grid(channels, width) for width in widths),
         module=module,
@@ -347,59 +332,3 @@ def _grid(channels: ChannelGraph, width: Width) -> tuple[int, ...]:
     for group, per_unit in width.groups:
         sums = {total + per_unit * count for total in sums for count in channels[group].permitted}
     return tuple(sorted(sums - {0}))
-
-
-def _signature(
-    traced: Traced,
-    nodes: list[fx.Node],
-    inputs: list[fx.Node],
-    axes: dict[str, int | None],
-    channels: ChannelGraph,
-    read_before: tuple[int, ...],
-) -> str:
-    """Canonical JSON of everything but the widths; sizes that are written into the graph count."""
-    place: dict[fx.Node, str] = {n: f"input{i}" for i, n in enumerate(inputs)}
-    place.update({n: f"node{i}" for i, n in enumerate(nodes)})
-    steps = []
-    for node in nodes:
-        operation = _operation(traced, node) or describe(node)
-        step: dict[str, Any] = {"operation": operation}
-        step["from"] = [place.get(n, n.op) for n in node.all_input_nodes]
-        if node.op == "call_module":
-            step["module"] = _fields(traced.module.get_submodule(str(node.target)))
-        arguments = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: place.get(n, n.op)))
-        step["arguments"] = arguments
-        if operation in _MOVES or operation not in RULES:
-            step["shape"] = [
-                list(v.shape)
-                for v in pytree.tree_leaves(traced.values[node.name])
-                if isinstance(v, TensorInfo)
-            ]
-        steps.append(step)
-    shapes = []
-    for node in inputs:
-        info = traced.values[node.name]
-        axis = axes[node.name]
-        shapes.append([*("c" if d == axis else s for d, s in enumerate(info.shape)), str(info.dtype)])
-    fixed = [
-        list(labels.shape)
-        for layer in channels.layers
-        if layer.node in {n.name for n in nodes}
-        for labels in (layer.in_labels, layer.out_labels)
-        if not channels.width(labels).groups
-    ]
-    parts: dict[str, Any] = {"steps": steps, "inputs": shapes, "fixed": fixed}
-    if read_before:
-        parts["read before"] = read_before
-    return json.dumps(parts, sort_keys=True, separators=(",", ":"))
-
-
-def _fields(module: nn.Module) -> dict[str, str]:
-    fields = {"class": type(module).__name__}
-    depthwise = getattr(module, "groups", 1) == getattr(module, "in_channels", 0)
-    for name, value in sorted(vars(module).items()):
-        simple = isinstance(value, (int, float, str, bool, tuple, type(None)))
-        if simple and not name.startswith("_") and name not in _UNSIGNED:
-            fields[name] = "depthwise" if name == "groups" and depthwise and value > 1 else repr(value)
-    fields["bias"] = str(getattr(module, "bias", None) is not None)
-    return fields
