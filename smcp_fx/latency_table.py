@@ -33,7 +33,7 @@ RUN_SIGNATURE = '{"steps":"none"}'
 
 @dataclass(frozen=True)
 class HeldOutError:
-    """Relative errors of interpolation at points it does not rest on, and the ms that were measured there."""
+    """Relative errors of interpolation at points it does not rest on, the ms measured there, and which these are."""
 
     points: int
     median: float
@@ -41,6 +41,7 @@ class HeldOutError:
     largest: float
     errors: NDArray[np.float64] = field(repr=False, compare=False)
     measured_ms: NDArray[np.float64] = field(repr=False, compare=False)
+    rows: tuple[tuple[Block, Point], ...] = field(repr=False, compare=False)
 
 
 class LatencyTable:
@@ -166,7 +167,7 @@ class LatencyTable:
 
     def held_out_error(self, blocks: Iterable[Block], fingerprint: Fingerprint) -> HeldOutError:
         """Return how far interpolation is off at the measured points that it does not rest on."""
-        errors, measured = [np.zeros(0)], [np.zeros(0)]
+        errors, measured, rows = [np.zeros(0)], [np.zeros(0)], list[tuple[Block, Point]]()
         for block in unique_blocks(blocks):
             plan, failures = self.plan(block, fingerprint)
             if plan.surface is None and not failures:
@@ -176,11 +177,12 @@ class LatencyTable:
                 surface = Surface(plan.surface.axes, known)
                 errors.append(held_out_errors(surface, plan.probes, known))
                 measured.append(np.array([known[point] for point in plan.probes]))
+                rows += [(block, point) for point in plan.probes]
         found, ms = np.concatenate(errors), np.concatenate(measured)
         if len(found) == 0:
-            return HeldOutError(0, 0.0, 0.0, 0.0, found, ms)
+            return HeldOutError(0, 0.0, 0.0, 0.0, found, ms, ())
         median, p95 = np.percentile(found, [50, 95])
-        return HeldOutError(len(found), float(median), float(p95), float(found.max()), found, ms)
+        return HeldOutError(len(found), float(median), float(p95), float(found.max()), found, ms, tuple(rows))
 
     def close(self) -> None:
         """Close the file."""

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from latency_networks import MODELS, SETTINGS, Network
-from latency_tables import calibrating_wholes, write_tables
+from latency_tables import MEASURABLE_MS, calibrating_wholes, write_tables
 
 from smcp_fx.allocation import allocate
 from smcp_fx.backends import Backend, Engine, Measurement, TimingConfig, get_backend, measure_interleaved
@@ -47,6 +47,8 @@ STEADY, ATTEMPTS, PAUSE = 0.1, 3, 2.0
 LONG = 8.0
 #: So often are a chosen and a larger count's blocks measured anew, in turns; three times where that takes long (s).
 TURNS, ROUNDING = 9, 10.0
+#: So many held-out rows of a table are measured anew, in sessions of their own.
+AGAIN = 150
 #: So many bytes of weights are timed in turns at a time: more would not fit into memory.
 TOGETHER = 2 << 30
 _TIMING = TimingConfig(
@@ -91,6 +93,7 @@ class Bench:
         self, record: Record, table: LatencyTable, backend: Backend, model: str, setting: str
     ) -> None:
         self.record = record
+        self.table = table
         self.backend = backend
         self.key = {"model": model, "setting": setting}
         began = time.monotonic()
@@ -105,6 +108,19 @@ class Bench:
                        errors=np.round(error.errors, 4).tolist(),
                        held_out_ms=np.round(error.measured_ms, 5).tolist())  # fmt: skip
         self.dense = self.network.engine(self.counts(0))
+
+    def repeated(self) -> None:
+        """Measure held-out rows anew: no interpolation can be held to more than a row's own repetition."""
+        if self.record.find("again", **self.key):
+            return
+        error = self.table.held_out_error(self.cost.blocks, self.backend.fingerprint())
+        measurable = np.flatnonzero(error.measured_ms >= MEASURABLE_MS)
+        some = np.random.default_rng(0).permutation(measurable)[:AGAIN]
+        found = [self.backend.block_latency(*error.rows[i]).hot for i in some]
+        self.record.add("again", **self.key, errors=np.round(error.errors[some], 4).tolist(),
+                        ms=np.round(error.measured_ms[some], 5).tolist(),
+                        again_ms=[round(row.median_ms, 5) for row in found],
+                        stable=[row.stable for row in found])  # fmt: skip
 
     def counts(self, index: int) -> dict[str, int]:
         """Those of random pruning number ``index``, from 1; those that calibrate are numbered from 0 down."""
@@ -260,6 +276,7 @@ def run(arguments: argparse.Namespace) -> None:
                     return
                 print(f"{model} {setting}", flush=True)
                 bench = Bench(record, table, backend, model, setting)
+                bench.repeated()
                 bench.prunings(arguments.prunings, deadline)
                 bench.calibrate()
                 if not arguments.no_targets:

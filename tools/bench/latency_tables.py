@@ -19,7 +19,7 @@ _CALIBRATING = 5
 #: Networks that spread further calibrate nothing. Near the size of the cache, where they say most, few are steady.
 _TELLING = 0.25
 #: Errors at points that took less say more of the profiler's clock (1 us) than of the interpolation.
-_MEASURABLE_MS = 0.01
+MEASURABLE_MS = 0.01
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
@@ -270,16 +270,17 @@ def _rows(lines: Lines) -> str:
     found = [line for line in lines if line["kind"] == "table"]
     rows = [
         [x["model"], x["setting"], str(x["blocks"]), str(x["measured"]), str(x["reused"]), f"{x['seconds']:.0f} s",
-         *_held_out(x, 0.0), *_held_out(x, _MEASURABLE_MS), str(x["unstable"]), str(x["failed"])]
+         *_held_out(x, 0.0), *_held_out(x, MEASURABLE_MS), *_again(x, lines), str(x["unstable"]), str(x["failed"])]
         for x in found
     ]  # fmt: skip
     head = ["model", "setting", "blocks", "rows measured", "reused", "time", "held-out median", "95 %",
-            "of 10 µs and more", "95 %", "unstable", "failed"]  # fmt: skip
+            "of 10 µs and more", "95 %", "measured anew", "95 %", "unstable", "failed"]  # fmt: skip
     words = (
         "The tables behind it. Errors of interpolation at measured points that it does not rest on: of all, and of "
-        "those that took 10 µs and more (the runtime's profiler counts whole microseconds):\n\n"
+        "those that took 10 µs and more (the runtime's profiler counts whole microseconds). Where some of these were "
+        "measured anew, each in another session, after the table: how far they are from themselves.\n\n"
     )
-    return words + _table(head, rows) if rows else ""
+    return words + _table(head, rows) + _all_anew(lines) if rows else ""
 
 
 def _held_out(line: dict[str, Any], least_ms: float) -> list[str]:
@@ -287,6 +288,34 @@ def _held_out(line: dict[str, Any], least_ms: float) -> list[str]:
     if len(errors) == 0:
         return ["", ""]
     return [f"{share:.1%}" for share in np.percentile(errors, [50, 95])]
+
+
+def _again(table: dict[str, Any], lines: Lines) -> list[str]:
+    """How far rows are from themselves in another session; empty where that was not measured."""
+    apart, _ = _anew(lines, model=table["model"], setting=table["setting"])
+    return [f"{share:.1%}" for share in np.percentile(apart, [50, 95])] if len(apart) else ["", ""]
+
+
+def _anew(lines: Lines, **keys: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """How far rows whose second measurement was steady are from it, and from interpolation."""
+    found = [x for x in lines if x["kind"] == "again" and all(x[key] == value for key, value in keys.items())]
+    steady = np.array([s for x in found for s in x["stable"]], dtype=bool)
+    first, second, errors = (
+        np.array([v for x in found for v in x[name]])[steady] for name in ("ms", "again_ms", "errors")
+    )
+    return np.abs(second / first - 1), errors
+
+
+def _all_anew(lines: Lines) -> str:
+    apart, errors = _anew(lines)
+    if not len(apart):
+        return ""
+    return (
+        f"\n\nOf {len(apart)} held-out rows of 10 µs and more that were steady when measured anew, "
+        f"{(errors <= 0.1).mean():.0%} are within 10 % of what is interpolated there (95 % within "
+        f"{np.percentile(errors, 95):.1%}), and {(apart <= 0.1).mean():.0%} within 10 % of themselves (95 % within "
+        f"{np.percentile(apart, 95):.1%})."
+    )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
