@@ -278,7 +278,8 @@ def _rows(lines: Lines) -> str:
     words = (
         "The tables behind it. Errors of interpolation at measured points that it does not rest on: of all, and of "
         "those that took 10 µs and more (the runtime's profiler counts whole microseconds). Where some of these were "
-        "measured anew, each in another session, after the table: how far they are from themselves.\n\n"
+        "measured anew, each in another session, after the table: how far those that were steady then are from "
+        "themselves.\n\n"
     )
     return words + _table(head, rows) + _all_anew(lines) if rows else ""
 
