@@ -26,7 +26,7 @@ CLOSE = 0.01
 #: How often the last masks are solved for again with a better correction before they are fixed.
 TRIES = 3
 #: Predictions that differ by less than this (in logarithms) say nothing about the slope of the measured latency; and
-#: the slopes believed.
+#: the slopes believed beyond what was measured.
 _APART, _SLOPES = 0.1, (0.4, 1.25)
 
 
@@ -152,18 +152,27 @@ def aim_for(asked: float, tried: Sequence[tuple[float, float]]) -> float:
     """Return the prediction to ask for, so that ``asked`` is measured.
 
     ``tried``: pairs (predicted, measured) in their order. What was predicted about as the last was tells together by
-    which factor measurements differ: their noise averages out. Latencies that do not fall as predicted (overheads
-    that stay) are followed along the line to an earlier pair, in logarithms, where one lies far enough away for its
-    slope to mean something.
+    which factor measurements differ: their noise averages out. From there the line to another pair is followed, in
+    logarithms: to the nearest that measured on the other side of ``asked``, so that the answer lies between the two
+    however steeply latencies fall there (weights that stay in cache from some size on); otherwise, as they need not
+    fall as predicted (overheads that stay), to the last that lies far enough away for its slope to mean something.
     """
-    logs = np.log(np.asarray(tried, np.float64))
+    logs, wanted = np.log(np.asarray(tried, np.float64)), math.log(asked)
     near = np.abs(logs[:, 0] - logs[-1, 0]) <= _APART
-    predicted, measured = logs[near].mean(axis=0)
-    slope = 1.0
-    if not near.all():
-        earlier = logs[~near][-1]
-        slope = float(np.clip((measured - earlier[1]) / (predicted - earlier[0]), *_SLOPES))
-    return float(np.exp(predicted + (math.log(asked) - measured) / slope))
+    here = logs[near].mean(axis=0)
+    to_others = logs[~near] - here
+    missing = wanted - here[1]
+    # The line there rises, and passes what is asked on its way.
+    across = to_others[(to_others.prod(axis=1) > 0) & (to_others[:, 1] * missing > missing**2)]
+    if len(across):
+        over, risen = across[np.abs(across[:, 0]).argmin()]
+        slope = risen / over
+    elif len(to_others) and to_others[-1].prod() > 0:
+        over, risen = to_others[-1]
+        slope = np.clip(risen / over, *_SLOPES)
+    else:  # one place, or noise that hides the line's rise
+        slope = 1.0
+    return float(np.exp(here[0] + missing / slope))
 
 
 def _comparison(record: dict[str, Any]) -> Comparison:

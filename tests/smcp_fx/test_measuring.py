@@ -174,5 +174,26 @@ def test_the_next_aim_by_hand() -> None:
     assert aim_for(0.5, noisy) == pytest.approx(0.5 / 1.2)
     line = [(p, 0.9 * p**0.7) for p in (1.0, 0.5, 0.45, 0.42)]
     assert 0.9 * aim_for(0.3, line) ** 0.7 == pytest.approx(0.3)
-    steep = [(1.0, 1.0), (0.5, 0.1)]  # no latency falls so fast: noise
-    assert aim_for(0.2, steep) == pytest.approx(0.5 * (0.2 / 0.1) ** (1 / 1.25))
+    steep = [(1.0, 0.8), (0.5, 0.2)]  # beyond both no latency falls so fast: noise
+    assert aim_for(0.1, steep) == pytest.approx(0.5 * (0.1 / 0.2) ** (1 / 1.25))
+    # What is asked is passed on the way from the last to the first, only.
+    between = [(0.9, 0.9), (0.4, 0.1), (0.1, 0.1)]
+    assert aim_for(0.3, between) == pytest.approx(0.3)
+    falling = [(0.4, 0.2), (0.8, 0.1)]  # more is not faster: noise, and no line to follow
+    assert aim_for(0.15, falling) == pytest.approx(0.8 * 0.15 / 0.1)
+
+
+def test_a_cliff_is_closed_in_on() -> None:
+    """Latencies that grow by 0.7 within a quarter (weights no longer stay in cache): each aim is nearer."""
+
+    def measured(predicted: float) -> float:
+        return predicted * (1.0 + 0.7 / (1.0 + (0.212 / predicted) ** 20))
+
+    tried = [(0.3, measured(0.3))]
+    for _ in range(TRIES):
+        aim = aim_for(0.3, tried)
+        below = [p for p, m in tried if m < 0.3]
+        above = [p for p, m in tried if m > 0.3]
+        assert max(below, default=0.0) < aim < min(above)
+        tried.append((aim, measured(aim)))
+    assert min(abs(m - 0.3) for _, m in tried) <= CLOSE
