@@ -153,24 +153,25 @@ def aim_for(asked: float, tried: Sequence[tuple[float, float]]) -> float:
 
     ``tried``: pairs (predicted, measured) in their order. What was predicted about as the last was tells together by
     which factor measurements differ: their noise averages out. From there the line to another pair is followed, in
-    logarithms: to the nearest that measured on the other side of ``asked``, so that the answer lies between the two
-    however steeply latencies fall there (weights that stay in cache from some size on); otherwise, as they need not
-    fall as predicted (overheads that stay), to the last that lies far enough away for its slope to mean something.
+    logarithms. Where one measured on the other side of ``asked`` it is the nearest such: the answer lies between the
+    two, however steeply latencies fall there (weights that stay in cache from some size on). Otherwise it is the last
+    pair that lies far enough away for its slope to mean something, as latencies need not fall as predicted (overheads
+    that stay). Without one, and where noise hides its slope (less was measured of what is predicted to take longer),
+    they are taken to fall as predicted.
     """
     logs, wanted = np.log(np.asarray(tried, np.float64)), math.log(asked)
     near = np.abs(logs[:, 0] - logs[-1, 0]) <= _APART
     here = logs[near].mean(axis=0)
-    to_others = logs[~near] - here
     missing = wanted - here[1]
+    over, risen = (logs[~near] - here).T
+    slopes = risen / over
     # The line there rises, and passes what is asked on its way.
-    across = to_others[(to_others.prod(axis=1) > 0) & (to_others[:, 1] * missing > missing**2)]
-    if len(across):
-        over, risen = across[np.abs(across[:, 0]).argmin()]
-        slope = risen / over
-    elif len(to_others) and to_others[-1].prod() > 0:
-        over, risen = to_others[-1]
-        slope = np.clip(risen / over, *_SLOPES)
-    else:  # one place, or noise that hides the line's rise
+    across = (slopes > 0) & (risen * missing > missing**2)
+    if across.any():
+        slope = slopes[across][np.abs(over[across]).argmin()]
+    elif len(slopes) and slopes[-1] > 0:
+        slope = np.clip(slopes[-1], *_SLOPES)
+    else:
         slope = 1.0
     return float(np.exp(here[0] + missing / slope))
 

@@ -184,7 +184,10 @@ def test_the_next_aim_by_hand() -> None:
 
 
 def test_a_cliff_is_closed_in_on() -> None:
-    """Latencies that grow by 0.7 within a quarter (weights no longer stay in cache): each aim is nearer."""
+    """Latencies that grow by 0.7 within a quarter (weights no longer stay in cache): each aim lies between.
+
+    Between what measured below and what measured above, and one of ``TRIES`` is close enough.
+    """
 
     def measured(predicted: float) -> float:
         return predicted * (1.0 + 0.7 / (1.0 + (0.212 / predicted) ** 20))
