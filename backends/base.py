@@ -65,7 +65,8 @@ class Fingerprint:
     def describe(self) -> str:
         """Return one line for people."""
         threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}"
-        return f"{self.runtime} {self.version}, {self.precision}, {threads}, {self.device}"
+        pages = ", huge pages" if dict(self.settings).get("huge_pages") == "on" else ""
+        return f"{self.runtime} {self.version}, {self.precision}, {threads}, {self.device}{pages}"
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,10 @@ class Backend(ABC):
     def files(self, path: Path | str) -> list[Path]:
         """Return the files that `compile` leaves for ``path``."""
         return [Path(path)]
+
+    def advice(self) -> str | None:
+        """Return how latencies would repeat better on this machine; None where nothing is known."""
+        return None
 
     def prepare_blocks(self, block: Block, points: Sequence[tuple[int, ...]]) -> None:  # noqa: B027 - a hint
         """Get ready to measure ``block`` at some of these widths: a chance to build several at a time."""

@@ -41,6 +41,7 @@ from smcp_fx.backends.onnxruntime_session import (
     settings,
 )
 from smcp_fx.backends.pace import pace
+from smcp_fx.backends.pages import advice, page_settings
 from smcp_fx.backends.timing import QUICK, Sample, Timer, TimingConfig, stopwatch, summarise, take_sample
 from smcp_fx.errors import BackendError, InputError
 
@@ -156,7 +157,7 @@ class OnnxRuntimeBackend(Backend):
             name, driver = gpu_name()
             fixed = (*fixed, ("driver", driver), ("provider", PROVIDERS["cuda"]))
         else:
-            name, fixed = cpu_name(), (*fixed, ("block_timing", BLOCK_TIMING))
+            name, fixed = cpu_name(), (*fixed, *page_settings(), ("block_timing", BLOCK_TIMING))
         return Fingerprint(
             backend=self.name,
             device=name,
@@ -185,6 +186,10 @@ class OnnxRuntimeBackend(Backend):
         self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array]
     ) -> OnnxRuntimeEngine:
         return OnnxRuntimeEngine(model, example_inputs, self.threads, self.spinning, self.device)
+
+    def advice(self) -> str | None:
+        """Return how latencies on the CPU would repeat better."""
+        return advice() if self.device == "cpu" else None
 
     def run_overhead_ms(self) -> float | None:
         """Return what a session's run costs beside its nodes; None on CUDA, where blocks include it."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, Backend, Engine, Fingerprint, cpu_name, to_arrays
+from smcp_fx.backends.pages import advice, page_settings
 from smcp_fx.backends.timing import Timer, stopwatch
 from smcp_fx.errors import BackendError, InputError
 
@@ -194,7 +195,9 @@ class TorchBackend(Backend):
         """Return the device, the version, threads, and how the network is run."""
         settings = {"mode": "compile" if self.compiled else "eager"}
         device = cpu_name()
-        if self._device.type == "cuda":
+        if self._device.type == "cpu":
+            settings |= dict(page_settings())
+        else:
             device = torch.cuda.get_device_name(self._device)
             settings |= {
                 "graph_replay": "on" if self.graph_replay else "off",
@@ -211,6 +214,10 @@ class TorchBackend(Backend):
             precision="as in the network",
             settings=tuple(sorted(settings.items())),
         )
+
+    def advice(self) -> str | None:
+        """Return how latencies on the CPU would repeat better."""
+        return advice() if self._device.type == "cpu" else None
 
     def compile(
         self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None

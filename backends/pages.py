@@ -1,0 +1,81 @@
+"""Whether memory comes in huge pages: with small ones each session's latency depends on which pages it got.
+
+What reads many megabytes (weights, activations) looks their addresses up page by page, and where pages lie decides
+which of them fall on the same sets of a cache. Pages of 2 MiB and more leave less of that to luck. Linux gives them
+to all (``always`` in ``/sys/kernel/mm/transparent_hugepage/enabled``) or to who asks (``madvise``), and glibc asks
+from version 2.35 on, where the environment says so when the process starts (`ASKING`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+#: What the environment must hold so that glibc asks for huge pages.
+ASKING = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
+_GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+#: The first glibc that asks.
+_GLIBC = (2, 35)
+#: Memory of this size has a mapping of its own, in which huge pages fit.
+_PROBE_BYTES = 64 << 20
+
+
+@functools.cache
+def huge_pages() -> bool:
+    """Return whether large memory that this process allocates from now on may come in huge pages.
+
+    The kernel's word on memory that is allocated to ask about it, and not touched (``THPeligible`` in
+    ``/proc/self/smaps``); False where it has none.
+    """
+    maps = Path("/proc/self/smaps")
+    if not maps.exists():
+        return False
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+    address = libc.malloc(_PROBE_BYTES)
+    if address is None:
+        return False
+    try:
+        return _eligible(maps.read_text(encoding="utf-8", errors="replace"), address)
+    finally:
+        libc.free(address)
+
+
+def page_settings() -> tuple[tuple[str, str], ...]:
+    """Return, for a fingerprint, that pages are huge; nothing where they are small."""
+    return (("huge_pages", "on"),) if huge_pages() else ()
+
+
+def advice() -> str | None:
+    """Return how latencies would repeat better here; None where huge pages are had already, or not to be had."""
+    if huge_pages() or not _may_ask():
+        return None
+    return f"memory comes in small pages: latencies repeat better with {ASKING} in the environment"
+
+
+def _may_ask() -> bool:
+    """Whether Linux gives huge pages to who asks, and this process's glibc could."""
+    try:
+        library, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+        granted = _GRANTED.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return False
+    known = [int(part) for part in version.split(".")[:2] if part.isdigit()]
+    return library == "glibc" and tuple(known) >= _GLIBC and "[madvise]" in granted
+
+
+def _eligible(maps: str, address: int) -> bool:
+    """Whether huge pages may be used in the mapping of ``maps`` that has this address."""
+    here = False
+    for line in maps.splitlines():
+        head, _, value = line.partition(" ")
+        if head.endswith(":"):
+            if here and head == "THPeligible:":
+                return value.strip() == "1"
+        else:
+            first, _, end = head.partition("-")
+            here = int(first, 16) <= address < int(end, 16)
+    return False

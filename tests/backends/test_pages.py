@@ -1,0 +1,106 @@
+"""Which pages memory comes in: what the process tells of itself, against the kernel's switch and the pages it got."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from smcp_fx.backends import pages
+from smcp_fx.backends.base import Fingerprint
+from smcp_fx.latency_exchange import differences
+
+SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+#: Prints what a process of its own says, and how much of 64 MiB that it writes to came in huge pages (KiB).
+SCRIPT = """
+import ctypes, json, re
+from smcp_fx.backends import get_backend
+from smcp_fx.backends.pages import advice, huge_pages
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+address = libc.malloc(ctypes.c_size_t(64 << 20))
+ctypes.memset(ctypes.c_void_p(address), 1, 64 << 20)
+got, here = 0, False
+for line in open("/proc/self/smaps"):
+    if bounds := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+        here = int(bounds[1], 16) <= address < int(bounds[2], 16)
+    elif here and line.startswith("AnonHugePages:"):
+        got = int(line.split()[1])
+prints = [get_backend(name).fingerprint().as_dict()["settings"] for name in ("onnxruntime", "torch")]
+advised = [get_backend(name).advice() for name in ("onnxruntime", "torch")]
+print(json.dumps({"huge": huge_pages(), "got": got, "prints": prints, "advice": advice(), "advised": advised}))
+"""
+
+
+def told(**environment: str) -> dict:
+    plain = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**plain, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not SWITCH.exists(), reason="this kernel tells nothing of huge pages")
+@pytest.mark.parametrize("asking", [False, True])
+def test_a_process_knows_its_pages(asking: bool) -> None:
+    name, _, value = pages.ASKING.partition("=")
+    found = told(**({name: value} if asking else {}))
+    switch = SWITCH.read_text()
+    library, _, version = os.confstr("CS_GNU_LIBC_VERSION").partition(" ")
+    heard = library == "glibc" and tuple(map(int, version.split(".")[:2])) >= (2, 35)
+    assert found["huge"] == ("[always]" in switch or ("[madvise]" in switch and asking and heard))
+    if not found["huge"]:
+        assert found["got"] == 0  # where they are had, how many depends on what memory is free in one piece
+    for settings in found["prints"]:
+        assert settings.get("huge_pages") == ("on" if found["huge"] else None)
+    assert (found["advice"] is not None) == ("[madvise]" in switch and not asking and heard)
+    assert found["advised"] == [found["advice"]] * 2
+    if found["advice"]:
+        assert pages.ASKING in found["advice"]
+
+
+def test_a_mapping_is_found_by_its_address() -> None:
+    maps = (
+        "1000-3000 rw-p 00000000 00:00 0 \nSize: 8 kB\nTHPeligible:    1\nVmFlags: rd wr\n"
+        "3000-5000 rw-p 00000000 00:00 0                     [heap]\nSize: 8 kB\nTHPeligible:           0\n"
+        "7000-9000 rw-p 00000000 00:00 0 \nSize: 8 kB\n"
+        "a000-b000 rw-p 00000000 00:00 0 \nTHPeligible:    1\n"
+    )
+    assert [pages._eligible(maps, address) for address in (0x1000, 0x2FFF, 0x3000, 0x4FFF, 0xA800)] == [
+        True, True, False, False, True,
+    ]  # fmt: skip
+    # Between two mappings; in one of which the kernel says nothing.
+    assert not pages._eligible(maps, 0x6000)
+    assert not pages._eligible(maps, 0x8000)
+
+
+def test_memory_that_may_not_be_huge_is_told_from_memory_that_may() -> None:
+    """The kernel's word on mappings of this process that were asked for in huge pages, and forbidden them."""
+    if not SWITCH.exists() or "[never]" in SWITCH.read_text():
+        pytest.skip("this kernel gives no huge pages")
+    smaps = Path("/proc/self/smaps")
+    for advise, expected in ((mmap.MADV_HUGEPAGE, True), (mmap.MADV_NOHUGEPAGE, False)):
+        with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            memory.madvise(advise)
+            view = ctypes.c_char.from_buffer(memory)
+            assert pages._eligible(smaps.read_text(), ctypes.addressof(view) + (32 << 20)) == expected
+            del view
+
+
+def test_fingerprints_of_other_pages_differ_and_say_so() -> None:
+    small = Fingerprint("onnxruntime", "a processor", "ONNX Runtime", "1", 1, "float32")
+    huge = replace(small, settings=(("huge_pages", "on"),))
+    assert small.key() != huge.key()
+    assert huge.describe() == small.describe() + ", huge pages"
+    assert differences(small, huge) == "huge_pages: not set and on"
