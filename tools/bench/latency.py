@@ -37,8 +37,9 @@ from smcp_fx.latency_rounding import grow_for_free
 from smcp_fx.latency_table import LatencyTable
 
 TARGETS = (0.7, 0.5, 0.3)
-#: The dense network and prunings to about these shares calibrate the prediction for the others, and for the targets.
-CALIBRATING = (1.0, 0.85, 0.7, 0.5, 0.35, 0.2)
+#: The dense network and so many prunings less one, of sizes spread evenly (in logarithms) down to the smallest
+#: random ones', calibrate the prediction for the others, and for the targets.
+CALIBRATING = 12
 #: A target is solved for again, with the measured correction, until it is met this well, or so often.
 CLOSE, TRIES = 0.01, 4
 #: Timings that spread further (interquartile range over median) are taken again, and then told and left out.
@@ -48,9 +49,9 @@ LONG = 8.0
 #: So often are a chosen and a larger count's blocks measured anew, in turns; three times where that takes long (s).
 TURNS, ROUNDING = 9, 10.0
 #: So many held-out rows of a table are measured anew, in sessions of their own.
-AGAIN = 150
+AGAIN = 75
 #: So many bytes of weights are timed in turns at a time: more would not fit into memory.
-TOGETHER = 2 << 30
+TOGETHER = 8 << 30
 _TIMING = TimingConfig(
     min_repeats=6, max_repeats=60, budget_ms=120.0, spread_limit=STEADY, attempts=1, settle_ms=120.0, burst=6
 )
@@ -107,6 +108,7 @@ class Bench:
                        unstable=len(report.unstable), repeated=report.repeated,
                        errors=np.round(error.errors, 4).tolist(),
                        held_out_ms=np.round(error.measured_ms, 5).tolist())  # fmt: skip
+        self.calibrating = self.network.sizes(CALIBRATING)
         self.dense = self.network.engine(self.counts(0))
 
     def repeated(self) -> None:
@@ -124,13 +126,11 @@ class Bench:
 
     def counts(self, index: int) -> dict[str, int]:
         """Those of random pruning number ``index``, from 1; those that calibrate are numbered from 0 down."""
-        if index == 0:
-            return self.cost.full_counts
-        return self.network.random_counts(index, CALIBRATING[-index] if index < 0 else None)
+        return self.network.random_counts(index) if index > 0 else self.calibrating[-index]
 
     def prunings(self, count: int, deadline: float) -> None:
         """Time the dense network and random prunings, all in turns, so that a slow moment is for all alike."""
-        wanted = range(1 - len(CALIBRATING), count + 1)
+        wanted = range(1 - CALIBRATING, count + 1)
         missing = [i for i in wanted if not self.record.find("whole", **self.key, index=i)]
         while missing and time.monotonic() < deadline:
             with ExitStack() as open_engines:

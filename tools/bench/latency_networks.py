@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ MODELS = (
 SETTINGS = {"224x1": (224, 1), "64x1": (64, 1), "64x32": (64, 32)}
 
 
+#: Random prunings have this share of the units or more on average.
+SMALLEST = 0.15
 #: What these take, and from where, is written into the file: it serves no other counts.
 _MOVES = ("Gather", "Slice", "Split")
 
@@ -88,10 +91,36 @@ class Network:
         """Every permitted count of each free group, dominated ones included."""
         return {group.name: group.permitted for group in self.prepared.channels.groups if group.free}
 
-    def random_counts(self, index: int, share: float | None = None) -> dict[str, int]:
-        """Counts number ``index``: a share for the whole network (random unless given), each group about it."""
-        rng = np.random.default_rng([7, abs(index)])
-        share = rng.uniform(0.15, 1.0) if share is None else share
+    def random_counts(self, index: int) -> dict[str, int]:
+        """Counts number ``index``: a random share for the whole network, each group about it."""
+        rng = np.random.default_rng([7, index])
+        return self._about(rng.uniform(SMALLEST, 1.0), rng)
+
+    def sizes(self, number: int) -> list[dict[str, int]]:
+        """Counts of the dense network and smaller ones, whose bytes of weights fall evenly (in logarithms).
+
+        Each group is about a share that is the network's, as in random ones; the last share is their smallest.
+        """
+
+        def number_of(index: int, share: float) -> dict[str, int]:
+            return self._about(share, np.random.default_rng([13, index]))
+
+        def weights(counts: Mapping[str, int]) -> float:
+            return self.cost.whole(counts).weight_bytes
+
+        full, smallest = self.cost.full_counts, number_of(number - 1, SMALLEST)
+        found = [dict(full)]
+        for wanted in np.geomspace(weights(full), weights(smallest), number)[1:-1]:
+            low, high = SMALLEST, 2.0  # each group's own share is half to one and a half: all are full at two
+            for _ in range(10):
+                share = math.sqrt(low * high)
+                fits = weights(number_of(len(found), share)) <= wanted
+                low, high = (share, high) if fits else (low, share)
+            found.append(number_of(len(found), low))
+        return [*found, smallest]
+
+    def _about(self, share: float, rng: np.random.Generator) -> dict[str, int]:
+        """Counts of about a share of each group's units: half of it to one and a half."""
         counts = {}
         for name, allowed in self.permitted.items():
             wanted = min(share * rng.uniform(0.5, 1.5), 1.0) * allowed[-1]
