@@ -150,10 +150,6 @@ class Backend(ABC):
         """Return the files that `compile` leaves for ``path``."""
         return [Path(path)]
 
-    def advice(self) -> str | None:
-        """Return how latencies would repeat better on this machine; None where nothing is known."""
-        return None
-
     def prepare_blocks(self, block: Block, points: Sequence[tuple[int, ...]]) -> None:  # noqa: B027 - a hint
         """Get ready to measure ``block`` at some of these widths: a chance to build several at a time."""
 

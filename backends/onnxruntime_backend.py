@@ -41,7 +41,7 @@ from smcp_fx.backends.onnxruntime_session import (
     settings,
 )
 from smcp_fx.backends.pace import pace
-from smcp_fx.backends.pages import advice, page_settings
+from smcp_fx.backends.pages import page_settings
 from smcp_fx.backends.timing import QUICK, Sample, Timer, TimingConfig, stopwatch, summarise, take_sample
 from smcp_fx.errors import BackendError, InputError
 
@@ -186,10 +186,6 @@ class OnnxRuntimeBackend(Backend):
         self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array]
     ) -> OnnxRuntimeEngine:
         return OnnxRuntimeEngine(model, example_inputs, self.threads, self.spinning, self.device)
-
-    def advice(self) -> str | None:
-        """Return how latencies on the CPU would repeat better."""
-        return advice() if self.device == "cpu" else None
 
     def run_overhead_ms(self) -> float | None:
         """Return what a session's run costs beside its nodes; None on CUDA, where blocks include it."""

@@ -1,23 +1,18 @@
-"""Whether memory comes in huge pages: with small ones each session's latency depends on which pages it got.
+"""Whether memory comes in huge pages: other pages, other latencies.
 
-What reads many megabytes (weights, activations) looks their addresses up page by page, and where pages lie decides
-which of them fall on the same sets of a cache. Pages of 2 MiB and more leave less of that to luck. Linux gives them
-to all (``always`` in ``/sys/kernel/mm/transparent_hugepage/enabled``) or to who asks (``madvise``), and glibc asks
-from version 2.35 on, where the environment says so when the process starts (`ASKING`).
+Linux gives memory in pages of 2 MiB and more to all (``always`` in ``/sys/kernel/mm/transparent_hugepage/enabled``)
+or to who asks (``madvise``), and glibc asks from version 2.35 on, where the environment says so when the process
+starts (`ASKING`). What that does differs from network to network and from hour to hour (docs/latency.md).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from pathlib import Path
 
 #: What the environment must hold so that glibc asks for huge pages.
 ASKING = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
-_GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-#: The first glibc that asks.
-_GLIBC = (2, 35)
 #: Memory of this size has a mapping of its own, in which huge pages fit.
 _PROBE_BYTES = 64 << 20
 
@@ -47,24 +42,6 @@ def huge_pages() -> bool:
 def page_settings() -> tuple[tuple[str, str], ...]:
     """Return, for a fingerprint, that pages are huge; nothing where they are small."""
     return (("huge_pages", "on"),) if huge_pages() else ()
-
-
-def advice() -> str | None:
-    """Return how latencies would repeat better here; None where huge pages are had already, or not to be had."""
-    if huge_pages() or not _may_ask():
-        return None
-    return f"memory comes in small pages: latencies repeat better with {ASKING} in the environment"
-
-
-def _may_ask() -> bool:
-    """Whether Linux gives huge pages to who asks, and this process's glibc could."""
-    try:
-        library, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
-        granted = _GRANTED.read_text(encoding="ascii")
-    except (OSError, ValueError):
-        return False
-    known = [int(part) for part in version.split(".")[:2] if part.isdigit()]
-    return library == "glibc" and tuple(known) >= _GLIBC and "[madvise]" in granted
 
 
 def _eligible(maps: str, address: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, Backend, Engine, Fingerprint, cpu_name, to_arrays
-from smcp_fx.backends.pages import advice, page_settings
+from smcp_fx.backends.pages import page_settings
 from smcp_fx.backends.timing import Timer, stopwatch
 from smcp_fx.errors import BackendError, InputError
 
@@ -214,10 +214,6 @@ class TorchBackend(Backend):
             precision="as in the network",
             settings=tuple(sorted(settings.items())),
         )
-
-    def advice(self) -> str | None:
-        """Return how latencies on the CPU would repeat better."""
-        return advice() if self._device.type == "cpu" else None
 
     def compile(
         self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None

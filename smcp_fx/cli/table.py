@@ -139,8 +139,6 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
         + (f" (shard {arguments.shard})" if shards > 1 else "")
     )
     console.print(f"  on {escaped(backend.fingerprint().describe())}")
-    if advice := backend.advice():
-        console.print(f"  {escaped(advice)}")
     if error.points:
         console.print(
             f"  interpolation at {error.points} points it does not rest on: off by {error.median:.1%} in the "

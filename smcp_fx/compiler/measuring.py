@@ -152,16 +152,16 @@ def aim_for(asked: float, tried: Sequence[tuple[float, float]]) -> float:
     """Return the prediction to ask for, so that ``asked`` is measured.
 
     ``tried``: pairs (predicted, measured) in their order. What was predicted about as the last was tells together by
-    which factor measurements differ: their noise averages out. From there the line to another pair is followed, in
-    logarithms. Where one measured on the other side of ``asked`` it is the nearest such: the answer lies between the
-    two, however steeply latencies fall there (weights that stay in cache from some size on). Otherwise it is the last
-    pair that lies far enough away for its slope to mean something, as latencies need not fall as predicted (overheads
-    that stay). Without one, and where noise hides its slope (less was measured of what is predicted to take longer),
-    they are taken to fall as predicted.
+    which factor measurements differ: their median, as one in a session of bad luck says little. From there the line
+    to another pair is followed, in logarithms. Where one measured on the other side of ``asked`` it is the nearest
+    such: the answer lies between the two, however steeply latencies fall there (weights that stay in cache from some
+    size on). Otherwise it is the last pair that lies far enough away for its slope to mean something, as latencies
+    need not fall as predicted (overheads that stay). Without one, and where noise hides its slope (less was measured
+    of what is predicted to take longer), they are taken to fall as predicted.
     """
     logs, wanted = np.log(np.asarray(tried, np.float64)), math.log(asked)
     near = np.abs(logs[:, 0] - logs[-1, 0]) <= _APART
-    here = logs[near].mean(axis=0)
+    here = np.median(logs[near], axis=0)
     missing = wanted - here[1]
     over, risen = (logs[~near] - here).T
     slopes = risen / over

@@ -60,8 +60,8 @@ class _Run:
         torch.manual_seed(settings.seed)
         data = load_data(settings.data)
         fitted = load_model(settings.model, data, settings.weights)
-        self.notes += [*fitted.notes, *filter(None, [backend.advice()])]
-        for note in self.notes:
+        self.notes += fitted.notes
+        for note in fitted.notes:
             self.console.print(f"  {note}")
         inputs = (torch.randn(settings.batch, fitted.channels, fitted.size, fitted.size),)
         self._check_early(fitted)

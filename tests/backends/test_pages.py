@@ -22,7 +22,7 @@ SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SCRIPT = """
 import ctypes, json, re
 from smcp_fx.backends import get_backend
-from smcp_fx.backends.pages import advice, huge_pages
+from smcp_fx.backends.pages import huge_pages
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 address = libc.malloc(ctypes.c_size_t(64 << 20))
@@ -34,8 +34,7 @@ for line in open("/proc/self/smaps"):
     elif here and line.startswith("AnonHugePages:"):
         got = int(line.split()[1])
 prints = [get_backend(name).fingerprint().as_dict()["settings"] for name in ("onnxruntime", "torch")]
-advised = [get_backend(name).advice() for name in ("onnxruntime", "torch")]
-print(json.dumps({"huge": huge_pages(), "got": got, "prints": prints, "advice": advice(), "advised": advised}))
+print(json.dumps({"huge": huge_pages(), "got": got, "prints": prints}))
 """
 
 
@@ -64,10 +63,6 @@ def test_a_process_knows_its_pages(asking: bool) -> None:
         assert found["got"] == 0  # where they are had, how many depends on what memory is free in one piece
     for settings in found["prints"]:
         assert settings.get("huge_pages") == ("on" if found["huge"] else None)
-    assert (found["advice"] is not None) == ("[madvise]" in switch and not asking and heard)
-    assert found["advised"] == [found["advice"]] * 2
-    if found["advice"]:
-        assert pages.ASKING in found["advice"]
 
 
 def test_a_mapping_is_found_by_its_address() -> None:

@@ -168,10 +168,12 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 
 
 def test_the_next_aim_by_hand() -> None:
-    """One measurement gives a factor, near ones their mean factor, and one far away the slope."""
+    """One measurement gives a factor, near ones their median, and one far away the slope."""
     assert aim_for(0.5, [(0.5, 0.6)]) == pytest.approx(0.5 * 0.5 / 0.6)
     noisy = [(0.5, 0.5 * 1.2 * 1.04), (0.5, 0.5 * 1.2 / 1.04)]
     assert aim_for(0.5, noisy) == pytest.approx(0.5 / 1.2)
+    outlier = [(0.5, 0.43), (0.53, 0.53 * 1.05), (0.54, 0.54 * 1.05)]
+    assert aim_for(0.5, outlier) == pytest.approx(0.5 / 1.05)
     line = [(p, 0.9 * p**0.7) for p in (1.0, 0.5, 0.45, 0.42)]
     assert 0.9 * aim_for(0.3, line) ** 0.7 == pytest.approx(0.3)
     steep = [(1.0, 0.8), (0.5, 0.2)]  # beyond both no latency falls so fast: noise

@@ -52,8 +52,9 @@ TURNS, ROUNDING = 9, 10.0
 AGAIN = 75
 #: So many bytes of weights are timed in turns at a time: more would not fit into memory.
 TOGETHER = 8 << 30
+#: Three turns at least: of networks of 20 ms and more all runs in one would all be in the same moment.
 _TIMING = TimingConfig(
-    min_repeats=6, max_repeats=60, budget_ms=120.0, spread_limit=STEADY, attempts=1, settle_ms=120.0, burst=6
+    min_repeats=9, max_repeats=60, budget_ms=120.0, spread_limit=STEADY, attempts=1, settle_ms=120.0, burst=3
 )
 
 

@@ -32,13 +32,11 @@ def write_tables(occasions: Sequence[Lines], path: Path, steady: float) -> None:
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
     parts = [_occasion(lines, steady, number) for number, lines in enumerate(occasions, 1)]
-    if len(occasions) > 1:
-        latest = [lines for lines in occasions if _way(lines) == _way(occasions[-1])]
-        parts[:0] = [
-            _worst(found, steady, what)
-            for found, what in ((latest, f" in way {_way(latest[0])}"), (occasions, " in any way"))
-            if len(found) > 1
-        ]
+    latest = [lines for lines in occasions if _way(lines) == _way(occasions[-1])]
+    compared = [(latest, f" in way {_way(occasions[-1])}")]
+    if len(latest) < len(occasions):
+        compared.append((occasions, " in any way"))
+    parts[:0] = [_worst(found, steady, what) for found, what in compared if len(found) > 1]
     path.write_text(before + BEGIN + "\n\n" + "\n\n".join(parts) + "\n\n" + END + after, encoding="utf-8")
 
 
@@ -88,7 +86,7 @@ def _occasion(lines: Lines, steady: float, number: int) -> str:
             f"### {number}. {when}, {device['device']}, {device['threads']} thread, "
             f"{device['runtime']} {device['version']}",
             f"{versions}; cache that networks outgrow {machine['cache_bytes'] >> 20} MiB; rows timed in way "
-            f"{device['settings']['block_timing']}. Settings are image side x batch.",
+            f"{_way(lines)}. Settings are image side x batch.",
             _sums(lines, keys, _start(lines), steady),
             _targets(lines, keys),
             _rounding(lines),
@@ -156,8 +154,10 @@ def _worst(occasions: Sequence[Lines], steady: float, what: str) -> str:
 
 
 def _way(lines: Lines) -> str:
-    """The way in which an occasion's rows were timed."""
-    return str(next(x for x in lines if x["kind"] == "machine")["fingerprint"]["settings"]["block_timing"])
+    """The way in which an occasion's rows were timed, and in what pages if they were huge."""
+    settings = next(x for x in lines if x["kind"] == "machine")["fingerprint"]["settings"]
+    pages = " with huge pages" if settings.get("huge_pages") == "on" else ""
+    return f"{settings['block_timing']}{pages}"
 
 
 def _start(lines: Lines) -> Residency:
@@ -170,7 +170,7 @@ def _found(lines: Lines, kind: str, model: str, setting: str) -> Lines:
 
 def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: float) -> str:
     """Errors on the prunings that were not calibrated on, before and after the calibration."""
-    rows, every, of_all, left_out = [], [], [], []
+    rows, every, of_all, left_out, numbers = [], [], [], [], set()
     for model, setting in keys:
         roles = _with_roles(_found(lines, "whole", model, setting), steady)
         found = [line for line, calibrates in roles if not calibrates]
@@ -179,6 +179,7 @@ def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: f
             wholes = steady_wholes(lines, model, setting, steady)
             left_out.append(f"{model} {setting}: {len(wholes)} of {len(found)} steady")
             continue
+        numbers.add(len(roles) - len(found))
         every += sums.after.tolist()
         of_all += sums.of_all.tolist()
         share = f"{len(sums.after)} of {len(found)}"
@@ -205,8 +206,9 @@ def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: f
     total, unsteady_too = np.array(every), np.array(of_all)
     return (
         "Sum over the table against the measured whole network, before and after a calibration on "
-        "other networks (the dense one and four prunings, five in later records) of the model and setting. What the "
-        "machine drifted while they were timed is taken out by the dense network, which took turns with each:\n\n"
+        f"{_range(numbers)} other networks, the dense one among them, of the model and setting. What the machine "
+        "drifted between networks that were not timed together is taken out by the dense one, which took turns with "
+        "all:\n\n"
         + _table(head, rows)
         + f"\n\nAll {len(total)} after calibration: mean error {np.abs(total).mean():.1%}, "
         f"{np.mean(np.abs(total) <= 0.1):.0%} within 10 %. Timings that spread (interquartile range) by more than "
@@ -214,6 +216,11 @@ def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: f
         f"(all): {np.abs(unsteady_too).mean():.1%}, "
         f"{np.mean(np.abs(unsteady_too) <= 0.1):.0%} of {len(unsteady_too)}."
     )
+
+
+def _range(numbers: set[int]) -> str:
+    """ "6", or "4 to 6"."""
+    return " to ".join(str(number) for number in sorted({min(numbers), max(numbers)}))
 
 
 def _errors(errors: np.ndarray) -> list[str]:
