@@ -35,7 +35,7 @@ MODELS = (
 SETTINGS = {"224x1": (224, 1), "64x1": (64, 1), "64x32": (64, 32)}
 
 
-#: Random prunings have this share of the units or more on average.
+#: The smallest share of the units that random prunings have on average.
 SMALLEST = 0.15
 #: What these take, and from where, is written into the file: it serves no other counts.
 _MOVES = ("Gather", "Slice", "Split")
@@ -102,21 +102,21 @@ class Network:
         Each group is about a share that is the network's, as in random ones; the last share is their smallest.
         """
 
-        def number_of(index: int, share: float) -> dict[str, int]:
+        def of_share(index: int, share: float) -> dict[str, int]:
             return self._about(share, np.random.default_rng([13, index]))
 
         def weights(counts: Mapping[str, int]) -> float:
             return self.cost.whole(counts).weight_bytes
 
-        full, smallest = self.cost.full_counts, number_of(number - 1, SMALLEST)
+        full, smallest = self.cost.full_counts, of_share(number - 1, SMALLEST)
         found = [dict(full)]
         for wanted in np.geomspace(weights(full), weights(smallest), number)[1:-1]:
             low, high = SMALLEST, 2.0  # each group's own share is half to one and a half: all are full at two
             for _ in range(10):
                 share = math.sqrt(low * high)
-                fits = weights(number_of(len(found), share)) <= wanted
+                fits = weights(of_share(len(found), share)) <= wanted
                 low, high = (share, high) if fits else (low, share)
-            found.append(number_of(len(found), low))
+            found.append(of_share(len(found), low))
         return [*found, smallest]
 
     def _about(self, share: float, rng: np.random.Generator) -> dict[str, int]:

@@ -219,7 +219,7 @@ def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: f
 
 
 def _range(numbers: set[int]) -> str:
-    """ "6", or "4 to 6"."""
+    """The smallest and the largest number, once where they are the same."""
     return " to ".join(str(number) for number in sorted({min(numbers), max(numbers)}))
 
 

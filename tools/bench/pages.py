@@ -79,7 +79,7 @@ def in_turns(arguments: argparse.Namespace) -> dict[str, Any]:
         for _ in range(arguments.processes):
             for asked in (plain, {**plain, name: value}):
                 done = subprocess.run(
-                    [*command, "--here", folder], env=asked, check=True, capture_output=True
+                    [*command, "--here", folder], env=asked, check=True, stdout=subprocess.PIPE
                 )
                 told = json.loads(done.stdout)
                 for model, medians in told["median_ms"].items():
