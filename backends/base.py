@@ -81,6 +81,16 @@ class BlockLatency:
     cold: Measurement | None = None
     pace_ms: float = field(default=0.0, compare=False)
 
+    @property
+    def stable(self) -> bool:
+        """Whether the samples of every state were steady."""
+        return self.hot.stable and (self.cold is None or self.cold.stable)
+
+    @property
+    def spread(self) -> float:
+        """The larger of the states' spreads, dimensionless."""
+        return max(self.hot.spread, self.cold.spread if self.cold else 0.0)
+
 
 class Engine(ABC):
     """A compiled network, with the example inputs that it is timed on. Use as a context manager, or close().

@@ -114,14 +114,13 @@ def measure_block(
     outputs = [tuple(dim.dim_value for dim in v.type.tensor_type.shape.dim) for v in model.graph.output]
     feed = random_feed(model)
     data = model.SerializeToString()
-    best = _attempt(data, feed, outputs, paid, threads, spinning, config)
+    hot, cold = _attempt(data, feed, outputs, paid, threads, spinning, config)
     for _ in range(config.attempts - 1):
-        if best[0].stable:
+        if hot.stable and cold.stable:
             break
         again = _attempt(data, feed, outputs, paid, threads, spinning, config)
-        if again[0].stable or again[0].spread < best[0].spread:
-            best = again
-    return BlockLatency(*best, pace_ms=pace().usual_ms if threads == 1 else 0.0)
+        hot, cold = hot.surer(again[0]), cold.surer(again[1])
+    return BlockLatency(hot, cold, pace_ms=pace().usual_ms if threads == 1 else 0.0)
 
 
 def _attempt(

@@ -38,6 +38,10 @@ class Measurement:
         """Interquartile range over the median, dimensionless."""
         return (self.q3_ms - self.q1_ms) / self.median_ms if self.median_ms > 0 else 0.0
 
+    def surer(self, other: Measurement) -> Measurement:
+        """Return this measurement, or ``other`` of the same thing where that is steady and this is not, or calmer."""
+        return other if (other.stable, -other.spread) > (self.stable, -self.spread) else self
+
 
 @dataclass(frozen=True)
 class TimingConfig:

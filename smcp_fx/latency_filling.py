@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,9 +32,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class MeasureReport:
-    """What `LatencyTable.measure` did. ``failed`` and ``unstable``: (block, widths, what) of such rows.
+    """What `LatencyTable.measure` did.
 
-    ``repeated``: so many measurements were made of rows that had been unsteady, or of a slow moment of the core.
+    ``failed`` and ``unstable``: (block, widths, error or largest spread) of such rows among those that the blocks
+    need, whoever measured them. ``repeated``: so many measurements were made of rows that had been unsteady, or of
+    a slow moment of the core.
     """
 
     measured: int
@@ -62,6 +64,8 @@ class Filling:
         self._progress = progress
         self._rows: dict[tuple[int, Point], BlockLatency] = {}
         self._pace_ms = 0.0  # of the last measurement
+        self._used: dict[int, set[Point]] = {}  # what each block's surface rests on, or is held against
+        self._changed = False
         self._failed: dict[tuple[int, Point], str] = {}
         self._left = _RowsLeft(blocks, {b.signature for b, _ in table.wanted(blocks, self._fingerprint)})
         self._start, self._measured, self._repeated = time.monotonic(), 0, 0
@@ -71,20 +75,28 @@ class Filling:
         for index in range(len(self._blocks)):
             self._fill(index)
         for _ in range(_AGAIN):
-            before = self._repeated
+            before, self._changed = self._repeated, False
             mended = self._repeat_unsteady() + self._repeat_slow()
-            for index in range(len(self._blocks)) if mended else ():
+            for index in range(len(self._blocks)) if self._changed else ():
                 self._fill(index)
             if mended <= _WORTH * (self._repeated - before):
                 break
-        unstable = [
-            (self._blocks[index].name, point, row.hot.spread)
-            for (index, point), row in self._rows.items()
-            if not row.hot.stable
-        ]
         failed = [(self._blocks[index].name, p, error) for (index, p), error in self._failed.items()]
         seconds = time.monotonic() - self._start
-        return MeasureReport(self._measured, reused, seconds, tuple(failed), tuple(unstable), self._repeated)
+        return MeasureReport(
+            self._measured, reused, seconds, tuple(failed), tuple(self._unstable()), self._repeated
+        )
+
+    def _unstable(self) -> Iterator[tuple[str, Point, float]]:
+        """The unsteady rows among those that are used, each once."""
+        told = set()
+        for index, points in self._used.items():
+            block = self._blocks[index]
+            rows = self._table.store.measured(block.signature, self._fingerprint)
+            for point in sorted(points & rows.keys()):
+                if not rows[point].stable and (block.signature, point) not in told:
+                    told.add((block.signature, point))
+                    yield block.name, point, rows[point].spread
 
     def _fill(self, index: int) -> None:
         store, block = self._table.store, self._blocks[index]
@@ -93,6 +105,8 @@ class Filling:
             wanted = [point for point in plan.wanted if point not in failures]
             if not wanted:
                 self._failed |= {(index, point): failures[point] for point in plan.wanted}
+                if plan.surface is not None:
+                    self._used[index] = {*plan.surface.points, *plan.probes}
                 self._left.finished(block)
                 return
             self._backend.prepare_blocks(block, wanted)
@@ -113,7 +127,7 @@ class Filling:
 
     def _repeat_unsteady(self) -> int:
         """Measure unsteady rows again; return how many are mended."""
-        found = [key for key, row in self._rows.items() if not row.hot.stable]
+        found = [key for key, row in self._rows.items() if not row.stable]
         return sum(self._repeat(*key, left) for key, left in zip(found, _countdown(found), strict=True))
 
     def _repeat_slow(self) -> int:
@@ -128,7 +142,7 @@ class Filling:
         return mended
 
     def _repeat(self, index: int, point: Point, left: int) -> bool:
-        """Measure a row again, and keep the surer of the two; whether that is the new one, and steady.
+        """Measure a row again, and keep the surer of the two, state by state; whether that is steady, and news.
 
         ``left``: so many are to be repeated after it.
         """
@@ -136,11 +150,11 @@ class Filling:
         found = self._measure(block, point)
         self._repeated += 1
         self._tell(block, left)
-        if isinstance(found, str) or not _is_surer(found, before):
+        if isinstance(found, str) or (kept := _surer(found, before)) == before:
             return False
-        self._rows[index, point] = found
-        self._table.store.write(block.signature, self._fingerprint, point, found)
-        return found.hot.stable
+        self._rows[index, point], self._changed = kept, True
+        self._table.store.write(block.signature, self._fingerprint, point, kept)
+        return kept.stable
 
     def _measure(self, block: Block, point: Point) -> BlockLatency | str:
         try:
@@ -163,13 +177,14 @@ def _countdown(found: Sequence[object]) -> range:
     return range(len(found) - 1, -1, -1)
 
 
-def _is_surer(found: BlockLatency, before: BlockLatency) -> bool:
-    """Whether one latency of a row is surer than another: of a faster state of the core, or as that and calmer."""
+def _surer(found: BlockLatency, before: BlockLatency) -> BlockLatency:
+    """Return the row of the faster state of the core; of one state of it, hot and cold as they were calmer."""
     if found.pace_ms * TOLERANCE < before.pace_ms:
-        return True
+        return found
     if before.pace_ms * TOLERANCE < found.pace_ms:
-        return False
-    return (found.hot.stable, -found.hot.spread) > (before.hot.stable, -before.hot.spread)
+        return before
+    cold = before.cold.surer(found.cold) if before.cold and found.cold else before.cold
+    return BlockLatency(before.hot.surer(found.hot), cold, before.pace_ms)
 
 
 class _RowsLeft:

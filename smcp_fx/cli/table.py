@@ -19,6 +19,7 @@ from smcp_fx.cli.networks import add_network_options, backend_of, blocks_of
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
+    from smcp_fx.backends.timing import Measurement
     from smcp_fx.latency_store import Row
 
 _EXAMPLES = """examples:
@@ -147,7 +148,9 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     if report.repeated:
         console.print(f"  {report.repeated} times a row was measured again that had been unsteady or slow")
     if report.unstable:
-        console.print(f"  {len(report.unstable)} rows are unstable; --retry-unstable measures them again")
+        console.print(
+            f"  {len(report.unstable)} of the rows in use are unstable; --retry-unstable measures them again"
+        )
     for name, widths, why in report.failed:
         console.print(f"  failed: {escaped(name)} at {widths}: {escaped(why)}")
     return 1 if report.failed else 0
@@ -163,14 +166,19 @@ def _show(arguments: argparse.Namespace, console: Console) -> int:
     for key, of_print in by_print.items():
         first, last = (_when(pick(row.measured_at for row in of_print)) for pick in (min, max))
         failed = sum(row.latency is None for row in of_print)
-        unstable = sum(row.latency is not None and not row.latency.hot.stable for row in of_print)
+        unstable = sum(row.latency is not None and not row.latency.stable for row in of_print)
         fingerprint = of_print[0].fingerprint
         console.print(f"[bold]{key}[/bold]  {escaped(fingerprint.describe())}")
         console.print("  " + escaped(", ".join(f"{name} {value}" for name, value in fingerprint.settings)))
         console.print(
             f"  {len(of_print)} rows, measured {first} to {last}; {failed} failed, {unstable} unstable"
         )
-        console.print(_rows_table(of_print, arguments.block) if arguments.block else _blocks_table(of_print))
+        found = _rows_table(of_print, arguments.block) if arguments.block else _blocks_table(of_print)
+        needed = console.measure(found, options=console.options.update(width=1000)).maximum
+        console.width = max(
+            console.width, needed
+        )  # no number is cut off: what is wider than a terminal wraps
+        console.print(found)
     return 0
 
 
@@ -182,22 +190,32 @@ def _blocks_table(rows: Sequence[Row]) -> Table:
     for row in rows:
         by_block[row.signature].append(row)
     for members in by_block.values():
-        found = [(row.widths, row.latency.hot) for row in members if row.latency]
+        found = [(row.widths, row.latency) for row in members if row.latency]
         spans = zip(*(widths for widths, _ in found), strict=True)
-        times = [hot.median_ms for _, hot in found]
+        times = [latency.hot.median_ms for _, latency in found]
         table.add_row(
             escaped(members[0].name),
             str(len(members)),
             " x ".join(f"{min(span)}..{max(span)}" for span in spans),
             *(f"{pick(times):.4g} ms" if times else "failed" for pick in (min, max)),
-            f"{max((hot.spread for _, hot in found), default=0.0):.0%}",
+            f"{max((latency.spread for _, latency in found), default=0.0):.0%}",
         )
     return table
 
 
 def _rows_table(rows: Sequence[Row], name: str) -> Table:
     table = Table(box=None, padding=(0, 2))
-    for column in ("block", "widths", "in cache", "from memory", "spread", "repeats", "measured"):
+    for column in (
+        "block",
+        "widths",
+        "in cache",
+        "spread",
+        "repeats",
+        "from memory",
+        "spread",
+        "repeats",
+        "measured",
+    ):
         table.add_column(column, justify="left" if column == "block" else "right")
     chosen = [row for row in rows if name in row.name]
     if not chosen:
@@ -206,13 +224,18 @@ def _rows_table(rows: Sequence[Row], name: str) -> Table:
     for row in sorted(chosen, key=lambda row: (row.name, row.widths)):
         widths = "x".join(map(str, row.widths))
         if row.latency is None:
-            table.add_row(escaped(row.name), widths, "failed", "", "", "", escaped(row.error))
+            table.add_row(escaped(row.name), widths, "failed", *[""] * 5, escaped(row.error))
             continue
-        hot, cold = row.latency.hot, row.latency.cold
-        spread = f"{hot.spread:.0%}{'' if hot.stable else ' unstable'}"
-        table.add_row(escaped(row.name), widths, f"{hot.median_ms:.4f} ms", f"{cold.median_ms:.4f} ms" if cold
-                      else "", spread, str(hot.repeats), _when(row.measured_at))  # fmt: skip
+        cells = [*_state_cells(row.latency.hot), *_state_cells(row.latency.cold)]
+        table.add_row(escaped(row.name), widths, *cells, _when(row.measured_at))
     return table
+
+
+def _state_cells(found: Measurement | None) -> tuple[str, str, str]:
+    if found is None:
+        return "", "", ""
+    unstable = "" if found.stable else " unstable"
+    return f"{found.median_ms:.4f} ms", f"{found.spread:.0%}{unstable}", str(found.repeats)
 
 
 def _merge(arguments: argparse.Namespace, console: Console) -> int:

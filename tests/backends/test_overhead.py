@@ -15,7 +15,7 @@ from smcp_fx.backends.onnxruntime_blocks import block_ms, evict_caches, runs_agr
 from smcp_fx.backends.onnxruntime_overhead import Overhead, code_warmer, overhead, profiler_beside
 from smcp_fx.backends.onnxruntime_profile import NodeTime, Profiler
 from smcp_fx.backends.pace import pace
-from smcp_fx.backends.timing import Sample
+from smcp_fx.backends.timing import Measurement, Sample, TimingConfig
 
 
 def test_overheads_are_measured_once_and_are_part_of_a_latency(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +98,22 @@ def test_a_block_costs_the_same_whatever_the_profiler_adds(
     found = module.measure_block(model)
     for state in (found.hot, found.cold):
         assert np.isclose(state.median_ms, conv_ms)
+
+
+def test_a_state_that_is_unsteady_is_taken_from_another_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    from smcp_fx.backends import onnxruntime_blocks as module
+
+    def found(ms: float, stable: bool) -> Measurement:
+        return Measurement(ms, ms, ms if stable else 2 * ms, 3, stable)
+
+    sessions = [(found(1.0, True), found(3.0, False)), (found(1.5, False), found(2.0, True))]
+    monkeypatch.setattr(module, "_attempt", lambda *_: sessions.pop(0))
+    nodes = [helper.make_node("Relu", ["x"], ["y"])]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 16, 8, 8]) for name in "xy"]
+    model = helper.make_model(helper.make_graph(nodes, "block", values[:1], values[1:]), ir_version=8)
+    row = module.measure_block(model, config=TimingConfig(attempts=3))
+    assert (row.hot, row.cold) == (found(1.0, True), found(2.0, True))
+    assert sessions == []
 
 
 def test_only_the_runs_that_are_wanted_are_read() -> None:

@@ -473,7 +473,9 @@ def test_unstable_rows_are_reported(tmp_path):
         block = FakeBlock("b", "{}", (grid(16),))
         report = table.measure([block], Noisy())
         assert report.unstable == (("b", (16,), pytest.approx(0.6)),)
-        assert table.measure([block], Noisy()).measured == 0
+        again = table.measure([block], Noisy())
+        assert again.measured == 0
+        assert again.unstable == report.unstable  # they are used, whoever measured them
         assert table.measure([block], Noisy(), retry_unstable=True).measured == 1
 
 
@@ -518,6 +520,63 @@ def test_rows_of_a_slow_pace_that_nothing_faster_was_known_of_are_measured_again
         assert table.measure([block], backend).repeated == 20
         rows = table.store.measured(block.signature, backend.fingerprint())
         assert all(row.hot.median_ms == pytest.approx(cliffs(*p)) for p, row in rows.items())
+
+
+def test_rows_that_are_unsteady_in_memory_only_are_measured_again(tmp_path):
+    """Every fifth measurement of the first fifty says half as much again from memory."""
+
+    class Busy(FakeBackend):
+        def block_latency(self, block, widths, config=None):
+            bad = len(self.log) < 50 and len(self.log) % 5 == 0
+            found = super().block_latency(block, widths)
+            ms = found.cold.median_ms
+            return replace(found, cold=Measurement(1.5 * ms, ms, 2 * ms, 3, stable=False)) if bad else found
+
+    block, backend = conv(), Busy(cold=2.0)
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        report = table.measure([block], backend)
+        assert (report.repeated, report.unstable) == (10, ())
+        rows = table.store.measured(block.signature, backend.fingerprint()).values()
+        assert all(row.cold.median_ms == 2 * row.hot.median_ms for row in rows)
+
+
+def test_each_state_of_a_row_is_that_of_its_calmer_measurement(tmp_path):
+    def found(hot_ms, hot_steady, cold_ms, cold_steady):
+        hot, cold = (
+            Measurement(ms, ms, ms if steady else 2 * ms, 3, steady)
+            for ms, steady in ((hot_ms, hot_steady), (cold_ms, cold_steady))
+        )
+        return BlockLatency(hot, cold)
+
+    left = [found(1, True, 2, True), found(1, True, 9, False), found(5, False, 2, True)]
+
+    class Sequence(FakeBackend):
+        def block_latency(self, block, widths, config=None):
+            return left.pop(0)
+
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        block, backend = FakeBlock("b", "{}", (grid(16),)), Sequence()
+        report = table.measure([block], backend)
+        assert (report.repeated, report.unstable) == (1, ())
+        assert set(table.store.measured("{}", backend.fingerprint()).values()) == {found(1, True, 2, True)}
+
+
+def test_rows_that_a_calmer_though_unsteady_measurement_makes_necessary_are_measured(tmp_path):
+    """All are unsteady; what is measured first is a straight line, and what is measured again has cliffs."""
+    block = conv()
+
+    class Changing(FakeBackend):
+        def block_latency(self, block, widths, config=None):
+            again = (block.name, widths) in self.log
+            ms = super().block_latency(block, widths).hot.median_ms if again else 1e-3 * sum(widths)
+            self.log.append((block.name, widths))
+            return BlockLatency(Measurement(ms, ms, (1.01 if again else 1.02) * ms, 3, stable=False))
+
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        backend = Changing()
+        report = table.measure([block], backend)
+        surface = table.surface(block, backend.fingerprint())
+        assert {point for _, point, _ in report.unstable} >= set(surface.points)
 
 
 def test_of_two_unsteady_measurements_of_a_row_the_calmer_stands(tmp_path):

@@ -96,6 +96,24 @@ def test_show_tells_on_what_and_when(table: Path, capsys: pytest.CaptureFixture[
     assert "no block 'absent'; it has one run, 0, 3" in said(capsys)
 
 
+def test_show_marks_rows_that_are_unsteady_in_either_state(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "t.sqlite"
+    shutil.copy(table, copy)
+    with sqlite3.connect(copy) as database:
+        database.execute("UPDATE latency SET hot_stable = 1, cold_stable = 1")
+        database.execute(
+            "UPDATE latency SET cold_ms = 2, cold_q1_ms = 1, cold_q3_ms = 5, cold_repeats = 6, cold_stable = 0 "
+            "WHERE widths = '[16, 64]'"
+        )
+    database.close()
+    assert main(["show", str(copy), "--block", "3"]) == 0
+    shown = said(capsys)
+    assert "0 failed, 1 unstable" in shown
+    assert "2.0000 ms 200% unstable 6" in shown
+
+
 def test_shards_are_disjoint_and_merge_to_the_whole(model: str, table: Path, tmp_path: Path) -> None:
     parts = [tmp_path / "1.sqlite", tmp_path / "2.sqlite"]
     for number, part in enumerate(parts, 1):
