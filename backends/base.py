@@ -86,10 +86,15 @@ class BlockLatency:
         """Whether the samples of every state were steady."""
         return self.hot.stable and (self.cold is None or self.cold.stable)
 
-    @property
-    def spread(self) -> float:
-        """The larger of the states' spreads, dimensionless."""
-        return max(self.hot.spread, self.cold.spread if self.cold else 0.0)
+    def steadier(self, other: BlockLatency) -> BlockLatency:
+        """Return this measurement, or another of the same row that is steady where this is not.
+
+        Where neither is: of each state the surer.
+        """
+        if self.stable or other.stable:
+            return self if self.stable else other
+        cold = self.cold.surer(other.cold) if self.cold and other.cold else self.cold
+        return BlockLatency(self.hot.surer(other.hot), cold, max(self.pace_ms, other.pace_ms))
 
 
 class Engine(ABC):

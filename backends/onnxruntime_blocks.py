@@ -114,13 +114,13 @@ def measure_block(
     outputs = [tuple(dim.dim_value for dim in v.type.tensor_type.shape.dim) for v in model.graph.output]
     feed = random_feed(model)
     data = model.SerializeToString()
-    hot, cold = _attempt(data, feed, outputs, paid, threads, spinning, config)
+    found = BlockLatency(*_attempt(data, feed, outputs, paid, threads, spinning, config))
     for _ in range(config.attempts - 1):
-        if hot.stable and cold.stable:
+        if found.stable:
             break
-        again = _attempt(data, feed, outputs, paid, threads, spinning, config)
-        hot, cold = hot.surer(again[0]), cold.surer(again[1])
-    return BlockLatency(hot, cold, pace_ms=pace().usual_ms if threads == 1 else 0.0)
+        again = BlockLatency(*_attempt(data, feed, outputs, paid, threads, spinning, config))
+        found = found.steadier(again)
+    return replace(found, pace_ms=pace().usual_ms if threads == 1 else 0.0)
 
 
 def _attempt(

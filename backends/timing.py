@@ -39,7 +39,7 @@ class Measurement:
         return (self.q3_ms - self.q1_ms) / self.median_ms if self.median_ms > 0 else 0.0
 
     def surer(self, other: Measurement) -> Measurement:
-        """Return this measurement, or ``other`` of the same thing where that is steady and this is not, or calmer."""
+        """Return the steady one of two measurements of the same thing; where both or neither is, the calmer."""
         return other if (other.stable, -other.spread) > (self.stable, -self.spread) else self
 
 

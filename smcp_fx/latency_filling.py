@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from smcp_fx.backends.base import Backend, BlockLatency
 from smcp_fx.backends.pace import TOLERANCE
 from smcp_fx.backends.timing import TimingConfig
 from smcp_fx.latency_blocks import Block
+from smcp_fx.latency_sampling import Grids
 from smcp_fx.latency_surface import Point
 
 if TYPE_CHECKING:
@@ -34,9 +36,9 @@ class Progress:
 class MeasureReport:
     """What `LatencyTable.measure` did.
 
-    ``failed`` and ``unstable``: (block, widths, error or largest spread) of such rows among those that the blocks
-    need, whoever measured them. ``repeated``: so many measurements were made of rows that had been unsteady, or of
-    a slow moment of the core.
+    ``failed`` and ``unstable``: (block, widths, error or largest spread of an unsteady state) of such rows that the
+    blocks' prices rest on, whoever measured them. ``repeated``: so many measurements were made of rows that had been
+    unsteady, or of a slow moment of the core.
     """
 
     measured: int
@@ -48,7 +50,7 @@ class MeasureReport:
 
 
 class Filling:
-    """Measures what a table lacks of ``blocks``, each signature once, and keeps every row as it comes."""
+    """Measures what a table lacks of ``blocks`` and keeps every row as it comes: complete blocks stay complete."""
 
     def __init__(
         self,
@@ -59,54 +61,52 @@ class Filling:
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self._table, self._backend, self._config = table, backend, config
-        self._blocks = blocks  # by position: some share a signature, and with it rows
+        self._blocks: dict[str, list[Block]] = {}  # by signature: those that share rows
+        for block in blocks:
+            self._blocks.setdefault(block.signature, []).append(block)
         self._fingerprint = backend.fingerprint()
         self._progress = progress
-        self._rows: dict[tuple[int, Point], BlockLatency] = {}
+        self._rows: dict[
+            tuple[str, Point], BlockLatency
+        ] = {}  # by signature: those that may be measured again
         self._pace_ms = 0.0  # of the last measurement
-        self._used: dict[int, set[Point]] = {}  # what each block's surface rests on, or is held against
-        self._changed = False
-        self._failed: dict[tuple[int, Point], str] = {}
+        self._failed: dict[tuple[str, Grids], list[tuple[str, Point, str]]] = {}
         self._left = _RowsLeft(blocks, {b.signature for b, _ in table.wanted(blocks, self._fingerprint)})
         self._start, self._measured, self._repeated = time.monotonic(), 0, 0
 
-    def run(self, reused: int) -> MeasureReport:
-        """Measure all, then again what is unsure; that may make sampling want other rows."""
-        for index in range(len(self._blocks)):
-            self._fill(index)
+    def run(self, reused: int, retry_unstable: bool = False) -> MeasureReport:
+        """Measure all, then again what is unsure; ``retry_unstable``: of earlier calls, too."""
+        blocks = [block for alike in self._blocks.values() for block in alike]
+        for block in blocks:
+            self._fill(block)
+        if retry_unstable:
+            for block, point, row in self._table.unsteady(blocks, self._fingerprint):
+                self._rows.setdefault((block.signature, point), row)
         for _ in range(_AGAIN):
-            before, self._changed = self._repeated, False
+            before = self._repeated
             mended = self._repeat_unsteady() + self._repeat_slow()
-            for index in range(len(self._blocks)) if self._changed else ():
-                self._fill(index)
             if mended <= _WORTH * (self._repeated - before):
                 break
-        failed = [(self._blocks[index].name, p, error) for (index, p), error in self._failed.items()]
-        seconds = time.monotonic() - self._start
-        return MeasureReport(
-            self._measured, reused, seconds, tuple(failed), tuple(self._unstable()), self._repeated
+        if self._repeated:  # another process may have replaced rows of the same blocks meanwhile
+            for block in blocks:
+                self._fill(block)
+        failed = tuple(itertools.chain.from_iterable(self._failed.values()))
+        unstable = tuple(
+            (block.name, point, max(m.spread for m in (row.hot, row.cold) if m and not m.stable))
+            for block, point, row in self._table.unsteady(blocks, self._fingerprint)
         )
+        seconds = time.monotonic() - self._start
+        return MeasureReport(self._measured, reused, seconds, failed, unstable, self._repeated)
 
-    def _unstable(self) -> Iterator[tuple[str, Point, float]]:
-        """The unsteady rows among those that are used, each once."""
-        told = set()
-        for index, points in self._used.items():
-            block = self._blocks[index]
-            rows = self._table.store.measured(block.signature, self._fingerprint)
-            for point in sorted(points & rows.keys()):
-                if not rows[point].stable and (block.signature, point) not in told:
-                    told.add((block.signature, point))
-                    yield block.name, point, rows[point].spread
-
-    def _fill(self, index: int) -> None:
-        store, block = self._table.store, self._blocks[index]
+    def _fill(self, block: Block, instead: Mapping[Point, BlockLatency] | None = None) -> None:
+        """Measure what the block's price lacks, once ``instead`` stands in the file."""
+        store = self._table.store
         while True:
-            plan, failures = self._table.plan(block, self._fingerprint)
+            plan, failures = self._table.plan(block, self._fingerprint, instead)
             wanted = [point for point in plan.wanted if point not in failures]
             if not wanted:
-                self._failed |= {(index, point): failures[point] for point in plan.wanted}
-                if plan.surface is not None:
-                    self._used[index] = {*plan.surface.points, *plan.probes}
+                failed = [(block.name, point, failures[point]) for point in plan.wanted]
+                self._failed[block.signature, block.grids] = failed
                 self._left.finished(block)
                 return
             self._backend.prepare_blocks(block, wanted)
@@ -122,7 +122,7 @@ class Filling:
             store.write(block.signature, self._fingerprint, point, result)
             self._measured += 1
             if isinstance(result, BlockLatency):
-                self._rows[index, point] = result
+                self._rows[block.signature, point] = result
             self._tell(block, self._left.after(block, len(wanted) - 1))
 
     def _repeat_unsteady(self) -> int:
@@ -132,7 +132,7 @@ class Filling:
 
     def _repeat_slow(self) -> int:
         """Measure rows again of moments in which the core was slow, while it is fast; return how many are mended."""
-        limit = TOLERANCE * min((row.pace_ms for row in self._rows.values()), default=0.0)
+        limit = TOLERANCE * min((row.pace_ms for row in self._rows.values() if row.pace_ms), default=0.0)
         found = [key for key, row in self._rows.items() if row.pace_ms > limit]
         mended = 0
         for key, left in zip(found, _countdown(found), strict=True):
@@ -141,19 +141,22 @@ class Filling:
                 break
         return mended
 
-    def _repeat(self, index: int, point: Point, left: int) -> bool:
-        """Measure a row again, and keep the surer of the two, state by state; whether that is steady, and news.
+    def _repeat(self, signature: str, point: Point, left: int) -> bool:
+        """Measure a row again and keep the surer of the two; whether that is steady, and not what stood.
 
-        ``left``: so many are to be repeated after it.
+        What sampling wants because of it is measured first. ``left``: so many are to be repeated after it.
         """
-        block, before = self._blocks[index], self._rows[index, point]
-        found = self._measure(block, point)
+        alike, before = self._blocks[signature], self._rows[signature, point]
+        found = self._measure(alike[0], point)
         self._repeated += 1
-        self._tell(block, left)
-        if isinstance(found, str) or (kept := _surer(found, before)) == before:
+        self._tell(alike[0], left)
+        kept = before if isinstance(found, str) else _surer(found, before)
+        if kept == before:
             return False
-        self._rows[index, point], self._changed = kept, True
-        self._table.store.write(block.signature, self._fingerprint, point, kept)
+        for block in alike:
+            self._fill(block, {point: kept})
+        self._rows[signature, point] = kept
+        self._table.store.write(signature, self._fingerprint, point, kept)
         return kept.stable
 
     def _measure(self, block: Block, point: Point) -> BlockLatency | str:
@@ -178,13 +181,13 @@ def _countdown(found: Sequence[object]) -> range:
 
 
 def _surer(found: BlockLatency, before: BlockLatency) -> BlockLatency:
-    """Return the row of the faster state of the core; of one state of it, hot and cold as they were calmer."""
-    if found.pace_ms * TOLERANCE < before.pace_ms:
-        return found
-    if before.pace_ms * TOLERANCE < found.pace_ms:
-        return before
-    cold = before.cold.surer(found.cold) if before.cold and found.cold else before.cold
-    return BlockLatency(before.hot.surer(found.hot), cold, before.pace_ms)
+    """Return the row of the faster state of the core, where that is known; else the steadier."""
+    if found.pace_ms and before.pace_ms:
+        if found.pace_ms * TOLERANCE < before.pace_ms:
+            return found
+        if before.pace_ms * TOLERANCE < found.pace_ms:
+            return before
+    return before.steadier(found)
 
 
 class _RowsLeft:

@@ -59,11 +59,15 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure next; or, when ``wanted`` is empty, the surface and the held-out points."""
+    """What to measure next; or, when ``wanted`` is empty, the surface and the held-out points.
+
+    ``used``: all that these rest on, the rows that only told where a step or a saw is among them.
+    """
 
     wanted: tuple[Point, ...]
     surface: Surface | None = None
     probes: tuple[Point, ...] = ()
+    used: frozenset[Point] = frozenset()
 
 
 class _Wanted(Exception):  # noqa: N818 - control flow, not an error
@@ -75,6 +79,7 @@ class _Wanted(Exception):  # noqa: N818 - control flow, not an error
 class _Known:
     def __init__(self, values: Mapping[Point, float], noise: Mapping[Point, float]) -> None:
         self.values, self._noise = values, noise
+        self.used = set[Point]()
 
     def noise(self, *points: Point) -> float:
         """Return the largest noise among ``points``, ms."""
@@ -82,9 +87,11 @@ class _Known:
 
     def need(self, points: Iterable[Point]) -> None:
         """Go on only when all ``points`` are known."""
-        missing = tuple(dict.fromkeys(p for p in points if p not in self.values))
+        asked = tuple(dict.fromkeys(points))
+        missing = tuple(point for point in asked if point not in self.values)
         if missing:
             raise _Wanted(missing)
+        self.used.update(asked)
 
     def line(self, axis: int, others: Point) -> Callable[[int], float]:
         """Return the latency as a function of one width, the other fixed."""
@@ -108,11 +115,12 @@ def plan_samples(
     for grid in grids:
         if not grid or list(grid) != sorted(set(grid)) or grid[0] < 1:
             raise InputError(f"a width's values must be positive and ascending, and are {grid}")
+    rows = _Known(known, noise or {})
     try:
-        surface, probes = _sample(grids, _Known(known, noise or {}), config, np.random.default_rng(seed))
+        surface, probes = _sample(grids, rows, config, np.random.default_rng(seed))
     except _Wanted as wanted:
         return Plan(wanted.points)
-    return Plan((), surface, probes)
+    return Plan((), surface, probes, frozenset(rows.used))
 
 
 def _sample(

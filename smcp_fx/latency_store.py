@@ -261,14 +261,11 @@ class LatencyStore:
                     (self._owner, json.dumps(point), fingerprint.key(), signature),
                 )
 
-    def forget(
-        self, signature: str, fingerprint: Fingerprint, *, failed: bool = False, unstable: bool = False
-    ) -> int:
-        """Drop the failed, or the unstable, rows of one block, so that they are measured again; return how many."""
+    def forget_failures(self, signature: str, fingerprint: Fingerprint) -> int:
+        """Drop the failed rows of one block, so that they are measured again; return how many."""
         with self._transaction() as run:
             return run(
-                f"DELETE FROM latency WHERE ({int(failed)} AND state = 'failed' OR {int(unstable)} AND "
-                "state = 'measured' AND (hot_stable = 0 OR cold_stable = 0)) "
+                "DELETE FROM latency WHERE state = 'failed' "
                 "AND fingerprint = (SELECT id FROM fingerprint WHERE key = ?) "
                 "AND block = (SELECT id FROM block WHERE signature = ?)",
                 (fingerprint.key(), signature),

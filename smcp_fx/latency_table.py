@@ -9,7 +9,7 @@ price = table.price(home, backend.fingerprint())     # price(c_in, c_out) in ms,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -92,19 +92,19 @@ class LatencyTable:
         """Measure what is missing for `price` to hold on the blocks' grids; every row is kept as it comes.
 
         Adaptive: see `plan_samples`. Rows that another process has claimed are waited for. A block whose
-        measurement fails is marked, and the rest goes on. At the end rows that are unsteady are measured again, and
-        those of moments in which the core was slower than it turned out to be. ``retry_failed`` and
-        ``retry_unstable`` measure such rows of earlier runs again, too.
+        measurement fails is marked, and the rest goes on. At the end those of the rows measured by this call that are
+        unsteady are measured again, and those of moments in which the core was slower than it turned out to be.
+        ``retry_failed`` and ``retry_unstable`` measure such rows of earlier calls again, too.
         """
         unique = unique_blocks(blocks)
         fingerprint = backend.fingerprint()
         self._measure_run(backend, fingerprint)
         reused = 0
         for block in unique:
-            if retry_failed or retry_unstable:
-                self.store.forget(block.signature, fingerprint, failed=retry_failed, unstable=retry_unstable)
+            if retry_failed:
+                self.store.forget_failures(block.signature, fingerprint)
             reused += len(self.store.measured(block.signature, fingerprint))
-        return Filling(self, unique, backend, config, progress).run(reused)
+        return Filling(self, unique, backend, config, progress).run(reused, retry_unstable)
 
     def wanted(
         self, blocks: Iterable[Block], fingerprint: Fingerprint, ahead: bool = False
@@ -123,9 +123,14 @@ class LatencyTable:
                 found.append((block, points))
         return found
 
-    def plan(self, block: Block, fingerprint: Fingerprint) -> tuple[Plan, dict[Point, str]]:
-        """Return what to measure next of a block, or its surface; and what failed, where that is wanted."""
-        rows = self.store.measured(block.signature, fingerprint)
+    def plan(
+        self, block: Block, fingerprint: Fingerprint, instead: Mapping[Point, BlockLatency] | None = None
+    ) -> tuple[Plan, dict[Point, str]]:
+        """Return what to measure next of a block, or its surface; and what failed, where that is wanted.
+
+        ``instead``: rows to take in place of those in the file.
+        """
+        rows = {**self.store.measured(block.signature, fingerprint), **(instead or {})}
         # Sampling must not depend on the share, or a table would be complete for one share only. The cliffs are
         # the kernels', and show in the hot state; what memory adds is smooth.
         known = {point: _weighed(latency, 0.0) for point, latency in rows.items()}
@@ -165,15 +170,33 @@ class LatencyTable:
             f"{fingerprint.describe()}; call measure first.{hint}"
         )
 
-    def held_out_error(self, blocks: Iterable[Block], fingerprint: Fingerprint) -> HeldOutError:
-        """Return how far interpolation is off at the measured points that it does not rest on."""
+    def unsteady(
+        self, blocks: Iterable[Block], fingerprint: Fingerprint
+    ) -> list[tuple[Block, Point, BlockLatency]]:
+        """Return the rows, whoever measured them, that these blocks' prices rest on and that are unsteady."""
+        found = {}
+        for block in unique_blocks(blocks):
+            rows = self.store.measured(block.signature, fingerprint)
+            for point in sorted(self.plan(block, fingerprint)[0].used & rows.keys()):
+                if not rows[point].stable:
+                    found[block.signature, point] = block, point, rows[point]
+        return list(found.values())
+
+    def held_out_error(
+        self, blocks: Iterable[Block], fingerprint: Fingerprint, cold_share: float | None = None
+    ) -> HeldOutError:
+        """Return how far interpolation is off at the measured points that it does not rest on.
+
+        ``cold_share`` as for `price`: 0 of the state in cache, 1 of that from memory.
+        """
+        share = (self.cold_share if cold_share is None else cold_share) or 0.0
         errors, measured, rows = [np.zeros(0)], [np.zeros(0)], list[tuple[Block, Point]]()
         for block in unique_blocks(blocks):
             plan, failures = self.plan(block, fingerprint)
             if plan.surface is None and not failures:
                 self.surface(block, fingerprint)
             if plan.surface is not None:
-                known = self._known(block, fingerprint, self.cold_share or 0.0)
+                known = self._known(block, fingerprint, share)
                 surface = Surface(plan.surface.axes, known)
                 errors.append(held_out_errors(surface, plan.probes, known))
                 measured.append(np.array([known[point] for point in plan.probes]))

@@ -173,18 +173,30 @@ def _show(arguments: argparse.Namespace, console: Console) -> int:
         console.print(
             f"  {len(of_print)} rows, measured {first} to {last}; {failed} failed, {unstable} unstable"
         )
-        found = _rows_table(of_print, arguments.block) if arguments.block else _blocks_table(of_print)
+        if arguments.block:
+            of_print = _of_block(of_print, arguments.block)
+        found = _rows_table(of_print) if arguments.block else _blocks_table(of_print)
+        # No number is cut off: lines that are wider than a terminal wrap there.
         needed = console.measure(found, options=console.options.update(width=1000)).maximum
-        console.width = max(
-            console.width, needed
-        )  # no number is cut off: what is wider than a terminal wraps
+        console.width = max(console.width, needed)
         console.print(found)
+        for row in of_print if arguments.block else ():
+            if row.latency is None:
+                console.print(f"  failed: {escaped(row.name)} at {_sizes(row)}: {escaped(row.error)}")
     return 0
+
+
+def _of_block(rows: Sequence[Row], name: str) -> list[Row]:
+    chosen = [row for row in rows if name in row.name]
+    if not chosen:
+        known = ", ".join(dict.fromkeys(row.name for row in rows))
+        raise InputError(f"the table has no block {name!r}; it has {known}")
+    return sorted(chosen, key=lambda row: (row.name, row.widths))
 
 
 def _blocks_table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, padding=(0, 2))
-    for name in ("block", "rows", "widths", "fastest", "slowest", "largest spread"):
+    for name in ("block", "rows", "widths", "fastest in cache", "slowest", "largest spread", "from memory"):
         table.add_column(name, justify="left" if name == "block" else "right")
     by_block: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -198,12 +210,18 @@ def _blocks_table(rows: Sequence[Row]) -> Table:
             str(len(members)),
             " x ".join(f"{min(span)}..{max(span)}" for span in spans),
             *(f"{pick(times):.4g} ms" if times else "failed" for pick in (min, max)),
-            f"{max((latency.spread for _, latency in found), default=0.0):.0%}",
+            *(
+                f"{max(spreads):.0%}" if (spreads := [m.spread for m in of_state if m]) else ""
+                for of_state in (
+                    [latency.hot for _, latency in found],
+                    [latency.cold for _, latency in found],
+                )
+            ),
         )
     return table
 
 
-def _rows_table(rows: Sequence[Row], name: str) -> Table:
+def _rows_table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, padding=(0, 2))
     for column in (
         "block",
@@ -217,18 +235,15 @@ def _rows_table(rows: Sequence[Row], name: str) -> Table:
         "measured",
     ):
         table.add_column(column, justify="left" if column == "block" else "right")
-    chosen = [row for row in rows if name in row.name]
-    if not chosen:
-        known = ", ".join(dict.fromkeys(row.name for row in rows))
-        raise InputError(f"the table has no block {name!r}; it has {known}")
-    for row in sorted(chosen, key=lambda row: (row.name, row.widths)):
-        widths = "x".join(map(str, row.widths))
-        if row.latency is None:
-            table.add_row(escaped(row.name), widths, "failed", *[""] * 5, escaped(row.error))
-            continue
-        cells = [*_state_cells(row.latency.hot), *_state_cells(row.latency.cold)]
-        table.add_row(escaped(row.name), widths, *cells, _when(row.measured_at))
+    for row in rows:
+        states = (row.latency.hot, row.latency.cold) if row.latency else ()
+        cells = [cell for state in states for cell in _state_cells(state)] or ["failed", *[""] * 5]
+        table.add_row(escaped(row.name), _sizes(row), *cells, _when(row.measured_at))
     return table
+
+
+def _sizes(row: Row) -> str:
+    return "x".join(map(str, row.widths))
 
 
 def _state_cells(found: Measurement | None) -> tuple[str, str, str]:

@@ -29,6 +29,10 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
     from smcp_fx.latency_blocks import unique_blocks
     from smcp_fx.latency_table import LatencyTable
 
+    if arguments.retry_unstable:
+        raise InputError(
+            "--retry-unstable is for devices that smcp_fx runs on: answers are measured elsewhere"
+        )
     options = BuildOptions(
         arguments.precision, tactic_sources_off=tuple(arguments.tactic_sources_off),
         version_compatible=arguments.version_compatible,
@@ -53,9 +57,11 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
             fingerprint = device_of(folder, options) or fingerprint
         if arguments.retry_failed:
             for block in mine:
-                table.store.forget(block.signature, fingerprint, failed=True)
+                table.store.forget_failures(block.signature, fingerprint)
         wanted = table.wanted(mine, fingerprint, ahead=True)
         rows = sum(len(points) for _, points in wanted)
+        if unsteady := table.unsteady(mine, fingerprint):
+            console.print(f"  {len(unsteady)} of the rows in use are unsteady")
         if folder is None:
             console.print(f"  {rows} rows are wanted still" if rows else f"  complete for {len(mine)} blocks")
             return 1 if failed else 0

@@ -189,7 +189,7 @@ def _table_facts(cost: LatencyCost | None) -> dict[str, Any] | None:
         "rows": len(cost.table.rows(cost.fingerprint)),
         "measured": report.measured if report else 0,
         "reused": report.reused if report else None,
-        "unstable": len(report.unstable) if report else None,
+        "unstable": len(cost.table.unsteady(cost.blocks, cost.fingerprint)),
         "held_out_points": error.points,
         "held_out_median": error.median,
         "held_out_p95": error.p95,

@@ -67,7 +67,7 @@ def _certainty(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("table's rows are of another device or runtime", _described(table.get("fingerprint") or {}))
         )
     if table.get("unstable"):
-        rows.append(("table's rows that spread too far", count(table["unstable"])))
+        rows.append(("rows in use that are unsteady", count(table["unstable"])))
     correction = number(report.get("correction"))
     if correction is not None:
         rows.append(("correction of the table by an engine, before masks were fixed", f"× {correction:.3f}"))

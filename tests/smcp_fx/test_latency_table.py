@@ -443,6 +443,30 @@ def test_missing_rows_and_other_devices_are_errors(tmp_path):
             table.held_out_error([block], other)
 
 
+def test_held_out_errors_are_of_the_state_that_is_asked_for(tmp_path):
+    class Memory(FakeBackend):
+        """From memory every row takes a millisecond more."""
+
+        def block_latency(self, block, widths, config=None):
+            hot = super().block_latency(block, widths).hot
+            return BlockLatency(hot, replace(hot, median_ms=hot.median_ms + 1.0))
+
+    block, backend = conv(), Memory()
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        table.measure([block], backend)
+        in_cache, half, from_memory = (
+            table.held_out_error([block], backend.fingerprint(), share) for share in (0.0, 0.5, 1.0)
+        )
+        assert in_cache.rows == from_memory.rows
+        assert np.allclose(from_memory.measured_ms, in_cache.measured_ms + 1.0)
+        assert np.allclose(half.measured_ms, in_cache.measured_ms + 0.5)
+        surface = table.surface(block, backend.fingerprint(), 1.0)
+        for (_, point), error, ms in zip(
+            from_memory.rows, from_memory.errors, from_memory.measured_ms, strict=True
+        ):
+            assert error == pytest.approx(abs(float(surface(*map(np.asarray, point))) / ms - 1))
+
+
 def test_a_crashing_row_is_marked_and_the_rest_goes_on(tmp_path):
     block, other = conv(), FakeBlock("other", "{}", (grid(64),))
     backend = FakeBackend(fails_at=(256, 256))
@@ -476,7 +500,8 @@ def test_unstable_rows_are_reported(tmp_path):
         again = table.measure([block], Noisy())
         assert again.measured == 0
         assert again.unstable == report.unstable  # they are used, whoever measured them
-        assert table.measure([block], Noisy(), retry_unstable=True).measured == 1
+        again = table.measure([block], Noisy(), retry_unstable=True)
+        assert (again.measured, again.repeated, again.unstable) == (0, 1, report.unstable)
 
 
 class Moments(FakeBackend):
@@ -577,6 +602,95 @@ def test_rows_that_a_calmer_though_unsteady_measurement_makes_necessary_are_meas
         report = table.measure([block], backend)
         surface = table.surface(block, backend.fingerprint())
         assert {point for _, point, _ in report.unstable} >= set(surface.points)
+
+
+def test_unsteady_rows_of_earlier_calls_are_measured_again_when_asked_for_and_the_steady_stand(tmp_path):
+    block = conv()
+    busy, calm = Moments(lambda n: (1.5, 0.01, n % 2 > 0, 1.0)), FakeBackend()
+    busy.latency = calm.latency = lambda c_in, c_out: 1.0 + c_in * c_out
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        unsteady = table.measure([block], busy).unstable
+        assert unsteady
+        assert table.measure([block], calm).unstable == unsteady
+        report = table.measure([block], calm, retry_unstable=True)
+        assert (report.repeated, report.unstable) == (len(unsteady), ())
+        rows = table.store.measured(block.signature, calm.fingerprint())
+        for _, point, _ in unsteady:
+            assert rows[point].hot.median_ms == calm.latency(*point)
+
+
+def test_unsteady_rows_that_no_price_rests_on_are_not_told(tmp_path):
+    """Of one signature: a row beyond the block's grid, and one that two blocks rest on."""
+    noisy = Moments(lambda n: (1.0, 0.3, False, 1.0))
+    wide, narrow = FakeBlock("b", "{}", (grid(64),)), FakeBlock("b", "{}", (grid(16),))
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        everything = {point for _, point, _ in table.measure([wide], noisy).unstable}
+        assert everything >= {(8,), (16,), (64,)}
+        assert {point for _, point, _ in table.measure([narrow], noisy).unstable} == {(8,), (16,)}
+        both = [point for _, point, _ in table.measure([narrow, wide], noisy).unstable]
+        assert sorted(both) == sorted(everything)
+
+
+def test_a_table_is_complete_at_every_moment_in_which_rows_are_measured_again(tmp_path):
+    """What sampling wants because of a better row is there before that row is."""
+    block = conv()
+
+    class Changing(FakeBackend):
+        def block_latency(self, block, widths, config=None):
+            again = (block.name, widths) in self.log
+            if again:
+                table.surface(block, self.fingerprint())
+                prices.append(widths)
+            ms = super().block_latency(block, widths).hot.median_ms if again else 1e-3 * sum(widths)
+            self.log.append((block.name, widths))
+            return BlockLatency(Measurement(ms, ms, ms, 3, stable=again))
+
+    prices: list[tuple[int, ...]] = []
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        backend = Changing()
+        assert table.measure([block], backend).unstable == ()
+        assert prices
+        rows = table.store.measured(block.signature, backend.fingerprint())
+        for point in table.plan(block, backend.fingerprint())[0].used:
+            assert rows[point].hot.median_ms == cliffs(*point)
+
+
+def test_a_failure_that_sampling_no_longer_asks_for_is_none(tmp_path):
+    """A row misleads the sampling into asking for others, of which one crashes; measured again, it does not."""
+    block = FakeBlock("b", "{}", (grid(256),))
+
+    class Misled(FakeBackend):
+        def block_latency(self, block, widths, config=None):
+            again = (block.name, widths) in self.log
+            found = super().block_latency(block, widths)
+            if widths == (192,) and not again:
+                return BlockLatency(Measurement(900.0, 900.0, 900.0, 3, stable=False))
+            return found
+
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        straight = FakeBackend()
+        table.measure([block], straight)
+        asked = {widths for _, widths in straight.log}
+    with LatencyTable(tmp_path / "u.sqlite") as table:
+        misled = Misled()
+        table.measure([block], misled)
+        only_misled = {widths for _, widths in misled.log} - asked
+        assert only_misled
+    with LatencyTable(tmp_path / "v.sqlite") as table:
+        backend = Misled(fails_at=min(only_misled))
+        assert table.measure([block], backend).failed == ()
+        table.surface(block, backend.fingerprint())
+
+
+def test_a_measurement_in_a_slower_state_of_the_core_replaces_none(tmp_path):
+    block = FakeBlock("b", "{}", (grid(16),))
+    moments = [(1.0, 0.3, False, 1.0), (1.0, 0.0, True, 1.0), (2.0, 0.0, True, 2.0)]  # rows 16, 8, 16 again
+    backend = Moments(lambda n: moments[min(n, 2)])
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        report = table.measure([block], backend)
+        assert report.unstable == (("b", (16,), pytest.approx(0.3)),)
+        rows = table.store.measured("{}", backend.fingerprint())
+        assert rows[16,].hot.median_ms == backend.latency(16)
 
 
 def test_of_two_unsteady_measurements_of_a_row_the_calmer_stands(tmp_path):

@@ -155,6 +155,7 @@ def real() -> dict[str, Any]:
             "rows": 812,
             "measured": 790,
             "reused": 22,
+            "unstable": 5,
             "held_out_points": 64,
             "held_out_median": 0.0131,
             "held_out_p95": 0.0472,
@@ -304,7 +305,12 @@ def test_page_is_well_formed_and_tells_the_figures(real: dict[str, Any]) -> None
             "1 h 02 min",
             "The stem was adapted.",
         ),
-        *("at least 98.6 % of the most", "pruned.onnx", "790 and reused 22"),
+        *(
+            "at least 98.6 % of the most",
+            "pruned.onnx",
+            "790 and reused 22",
+            "rows in use that are unsteady 5",
+        ),
     ):
         assert told in page.text, told
     for layer in real["layers"]:

@@ -70,10 +70,28 @@ def test_held_out_errors_and_rows_measured_anew(tmp_path: Path) -> None:
     assert "50% within 10 % of themselves" in text
 
 
+def test_both_states_are_told_where_they_were_written_down(tmp_path: Path) -> None:
+    both = {
+        "errors": [0.01],
+        "held_out_ms": [0.02],
+        "cold_errors": [0.08, 0.5],
+        "cold_held_out_ms": [0.04, 0.005],
+    }
+    again = {"kind": "again", "model": "a", "setting": "64x1", "errors": [0.01], "ms": [0.02], "again_ms": [0.02],
+             "stable": [True], "cold_errors": [0.08], "cold_ms": [0.04], "cold_again_ms": [0.05],
+             "cold_stable": [True]}  # fmt: skip
+    _, _, text = written(tmp_path, {**_TABLE, **both}, again).partition("weights come from memory")
+    expected = [*np.percentile([0.08, 0.5], [50, 95]), 0.08, 0.08, 0.25, 0.25]
+    assert cells(text, "| a | 64x1 |")[2:] == [f"{share:.1%}" for share in expected]
+    assert "Of 1 held-out rows" in text
+    assert "0% within 10 % of themselves" in text
+
+
 def test_tables_of_records_without_repetitions(tmp_path: Path) -> None:
     text = written(tmp_path, {**_TABLE, "errors": [0.01], "held_out_ms": [0.002]})
     assert cells(text, "| a | 64x1 | 3 | 40 |")[6:12] == ["1.0%", "1.0%", "", "", "", ""]
     assert "when measured anew" not in text
+    assert "come from memory" not in text
 
 
 def test_the_worst_occasion_of_a_way_and_of_any(tmp_path: Path) -> None:

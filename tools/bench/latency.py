@@ -34,7 +34,7 @@ from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_residency import Residency, calibrate
 from smcp_fx.latency_rounding import grow_for_free
-from smcp_fx.latency_table import LatencyTable
+from smcp_fx.latency_table import HeldOutError, LatencyTable
 
 TARGETS = (0.7, 0.5, 0.3)
 #: The dense network and so many prunings less one, of sizes spread evenly (in logarithms) down to the smallest
@@ -103,27 +103,40 @@ class Bench:
         self.network = Network.make(model, setting, self.cost)
         report = self.cost.report
         if not record.find("table", **self.key) and report is not None:
-            error = table.held_out_error(self.cost.blocks, backend.fingerprint())
+            in_cache, from_memory = self.held_out()
             record.add("table", **self.key, blocks=len(self.cost.blocks), measured=report.measured,
                        reused=report.reused, seconds=time.monotonic() - began, failed=len(report.failed),
                        unstable=len(report.unstable), repeated=report.repeated,
-                       errors=np.round(error.errors, 4).tolist(),
-                       held_out_ms=np.round(error.measured_ms, 5).tolist())  # fmt: skip
+                       errors=np.round(in_cache.errors, 4).tolist(),
+                       held_out_ms=np.round(in_cache.measured_ms, 5).tolist(),
+                       cold_errors=np.round(from_memory.errors, 4).tolist(),
+                       cold_held_out_ms=np.round(from_memory.measured_ms, 5).tolist())  # fmt: skip
         self.calibrating = self.network.sizes(CALIBRATING)
         self.dense = self.network.engine(self.counts(0))
+
+    def held_out(self) -> list[HeldOutError]:
+        """The errors of interpolation, in cache and from memory, of the same rows."""
+        fingerprint = self.backend.fingerprint()
+        return [self.table.held_out_error(self.cost.blocks, fingerprint, share) for share in (0.0, 1.0)]
 
     def repeated(self) -> None:
         """Measure held-out rows anew: no interpolation can be held to more than a row's own repetition."""
         if self.record.find("again", **self.key):
             return
-        error = self.table.held_out_error(self.cost.blocks, self.backend.fingerprint())
-        measurable = np.flatnonzero(error.measured_ms >= MEASURABLE_MS)
+        held_out = self.held_out()
+        measurable = np.flatnonzero(held_out[0].measured_ms >= MEASURABLE_MS)
         some = np.random.default_rng(0).permutation(measurable)[:AGAIN]
-        found = [self.backend.block_latency(*error.rows[i]).hot for i in some]
-        self.record.add("again", **self.key, errors=np.round(error.errors[some], 4).tolist(),
-                        ms=np.round(error.measured_ms[some], 5).tolist(),
-                        again_ms=[round(row.median_ms, 5) for row in found],
-                        stable=[row.stable for row in found])  # fmt: skip
+        rows = [self.backend.block_latency(*held_out[0].rows[i]) for i in some]
+        told: dict[str, list[Any]] = {}
+        for state, error, found in (
+            ("", held_out[0], [row.hot for row in rows]),
+            ("cold_", held_out[1], [row.cold or row.hot for row in rows]),
+        ):
+            told[f"{state}errors"] = np.round(error.errors[some], 4).tolist()
+            told[f"{state}ms"] = np.round(error.measured_ms[some], 5).tolist()
+            told[f"{state}again_ms"] = [round(row.median_ms, 5) for row in found]
+            told[f"{state}stable"] = [row.stable for row in found]
+        self.record.add("again", **self.key, **told)
 
     def counts(self, index: int) -> dict[str, int]:
         """Those of random pruning number ``index``, from 1; those that calibrate are numbered from 0 down."""

@@ -288,34 +288,59 @@ def _rows(lines: Lines) -> str:
         "measured anew, each in another session, after the table: how far those that were steady then are from "
         "themselves.\n\n"
     )
-    return words + _table(head, rows) + _all_anew(lines) if rows else ""
+    return words + _table(head, rows) + _all_anew(lines) + _from_memory(lines) if rows else ""
 
 
-def _held_out(line: dict[str, Any], least_ms: float) -> list[str]:
-    errors = np.array(line["errors"])[np.array(line["held_out_ms"]) >= least_ms]
+def _from_memory(lines: Lines) -> str:
+    """The same of the other state, where that was written down."""
+    rows = [
+        [x["model"], x["setting"], *_held_out(x, 0.0, "cold_"), *_held_out(x, MEASURABLE_MS, "cold_"),
+         *_again(x, lines, "cold_")]
+        for x in lines if x["kind"] == "table" and "cold_errors" in x
+    ]  # fmt: skip
+    head = [
+        "model",
+        "setting",
+        "held-out median",
+        "95 %",
+        "of 10 µs and more",
+        "95 %",
+        "measured anew",
+        "95 %",
+    ]
+    words = "\n\nThe same of the state in which weights come from memory:\n\n"
+    return words + _table(head, rows) + _all_anew(lines, "cold_") if rows else ""
+
+
+def _held_out(line: dict[str, Any], least_ms: float, state: str = "") -> list[str]:
+    errors = np.array(line[f"{state}errors"])[np.array(line[f"{state}held_out_ms"]) >= least_ms]
     if len(errors) == 0:
         return ["", ""]
     return [f"{share:.1%}" for share in np.percentile(errors, [50, 95])]
 
 
-def _again(table: dict[str, Any], lines: Lines) -> list[str]:
+def _again(table: dict[str, Any], lines: Lines, state: str = "") -> list[str]:
     """How far rows are from themselves in another session; empty where that was not measured."""
-    apart, _ = _anew(lines, model=table["model"], setting=table["setting"])
+    apart, _ = _anew(lines, state, model=table["model"], setting=table["setting"])
     return [f"{share:.1%}" for share in np.percentile(apart, [50, 95])] if len(apart) else ["", ""]
 
 
-def _anew(lines: Lines, **keys: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _anew(lines: Lines, state: str = "", **keys: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """How far rows whose second measurement was steady are from it, and from interpolation."""
-    found = [x for x in lines if x["kind"] == "again" and all(x[key] == value for key, value in keys.items())]
-    steady = np.array([s for x in found for s in x["stable"]], dtype=bool)
+    found = [
+        x for x in lines
+        if x["kind"] == "again" and f"{state}ms" in x and all(x[key] == value for key, value in keys.items())
+    ]  # fmt: skip
+    steady = np.array([s for x in found for s in x[f"{state}stable"]], dtype=bool)
     first, second, errors = (
-        np.array([v for x in found for v in x[name]])[steady] for name in ("ms", "again_ms", "errors")
+        np.array([v for x in found for v in x[f"{state}{name}"]])[steady]
+        for name in ("ms", "again_ms", "errors")
     )
     return np.abs(second / first - 1), errors
 
 
-def _all_anew(lines: Lines) -> str:
-    apart, errors = _anew(lines)
+def _all_anew(lines: Lines, state: str = "") -> str:
+    apart, errors = _anew(lines, state)
     if not len(apart):
         return ""
     return (
