@@ -38,23 +38,25 @@ _STEPS, _ALIGNMENTS = (4, 8, 16, 32, 64), (4, 8, 16)
 class SamplingConfig:
     """How finely to sample. Errors are relative.
 
-    ``tolerance``: a midpoint that interpolation misses by more splits its interval. ``probes`` held-out
-    points a round, ``rounds`` at most: another follows, with more lines, while the probes' median error is
-    above ``median_error`` or their largest above ``largest_error``. Misses within ``floor_ms``, or within the
-    measurements' own noise, are none; nor are those within ``share`` of the block's largest latency.
+    ``tolerance``: a midpoint that interpolation misses by more splits its interval; of those of one size the
+    ``cliffs`` that are missed worst. ``probes`` held-out points a round, ``rounds`` at most: another follows, with
+    more lines, while the probes' median error is above ``median_error`` or their largest above ``largest_error``.
+    Misses within ``floor_ms``, or within the measurements' own noise, are none; nor are those within ``share`` of the
+    block's largest latency.
     """
 
     tolerance: float = 0.03
     floor_ms: float = 0.004
     share: float = 0.005
+    cliffs: int = 4
     probes: int = 6
     rounds: int = 3
     median_error: float = 0.03
     largest_error: float = 0.10
 
     def __post_init__(self) -> None:
-        if self.tolerance <= 0 or self.probes < 1 or self.rounds < 1:
-            raise InputError(f"{self}: tolerance, probes and rounds must be positive")
+        if self.tolerance <= 0 or min(self.cliffs, self.probes, self.rounds) < 1:
+            raise InputError(f"{self}: tolerance, cliffs, probes and rounds must be positive")
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,11 @@ def _spacing(grid: Sequence[int]) -> int:
 def _refine(
     values: Sequence[int], raw: Axis, axis: int, top: Point, known: _Known, config: SamplingConfig
 ) -> list[int]:
-    """Return those of ``values`` between which the latency is linear, found by halving intervals."""
+    """Return those of ``values`` between which the latency is linear, found by halving intervals.
+
+    A cliff is in one half; noise is in both, however small, and would be followed to every value. So at most
+    ``config.cliffs`` intervals are halved at a time.
+    """
     chosen = _initial(values)
     place = raw.coordinate(values)
     known.need(_point(axis, values[i], top) for i in chosen)
@@ -190,15 +196,18 @@ def _refine(
     while open_intervals:
         middles = [(a + b) // 2 for a, b in open_intervals]
         known.need(_point(axis, values[m], top) for m in middles)
-        split: list[tuple[int, int]] = []
+        missed: list[tuple[float, int, int, int]] = []
         for (a, b), m in zip(open_intervals, middles, strict=True):
             guess = np.interp(place[m], place[[a, b]], [at(values[a]), at(values[b])])
             noise = known.noise(*(_point(axis, values[i], top) for i in (a, m, b)))
             floor = max(config.floor_ms, config.share * at(values[-1]), 2 * noise)
-            if abs(guess - at(values[m])) > max(config.tolerance * at(values[m]), floor):
-                chosen.append(m)
-                split += [pair for pair in ((a, m), (m, b)) if pair[1] - pair[0] > 1]
-        open_intervals = split
+            miss = abs(guess - at(values[m])) / max(config.tolerance * at(values[m]), floor)
+            if miss > 1:
+                missed.append((miss, a, m, b))
+        worst = sorted(missed, reverse=True)[: config.cliffs]
+        chosen += [m for _, _, m, _ in worst]
+        halves = (half for _, a, m, b in worst for half in ((a, m), (m, b)))
+        open_intervals = sorted((a, b) for a, b in halves if b - a > 1)
     return [values[i] for i in sorted(chosen)]
 
 
