@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx
 import torch
 import torchvision
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ SETTINGS = {"224x1": (224, 1), "64x1": (64, 1), "64x32": (64, 32)}
 
 #: The smallest share of the units that random prunings have on average.
 SMALLEST = 0.15
-#: What these take, and from where, is written into the file: it serves no other counts.
+#: What these take, and from where, is written into the file.
 _MOVES = ("Gather", "Slice", "Split")
 
 
@@ -49,6 +50,7 @@ class Network:
     cost: LatencyCost
     inputs: tuple[Tensor, ...]
     template: Template | None = None
+    moves: dict[str, bytes] | None = None
     exports: int = 0
 
     @classmethod
@@ -57,9 +59,14 @@ class Network:
         torch.manual_seed(0)
         side, batch = SETTINGS[setting]
         inputs = (torch.randn(batch, 3, side, side),)
-        return cls(
-            smcp_fx.prepare(torchvision.models.get_model(model).eval(), inputs, cost=cost), cost, inputs
-        )
+        network = torchvision.models.get_model(model).eval()
+        for module in network.modules():
+            if isinstance(
+                module, nn.BatchNorm2d
+            ):  # an export has equal parameters once: as a template, too few
+                for tensor in (module.weight, module.bias, module.running_mean, module.running_var):
+                    nn.init.uniform_(tensor, 0.5, 1.5)
+        return cls(smcp_fx.prepare(network, inputs, cost=cost), cost, inputs)
 
     def pruned(self, counts: Mapping[str, int]) -> nn.Module:
         """The network with so many units of each group, the first ones."""
@@ -78,8 +85,9 @@ class Network:
         if model is None or not consistent(model):
             self.exports += 1
             model = export_model_proto(module, self.inputs, dynamic_batch=False)
-            moves = any(node.op_type in _MOVES for node in model.graph.node)
-            self.template = None if moves else Template(model, module_paths(module))
+            before, self.moves = self.moves, _moves(model)
+            serves = not self.moves or self.moves == before  # pixels are moved alike whatever the counts are
+            self.template = Template(model, module_paths(module)) if serves else None
         return OnnxRuntimeEngine(model.SerializeToString(), self.inputs, self.cost.fingerprint.threads)
 
     def emitted(self, counts: Mapping[str, int], backend: Backend, path: Path) -> Engine:
@@ -135,3 +143,10 @@ class Network:
             units = np.sort(rng.exponential(rng.uniform(0.3, 1.0), allowed[-1]))[::-1]
             values[name] = np.cumsum(units)[np.asarray(permitted[name]) - 1]
         return values
+
+
+def _moves(model: onnx.ModelProto) -> dict[str, bytes]:
+    """The constants that say what is moved where."""
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    moving = [name for node in model.graph.node if node.op_type in _MOVES for name in node.input[1:]]
+    return {name: constants[name].SerializeToString() for name in moving if name in constants}
