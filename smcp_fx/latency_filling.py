@@ -66,9 +66,7 @@ class Filling:
             self._blocks.setdefault(block.signature, []).append(block)
         self._fingerprint = backend.fingerprint()
         self._progress = progress
-        self._rows: dict[
-            tuple[str, Point], BlockLatency
-        ] = {}  # by signature: those that may be measured again
+        self._rows: dict[tuple[str, Point], BlockLatency] = {}  # those that may be measured again
         self._pace_ms = 0.0  # of the last measurement
         self._failed: dict[tuple[str, Grids], list[tuple[str, Point, str]]] = {}
         self._left = _RowsLeft(blocks, {b.signature for b, _ in table.wanted(blocks, self._fingerprint)})

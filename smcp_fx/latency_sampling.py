@@ -38,11 +38,11 @@ _STEPS, _ALIGNMENTS = (4, 8, 16, 32, 64), (4, 8, 16)
 class SamplingConfig:
     """How finely to sample. Errors are relative.
 
-    ``tolerance``: a midpoint that interpolation misses by more splits its interval; of those of one size the
-    ``cliffs`` that are missed worst. ``probes`` held-out points a round, ``rounds`` at most: another follows, with
+    ``tolerance``: a midpoint that interpolation misses by more splits its interval; at a time the ``cliffs``
+    intervals that are missed worst. ``probes`` held-out points a round, ``rounds`` at most: another follows, with
     more lines, while the probes' median error is above ``median_error`` or their largest above ``largest_error``.
-    Misses within ``floor_ms``, or within the measurements' own noise, are none; nor are those within ``share`` of the
-    block's largest latency.
+    Misses within ``floor_ms``, or within the measurements' own noise, are none; nor are those within ``share`` of
+    the block's largest latency.
     """
 
     tolerance: float = 0.03
@@ -185,8 +185,8 @@ def _refine(
 ) -> list[int]:
     """Return those of ``values`` between which the latency is linear, found by halving intervals.
 
-    A cliff is in one half; noise is in both, however small, and would be followed to every value. So at most
-    ``config.cliffs`` intervals are halved at a time.
+    A cliff is in one half of an interval, noise in both halves however small they are: it would be followed to every
+    value. So at most ``config.cliffs`` intervals are halved at a time.
     """
     chosen = _initial(values)
     place = raw.coordinate(values)

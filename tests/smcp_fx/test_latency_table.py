@@ -220,7 +220,7 @@ def lottery(c_in: int, c_out: int) -> float:
 
 
 def test_luck_is_not_sampled_at_every_width() -> None:
-    """As VGG's classifier: of one of its layers 1,066 rows were measured in 17 minutes; what they miss is noise."""
+    """As VGG's classifier, of one of whose layers 1,066 rows were measured: what midpoints miss is noise."""
     grids = (grid(4096), grid(4096))
     plan, known = sample(grids, lottery)
     everywhere, more = sample(grids, lottery, SamplingConfig(cliffs=4096))

@@ -60,10 +60,8 @@ class Network:
         side, batch = SETTINGS[setting]
         inputs = (torch.randn(batch, 3, side, side),)
         network = torchvision.models.get_model(model).eval()
-        for module in network.modules():
-            if isinstance(
-                module, nn.BatchNorm2d
-            ):  # an export has equal parameters once: as a template, too few
+        for module in network.modules():  # an export has equal parameters once: as a template, too few
+            if isinstance(module, nn.BatchNorm2d):
                 for tensor in (module.weight, module.bias, module.running_mean, module.running_var):
                     nn.init.uniform_(tensor, 0.5, 1.5)
         return cls(smcp_fx.prepare(network, inputs, cost=cost), cost, inputs)
