@@ -100,31 +100,65 @@ def _occasion(lines: Lines, steady: float, number: int) -> str:
 class Sums:
     """Relative errors of the prunings that were not calibrated on, and what they were measured with.
 
-    ``of_all``: after calibration, unsteady ones included.
+    ``of_all`` and ``rank_of_all`` are after calibration, unsteady ones included; ``apart`` and ``rank_again`` hold
+    the same networks' second measurement to the first (empty where there was none). Ranks (Spearman) of fewer than
+    two are nan.
     """
 
     before: np.ndarray
     after: np.ndarray
     of_all: np.ndarray
-    spearman: float
+    apart: np.ndarray
+    rank: float
+    rank_of_all: float
+    rank_again: float
     spread: float
 
     @classmethod
     def of(cls, lines: Lines, model: str, setting: str, start: Residency, steady: float) -> Sums | None:
-        """None where too few were timed steadily."""
+        """None where nothing was timed that calibrates, or that is predicted."""
         calibrating = calibrating_wholes(lines, model, setting, steady)
         others = steady_wholes(lines, model, setting, steady)
-        if not calibrating or not others:
+        unsteady_too = _wholes(lines, model, setting, steady, calibrating=False, limit=np.inf)
+        if not calibrating or not unsteady_too:
             return None
         fitted = calibrate(calibrating, start)
         before, after = (np.array(relative_errors(r, others)) for r in (start, fitted))
-        unsteady_too = _wholes(lines, model, setting, steady, calibrating=False, limit=np.inf)
         of_all = np.array(relative_errors(fitted, unsteady_too))
-        measured = np.array([w.measured_ms for w in others])
-        spreads = [line["spread"] for line in _found(lines, "whole", model, setting)]
-        rank = spearmanr(measured * (1 + after), measured)[0] if len(others) > 1 else float("nan")
-        spread = float(np.median([s for s in spreads if s <= steady]))
-        return cls(before, after, of_all, float(rank), spread)
+        measured, of_all_ms = (np.array([w.measured_ms for w in found]) for found in (others, unsteady_too))
+        roles = _with_roles(_found(lines, "whole", model, setting), steady)
+        first, second = np.array([
+            (line["whole"]["measured_ms"] / line["dense_ms"], line["again_ms"] / line["dense_again_ms"])
+            for line, calibrates in roles if not calibrates and "again_ms" in line
+        ]).reshape(-1, 2).T  # fmt: skip
+        spread = float(np.median([line["spread"] for line, _ in roles]))
+        ranks = (
+            _rank(measured * (1 + after), measured),
+            _rank(of_all_ms * (1 + of_all), of_all_ms),
+            _rank(second, first),
+        )
+        return cls(before, after, of_all, second / first - 1, *ranks, spread)
+
+
+def _rank(predicted: np.ndarray, measured: np.ndarray) -> float:
+    """Spearman's coefficient, nan of fewer than two."""
+    return float(spearmanr(predicted, measured)[0]) if len(measured) > 1 else float("nan")
+
+
+def _told(rank: float) -> str:
+    return "" if np.isnan(rank) else f"{rank:.3f}"
+
+
+def _lowest(ranks: Sequence[float]) -> str:
+    return _told(min((rank for rank in ranks if not np.isnan(rank)), default=float("nan")))
+
+
+def _worst_errors(occasions: Sequence[np.ndarray]) -> list[str]:
+    """The greatest mean error and the smallest share within 10 % of occasions that have any."""
+    some = [np.abs(errors) for errors in occasions if len(errors)]
+    if not some:
+        return ["", ""]
+    return [f"{max(e.mean() for e in some):.1%}", f"{min(np.mean(e <= 0.1) for e in some):.0%}"]
 
 
 def _worst(occasions: Sequence[Lines], steady: float, what: str) -> str:
@@ -141,14 +175,14 @@ def _worst(occasions: Sequence[Lines], steady: float, what: str) -> str:
         off = max((100 * abs(x["measured"] - x["asked"]) for x in targets), default=float("nan"))
         if found:
             rows.append([
-                model, setting, str(len(found)),
-                f"{max(np.abs(s.before).mean() for s in found):.1%}",
-                f"{max(np.abs(s.after).mean() for s in found):.1%}",
-                f"{min(np.mean(np.abs(s.after) <= 0.1) for s in found):.0%}",
-                f"{min(s.spearman for s in found):.3f}",
+                model, setting, str(len(found)), str(min(len(s.after) for s in found)),
+                *_worst_errors([s.before for s in found])[:1],
+                *_worst_errors([s.after for s in found]), _lowest([s.rank for s in found]),
+                *_worst_errors([s.of_all for s in found]), _lowest([s.rank_of_all for s in found]),
                 f"{off:.1f}" if targets else "",
             ])  # fmt: skip
-    head = ["model", "setting", "occasions", "mean error before calibration", "after", "within 10 %", "Spearman",
+    head = ["model", "setting", "occasions", "steady prunings", "mean error before calibration", "after",
+            "within 10 %", "Spearman", "mean error, all", "within 10 %, all", "Spearman, all",
             "points off the target"]  # fmt: skip
     return f"### The worst of {len(occasions)} occasions{what}, figure by figure\n\n" + _table(head, rows)
 
@@ -170,25 +204,24 @@ def _found(lines: Lines, kind: str, model: str, setting: str) -> Lines:
 
 def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: float) -> str:
     """Errors on the prunings that were not calibrated on, before and after the calibration."""
-    rows, every, of_all, left_out, numbers = [], [], [], [], set()
+    rows, every, of_all, numbers = [], [], [], set()
     for model, setting in keys:
         roles = _with_roles(_found(lines, "whole", model, setting), steady)
         found = [line for line, calibrates in roles if not calibrates]
         sums = Sums.of(lines, model, setting, start, steady)
         if sums is None:
-            wholes = steady_wholes(lines, model, setting, steady)
-            left_out.append(f"{model} {setting}: {len(wholes)} of {len(found)} steady")
             continue
         numbers.add(len(roles) - len(found))
         every += sums.after.tolist()
         of_all += sums.of_all.tolist()
         share = f"{len(sums.after)} of {len(found)}"
         rows.append(
-            [model, setting, share, *_errors(sums.before), *_errors(sums.after), f"{sums.spearman:.3f}",
-             f"{sums.spread:.1%}", *_errors(sums.of_all)[1:]]
+            [model, setting, share, *_errors(sums.before), *_errors(sums.after), _told(sums.rank),
+             f"{sums.spread:.1%}", *_errors(sums.of_all)[1:], _told(sums.rank_of_all),
+             f"{np.abs(sums.apart).mean():.1%}" if len(sums.apart) else "", _told(sums.rank_again)]
         )  # fmt: skip
     if not rows:
-        return f"No model was timed steadily often enough ({'; '.join(left_out)})." if left_out else ""
+        return ""
     errors = ["mean error", "within 10 %"]
     head = [
         "model",
@@ -202,6 +235,9 @@ def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: f
         "spread",
         "mean error, all",
         "within 10 %, all",
+        "Spearman, all",
+        "themselves",
+        "Spearman",
     ]
     total, unsteady_too = np.array(every), np.array(of_all)
     return (
@@ -210,11 +246,10 @@ def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: f
         "drifted between networks that were not timed together is taken out by the dense one, which took turns with "
         "all:\n\n"
         + _table(head, rows)
-        + f"\n\nAll {len(total)} after calibration: mean error {np.abs(total).mean():.1%}, "
-        f"{np.mean(np.abs(total) <= 0.1):.0%} within 10 %. Timings that spread (interquartile range) by more than "
-        f"{steady:.0%} of their median are left out{': ' + '; '.join(left_out) if left_out else ''}; with them "
-        f"(all): {np.abs(unsteady_too).mean():.1%}, "
-        f"{np.mean(np.abs(unsteady_too) <= 0.1):.0%} of {len(unsteady_too)}."
+        + f"\n\nAfter calibration: {_summary(total)}, of those whose timings spread (interquartile range) by at most "
+        f"{steady:.0%} of their median; with the others (all): {_summary(unsteady_too)}. Where all were measured a "
+        "second time, right after: how far they are from themselves on average, and their Spearman coefficient with "
+        "themselves; no prediction can be held to more."
     )
 
 
@@ -223,7 +258,18 @@ def _range(numbers: set[int]) -> str:
     return " to ".join(str(number) for number in sorted({min(numbers), max(numbers)}))
 
 
+def _summary(errors: np.ndarray) -> str:
+    """Size and errors in words."""
+    if not len(errors):
+        return "none"
+    _, mean, within = _errors(errors)
+    return f"mean error {mean}, {within} of {len(errors)} within 10 %"
+
+
 def _errors(errors: np.ndarray) -> list[str]:
+    """Bias, mean error, and the share within 10 %; empty of none."""
+    if not len(errors):
+        return ["", "", ""]
     return [f"{errors.mean():+.1%}", f"{np.abs(errors).mean():.1%}", f"{np.mean(np.abs(errors) <= 0.1):.0%}"]
 
 
