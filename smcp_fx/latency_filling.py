@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ class Filling:
             except BaseException:
                 store.release(block.signature, self._fingerprint, [point])
                 raise
-            store.write(block.signature, self._fingerprint, point, result)
+            store.write(block.signature, self._fingerprint, {point: result})
             self._measured += 1
             if isinstance(result, BlockLatency):
                 self._rows[block.signature, point] = result
@@ -125,37 +126,56 @@ class Filling:
 
     def _repeat_unsteady(self) -> int:
         """Measure unsteady rows again; return how many are mended."""
-        found = [key for key, row in self._rows.items() if not row.stable]
-        return sum(self._repeat(*key, left) for key, left in zip(found, _countdown(found), strict=True))
+        return self._repeat([key for key, row in self._rows.items() if not row.stable])
 
     def _repeat_slow(self) -> int:
         """Measure rows again of moments in which the core was slow, while it is fast; return how many are mended."""
         limit = TOLERANCE * min((row.pace_ms for row in self._rows.values() if row.pace_ms), default=0.0)
-        found = [key for key, row in self._rows.items() if row.pace_ms > limit]
-        mended = 0
-        for key, left in zip(found, _countdown(found), strict=True):
-            mended += self._repeat(*key, left)
-            if self._pace_ms > limit:
+        return self._repeat([key for key, row in self._rows.items() if row.pace_ms > limit], limit)
+
+    def _repeat(self, found: Sequence[tuple[str, Point]], slowest_ms: float = math.inf) -> int:
+        """Measure rows again, until the pace is slower; keep the surer of both; return how many are mended.
+
+        Those are mended that are steady and not what stood. A block's rows are replaced together: beside rows of
+        another moment each would look like a cliff, which sampling follows to every width. What sampling wants
+        because of them is measured first.
+        """
+        points: dict[str, list[Point]] = {}
+        for signature, point in found:
+            points.setdefault(signature, []).append(point)
+        left, mended, slow = len(found), 0, False
+        for signature, repeated in points.items():
+            better: dict[Point, BlockLatency] = {}
+            for point in repeated:
+                left -= 1
+                again = self._measure_again(signature, point, left)
+                slow = self._pace_ms > slowest_ms
+                if again != self._rows[signature, point]:
+                    better[point] = again
+                if slow:
+                    break
+            self._replace(signature, better)
+            mended += sum(row.stable for row in better.values())
+            if slow:
                 break
         return mended
 
-    def _repeat(self, signature: str, point: Point, left: int) -> bool:
-        """Measure a row again and keep the surer of the two; whether that is steady, and not what stood.
-
-        What sampling wants because of it is measured first. ``left``: so many are to be repeated after it.
-        """
-        alike, before = self._blocks[signature], self._rows[signature, point]
-        found = self._measure(alike[0], point)
+    def _measure_again(self, signature: str, point: Point, left: int) -> BlockLatency:
+        """Return the surer of a row and its repetition; ``left``: so many are to be repeated after it."""
+        block, before = self._blocks[signature][0], self._rows[signature, point]
+        found = self._measure(block, point)
         self._repeated += 1
-        self._tell(alike[0], left)
-        kept = before if isinstance(found, str) else _surer(found, before)
-        if kept == before:
-            return False
-        for block in alike:
-            self._fill(block, {point: kept})
-        self._rows[signature, point] = kept
-        self._table.store.write(signature, self._fingerprint, point, kept)
-        return kept.stable
+        self._tell(block, left)
+        return before if isinstance(found, str) else _surer(found, before)
+
+    def _replace(self, signature: str, better: Mapping[Point, BlockLatency]) -> None:
+        """Put these rows of a block in place of those in the file, all or none, once it is complete with them."""
+        if not better:
+            return
+        for block in self._blocks[signature]:
+            self._fill(block, better)
+        self._rows.update({(signature, point): row for point, row in better.items()})
+        self._table.store.write(signature, self._fingerprint, better)
 
     def _measure(self, block: Block, point: Point) -> BlockLatency | str:
         try:
@@ -171,11 +191,6 @@ class Filling:
         done = self._measured + self._repeated
         per_row = (time.monotonic() - self._start) / done
         self._progress(Progress(block.name, self._measured, done / (done + rows), per_row * rows))
-
-
-def _countdown(found: Sequence[object]) -> range:
-    """How many come after each."""
-    return range(len(found) - 1, -1, -1)
 
 
 def _surer(found: BlockLatency, before: BlockLatency) -> BlockLatency:

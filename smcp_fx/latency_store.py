@@ -11,7 +11,7 @@ import os
 import socket
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,28 +173,29 @@ class LatencyStore:
         return None
 
     def write(
-        self, signature: str, fingerprint: Fingerprint, point: Point, result: BlockLatency | str
+        self, signature: str, fingerprint: Fingerprint, results: Mapping[Point, BlockLatency | str]
     ) -> None:
-        """Write a claimed row: its latency, or the error that kept it from being measured."""
-        values: list[float | int | None] = [None] * 10
-        if isinstance(result, BlockLatency):
-            values = [*_columns(result.hot), *_columns(result.cold)]
+        """Write claimed rows, all or none: their latencies, or the errors that kept them from being measured."""
         columns = [f"{name} = ?" for name in f"{_HOT}, {_COLD}".split(", ")]
         with self._transaction() as run:
-            run(
-                f"UPDATE latency SET state = ?, error = ?, changed = ?, {', '.join(columns)} "
-                "WHERE fingerprint = (SELECT id FROM fingerprint WHERE key = ?) "
-                "AND block = (SELECT id FROM block WHERE signature = ?) AND widths = ?",
-                (
-                    "measured" if isinstance(result, BlockLatency) else "failed",
-                    None if isinstance(result, BlockLatency) else result,
-                    time.time(),
-                    *values,
-                    fingerprint.key(),
-                    signature,
-                    json.dumps(point),
-                ),
-            )
+            for point, result in results.items():
+                values: list[float | int | None] = [None] * 10
+                if isinstance(result, BlockLatency):
+                    values = [*_columns(result.hot), *_columns(result.cold)]
+                run(
+                    f"UPDATE latency SET state = ?, error = ?, changed = ?, {', '.join(columns)} "
+                    "WHERE fingerprint = (SELECT id FROM fingerprint WHERE key = ?) "
+                    "AND block = (SELECT id FROM block WHERE signature = ?) AND widths = ?",
+                    (
+                        "measured" if isinstance(result, BlockLatency) else "failed",
+                        None if isinstance(result, BlockLatency) else result,
+                        time.time(),
+                        *values,
+                        fingerprint.key(),
+                        signature,
+                        json.dumps(point),
+                    ),
+                )
 
     def insert(self, rows: Sequence[Row]) -> int:
         """Add rows that were measured elsewhere, all or none; return how many were new or better than what stood.

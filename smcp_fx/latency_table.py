@@ -223,7 +223,7 @@ class LatencyTable:
         """Keep the run's own cost as a row, so that a prediction is a function of the file alone."""
         ms = backend.run_overhead_ms()
         if ms is not None and self.store.claim("one run", RUN_SIGNATURE, fingerprint, [()]) is not None:
-            self.store.write(RUN_SIGNATURE, fingerprint, (), BlockLatency(Measurement(ms, ms, ms, 1, True)))
+            self.store.write(RUN_SIGNATURE, fingerprint, {(): BlockLatency(Measurement(ms, ms, ms, 1, True))})
 
     def _known(self, block: Block, fingerprint: Fingerprint, share: float) -> dict[Point, float]:
         rows = self.store.measured(block.signature, fingerprint)

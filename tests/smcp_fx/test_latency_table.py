@@ -584,6 +584,22 @@ def test_rows_of_a_slow_pace_that_nothing_faster_was_known_of_are_measured_again
         assert all(row.hot.median_ms == pytest.approx(cliffs(*p)) for p, row in rows.items())
 
 
+def test_rows_of_a_slow_pace_are_replaced_together(tmp_path):
+    """Beside rows at half the pace each would look like a cliff, and sampling would want the rows around it."""
+    blocks = [FakeBlock(name, f'{{"{name}": 1}}', (grid(512), grid(512))) for name in "ab"]
+    calm = Moments(lambda n: (1.0, 0.0, True, 1.0))
+    with LatencyTable(tmp_path / "calm.sqlite") as table:
+        first = table.measure(blocks[:1], calm).measured
+        both = first + table.measure(blocks, calm).measured
+    busy = Moments(lambda n: (2.0, 0.0, True, 2.0) if n < first else (1.0, 0.0, True, 1.0))
+    with LatencyTable(tmp_path / "busy.sqlite") as table:
+        report = table.measure(blocks, busy)
+        assert (report.measured, report.repeated) == (both, first)
+        for block in blocks:
+            rows = table.store.measured(block.signature, busy.fingerprint())
+            assert all(row.hot.median_ms == pytest.approx(busy.latency(*p)) for p, row in rows.items())
+
+
 def test_rows_that_are_unsteady_in_memory_only_are_measured_again(tmp_path):
     """Every fifth measurement of the first fifty says half as much again from memory."""
 
