@@ -175,7 +175,7 @@ class LatencyStore:
     def write(
         self, signature: str, fingerprint: Fingerprint, results: Mapping[Point, BlockLatency | str]
     ) -> None:
-        """Write claimed rows, all or none: their latencies, or the errors that kept them from being measured."""
+        """Write rows that were claimed before, all or none: their latencies, or the errors that prevented them."""
         columns = [f"{name} = ?" for name in f"{_HOT}, {_COLD}".split(", ")]
         with self._transaction() as run:
             for point, result in results.items():

@@ -103,10 +103,15 @@ def test_networks_measured_a_second_time(tmp_path: Path) -> None:
     lines[-2]["again_ms"], lines[-3]["again_ms"] = lines[-3]["again_ms"], lines[-2]["again_ms"]
     first = np.array([line["whole"]["measured_ms"] for line in lines[-3:]])
     second = np.array([first[1], first[0], 1.1 * first[2]])
-    row = cells(written(tmp_path, *lines), "| a | 64x1 |")
+    text = written(tmp_path, *lines)
+    assert "measured a second time" in text
+    row = cells(text, "| a | 64x1 |")
     assert row[-2:] == [f"{np.abs(second / first - 1).mean():.1%}", "0.500"]  # ranks 2, 1, 3 against 1, 2, 3
     assert row[-3] == "1.000"
-    assert cells(written(tmp_path, *wholes(12, 1.0)), "| a | 64x1 |")[-2:] == ["", ""]
+    rows = {"kind": "again", "model": "a", "setting": "64x1", "again_ms": [0.02]}  # not of networks
+    once = written(tmp_path, *wholes(12, 1.0), rows)
+    assert "measured a second time" not in once
+    assert cells(once, "| a | 64x1 |")[-2:] == ["", ""]
 
 
 def test_ranks_of_few_steady_networks(tmp_path: Path) -> None:

@@ -20,6 +20,10 @@ _CALIBRATING = 5
 _TELLING = 0.25
 #: Errors at points that took less say more of the profiler's clock (1 us) than of the interpolation.
 MEASURABLE_MS = 0.01
+_OF_THEMSELVES = (
+    " Where all were measured a second time, right after: how far they are from themselves on average, and the ranks "
+    "(Spearman) of one measurement in the other; no prediction can be held to more."
+)
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
@@ -236,8 +240,8 @@ def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: f
         "mean error, all",
         "within 10 %, all",
         "Spearman, all",
-        "themselves",
-        "Spearman",
+        "from themselves",
+        "Spearman with themselves",
     ]
     total, unsteady_too = np.array(every), np.array(of_all)
     return (
@@ -247,9 +251,8 @@ def _sums(lines: Lines, keys: list[tuple[str, str]], start: Residency, steady: f
         "all:\n\n"
         + _table(head, rows)
         + f"\n\nAfter calibration: {_summary(total)}, of those whose timings spread (interquartile range) by at most "
-        f"{steady:.0%} of their median; with the others (all): {_summary(unsteady_too)}. Where all were measured a "
-        "second time, right after: how far they are from themselves on average, and their Spearman coefficient with "
-        "themselves; no prediction can be held to more."
+        f"{steady:.0%} of their median; with the others (all): {_summary(unsteady_too)}."
+        + (_OF_THEMSELVES if any(x["kind"] == "whole" and "again_ms" in x for x in lines) else "")
     )
 
 
