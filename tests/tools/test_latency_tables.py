@@ -16,6 +16,8 @@ sys.path[:] = _PATH
 
 from smcp_fx.latency_residency import Residency  # noqa: E402
 
+_HELD_OUT = ("held-out median", "95 % of held-out", "10 µs and more, median", "95 % of 10 µs and more",
+             "measured anew, median", "95 % of measured anew")  # fmt: skip
 _TABLE = {"kind": "table", "model": "a", "setting": "64x1", "blocks": 3, "measured": 40, "reused": 2,
           "seconds": 12.4, "unstable": 1, "failed": 0}  # fmt: skip
 
@@ -50,9 +52,14 @@ def wholes(calibrating: int, factor: float) -> list[dict[str, Any]]:
     return found
 
 
-def cells(text: str, start: str) -> list[str]:
-    (row,) = (line for line in text.splitlines() if line.startswith(start))
-    return [cell.strip() for cell in row.strip("|").split("|")]
+def row(text: str, start: str) -> dict[str, str]:
+    """The cells of the one line that starts so, by the names of its table's columns, of which no two are alike."""
+    lines = text.splitlines()
+    (at,) = (i for i, line in enumerate(lines) if line.startswith(start))
+    head = max(i for i in range(at) if lines[i + 1].startswith("| ---"))
+    names, found = ([cell.strip() for cell in lines[i][1:-1].split("|")] for i in (head, at))
+    assert len(set(names)) == len(names)
+    return dict(zip(names, found, strict=True))
 
 
 def test_held_out_errors_and_rows_measured_anew(tmp_path: Path) -> None:
@@ -60,11 +67,11 @@ def test_held_out_errors_and_rows_measured_anew(tmp_path: Path) -> None:
     again = {"kind": "again", "model": "a", "setting": "64x1", "errors": [0.01, 0.02, 0.04], "ms": [0.02, 0.05, 0.1],
              "again_ms": [0.025, 0.05, 0.9], "stable": [True, True, False]}  # fmt: skip
     text = written(tmp_path, {**_TABLE, "errors": errors, "held_out_ms": ms}, again)
-    found = cells(text, "| a | 64x1 | 3 | 40 |")
+    found = row(text, "| a | 64x1 | 3 | 40 |")
     expected = [*np.percentile(errors, [50, 95]), *np.percentile([0.01, 0.02, 0.04], [50, 95])]
     expected += [*np.percentile([0.25, 0.0], [50, 95])]  # the unsteady repetition does not count
-    assert found[6:12] == [f"{share:.1%}" for share in expected]
-    assert found[12:] == ["1", "0"]
+    assert [found[name] for name in _HELD_OUT] == [f"{share:.1%}" for share in expected]
+    assert (found["unstable"], found["failed"]) == ("1", "0")
     assert "Of 2 held-out rows" in text
     assert "100% are within 10 % of what is interpolated there" in text
     assert "50% within 10 % of themselves" in text
@@ -82,14 +89,16 @@ def test_both_states_are_told_where_they_were_written_down(tmp_path: Path) -> No
              "cold_stable": [True]}  # fmt: skip
     _, _, text = written(tmp_path, {**_TABLE, **both}, again).partition("weights come from memory")
     expected = [*np.percentile([0.08, 0.5], [50, 95]), 0.08, 0.08, 0.25, 0.25]
-    assert cells(text, "| a | 64x1 |")[2:] == [f"{share:.1%}" for share in expected]
+    found = row(text, "| a | 64x1 |")
+    assert [found[name] for name in _HELD_OUT] == [f"{share:.1%}" for share in expected]
     assert "Of 1 held-out rows" in text
     assert "0% within 10 % of themselves" in text
 
 
 def test_tables_of_records_without_repetitions(tmp_path: Path) -> None:
     text = written(tmp_path, {**_TABLE, "errors": [0.01], "held_out_ms": [0.002]})
-    assert cells(text, "| a | 64x1 | 3 | 40 |")[6:12] == ["1.0%", "1.0%", "", "", "", ""]
+    found = row(text, "| a | 64x1 | 3 | 40 |")
+    assert [found[name] for name in _HELD_OUT] == ["1.0%", "1.0%", "", "", "", ""]
     assert "when measured anew" not in text
     assert "come from memory" not in text
 
@@ -105,13 +114,21 @@ def test_networks_measured_a_second_time(tmp_path: Path) -> None:
     second = np.array([first[1], first[0], 1.1 * first[2]])
     text = written(tmp_path, *lines)
     assert "measured a second time" in text
-    row = cells(text, "| a | 64x1 |")
-    assert row[-2:] == [f"{np.abs(second / first - 1).mean():.1%}", "0.500"]  # ranks 2, 1, 3 against 1, 2, 3
-    assert row[-3] == "1.000"
+    found = row(text, "| a | 64x1 |")
+    assert found["from themselves"] == f"{np.abs(second / first - 1).mean():.1%}"
+    assert found["Spearman with themselves"] == "0.500"  # ranks 2, 1, 3 against 1, 2, 3
+    assert found["Spearman, all"] == "1.000"
     rows = {"kind": "again", "model": "a", "setting": "64x1", "again_ms": [0.02]}  # not of networks
     once = written(tmp_path, *wholes(12, 1.0), rows)
     assert "measured a second time" not in once
-    assert cells(once, "| a | 64x1 |")[-2:] == ["", ""]
+    found = row(once, "| a | 64x1 |")
+    assert found["from themselves"] == found["Spearman with themselves"] == ""
+    # Of two occasions the worst is told, and that of one alone where the other timed networks once.
+    write_tables([[machine(), *lines], [machine(), *wholes(12, 1.0)]], tmp_path / "out.md", 0.1)
+    worst, _, _ = (tmp_path / "out.md").read_text(encoding="utf-8").partition("### 1.")
+    found = row(worst, "| a | 64x1 |")
+    assert found["from themselves"] == f"{np.abs(second / first - 1).mean():.1%}"
+    assert found["Spearman with themselves"] == "0.500"
 
 
 def test_ranks_of_few_steady_networks(tmp_path: Path) -> None:
@@ -122,12 +139,12 @@ def test_ranks_of_few_steady_networks(tmp_path: Path) -> None:
     for occasions in ([few, many], [many, few]):
         write_tables([[machine(), *lines] for lines in occasions], tmp_path / "out.md", 0.1)
         worst, _, each = (tmp_path / "out.md").read_text(encoding="utf-8").partition("### 1.")
-        row = cells(worst, "| a | 64x1 |")
-        assert row[2:4] == ["2", "1"]
-        assert row[7] == "1.000"
-        row = cells(each, "| a | 64x1 | 1 of 3 |")
-        assert row[9] == ""
-        assert row[13] == "1.000"
+        found = row(worst, "| a | 64x1 |")
+        assert (found["occasions"], found["steady prunings"]) == ("2", "1")
+        assert found["Spearman"] == "1.000"
+        found = row(each, "| a | 64x1 | 1 of 3 |")
+        assert found["Spearman"] == ""
+        assert found["Spearman, all"] == "1.000"
 
 
 def test_a_model_of_which_none_was_timed_steadily_has_its_row(tmp_path: Path) -> None:
@@ -135,9 +152,13 @@ def test_a_model_of_which_none_was_timed_steadily_has_its_row(tmp_path: Path) ->
     for line in lines[-3:]:
         line["spread"] = 0.5
     text = written(tmp_path, *lines)
-    row = cells(text, "| a | 64x1 |")
-    assert row[2:10] == ["0 of 3", *[""] * 7]
-    assert row[11:14] == [f"{1 - 1 / 1.04:.1%}", "100%", "1.000"]
+    found = row(text, "| a | 64x1 |")
+    assert found["steady prunings"] == "0 of 3"
+    for name in ("bias", "mean error", "within 10 %"):
+        assert found[f"{name} before"] == found[f"{name} after"] == ""
+    assert found["Spearman"] == ""
+    assert found["mean error, all"] == f"{1 - 1 / 1.04:.1%}"
+    assert (found["within 10 %, all"], found["Spearman, all"]) == ("100%", "1.000")
     assert "After calibration: none, of those" in text
 
 
@@ -153,9 +174,9 @@ def test_the_worst_occasion_of_a_way_and_of_any(tmp_path: Path) -> None:
     newest, _, rest = text.partition("### The worst of 4 occasions in any way, figure by figure")
     assert "### The worst of 2 occasions in way 7 with huge pages, figure by figure" in newest
     for part, count, worst in ((newest, 2, 1.02), (rest.partition("### 1.")[0], 4, 1.08)):
-        row = cells(part, "| a | 64x1 |")
-        assert row[2] == str(count)
-        assert row[5] == f"{1 - 1 / worst:.1%}"
+        found = row(part, "| a | 64x1 |")
+        assert found["occasions"] == str(count)
+        assert found["mean error after"] == f"{1 - 1 / worst:.1%}"
     for number in (5, 6, 12):
         assert f"on {number} other networks, the dense one among them" in text
     # Of one way only, and of one occasion only, there is nothing else to compare.
@@ -163,3 +184,30 @@ def test_the_worst_occasion_of_a_way_and_of_any(tmp_path: Path) -> None:
     assert (tmp_path / "one.md").read_text(encoding="utf-8").count("The worst of") == 1
     write_tables(records[3:], tmp_path / "alone.md", 0.1)
     assert "The worst of" not in (tmp_path / "alone.md").read_text(encoding="utf-8")
+
+
+def test_targets_when_chosen_and_once_more(tmp_path: Path) -> None:
+    """The nearest of two solves met the target by luck; of another the file was not measured once more."""
+    tried = [{"measured": 0.56, "stable": True}, {"measured": 0.505, "stable": True}]
+    half = {"kind": "target", "model": "a", "setting": "64x1", "asked": 0.5, "tried": tried, **tried[1]}
+    lucky = {**half, "again": 0.542, "again_stable": False}
+    most = {
+        **half,
+        "asked": 0.7,
+        "tried": [{"measured": 0.69, "stable": False}],
+        "measured": 0.69,
+        "stable": False,
+    }
+    text = written(tmp_path, *wholes(12, 1.0), most, lucky)
+    found = row(text[text.index("Emitted files") :], "| a | 64x1 |")
+    assert found["asked 70%"] == "69.0% (unsteady); 69.0%, 1"
+    assert found["asked 50%"] == "50.5%; 56.0%, 2; 54.2% (unsteady)"
+    assert "2 of 2 within 3 points, 1 of them by the first solve; measured once more 0 of 1." in text
+    write_tables([[machine(), *wholes(12, 1.0), half, most]], tmp_path / "once.md", 0.1)
+    assert "2 of 2 within 3 points, 1 of them by the first solve." in (tmp_path / "once.md").read_text(
+        "utf-8"
+    )
+    record = [machine(), *wholes(12, 1.0), lucky]
+    write_tables([record, [machine(), *wholes(12, 1.0), most]], tmp_path / "two.md", 0.1)
+    found = row((tmp_path / "two.md").read_text(encoding="utf-8").partition("### 1.")[0], "| a | 64x1 |")
+    assert (found["points off the target"], found["measured once more"]) == ("1.0", "4.2")

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 from latency_networks import MODELS, SETTINGS, Network
-from latency_tables import MEASURABLE_MS, calibrating_wholes, write_tables
+from latency_sums import calibrating_wholes
+from latency_tables import MEASURABLE_MS, write_tables
 
 from smcp_fx.allocation import allocate
 from smcp_fx.backends import Backend, Engine, Measurement, TimingConfig, get_backend, measure_interleaved
