@@ -15,17 +15,21 @@ from smcp_fx.backends.base import (
     Fingerprint,
     measure_interleaved,
 )
+from smcp_fx.backends.comparing import CompareConfig, RelativeLatency, compare
 from smcp_fx.backends.timing import Measurement, TimingConfig
 from smcp_fx.errors import BackendError
 
 __all__ = [
     "Backend",
     "BlockLatency",
+    "CompareConfig",
     "Engine",
     "Fingerprint",
     "Measurement",
+    "RelativeLatency",
     "TimingConfig",
     "backend_names",
+    "compare",
     "get_backend",
     "measure_interleaved",
 ]

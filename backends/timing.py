@@ -191,7 +191,8 @@ def measure_timers(
         warm_up(timer, config)
     best: list[Measurement] = []
     for _ in range(config.attempts):
-        result = _attempt(timers, config, cpu_bound)
+        taken = take_turns(timers, config, cpu_bound)
+        result = [summarise(calm(own, config.min_repeats), config.spread_limit) for own in taken]
         if not best or _unrest(result) < _unrest(best):
             best = result
         if all(m.stable for m in result):
@@ -203,7 +204,11 @@ def _unrest(result: Sequence[Measurement]) -> tuple[bool, float]:
     return not all(m.stable for m in result), max(m.spread for m in result)
 
 
-def _attempt(timers: Sequence[Timer], config: TimingConfig, cpu_bound: bool) -> list[Measurement]:
+def take_turns(timers: Sequence[Timer], config: TimingConfig, cpu_bound: bool = False) -> list[list[Sample]]:
+    """Run ``timers`` in turns until there are enough samples of each, and return them, in order.
+
+    Disturbed runs are among them once more were than may be dropped.
+    """
     samples: list[list[Sample]] = [[] for _ in timers]
     droppable = [int(config.droppable * config.min_repeats)] * len(timers)
     burst = config.burst if len(timers) > 1 else 1
@@ -223,7 +228,7 @@ def _attempt(timers: Sequence[Timer], config: TimingConfig, cpu_bound: bool) -> 
                 own.append(sample)
                 spent_ms += sample.ms
                 taken += 1
-    return [summarise(calm(own, config.min_repeats), config.spread_limit) for own in samples]
+    return samples
 
 
 def _settle(timer: Timer, config: TimingConfig) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.backends import Backend, Engine, Measurement, measure_interleaved
+from smcp_fx.backends import Backend, Engine, Measurement, RelativeLatency, compare
 from smcp_fx.compiler.data import ImageData
 from smcp_fx.compiler.models import FittedModel
 from smcp_fx.errors import CheckpointError
@@ -32,18 +32,12 @@ _APART, _SLOPES = 0.1, (0.4, 1.25)
 
 @dataclass(frozen=True)
 class Comparison:
-    """One network measured beside the dense one, in turns: predicted and measured ms, after optimiser ``step``."""
+    """One network measured beside the dense one: predicted and measured ms, after optimiser ``step``."""
 
     name: str
     predicted_ms: float | None
-    dense: Measurement
-    pruned: Measurement
+    measured: RelativeLatency
     step: int = 0
-
-    @property
-    def fraction(self) -> float:
-        """Pruned over dense median."""
-        return self.pruned.median_ms / self.dense.median_ms
 
 
 class Corrector:
@@ -126,26 +120,25 @@ class Corrector:
         module = sliced(self.prepared)
         predicted = pruner.present_cost
         with self.backend.compile(module, self.inputs, self.scratch) as engine:
-            dense, pruned = measure_interleaved([self.dense, engine])
+            measured = compare(self.dense, engine)
         for file in self.backend.files(self.scratch):
             file.unlink(missing_ok=True)
-        found = Comparison(name, predicted, dense, pruned, step)
-        self.comparisons.append(found)
+        self.comparisons.append(Comparison(name, predicted, measured, step))
         write_texts({self.file: json.dumps([asdict(c) for c in self.comparisons], indent=1)}, "measurements")
         smallest = pruner.smallest_cost() * (1 + 1e-6)
-        told = [(c.predicted_ms, c.fraction) for c in self.comparisons if c.predicted_ms]
+        told = [(c.predicted_ms, c.measured.fraction) for c in self.comparisons if c.predicted_ms]
         aim = aim_for(self.fraction, told)
         pruner.correction = self.fraction * pruner.full_cost / max(aim, smallest)
-        unsure = "" if dense.stable and pruned.stable else " (unstable: the machine is busy)"
+        unsure = "" if measured.stable else " (unstable: the machine is busy)"
         self.say(
-            f"{name}: measured {found.fraction:.1%} of the dense latency{unsure}, the table says "
+            f"{name}: measured {measured.fraction:.1%} of the dense latency{unsure}, the table says "
             f"{predicted / pruner.full_cost:.1%}, asked {self.fraction:.1%}"
         )
         if aim < smallest:
             self.say(
                 "no permitted choice is predicted to be as fast as that asks for: the fastest is sought instead"
             )
-        return found.fraction
+        return measured.fraction
 
 
 def aim_for(asked: float, tried: Sequence[tuple[float, float]]) -> float:
@@ -177,8 +170,9 @@ def aim_for(asked: float, tried: Sequence[tuple[float, float]]) -> float:
 
 
 def _comparison(record: dict[str, Any]) -> Comparison:
-    sides = {side: Measurement(**record[side]) for side in ("dense", "pruned")}
-    return Comparison(**{**record, **sides})
+    measured = record["measured"]
+    sides = {side: Measurement(**measured[side]) for side in ("dense", "pruned")}
+    return Comparison(**{**record, "measured": RelativeLatency(**{**measured, **sides})})
 
 
 def accuracy_of(engine: Engine, data: ImageData, fitted: FittedModel, batch: int) -> float:

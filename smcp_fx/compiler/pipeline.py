@@ -13,8 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from smcp_fx.backends import get_backend
-from smcp_fx.backends.base import Backend, Fingerprint, measure_interleaved
+from smcp_fx.backends import Backend, Fingerprint, compare, get_backend
 from smcp_fx.backends.tensorrt_engine import TensorRTEngine
 from smcp_fx.backends.tensorrt_layers import blocks_beside_layers
 from smcp_fx.compiler.data import ImageData, load_data
@@ -82,12 +81,12 @@ class _Run:
             self._save(smaller, prepared, folder / "pruned.safetensors")
             pruned = backend.compile(smaller, inputs, pruned_path)
         with self._stage("measuring dense and pruned in turns"):
-            measured = measure_interleaved([dense, pruned])
+            measured = compare(dense, pruned)
         with self._stage("reading accuracies from the emitted files"):
             accuracies = [accuracy_of(engine, data, fitted, settings.batch) for engine in (dense, pruned)]
         report = build_report(
             settings, self.config, prepared, fitted, data, backend, corrector,
-            Measured(tuple(measured), tuple(accuracies), fraction),
+            Measured(measured, tuple(accuracies), fraction),
             cost=cost if isinstance(cost, LatencyCost) else None,
             training=[("dense", dense_results), ("prune", trainer.results)],
             seconds=self.seconds,

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch import fx
 
-from smcp_fx.backends import Backend, Measurement
+from smcp_fx.backends import Backend, RelativeLatency
 from smcp_fx.compiler.data import ImageData
 from smcp_fx.compiler.measuring import Corrector, layer_counts
 from smcp_fx.compiler.models import FittedModel
@@ -28,7 +28,7 @@ from smcp_fx.tracing import Traced
 class Measured:
     """Dense and pruned, measured in turns, and read for accuracy; ``asked``: the fraction of the dense cost."""
 
-    latencies: tuple[Measurement, ...]
+    latency: RelativeLatency
     accuracies: tuple[float, ...]
     asked: float
 
@@ -55,9 +55,13 @@ def build_report(
     traced = Traced(cast(fx.GraphModule, prepared), prepared.plan.traced.values)
     others = {name: bind(name, traced, prepared.channels) for name in ("flops", "params")}
     predicted = {"dense": pruner.full_cost, "pruned": pruner.present_cost}
-    sides = {}
+    latency, sides = measured.latency, {}
     for side, chosen, result, accuracy in zip(
-        ("dense", "pruned"), (full_counts, counts), measured.latencies, measured.accuracies, strict=True
+        ("dense", "pruned"),
+        (full_counts, counts),
+        (latency.dense, latency.pruned),
+        measured.accuracies,
+        strict=True,
     ):
         sides[side] = {
             "accuracy": accuracy,
@@ -69,11 +73,10 @@ def build_report(
             "params": others["params"].cost(chosen),
             "flops": others["flops"].cost(chosen),
         }
-    measured_fraction = measured.latencies[1].median_ms / measured.latencies[0].median_ms
     per_epoch = pruner.schedule.steps_per_epoch if pruner.schedule is not None else 1
     blocks = _blocks(cost, counts) if cost is not None else []
     validation = [
-        {"name": c.name, "predicted_ms": c.predicted_ms, "measured_ms": c.pruned.median_ms}
+        {"name": c.name, "predicted_ms": c.predicted_ms, "measured_ms": c.measured.pruned.median_ms}
         for c in corrector.comparisons
     ]
     if unit == "ms":
@@ -82,14 +85,14 @@ def build_report(
             {
                 "name": "dense",
                 "predicted_ms": predicted["dense"],
-                "measured_ms": measured.latencies[0].median_ms,
+                "measured_ms": latency.dense.median_ms,
             },
         )
         validation.append(
             {
                 "name": "emitted",
                 "predicted_ms": predicted["pruned"],
-                "measured_ms": measured.latencies[1].median_ms,
+                "measured_ms": latency.pruned.median_ms,
             }
         )
     return {
@@ -100,7 +103,10 @@ def build_report(
         "target": settings.target,
         "target_fraction": measured.asked,
         "predicted_fraction": predicted["pruned"] / predicted["dense"],
-        "measured_fraction": measured_fraction,
+        "measured_fraction": latency.fraction,
+        "measured_fraction_q1": latency.q1,
+        "measured_fraction_q3": latency.q3,
+        "measured_rounds": latency.rounds,
         "correction": pruner.correction,
         "cost": unit,
         "batch": settings.batch,

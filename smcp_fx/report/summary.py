@@ -109,9 +109,18 @@ def target_line(report: dict[str, Any]) -> str:
         f"target {percent(report.get('target_fraction'), trim=True)} of the dense {cost_word(report)}",
         f"predicted {percent(report.get('predicted_fraction'))}{there}",
         f"measured{' here' if there else ''}{'' if cost_word(report) == 'latency' else ' latency'} "
-        f"{percent(report.get('measured_fraction'))}".replace(f"measured {MISSING}", MISSING),
+        f"{percent(report.get('measured_fraction'))}".replace(f"measured {MISSING}", MISSING)
+        + _rounds(report),
     ]
     return ", ".join(fractions) + f"; {backend_line(report)}"
+
+
+def _rounds(report: dict[str, Any]) -> str:
+    """Return how far the measured fraction scattered, where that is known."""
+    low, high, rounds = (report.get(f"measured_{key}") for key in ("fraction_q1", "fraction_q3", "rounds"))
+    if not rounds or number(report.get("measured_fraction")) is None:
+        return ""
+    return f" (quartiles of {rounds} rounds: {percent(low)} to {percent(high)})"
 
 
 def backend_line(report: dict[str, Any]) -> str:

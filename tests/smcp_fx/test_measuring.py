@@ -92,8 +92,10 @@ def test_the_target_is_met_in_what_is_measured(tmp_path: Path) -> None:
     assert abs(measured_now(model) ** 0.5 - 0.5) <= CLOSE
     names = [c.name for c in corrector.comparisons]
     assert names[:2] == ["first masks near the target", "last masks"]
-    assert corrector.comparisons[-1].pruned.median_ms == pytest.approx(full * measured_now(model) ** 0.5)
-    assert abs(corrector.comparisons[-1].fraction - 0.5) <= CLOSE
+    assert corrector.comparisons[-1].measured.pruned.median_ms == pytest.approx(
+        full * measured_now(model) ** 0.5
+    )
+    assert abs(corrector.comparisons[-1].measured.fraction - 0.5) <= CLOSE
     assert len(said) == len(names)
 
 
@@ -104,7 +106,7 @@ def test_every_solve_of_the_last_masks_is_measured_and_the_nearest_kept(tmp_path
     answers = {1: 0.9, 2: 0.8, 3: 0.42, 4: 0.56, 5: 0.7}
     corrector = corrector_of(model, lambda _, count: full * answers[count], tmp_path, said)
     train(model, corrector)
-    assert [c.fraction for c in corrector.comparisons] == pytest.approx(list(answers.values()))
+    assert [c.measured.fraction for c in corrector.comparisons] == pytest.approx(list(answers.values()))
     assert len(corrector.comparisons) == 1 + 1 + TRIES
     assert corrector.backend.compiled[3] == round(measured_now(model) * full)  # the try that measured 0.56
     assert "the nearest is kept, at 56.0%" in said[-1]

@@ -29,7 +29,15 @@ from latency_sums import calibrating_wholes
 from latency_tables import MEASURABLE_MS, write_tables
 
 from smcp_fx.allocation import allocate
-from smcp_fx.backends import Backend, Engine, Measurement, TimingConfig, get_backend, measure_interleaved
+from smcp_fx.backends import (
+    Backend,
+    Engine,
+    Measurement,
+    TimingConfig,
+    compare,
+    get_backend,
+    measure_interleaved,
+)
 from smcp_fx.compiler.measuring import aim_for
 from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency_cost import LatencyCost
@@ -45,8 +53,6 @@ CALIBRATING = 12
 CLOSE, TRIES = 0.01, 4
 #: Timings that spread further (interquartile range over median) are taken again, and then told and left out.
 STEADY, ATTEMPTS, PAUSE = 0.1, 3, 2.0
-#: Long runs average the machine's moments out: no further measurement of a file is begun after this (s).
-LONG = 8.0
 #: So often are a chosen and a larger count's blocks measured anew, in turns; three times where that takes long (s).
 TURNS, ROUNDING = 9, 10.0
 #: So many held-out rows of a table are measured anew, in sessions of their own.
@@ -195,32 +201,34 @@ class Bench:
             chosen: list[dict[str, int]] = []
             for _ in range(TRIES):
                 chosen.append(self.allocated(budget))
-                measured, stable = self.fraction(chosen[-1])
                 predicted = self.cost.latency(chosen[-1]) / dense_ms
-                tried.append({"predicted": predicted, "measured": measured, "stable": stable})
-                if abs(measured - asked) <= CLOSE:
+                tried.append({"predicted": predicted, **self.fraction(chosen[-1])})
+                if abs(tried[-1]["measured"] - asked) <= CLOSE:
                     break
                 budget = dense_ms * aim_for(asked, [(t["predicted"], t["measured"]) for t in tried])
             nearest = min(range(len(tried)), key=lambda i: abs(tried[i]["measured"] - asked))
             # The nearest of several is flattered by what it measured then: once more, of a file written anew.
-            again, again_stable = self.fraction(chosen[nearest])
+            again = self.fraction(chosen[nearest])
             self.record.add("target", **self.key, asked=asked, tried=tried, **tried[nearest],
-                            again=again, again_stable=again_stable)  # fmt: skip
+                            again=again["measured"], again_stable=again["stable"],
+                            again_quartiles=again["quartiles"])  # fmt: skip
             if asked == 0.5 and not self.record.find("rounding", **self.key):
                 self.rounding(chosen[nearest])
 
-    def fraction(self, counts: Mapping[str, int]) -> tuple[float, bool]:
-        """Emit a file and measure it over the dense one: the median of three times, of one where it takes long."""
-        fractions, stable = [], []
+    def fraction(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Emit a file and measure it over the dense one, as the compiler does."""
         with ExitStack() as opened:
             path = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "pruned.onnx"
-            engine = opened.enter_context(self.network.emitted(counts, self.backend, path))
-            began = time.monotonic()
-            while len(fractions) < 3 and (not fractions or time.monotonic() - began < LONG):
-                dense, pruned = self.timed([engine])
-                fractions.append(pruned.median_ms / dense.median_ms)
-                stable.append(max(dense.spread, pruned.spread) <= STEADY)
-        return float(np.median(fractions)), 2 * sum(stable) > len(stable)
+            found = compare(
+                self.dense, opened.enter_context(self.network.emitted(counts, self.backend, path))
+            )
+        steady = max(found.dense.spread, found.pruned.spread) <= STEADY
+        return {
+            "measured": found.fraction,
+            "stable": steady,
+            "rounds": found.rounds,
+            "quartiles": [found.q1, found.q3],
+        }
 
     def allocated(self, budget: float) -> dict[str, int]:
         """Counts of the greatest value for random importances, the cost taken again around each answer.

@@ -33,7 +33,7 @@ import torchvision  # noqa: E402
 from torch import nn  # noqa: E402
 
 import smcp_fx  # noqa: E402
-from smcp_fx.backends import Engine, get_backend, measure_interleaved  # noqa: E402
+from smcp_fx.backends import Engine, compare, get_backend  # noqa: E402
 from smcp_fx.backends.tensorrt_backend import TensorRTBackend, reference_outputs  # noqa: E402
 from smcp_fx.backends.tensorrt_layers import blocks_beside_layers  # noqa: E402
 from smcp_fx.compiler.models import build_model  # noqa: E402
@@ -295,10 +295,10 @@ class Bench:
     def held_against(self, dense: Engine, solve: Any, name: str) -> dict[str, float]:
         """What a solve's network was predicted to take, and takes, as fractions of the dense one."""
         with self.engine_of(smcp_fx.convert(self.prepared), name) as engine:
-            before, pruned = measure_interleaved([dense, engine])
+            found = compare(dense, engine)
         return {
             "predicted": solve.cost / self.prepared.pruner.full_cost,
-            "measured": pruned.median_ms / before.median_ms, "dense_ms": before.median_ms,
+            "measured": found.fraction, "dense_ms": found.dense.median_ms,
         }  # fmt: skip
 
     def train(self, prepared: Any) -> list[float]:
