@@ -1,12 +1,13 @@
 """The shapes of a block's parameters, inputs and outputs at any widths, from a few builds.
 
 A width enters every shape linearly, so after a few builds the others follow. Where they do not (the parts of
-a concatenation are thinned with rounding), each width is built.
+a concatenation are thinned with rounding; channels are fetched by index), each width is built.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +30,8 @@ class BlockShapes:
     """What an ONNX model of a block needs to know of it.
 
     ``structure``: what two blocks have in common when one's export serves the other. ``modules``: paths in
-    the order of the graph. ``groups``: of each convolution.
+    the order of the graph. ``groups``: of each convolution. ``moves``: which channels are fetched, and into parts of
+    what sizes others are split, in the order of the graph.
     """
 
     structure: str
@@ -38,6 +40,7 @@ class BlockShapes:
     groups: dict[str, int]
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
+    moves: tuple[tuple[int, ...], ...] = ()
 
     def numbers(self) -> list[int]:
         """Return all sizes in a row."""
@@ -83,7 +86,7 @@ def _derive(seen: dict[Shape, BlockShapes], widths: Shape) -> BlockShapes | None
     if not seen:
         return None
     first = next(iter(seen.values()))
-    if any(other.layout() != first.layout() for other in seen.values()):
+    if first.moves or any(other.layout() != first.layout() for other in seen.values()):
         return None
     design = np.array([[1, *at] for at in seen], dtype=np.float64)
     rank = np.linalg.matrix_rank(design)
@@ -106,7 +109,7 @@ def _built(block: Block, widths: Shape) -> BlockShapes:
 
 def built_shapes(module: nn.Module, inputs: tuple[Tensor, ...], signature: str) -> BlockShapes:
     """Return the shapes of a module as it is; its weights may be lost, since it is run without them."""
-    structure = structure_key(module, inputs, signature)
+    structure, moves = structure_key(module, inputs, signature), moves_of(module)
     named = (*module.named_parameters(), *module.named_buffers())
     return BlockShapes(
         structure,
@@ -115,6 +118,7 @@ def built_shapes(module: nn.Module, inputs: tuple[Tensor, ...], signature: str) 
         {path: int(m.groups) for path, m in module.named_modules() if isinstance(m, nn.Conv1d | nn.Conv2d)},
         tuple(tuple(tensor.shape) for tensor in inputs),
         _output_shapes(module, inputs),
+        moves,
     )
 
 
@@ -132,7 +136,7 @@ def _output_shapes(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Shape
 def structure_key(module: nn.Module, inputs: tuple[Tensor, ...], signature: str) -> str:
     """Return what two blocks must have in common for a template of one to serve the other.
 
-    Names do not matter: nodes and modules are numbered in the order of the graph.
+    Names do not matter: nodes and modules are numbered in the order of the graph. Nor do the sizes of split parts.
     """
     lines = ["; ".join(f"{tensor.dtype}:{tensor.dim()}" for tensor in inputs)]
     if not isinstance(module, fx.GraphModule):
@@ -140,7 +144,10 @@ def structure_key(module: nn.Module, inputs: tuple[Tensor, ...], signature: str)
     number = {node: index for index, node in enumerate(module.graph.nodes)}
     modules = {path: f"m{index}" for index, path in enumerate(module_paths(module))}
     for node in module.graph.nodes:
-        arguments = fx.map_arg((node.args, tuple(node.kwargs.items())), lambda n: f"%{number[n]}")
+        given = node.args
+        if (sizes := _sizes_of(node)) is not None:
+            given = (given[0], f"{len(sizes)} parts", *given[2:])
+        arguments = fx.map_arg((given, tuple(node.kwargs.items())), lambda n: f"%{number[n]}")
         if node.op == "placeholder":
             lines.append("input")
         elif node.op == "call_module":
@@ -149,6 +156,32 @@ def structure_key(module: nn.Module, inputs: tuple[Tensor, ...], signature: str)
         else:
             lines.append(f"{node.op} {modules.get(str(node.target), node.target)} {arguments}")
     return "\n".join(lines)
+
+
+def moves_of(module: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """Return the channels that each ``index_select`` of a graph module fetches, and each split's sizes, in order."""
+    if not isinstance(module, fx.GraphModule):
+        return ()
+    found = []
+    for node in module.graph.nodes:
+        sizes = _sizes_of(node)
+        if sizes is not None:
+            found.append(sizes)
+        elif node.target is torch.index_select and len(node.args) == 3 and _is_attribute(node.args[2]):
+            found.append(tuple(attrgetter(str(node.args[2].target))(module).tolist()))
+    return tuple(found)
+
+
+def _is_attribute(argument: object) -> bool:
+    return isinstance(argument, fx.Node) and argument.op == "get_attr"
+
+
+def _sizes_of(node: fx.Node) -> tuple[int, ...] | None:
+    """Return the sizes that a split makes, where they are constants (as `SliceChannels` writes them)."""
+    if node.target is not torch.split or len(node.args) < 2 or not isinstance(node.args[1], (list, tuple)):
+        return None
+    sizes = tuple(size for size in node.args[1] if isinstance(size, int))
+    return sizes if len(sizes) == len(node.args[1]) else None
 
 
 def module_paths(module: nn.Module) -> tuple[str, ...]:

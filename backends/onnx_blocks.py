@@ -2,12 +2,14 @@
 
 An export takes a second, a latency table has hundreds of rows. Blocks of one structure (same operations and
 hyperparameters) therefore share one exported template, whose weights are resized to the widths wanted and
-filled with random numbers. Where a template does not transfer (a channel count written into a reshape), the
-block is exported again: every model's output shapes are compared with the module's.
+filled with random numbers, and whose constants that move channels are exchanged. Where a template does not transfer
+(a channel count written into a reshape), the block is exported again: every model's output shapes are compared with
+the module's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ from smcp_fx.backends.onnx_export import export_model_proto
 from smcp_fx.errors import BackendError
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from smcp_fx.latency_blocks import Block
 
 #: In these ranks the channels of a reshape's target are on this axis: (N, C), (N, C, H, W), (N, groups, C,
@@ -27,22 +31,63 @@ if TYPE_CHECKING:
 _CHANNEL_AXIS = {2: 1, 4: 1, 5: 2}
 
 
+#: What takes channels from where its second input, a constant, says.
+_MOVING = ("Gather", "Split")
+
+
 @dataclass(frozen=True)
 class Template:
-    """An exported block. ``modules``: the paths of its modules, in the order of the graph."""
+    """An exported block. ``modules``: the paths of its modules, in the order of the graph.
+
+    ``moves``: the first outputs of the nodes that hold the moves of its `BlockShapes`, in their order.
+    """
 
     model: onnx.ModelProto
     modules: tuple[str, ...]
+    moves: tuple[str, ...] = ()
+
+
+class Templates:
+    """Makes ONNX models of modules from one export of each structure. ``exports`` counts the exports."""
+
+    def __init__(self, opset: int | None = None) -> None:
+        self._opset = opset
+        self._templates: dict[str, Template] = {}
+        self.exports = 0
+
+    def model(
+        self, shapes: BlockShapes, build: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
+    ) -> onnx.ModelProto:
+        """Return a model of these shapes, all of them fixed, with random weights.
+
+        ``build`` gives the module and example inputs that are exported where no earlier export serves. `BackendError`
+        when ONNX cannot express it.
+        """
+        template = self._templates.get(shapes.structure)
+        if template is not None:
+            model = resize(template, shapes)
+            if model is not None and consistent(model):
+                return model
+        self.exports += 1
+        exported = export_model_proto(*build(), opset=self._opset, dynamic_batch=False)
+        moves = _moving_nodes(exported, shapes.moves)
+        self._templates[shapes.structure] = Template(exported, shapes.modules, moves)
+        copy = onnx.ModelProto()
+        copy.CopyFrom(exported)
+        return copy
 
 
 class BlockModels:
     """Makes the ONNX model of a block at given widths, random weights. ``exports`` counts the exports."""
 
     def __init__(self, opset: int | None = None) -> None:
-        self._opset = opset
-        self._templates: dict[str, Template] = {}
+        self._templates = Templates(opset)
         self._finder = ShapeFinder()
-        self.exports = 0
+
+    @property
+    def exports(self) -> int:
+        """How many exports there were."""
+        return self._templates.exports
 
     def model(self, block: Block, widths: tuple[int, ...]) -> onnx.ModelProto:
         """Return the model of ``block`` at ``widths``, all shapes fixed.
@@ -50,29 +95,27 @@ class BlockModels:
         `BackendError` when ONNX cannot express it.
         """
         shapes = self._finder.shapes(block, widths)
-        template = self._templates.get(shapes.structure)
-        if template is not None:
-            model = resize(template, shapes)
-            if model is not None and consistent(model):
-                return model
-        return self._export(block, widths, shapes)
-
-    def _export(self, block: Block, widths: tuple[int, ...], shapes: BlockShapes) -> onnx.ModelProto:
-        self.exports += 1
-        module, inputs = block.build(widths)
         try:
-            proto = export_model_proto(module, inputs, opset=self._opset, dynamic_batch=False)
+            return self._templates.model(shapes, lambda: block.build(widths))
         except BackendError as error:
             raise BackendError(f"block {block.name!r} at widths {widths}: {error}") from error
-        self._templates[shapes.structure] = Template(proto, shapes.modules)
-        copy = onnx.ModelProto()
-        copy.CopyFrom(proto)
-        return copy
+
+
+def _moving_nodes(model: onnx.ModelProto, moves: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
+    """Return the first outputs of the nodes that hold ``moves``; of none where they do not correspond one to one."""
+    constants = {tensor.name: tensor for tensor in model.graph.initializer if len(tensor.dims) == 1}
+    nodes = [
+        node
+        for node in model.graph.node
+        if node.op_type in _MOVING and node.input[1:2] and node.input[1] in constants
+    ]
+    held = [tuple(numpy_helper.to_array(constants[node.input[1]]).tolist()) for node in nodes]
+    return tuple(str(node.output[0]) for node in nodes) if held == list(moves) else ()
 
 
 def resize(template: Template, wanted: BlockShapes) -> onnx.ModelProto | None:
     """Return ``template`` with random weights of the ``wanted`` shapes; None when they do not correspond."""
-    if len(template.modules) != len(wanted.modules):
+    if len(template.modules) != len(wanted.modules) or len(template.moves) != len(wanted.moves):
         return None
     paths = dict(zip(template.modules, wanted.modules, strict=True))
     model = _skeleton(template.model)
@@ -93,8 +136,12 @@ def resize(template: Template, wanted: BlockShapes) -> onnx.ModelProto | None:
         for attribute in node.attribute:
             if attribute.name == "group":
                 attribute.i = wanted.groups.get(path, attribute.i)
+    _exchange_moves(graph, dict(zip(template.moves, wanted.moves, strict=True)))
+    used = {name for node in graph.node for name in node.input}
     reshapes = {node.input[1] for node in graph.node if node.op_type == "Reshape"}
     for tensor in template.model.graph.initializer:
+        if tensor.name not in used:
+            continue
         if tensor.name in shapes:
             if len(shapes[tensor.name]) != len(tensor.dims):
                 return None
@@ -112,6 +159,15 @@ def resize(template: Template, wanted: BlockShapes) -> onnx.ModelProto | None:
             del node.attribute[:]
             node.attribute.extend(kept)
     return model
+
+
+def _exchange_moves(graph: onnx.GraphProto, moves: dict[str, tuple[int, ...]]) -> None:
+    """Give the nodes with these first outputs constants of their own: an export has equal ones once."""
+    for node in graph.node:
+        if node.output[0] in moves:
+            node.input[1] = f"{node.output[0]}.moves"
+            values = np.array(moves[node.output[0]], np.int64)
+            graph.initializer.append(numpy_helper.from_array(values, node.input[1]))
 
 
 def _skeleton(template: onnx.ModelProto) -> onnx.ModelProto:

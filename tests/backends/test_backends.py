@@ -348,6 +348,28 @@ class Shuffle(nn.Module):
         return x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
 
 
+class Moves(nn.Module):
+    """What slicing makes of channel shuffles and chunks: channels fetched by index, split, and joined again.
+
+    ``c`` channels of which the first ``first`` were one half. ``dead``: with a fetch that nothing reads.
+    """
+
+    def __init__(self, c: int, first: int, dead: bool = False) -> None:
+        super().__init__()
+        halves = torch.arange(first), torch.arange(first, c)
+        turns = [half[i : i + 1] for i in range(c) for half in halves]
+        self.first, self.dead = first, dead
+        self.register_buffer("shuffled", torch.cat(turns))
+        self.register_buffer("back", torch.arange(c).flip(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.dead:
+            torch.index_select(x, 1, self.back)
+        y = torch.index_select(x, 1, self.shuffled)
+        a, b = torch.split(y, [self.first, len(self.shuffled) - self.first], 1)
+        return torch.index_select(torch.cat([torch.relu(b), a], 1), 1, self.back)
+
+
 @dataclass(frozen=True)
 class ABlock:
     kind: str
@@ -368,6 +390,9 @@ class ABlock:
             return fx.symbolic_trace(Head(*widths)).eval(), (x,)
         if self.kind == "shuffle":
             return Shuffle(), (x,)
+        if self.kind in ("moves", "dead moves"):
+            moves = Moves(widths[0], max(widths[0] * 2 // 3, 1), self.kind == "dead moves")
+            return fx.symbolic_trace(moves).eval(), (x,)
         depthwise = self.kind == "depthwise"
         c_out = widths[0] if depthwise else widths[1]
         module = ConvAdd(widths[0], c_out, self.stride, widths[0] if depthwise else 1)
@@ -401,6 +426,46 @@ def test_one_export_serves_all_widths(block, points, exports):
     assert models._finder.builds < len(points)
 
 
+@pytest.mark.parametrize(("kind", "exports"), [("moves", 1), ("dead moves", 5)])
+def test_moved_channels_are_those_of_each_width(kind, exports):
+    """One export serves where its constants are the module's, one for one; elsewhere every width is exported."""
+    models = BlockModels()
+    for width in (3, 9, 8, 31, 2):
+        module, (x,) = ABlock(kind).build((width,))
+        model = models.model(ABlock(kind), (width,))
+        onnx.checker.check_model(model, full_check=True)
+        with OnnxRuntimeEngine(model.SerializeToString()) as engine:
+            (found,) = engine.run([x.numpy()])
+        assert np.array_equal(found, module(x).numpy())
+    assert models.exports == exports
+
+
+def test_constants_that_an_export_shares_are_told_apart():
+    """Two fetches of the same channels at the width that is exported, and of others at the next."""
+
+    class Twice(nn.Module):
+        def __init__(self, first, second):
+            super().__init__()
+            self.register_buffer("first", torch.tensor(first))
+            self.register_buffer("second", torch.tensor(second))
+
+        def forward(self, x):
+            return torch.index_select(torch.relu(torch.index_select(x, 1, self.first)), 1, self.second)
+
+    class Block(ABlock):
+        def build(self, widths):
+            both = Twice([1, 0], [1, 0]) if widths == (2,) else Twice([2, 0, 1], [2, 1, 0])
+            return fx.symbolic_trace(both).eval(), (torch.randn(1, *widths, 2, 2),)
+
+    models = BlockModels()
+    for widths in ((2,), (3,)):
+        module, (x,) = Block("twice").build(widths)
+        with OnnxRuntimeEngine(models.model(Block("twice"), widths).SerializeToString()) as engine:
+            (found,) = engine.run([x.numpy()])
+        assert np.array_equal(found, module(x).numpy())
+    assert models.exports == 1
+
+
 def test_blocks_of_one_structure_share_an_export_whatever_their_size_and_name():
     models = BlockModels()
     models.model(ABlock("conv"), (8, 16))
@@ -426,7 +491,7 @@ def test_a_template_that_gathers_what_is_not_there_does_not_serve():
 def test_a_template_of_other_modules_does_not_serve():
     models = BlockModels()
     models.model(ABlock("conv"), (8, 16))
-    (template,) = models._templates.values()
+    (template,) = models._templates._templates.values()
     shapes = models._finder.shapes(ABlock("conv"), (8, 16))
     assert resize(template, shapes) is not None
     assert resize(template, replace(shapes, modules=(*shapes.modules, "another"))) is None

@@ -10,6 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+
+import smcp_fx
 
 _PATH = sys.path[:]
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
@@ -55,3 +59,37 @@ def test_random_prunings_are_other_networks_and_repeat() -> None:
     found = [network().random_counts(index) for index in range(1, 21)]
     assert found == [network().random_counts(index) for index in range(1, 21)]
     assert len({tuple(counts.values()) for counts in (*found, *network().sizes(12))}) == 32
+
+
+class Shuffled(nn.Module):
+    """A unit of ShuffleNetV2: half of the channels pass, and both halves are shuffled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.side, self.head = (
+            nn.Conv2d(3, 32, 1),
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.Linear(32, 4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        passing, other = torch.relu(self.stem(x)).chunk(2, 1)
+        y = torch.cat([passing, torch.relu(self.side(other))], 1)
+        n, c, h, w = y.shape
+        return self.head(y.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w).mean((2, 3)))
+
+
+def test_networks_whose_channels_are_shuffled_take_one_export() -> None:
+    """Every engine computes with as many channels as its network: what it fetches and splits follows the counts."""
+    inputs = (torch.randn(1, 3, 8, 8),)
+    config = smcp_fx.PruningConfig(multiple=1)
+    prepared = smcp_fx.prepare(Shuffled().eval(), inputs, cost="params", config=config)
+    cost: Any = SimpleNamespace(fingerprint=SimpleNamespace(threads=1))
+    found = Network(prepared, cost, inputs)
+    full = {name: allowed[-1] for name, allowed in found.permitted.items()}
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        counts = {name: int(rng.integers(2, count)) for name, count in full.items()}
+        with found.engine(counts) as engine:
+            assert engine.run([inputs[0].numpy()])[0].shape == (1, 4)
+    assert found.templates.exports == 1

@@ -5,20 +5,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import onnx
 import torch
 import torchvision
 from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.backends.base import Backend, Engine
-from smcp_fx.backends.block_shapes import built_shapes, module_paths
-from smcp_fx.backends.onnx_blocks import Template, consistent, resize
-from smcp_fx.backends.onnx_export import export_model_proto
+from smcp_fx.backends.block_shapes import built_shapes
+from smcp_fx.backends.onnx_blocks import Templates
 from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeEngine
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.prepare import PreparedModel
@@ -38,8 +36,6 @@ SETTINGS = {"224x1": (224, 1), "64x1": (64, 1), "64x32": (64, 32)}
 
 #: The smallest share of the units that random prunings have on average.
 SMALLEST = 0.15
-#: What these take, and from where, is written into the file.
-_MOVES = ("Gather", "Slice", "Split")
 
 
 @dataclass
@@ -49,9 +45,7 @@ class Network:
     prepared: PreparedModel
     cost: LatencyCost
     inputs: tuple[Tensor, ...]
-    template: Template | None = None
-    moves: dict[str, bytes] | None = None
-    exports: int = 0
+    templates: Templates = field(default_factory=Templates)
 
     @classmethod
     def make(cls, model: str, setting: str, cost: LatencyCost) -> Network:
@@ -79,13 +73,7 @@ class Network:
         """
         module = self.pruned(counts)
         shapes = built_shapes(copy.deepcopy(module), self.inputs, "network")
-        model = resize(self.template, shapes) if self.template is not None else None
-        if model is None or not consistent(model):
-            self.exports += 1
-            model = export_model_proto(module, self.inputs, dynamic_batch=False)
-            before, self.moves = self.moves, _moves(model)
-            serves = not self.moves or self.moves == before  # pixels are moved alike whatever the counts are
-            self.template = Template(model, module_paths(module)) if serves else None
+        model = self.templates.model(shapes, lambda: (module, self.inputs))
         return OnnxRuntimeEngine(model.SerializeToString(), self.inputs, self.cost.fingerprint.threads)
 
     def emitted(self, counts: Mapping[str, int], backend: Backend, path: Path) -> Engine:
@@ -141,10 +129,3 @@ class Network:
             units = np.sort(rng.exponential(rng.uniform(0.3, 1.0), allowed[-1]))[::-1]
             values[name] = np.cumsum(units)[np.asarray(permitted[name]) - 1]
         return values
-
-
-def _moves(model: onnx.ModelProto) -> dict[str, bytes]:
-    """The constants that say what is moved where."""
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    moving = [name for node in model.graph.node if node.op_type in _MOVES for name in node.input[1:]]
-    return {name: constants[name].SerializeToString() for name in moving if name in constants}
