@@ -1,7 +1,7 @@
 """The shapes of a block's parameters, inputs and outputs at any widths, from a few builds.
 
 A width enters every shape linearly, so after a few builds the others follow. Where they do not (the parts of
-a concatenation are thinned with rounding; channels are fetched by index), each width is built.
+a concatenation are thinned with rounding; channels are fetched by index, or split), each width is built.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def moves_of(module: nn.Module) -> tuple[tuple[int, ...], ...]:
         if sizes is not None:
             found.append(sizes)
         elif node.target is torch.index_select and len(node.args) == 3 and _is_attribute(node.args[2]):
-            found.append(tuple(attrgetter(str(node.args[2].target))(module).tolist()))
+            found.append(tuple(attrgetter(str(node.args[2].target))(module).flatten().tolist()))
     return tuple(found)
 
 

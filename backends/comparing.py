@@ -16,6 +16,7 @@ import numpy as np
 
 from smcp_fx.backends.base import Engine
 from smcp_fx.backends.timing import Measurement, Sample, TimingConfig, calm, summarise, take_turns, warm_up
+from smcp_fx.errors import InputError
 
 #: One round: of large networks one turn of each, three runs a turn. They settle for as long as twelve runs of 10 ms.
 _ROUND = TimingConfig(min_repeats=3, max_repeats=60, budget_ms=150.0, attempts=1, settle_ms=120.0)
@@ -25,40 +26,38 @@ _MEDIAN, _QUARTILES = math.sqrt(math.pi / 2), 1.349
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """How long to compare: ``rounds`` at least, until ``error`` is reached, and at most about ``seconds``.
+    """How long to compare: ``rounds`` and ``seconds`` at least, until ``error`` is reached, or time is up.
 
-    ``error``: standard error of the fraction, as its scatter from round to round gives it. When ``seconds`` are over
-    no round is begun after the first ``least``.
+    ``error``: standard error of the fraction, absolute (0.003: 0.3 points), as its scatter from round to round gives
+    it. After ``longest_seconds`` no round is begun but the first ``late_rounds``.
     """
 
     rounds: int = 5
+    seconds: float = 1.0
     error: float = 0.003
-    seconds: float = 15.0
-    least: int = 3
+    longest_seconds: float = 15.0
+    late_rounds: int = 3
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.late_rounds <= self.rounds:
+            raise InputError(f"{self}: 1 <= late_rounds <= rounds must hold")
 
 
 @dataclass(frozen=True)
 class RelativeLatency:
-    """Two networks measured in turns: ms of all rounds, and how far the rounds' fractions lie apart.
+    """Two networks measured in turns, round after round: ms of all rounds, and pruned over dense.
 
-    ``q1``, ``q3``: quartiles of pruned over dense, from round to round, dimensionless.
+    ``fraction``: the median of the rounds' own, dimensionless; ``q1``, ``q3``: their quartiles; ``error``: the
+    standard error of their median. A moment that is slow for both moves the ms, and no fraction.
     """
 
     dense: Measurement
     pruned: Measurement
+    fraction: float
     q1: float
     q3: float
+    error: float
     rounds: int
-
-    @property
-    def fraction(self) -> float:
-        """Pruned over dense median."""
-        return self.pruned.median_ms / self.dense.median_ms
-
-    @property
-    def stable(self) -> bool:
-        """Whether both networks' timings were."""
-        return self.dense.stable and self.pruned.stable
 
 
 def compare(dense: Engine, pruned: Engine, config: CompareConfig | None = None) -> RelativeLatency:
@@ -79,17 +78,17 @@ def compare(dense: Engine, pruned: Engine, config: CompareConfig | None = None) 
             medians.append(summarise(kept, _ROUND.spread_limit).median_ms)
         fractions.append(medians[1] / medians[0])
     before, after = (summarise(calm(own, len(own) // 2), _ROUND.spread_limit) for own in samples)
-    q1, q3 = (float(q) for q in np.percentile(fractions, [25, 75]))
-    return RelativeLatency(before, after, q1, q3, len(fractions))
+    q1, median, q3 = (float(q) for q in np.percentile(fractions, [25, 50, 75]))
+    return RelativeLatency(before, after, median, q1, q3, _error(fractions), len(fractions))
 
 
 def _goes_on(fractions: Sequence[float], seconds: float, config: CompareConfig) -> bool:
     """Whether another round is needed, after these."""
-    if len(fractions) < config.least:
+    if len(fractions) < config.late_rounds:
         return True
-    if seconds >= config.seconds:
+    if seconds >= config.longest_seconds:
         return False
-    return len(fractions) < config.rounds or _error(fractions) > config.error
+    return len(fractions) < config.rounds or seconds < config.seconds or _error(fractions) > config.error
 
 
 def _error(fractions: Sequence[float]) -> float:

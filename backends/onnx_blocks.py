@@ -33,6 +33,7 @@ _CHANNEL_AXIS = {2: 1, 4: 1, 5: 2}
 
 #: What takes channels from where its second input, a constant, says.
 _MOVING = ("Gather", "Split")
+_FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE}
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Templates:
     def model(
         self, shapes: BlockShapes, build: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
     ) -> onnx.ModelProto:
-        """Return a model of these shapes, all of them fixed, with random weights.
+        """Return a model of these shapes, all of them fixed, with random weights (those built, where it is exported).
 
         ``build`` gives the module and example inputs that are exported where no earlier export serves. `BackendError`
         when ONNX cannot express it.
@@ -137,14 +138,14 @@ def resize(template: Template, wanted: BlockShapes) -> onnx.ModelProto | None:
             if attribute.name == "group":
                 attribute.i = wanted.groups.get(path, attribute.i)
     _exchange_moves(graph, dict(zip(template.moves, wanted.moves, strict=True)))
-    used = {name for node in graph.node for name in node.input}
+    used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
     reshapes = {node.input[1] for node in graph.node if node.op_type == "Reshape"}
     for tensor in template.model.graph.initializer:
         if tensor.name not in used:
             continue
         if tensor.name in shapes:
-            if len(shapes[tensor.name]) != len(tensor.dims):
-                return None
+            if len(shapes[tensor.name]) != len(tensor.dims) or tensor.data_type not in _FLOATS:
+                return None  # what whole numbers stand for, random ones do not
             graph.initializer.append(_random_tensor(tensor, shapes[tensor.name]))
         elif tensor.name in reshapes:
             graph.initializer.append(_open_channels(tensor))

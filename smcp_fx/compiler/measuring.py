@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.backends import Backend, Engine, Measurement, RelativeLatency, compare
+from smcp_fx.backends import Backend, CompareConfig, Engine, Measurement, RelativeLatency, compare
 from smcp_fx.compiler.data import ImageData
 from smcp_fx.compiler.models import FittedModel
 from smcp_fx.errors import CheckpointError
@@ -90,7 +90,8 @@ class Corrector:
             found = [_comparison(record) for record in records]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise CheckpointError(
-                f"{self.file} is damaged ({type(error).__name__}); start without --resume"
+                f"{self.file} is damaged or of another version ({type(error).__name__}: {error}); "
+                "start without --resume"
             ) from error
         self.comparisons = [comparison for comparison in found if comparison.step <= step]
 
@@ -129,7 +130,8 @@ class Corrector:
         told = [(c.predicted_ms, c.measured.fraction) for c in self.comparisons if c.predicted_ms]
         aim = aim_for(self.fraction, told)
         pruner.correction = self.fraction * pruner.full_cost / max(aim, smallest)
-        unsure = "" if measured.stable else " (unstable: the machine is busy)"
+        sure = measured.error <= CompareConfig.error
+        unsure = "" if sure else f" (± {100 * measured.error:.1f} points: the machine is busy)"
         self.say(
             f"{name}: measured {measured.fraction:.1%} of the dense latency{unsure}, the table says "
             f"{predicted / pruner.full_cost:.1%}, asked {self.fraction:.1%}"

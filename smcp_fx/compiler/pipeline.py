@@ -128,7 +128,7 @@ class _Run:
                         "with the same, or start afresh without --resume"
                     )
                 return
-            for old in state.glob("*.safetensors"):
+            for old in (*state.glob("*.safetensors"), *state.glob("comparisons.json")):
                 old.unlink()
             record_file.write_text(json.dumps(record, indent=1), encoding="utf-8")
         except OSError as error:

@@ -106,6 +106,7 @@ def build_report(
         "measured_fraction": latency.fraction,
         "measured_fraction_q1": latency.q1,
         "measured_fraction_q3": latency.q3,
+        "measured_fraction_error": latency.error,
         "measured_rounds": latency.rounds,
         "correction": pruner.correction,
         "cost": unit,

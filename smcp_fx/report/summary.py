@@ -110,17 +110,19 @@ def target_line(report: dict[str, Any]) -> str:
         f"predicted {percent(report.get('predicted_fraction'))}{there}",
         f"measured{' here' if there else ''}{'' if cost_word(report) == 'latency' else ' latency'} "
         f"{percent(report.get('measured_fraction'))}".replace(f"measured {MISSING}", MISSING)
-        + _rounds(report),
+        + _how_sure(report),
     ]
     return ", ".join(fractions) + f"; {backend_line(report)}"
 
 
-def _rounds(report: dict[str, Any]) -> str:
-    """Return how far the measured fraction scattered, where that is known."""
-    low, high, rounds = (report.get(f"measured_{key}") for key in ("fraction_q1", "fraction_q3", "rounds"))
-    if not rounds or number(report.get("measured_fraction")) is None:
+def _how_sure(report: dict[str, Any]) -> str:
+    """Return the standard error of the measured fraction and the quartiles of its rounds, where they are known."""
+    names = ("measured_fraction", "measured_fraction_error", "measured_fraction_q1", "measured_fraction_q3")
+    measured, error, low, high = (number(report.get(name)) for name in names)
+    if measured is None or error is None:
         return ""
-    return f" (quartiles of {rounds} rounds: {percent(low)} to {percent(high)})"
+    rounds = report.get("measured_rounds")
+    return f" ± {100 * error:.1f} points (quartiles of {rounds} rounds: {percent(low)} to {percent(high)})"
 
 
 def backend_line(report: dict[str, Any]) -> str:

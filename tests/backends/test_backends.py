@@ -18,7 +18,8 @@ from torch import fx, nn
 
 from smcp_fx.backends import backend_names, get_backend, measure_interleaved
 from smcp_fx.backends.base import Fingerprint
-from smcp_fx.backends.onnx_blocks import BlockModels, consistent, resize
+from smcp_fx.backends.block_shapes import BlockShapes
+from smcp_fx.backends.onnx_blocks import BlockModels, Template, consistent, resize
 from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeEngine
 from smcp_fx.backends.onnxruntime_blocks import add_context, block_ms
 from smcp_fx.backends.onnxruntime_overhead import REFERENCE_SHAPE, Overhead
@@ -438,6 +439,20 @@ def test_moved_channels_are_those_of_each_width(kind, exports):
             (found,) = engine.run([x.numpy()])
         assert np.array_equal(found, module(x).numpy())
     assert models.exports == exports
+
+
+def test_whole_numbers_are_not_made_up():
+    """A template whose parameter is an index that it does not know as a move serves no other width."""
+    value = functools.partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT)
+    for kind, serves in ((np.int64, False), (np.float32, True)):
+        graph = onnx.helper.make_graph(
+            [onnx.helper.make_node("Gather" if kind is np.int64 else "Add", ["x", "index"], ["y"])], "g",
+            [value("x", shape=[3])], [value("y", shape=[3])],
+            [onnx.numpy_helper.from_array(np.array([2, 1, 0], kind), "index")],
+        )  # fmt: skip
+        template = Template(onnx.helper.make_model(graph), ())
+        wanted = BlockShapes("", (), {"index": (4,)}, {}, ((4,),), ((4,),))
+        assert (resize(template, wanted) is not None) == serves
 
 
 def test_constants_that_an_export_shares_are_told_apart():

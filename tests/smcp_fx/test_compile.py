@@ -82,7 +82,7 @@ def test_the_whole_way(
     report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
     for key in ("target_fraction", "predicted_fraction", "measured_fraction", "seed", "backend"):
         assert key in report
-    assert report["measured_fraction_q1"] <= report["measured_fraction_q3"] and report["measured_rounds"] >= 3
+    assert report["measured_fraction_q1"] <= report["measured_fraction"] <= report["measured_fraction_q3"]
     for side in ("dense", "pruned"):
         assert {"accuracy", "latency_ms", "params", "flops"} <= report[side].keys()
     assert report["target_fraction"] == pytest.approx(float(target))

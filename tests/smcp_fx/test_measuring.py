@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +11,19 @@ import torch
 from torch import nn
 
 import smcp_fx
+from smcp_fx.backends import CompareConfig, compare
 from smcp_fx.backends.base import Backend, Engine, Fingerprint
+from smcp_fx.compiler import measuring
 from smcp_fx.compiler.measuring import CLOSE, TRIES, Corrector, aim_for
 from smcp_fx.errors import CheckpointError
 from smcp_fx.prepare import PreparedModel
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that always take the same need no time to be sure of."""
+    rounds = CompareConfig(seconds=0.0)
+    monkeypatch.setattr(measuring, "compare", functools.partial(compare, config=rounds))
 
 
 class FixedEngine(Engine):

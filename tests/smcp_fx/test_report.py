@@ -94,6 +94,7 @@ def real() -> dict[str, Any]:
         "measured_fraction": 4.213 / 10.51,
         "measured_fraction_q1": 0.3987,
         "measured_fraction_q3": 0.4032,
+        "measured_fraction_error": 0.0016,
         "measured_rounds": 7,
         "correction": 1.0345,
         "cost": "ms",
@@ -228,7 +229,7 @@ def test_summary_table_and_text(real: dict[str, Any]) -> None:
     assert "FLOPs per input 555 M 190 M −65.8 %" in lines
     told = " ".join(lines)
     assert "target 40 % of the dense latency, predicted 39.7 %, measured 40.1 %" in told
-    assert "measured 40.1 % (quartiles of 7 rounds: 39.9 % to 40.3 %); ONNX Runtime" in told
+    assert "measured 40.1 % ± 0.2 points (quartiles of 7 rounds: 39.9 % to 40.3 %); ONNX Runtime" in told
     assert "ONNX Runtime 9.8.7, float32, 1 thread, batch 32, A Processor" in told
     assert all(line == line.rstrip() and len(line) <= 100 for line in text.splitlines())
 

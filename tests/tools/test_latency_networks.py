@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx import numpy_helper
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.backends.block_shapes import moves_of
 
 _PATH = sys.path[:]
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
@@ -80,7 +82,7 @@ class Shuffled(nn.Module):
 
 
 def test_networks_whose_channels_are_shuffled_take_one_export() -> None:
-    """Every engine computes with as many channels as its network: what it fetches and splits follows the counts."""
+    """What each engine fetches and splits is what its own network does."""
     inputs = (torch.randn(1, 3, 8, 8),)
     config = smcp_fx.PruningConfig(multiple=1)
     prepared = smcp_fx.prepare(Shuffled().eval(), inputs, cost="params", config=config)
@@ -88,8 +90,17 @@ def test_networks_whose_channels_are_shuffled_take_one_export() -> None:
     found = Network(prepared, cost, inputs)
     full = {name: allowed[-1] for name, allowed in found.permitted.items()}
     rng = np.random.default_rng(0)
+    moves = set()
     for _ in range(4):
         counts = {name: int(rng.integers(2, count)) for name, count in full.items()}
+        model = found.model(counts)
+        constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+        moving = [node for node in model.graph.node if node.op_type in ("Gather", "Split")]
+        expected = moves_of(found.pruned(counts))
+        assert [tuple(constants[node.input[1]].tolist()) for node in moving] == list(expected)
+        assert len(expected) == 2  # the halves, and the shuffle
+        moves.add(expected)
         with found.engine(counts) as engine:
             assert engine.run([inputs[0].numpy()])[0].shape == (1, 4)
+    assert len(moves) == 4
     assert found.templates.exports == 1

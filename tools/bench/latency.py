@@ -2,7 +2,7 @@
 
     python tools/bench/latency.py run --record latency.jsonl             every model and setting, two hours at most
     python tools/bench/latency.py run --record latency.jsonl --models resnet18 --settings 64x32 --prunings 6
-    python tools/bench/latency.py tables --record latency.jsonl --out docs/latency.md
+    python tools/bench/latency.py tables --record *.jsonl --out docs/latency.md --each docs/latency_occasions.md
 
 For each model and setting (side x batch; ONNX Runtime, one thread): the table is measured; random prunings are
 timed with the dense network, in turns, and held against the table's sum; 70, 50 and 30 % of the dense latency
@@ -227,6 +227,7 @@ class Bench:
             "measured": found.fraction,
             "stable": steady,
             "rounds": found.rounds,
+            "error": found.error,
             "quartiles": [found.q1, found.q3],
         }
 
@@ -334,11 +335,14 @@ def main() -> None:
     tables = commands.add_parser("tables", help="write the tables of a record into a document")
     tables.add_argument("--record", type=Path, nargs="+", required=True, help="one record an occasion")
     tables.add_argument("--out", type=Path, required=True)
+    tables.add_argument(
+        "--each", type=Path, help="put each occasion's tables into this file (default: into --out)"
+    )
     arguments = parser.parse_args()
     if arguments.command == "run":
         run(arguments)
     else:
-        write_tables([Record(path).lines for path in arguments.record], arguments.out, STEADY)
+        write_tables([Record(path).lines for path in arguments.record], arguments.out, STEADY, arguments.each)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import onnx
 import torch
 import torchvision
 from torch import Tensor, nn
@@ -66,15 +67,19 @@ class Network:
         self.prepared.set_masks({g.name: torch.arange(g.size) < counts[g.name] for g in free})
         return smcp_fx.convert(self.prepared).eval()
 
-    def engine(self, counts: Mapping[str, int]) -> Engine:
-        """An engine of the pruned network with random weights; from one export for all counts where that holds.
+    def model(self, counts: Mapping[str, int]) -> onnx.ModelProto:
+        """The pruned network's model with random weights; from one export for all counts where that holds.
 
         The latency does not depend on the weights' values, and an export takes many times what a measurement does.
         """
         module = self.pruned(counts)
         shapes = built_shapes(copy.deepcopy(module), self.inputs, "network")
-        model = self.templates.model(shapes, lambda: (module, self.inputs))
-        return OnnxRuntimeEngine(model.SerializeToString(), self.inputs, self.cost.fingerprint.threads)
+        return self.templates.model(shapes, lambda: (module, self.inputs))
+
+    def engine(self, counts: Mapping[str, int]) -> Engine:
+        """An engine of that model."""
+        data = self.model(counts).SerializeToString()
+        return OnnxRuntimeEngine(data, self.inputs, self.cost.fingerprint.threads)
 
     def emitted(self, counts: Mapping[str, int], backend: Backend, path: Path) -> Engine:
         """An engine of the file that the compiler would emit, exported and checked."""

@@ -22,15 +22,16 @@ _TELLING = 0.25
 class Sums:
     """Relative errors of the prunings of a model at a setting that were not calibrated on.
 
-    ``before`` and ``after`` calibration of the steady ones, ``of_all`` after it of all ``number`` prunings; ``apart``
-    is how far a second measurement of the same networks is from the first (empty where there was none). Ranks
-    (Spearman) are those of the predictions, and of one measurement in the other; nan of fewer than two.
+    ``before`` and ``after`` calibration of the steady ones, ``of_all_before`` and ``of_all`` of all ``number``
+    prunings; ``apart`` is how far a second measurement of the same networks is from the first (empty where there was
+    none). Ranks (Spearman) are those of the predictions, and of one measurement in the other; nan of fewer than two.
     """
 
     number: int
     calibrating: int
     before: np.ndarray
     after: np.ndarray
+    of_all_before: np.ndarray
     of_all: np.ndarray
     apart: np.ndarray
     rank: float
@@ -48,7 +49,7 @@ class Sums:
             return None
         fitted = calibrate(calibrating, start)
         before, after = (np.array(relative_errors(r, others)) for r in (start, fitted))
-        of_all = np.array(relative_errors(fitted, unsteady_too))
+        of_all_before, of_all = (np.array(relative_errors(r, unsteady_too)) for r in (start, fitted))
         measured, of_all_ms = (np.array([w.measured_ms for w in found]) for found in (others, unsteady_too))
         roles = _with_roles(_timed(lines, model, setting), steady)
         first, second = np.array([
@@ -60,6 +61,7 @@ class Sums:
             calibrating=len(roles) - len(unsteady_too),
             before=before,
             after=after,
+            of_all_before=of_all_before,
             of_all=of_all,
             apart=second / first - 1,
             rank=_rank(measured * (1 + after), measured),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from latency_sums import Lines, Occasion
 MEASURABLE_MS = 0.01
 #: A target is met this well.
 _MET = 0.03
+#: What sums over the table are held to: mean error, share within 10 %, and rank coefficient.
+_MEAN, _WITHIN, _RANK = 0.05, 0.9, 0.98
 _OF_THEMSELVES = (
     " Where all were measured a second time, right after: how far they are from themselves on average, and the ranks "
     "(Spearman) of one measurement in the other; no prediction can be held to more."
@@ -24,66 +26,112 @@ _HELD_OUT = ["held-out median", "95 % of held-out", "10 µs and more, median", "
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
-def write_tables(records: Sequence[Lines], path: Path, steady: float) -> None:
-    """Put every record's tables between the marks of ``path``, which is made if it is not there.
+def write_tables(records: Sequence[Lines], path: Path, steady: float, each: Path | None = None) -> None:
+    """Put the records' tables between the marks of ``path``: of all occasions together, and of each.
 
-    Timings that spread further than ``steady`` are counted and told apart.
+    Those of each go into the file ``each`` where that is given. Files that are not there are made. Timings that
+    spread further than ``steady`` are counted and told apart.
     """
-    text = path.read_text(encoding="utf-8") if path.exists() else f"# Latency\n\n{BEGIN}\n{END}\n"
+    occasions = [Occasion(lines, steady) for lines in records]
+    together = [_all_occasions(occasions)] if len(occasions) > 1 or each is not None else []
+    apart = [_occasion(occasion, number) for number, occasion in enumerate(occasions, 1)]
+    _fill(path, together if each is not None else together + apart, "Latency")
+    if each is not None:
+        _fill(each, apart, "Latency, occasion by occasion")
+
+
+def _fill(path: Path, parts: Sequence[str], title: str) -> None:
+    text = path.read_text(encoding="utf-8") if path.exists() else f"# {title}\n\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    occasions = [Occasion(lines, steady) for lines in records]
-    way = occasions[-1].way
-    alike = [occasion for occasion in occasions if occasion.way == way]
-    compared = [(alike, f" in way {way}")]
-    if len(alike) < len(occasions):
-        compared.append((occasions, " in any way"))
-    parts = [_worst(found, what) for found, what in compared if len(found) > 1]
-    parts += [_occasion(occasion, number) for number, occasion in enumerate(occasions, 1)]
     path.write_text(before + BEGIN + "\n\n" + "\n\n".join(parts) + "\n\n" + END + after, encoding="utf-8")
 
 
-def _worst(occasions: Sequence[Occasion], what: str) -> str:
-    """Every model and setting as it was on the occasion that was worst in it, figure by figure."""
+def _all_occasions(occasions: Sequence[Occasion]) -> str:
+    """Every model and setting: the median occasion and the worst, figure by figure."""
     rows = []
     for key in dict.fromkeys(key for occasion in occasions for key in occasion.keys):
         found = [occasion.sums[key] for occasion in occasions if key in occasion.sums]
         targets = [x for occasion in occasions for x in occasion.found("target", key)]
-        if found:
+        if found or targets:
             rows.append([
-                *key, str(len(found)), str(min(len(s.after) for s in found)),
-                *_worst_errors(s.before for s in found)[:1],
-                *_worst_errors(s.after for s in found), _lowest(s.rank for s in found),
-                *_worst_errors(s.of_all for s in found), _lowest(s.rank_of_all for s in found),
-                *_worst_errors(s.apart for s in found)[:1], _lowest(s.rank_again for s in found),
-                _furthest(targets, "measured"), _furthest(targets, "again"),
+                *key, str(len(found)), str(min((len(s.after) for s in found), default="")),
+                _typical_and_worst([_mean(s.of_all_before) for s in found], max, "{:.1%}"),
+                _typical_and_worst([_mean(s.of_all) for s in found], max, "{:.1%}", lambda mean: mean <= _MEAN),
+                _typical_and_worst([_within(s.of_all) for s in found], min, "{:.0%}", lambda share: share >= _WITHIN),
+                _typical_and_worst([s.rank_of_all for s in found], min, "{:.3f}", lambda rank: rank >= _RANK),
+                _typical_and_worst([_mean(s.apart) for s in found], max, "{:.1%}"),
+                _typical_and_worst([s.rank_again for s in found], min, "{:.3f}"),
+                *_met(targets),
             ])  # fmt: skip
-    head = ["model", "setting", "occasions", "steady prunings", "mean error before calibration", "mean error after",
-            "within 10 %", "Spearman", "mean error, all", "within 10 %, all", "Spearman, all", "from themselves",
-            "Spearman with themselves", "points off the target", "measured once more"]  # fmt: skip
-    return f"### The worst of {len(occasions)} occasions{what}, figure by figure\n\n" + _table(head, rows)
+    head = ["model", "setting", "occasions", "fewest steady", "mean error, uncalibrated", "mean error",
+            "within 10 %", "Spearman", "from themselves", "Spearman with themselves", "targets within 3 points",
+            "furthest off", "furthest off, measured once more"]  # fmt: skip
+    mixed = dict.fromkeys(f"{o.machine['fingerprint']['version']} in way {o.way}" for o in occasions)
+    title = "One occasion" if len(occasions) == 1 else f"All {len(occasions)} occasions"
+    return (
+        f"### {title}\n\n"
+        f"Of runtime {', and '.join(mixed)} of timing rows. Limits: mean error {_MEAN:.0%}, {_WITHIN:.0%} within "
+        f"10 %, Spearman {_RANK}, targets {100 * _MET:.0f} points; figures beyond them are bold. Of several "
+        "occasions: the median, and the worst; of targets the worst. All prunings count, those whose timings were "
+        "unsteady, too; of the steady ones the fewest are told. Where networks were measured a second time, right "
+        "after: how far they are from themselves, and the ranks of one in the other.\n\n"
+        + _table(head, rows)
+        + _met_of_all(occasions)
+    )
 
 
-def _worst_errors(occasions: Iterable[np.ndarray]) -> list[str]:
-    """The greatest mean error and the smallest share within 10 % of occasions that have any."""
-    some = [np.abs(errors) for errors in occasions if len(errors)]
+def _typical_and_worst(
+    values: Sequence[float],
+    worst: Callable[[Sequence[float]], float],
+    form: str,
+    holds: Callable[[float], bool] = lambda _: True,
+) -> str:
+    """The median and the worst of what there is, bold where it does not hold."""
+    some = [value for value in values if not np.isnan(value)]
     if not some:
-        return ["", ""]
-    return [f"{max(e.mean() for e in some):.1%}", f"{min(np.mean(e <= 0.1) for e in some):.0%}"]
+        return ""
+    found = worst(some)
+    told = _bold_unless(holds(found), form.format(found))
+    return f"{form.format(np.median(some))}; {told}" if len(some) > 1 else told
 
 
-def _lowest(ranks: Iterable[float]) -> str:
-    return _told(min((rank for rank in ranks if not np.isnan(rank)), default=float("nan")))
+def _mean(errors: np.ndarray[Any, Any]) -> float:
+    return float(np.abs(errors).mean()) if len(errors) else float("nan")
+
+
+def _within(errors: np.ndarray[Any, Any]) -> float:
+    return float(np.mean(np.abs(errors) <= 0.1)) if len(errors) else float("nan")
+
+
+def _met(targets: Lines) -> list[str]:
+    """How many targets were met, and the percentage points that files were off by at most; empty of none."""
+    if not targets:
+        return ["", "", ""]
+    off = [abs(x["measured"] - x["asked"]) for x in targets]
+    again = [abs(x["again"] - x["asked"]) for x in targets if "again" in x]
+    met = sum(value <= _MET for value in off)
+    furthest = [
+        _bold_unless(max(found) <= _MET, f"{100 * max(found):.1f}") if found else "" for found in (off, again)
+    ]
+    return [_bold_unless(met == len(off), f"{met} of {len(off)}"), *furthest]
+
+
+def _bold_unless(holds: bool, text: str) -> str:
+    return text if holds else f"**{text}**"
+
+
+def _met_of_all(occasions: Sequence[Occasion]) -> str:
+    targets = [x for occasion in occasions for x in occasion.found("target")]
+    if not targets:
+        return ""
+    above = sum(x["measured"] - x["asked"] > _MET for x in targets)
+    met = sum(abs(x["measured"] - x["asked"]) <= _MET for x in targets)
+    return f"\n\nTargets: {met} of {len(targets)} within 3 points, {above} slower than that."
 
 
 def _told(rank: float) -> str:
     return "" if np.isnan(rank) else f"{rank:.3f}"
-
-
-def _furthest(targets: Lines, measurement: str) -> str:
-    """Percentage points that targets were missed by at most; empty where none was measured so."""
-    off = [abs(x[measurement] - x["asked"]) for x in targets if measurement in x]
-    return f"{100 * max(off):.1f}" if off else ""
 
 
 def _occasion(occasion: Occasion, number: int) -> str:
