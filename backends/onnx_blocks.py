@@ -9,6 +9,7 @@ the module's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ _CHANNEL_AXIS = {2: 1, 4: 1, 5: 2}
 
 #: What takes channels from where its second input, a constant, says.
 _MOVING = ("Gather", "Split")
+#: Shapes may follow from constants of few numbers (scales of a resize), not from more.
+_SMALL = 64
 _FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE}
 
 
@@ -224,13 +227,26 @@ def _set_shape(value: onnx.ValueInfoProto, shape: Shape) -> None:
         kind.shape.dim.add(dim_value=size)
 
 
+def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy whose weights are inputs: shapes follow from theirs alone, and they may have hundreds of MB."""
+    graph, weights, constants = model.graph, list[onnx.ValueInfoProto](), list[onnx.TensorProto]()
+    for tensor in graph.initializer:
+        if tensor.data_type in _FLOATS and math.prod(tensor.dims) > _SMALL:
+            weights.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+        else:
+            constants.append(tensor)
+    light = helper.make_graph(
+        list(graph.node), graph.name, [*graph.input, *weights], list(graph.output), constants
+    )
+    return helper.make_model(light, opset_imports=list(model.opset_import), ir_version=model.ir_version)
+
+
 def consistent(model: onnx.ModelProto) -> bool:
     """Whether the shapes that follow from the inputs and weights are those given for the outputs.
 
     And whether what is gathered by constant indices is there: they were written for other widths.
     """
-    declared = onnx.ModelProto()
-    declared.CopyFrom(model)
+    declared = _without_weights(model)
     for output in declared.graph.output:
         output.type.tensor_type.ClearField("shape")
     try:

@@ -53,8 +53,8 @@ CALIBRATING = 12
 CLOSE, TRIES = 0.01, 4
 #: Timings that spread further (interquartile range over median) are taken again, and then told and left out.
 STEADY, ATTEMPTS, PAUSE = 0.1, 3, 2.0
-#: So often are a chosen and a larger count's blocks measured anew, in turns; three times where that takes long (s).
-TURNS, ROUNDING = 9, 10.0
+#: So often are a chosen and a larger count's blocks measured anew, in turns; four times where that takes long (s).
+TURNS, ROUNDING = 10, 10.0
 #: So many held-out rows of a table are measured anew, in sessions of their own.
 AGAIN = 75
 #: So many bytes of weights are timed in turns at a time: more would not fit into memory.
@@ -266,9 +266,10 @@ class Bench:
             likely = min(larger, key=lambda c: tabled[c])
             ratios: list[float] = []
             began = time.monotonic()
-            while len(ratios) < TURNS and (len(ratios) < 3 or time.monotonic() - began < ROUNDING):
+            while len(ratios) < TURNS and (len(ratios) < 4 or time.monotonic() - began < ROUNDING):
                 ms = dict.fromkeys((counts[name], likely), 0.0)
-                for count in ms:  # in turns
+                # Of two large blocks the second is the faster one, of equal ones by 5 %: each is first in turn.
+                for count in list(ms)[:: -1 if len(ratios) % 2 else 1]:
                     for term in terms:
                         widths = tuple(w.channels({**counts, name: count}) for w in term.widths)
                         found = self.backend.block_latency(blocks[term.name], widths)
