@@ -103,9 +103,9 @@ class LatencyCost:
     def latency(self, counts: Mapping[str, int]) -> float:
         """Return the predicted latency in ms at these counts."""
         whole, share = self.whole(counts), self.share(counts)
-        fetched = self.residency.fetched(whole.footprint) if self.table.cold_share is None else 0.0
+        beside = self.residency.beside(whole.footprint) if self.table.cold_share is None else 0.0
         of_cold = share * (whole.cold_ms - whole.hot_ms)
-        return self.residency.scale * (whole.run_ms + whole.hot_ms + of_cold + fetched)
+        return self.residency.scale * (whole.run_ms + whole.hot_ms + of_cold + beside)
 
     def share(self, counts: Mapping[str, int]) -> float:
         """Return how cold the network's weights are taken to be at these counts."""
@@ -144,11 +144,11 @@ class LatencyCost:
         bound = self._bound()
         hot, cold = bound.hot, bound.cold
         whole, residency, share = self.whole(counts), self.residency, self.share(counts)
-        slope = fetched = 0.0
+        slope = beside = 0.0
         if self.table.cold_share is None:  # cold rows that measured faster than hot ones are noise
             slope = residency.slope(whole.footprint) * max(whole.cold_ms - whole.hot_ms, 0.0)
-            slope += residency.fetched_slope(whole.footprint)
-            fetched = residency.fetched(whole.footprint)
+            slope += residency.beside_slope(whole.footprint)
+            beside = residency.beside(whole.footprint)
         scale = residency.scale
         blends: dict[object, Price] = {}
         terms = []
@@ -157,7 +157,7 @@ class LatencyCost:
             if pair not in blends:
                 blends[pair] = _blend(a.price, b.price, scale * (1 - share), scale * share)
             terms.append(replace(a, price=blends[pair]))
-        constant = whole.run_ms + fetched + (1 - share) * hot.constant + share * cold.constant
+        constant = whole.run_ms + beside + (1 - share) * hot.constant + share * cold.constant
         if slope:
             for part, weight in ((bound.weights, 1.0), (bound.activations, OF_ACTIVATIONS)):
                 terms += [

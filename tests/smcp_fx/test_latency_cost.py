@@ -49,15 +49,16 @@ def test_latency_by_hand() -> None:
     assert residency.latency(2.0, 4.0, footprint=10.0, run_ms=0.5) == pytest.approx(1.1 * (0.5 + 2.0 + 1.0))
 
 
-def test_weights_that_no_cache_holds_cost_by_the_mib() -> None:
-    residency = Residency(1.0, floor=0.0, fetch=0.02, outer=32)
-    assert residency.fetched(32 * MB) == 0.0
-    assert residency.fetched(82 * MB) == pytest.approx(1.0)
-    assert residency.latency(2.0, 2.0, 82 * MB) == pytest.approx(3.0)
-    assert residency.fetched_slope(82 * MB) == pytest.approx(0.02 / MB)
-    assert residency.fetched_slope(32 * MB) == 0.0
-    with pytest.raises(InputError, match="fetch"):
-        Residency(1.0, fetch=-0.1)
+def test_weights_that_no_cache_holds_cost_by_the_mib_and_runs_something_each() -> None:
+    residency = Residency(1.0, floor=0.0, fetch=0.02, outer=32, extra=0.25)
+    assert residency.beside(32 * MB) == 0.25
+    assert residency.beside(82 * MB) == pytest.approx(1.25)
+    assert residency.latency(2.0, 2.0, 82 * MB) == pytest.approx(3.25)
+    assert residency.beside_slope(82 * MB) == pytest.approx(0.02 / MB)
+    assert residency.beside_slope(32 * MB) == 0.0
+    for wrong in ({"fetch": -0.1}, {"extra": -0.1}):
+        with pytest.raises(InputError, match="fetch, outer and extra"):
+            Residency(1.0, **wrong)
 
 
 def wholes(truth: Residency, count: int, noise: float = 0.0) -> list[Whole]:
@@ -78,6 +79,7 @@ def wholes(truth: Residency, count: int, noise: float = 0.0) -> list[Whole]:
         Residency(12 * MB, 8.0, 0.0, 1.08),
         Residency(40 * MB, 3.0, 0.25, 0.93),
         Residency(12 * MB, 6.0, 0.05, fetch=0.03, outer=32),
+        Residency(24 * MB, 6.0, 0.05, extra=0.05),
     ],
 )
 def test_calibration_finds_what_made_the_latencies(truth: Residency) -> None:
@@ -165,7 +167,9 @@ def test_blocks_that_differ_in_their_widths_alone_are_priced_on_their_own_grids(
         assert cost.latency(counts) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("residency", [RISING, replace(RISING, fetch=5.0, outer=0.01)])
+@pytest.mark.parametrize(
+    "residency", [RISING, replace(RISING, fetch=5.0, outer=0.01), replace(RISING, extra=0.5)]
+)
 def test_around_is_exact_there_and_first_order_nearby(tmp_path: Path, residency: Residency) -> None:
     cost = bound(tmp_path, residency)
     at = {"0": 16, "2": 40, "4": 16}
