@@ -43,6 +43,24 @@ class HeldOutError:
     measured_ms: NDArray[np.float64] = field(repr=False, compare=False)
     rows: tuple[tuple[Block, Point], ...] = field(repr=False, compare=False)
 
+    @classmethod
+    def of(
+        cls,
+        errors: NDArray[np.float64],
+        measured_ms: NDArray[np.float64],
+        rows: tuple[tuple[Block, Point], ...],
+    ) -> HeldOutError:
+        """Return what these errors are in the median, for 95 of 100 and at most; zeros of none."""
+        if len(errors) == 0:
+            return cls(0, 0.0, 0.0, 0.0, errors, measured_ms, rows)
+        median, p95, largest = (float(share) for share in np.percentile(errors, [50, 95, 100]))
+        return cls(len(errors), median, p95, largest, errors, measured_ms, rows)
+
+    def of_at_least(self, ms: float) -> HeldOutError:
+        """Return the errors at points that took so long: of shorter ones a profiler's clock says little."""
+        long = np.flatnonzero(self.measured_ms >= ms)
+        return self.of(self.errors[long], self.measured_ms[long], tuple(self.rows[i] for i in long))
+
 
 class LatencyTable:
     """Latencies of blocks in one SQLite file, shared by models, runs and processes.
@@ -201,11 +219,7 @@ class LatencyTable:
                 errors.append(held_out_errors(surface, plan.probes, known))
                 measured.append(np.array([known[point] for point in plan.probes]))
                 rows += [(block, point) for point in plan.probes]
-        found, ms = np.concatenate(errors), np.concatenate(measured)
-        if len(found) == 0:
-            return HeldOutError(0, 0.0, 0.0, 0.0, found, ms, ())
-        median, p95 = np.percentile(found, [50, 95])
-        return HeldOutError(len(found), float(median), float(p95), float(found.max()), found, ms, tuple(rows))
+        return HeldOutError.of(np.concatenate(errors), np.concatenate(measured), tuple(rows))
 
     def close(self) -> None:
         """Close the file."""

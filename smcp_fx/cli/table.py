@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from smcp_fx.backends.timing import Measurement
     from smcp_fx.latency_store import Row
 
+#: Runtimes' profilers count microseconds: of shorter blocks interpolation is as far off as two measurements are.
+_LONG_MS = 0.01
+
 _EXAMPLES = """examples:
   smcp-table measure torchvision:resnet50 --batch 1              fill table.sqlite with what ResNet-50 needs here
   smcp-table measure torchvision:resnet50 --shard 2/8 --table part2.sqlite      an eighth of it, on another machine
@@ -145,6 +148,12 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
             f"  interpolation at {error.points} points it does not rest on: off by {error.median:.1%} in the "
             f"median, {error.p95:.1%} for 95 of 100"
         )
+        long = error.of_at_least(_LONG_MS)
+        if 0 < long.points < error.points:
+            console.print(
+                f"  at the {long.points} of them that took {1e3 * _LONG_MS:.0f} µs and more: {long.median:.1%} and "
+                f"{long.p95:.1%}"
+            )
     if report.repeated:
         console.print(f"  {report.repeated} times a row was measured again that had been unsteady or slow")
     if report.unstable:

@@ -502,6 +502,12 @@ def test_held_out_errors_are_of_the_state_that_is_asked_for(tmp_path):
             from_memory.rows, from_memory.errors, from_memory.measured_ms, strict=True
         ):
             assert error == pytest.approx(abs(float(surface(*map(np.asarray, point))) / ms - 1))
+        middle = float(np.median(in_cache.measured_ms))
+        long = in_cache.of_at_least(middle)
+        expected = [e for e, ms in zip(in_cache.errors, in_cache.measured_ms, strict=True) if ms >= middle]
+        assert 0 < long.points == len(expected) == len(long.rows) < in_cache.points
+        assert [long.median, long.p95, long.largest] == list(np.percentile(expected, [50, 95, 100]))
+        assert in_cache.of_at_least(1e9).points == 0
 
 
 def test_a_crashing_row_is_marked_and_the_rest_goes_on(tmp_path):
