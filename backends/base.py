@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import subprocess
 from abc import ABC, abstractmethod
@@ -175,6 +176,10 @@ class Backend(ABC):
     def cache_bytes(self) -> int:
         """Return the size of the cache that networks outgrow: larger ones fetch their weights from beyond it."""
         return cache_bytes()
+
+    def fading_half_ms(self) -> float:
+        """Return after how many ms half of what that cache held is gone as others use it, too; inf where it stays."""
+        return math.inf
 
     def block_latency(
         self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None

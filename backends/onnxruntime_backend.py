@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -21,6 +22,7 @@ from smcp_fx.backends.base import (
     gpu_name,
     to_arrays,
 )
+from smcp_fx.backends.fading import fading_half_ms
 from smcp_fx.backends.onnx_blocks import BlockModels
 from smcp_fx.backends.onnx_export import export_model_proto, export_onnx
 from smcp_fx.backends.onnxruntime_blocks import BLOCK_TIMING, measure_block, random_feed
@@ -192,6 +194,10 @@ class OnnxRuntimeBackend(Backend):
         if self.device != "cpu":
             return None
         return overhead(self.threads, self.spinning).run_ms
+
+    def fading_half_ms(self) -> float:
+        """Return after how many ms half of what the outer cache held is gone; inf on CUDA, and where it stays."""
+        return fading_half_ms() if self.device == "cpu" else math.inf
 
     def block_latency(
         self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None

@@ -6,31 +6,33 @@ it, as they would from the layers before, and the runtime's profiler tells the b
 
     image (N, 1, H, W) -> [1x1 convolution, ReLU: context] -> block -> [conversion of the result: context]
 
-A conversion *between* context and block counts: the block asks for it, as it would in the network. A chain of
-nodes of known cost beside all that tells what the profiler adds to each.
+A conversion *between* context and block counts: the block asks for it, as it would in the network. All that is there
+twice, with weights of their own: the second runs where the first has just run, as in a network behind the layers
+before, and counts. A chain of nodes of known cost beside it tells what the profiler adds to each.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from smcp_fx.backends.base import Array, BlockLatency, cache_bytes
+from smcp_fx.backends.base import Array, BlockLatency
+from smcp_fx.backends.fading import evict_caches
 from smcp_fx.backends.onnx_blocks import random_values
 from smcp_fx.backends.onnxruntime_overhead import (
-    REFERENCE,
     add_reference,
     code_warmer,
     overhead,
     profiler_beside,
+    without_reference,
 )
 from smcp_fx.backends.onnxruntime_profile import RESOLUTION_MS, NodeTime, Profiler
+from smcp_fx.backends.onnxruntime_twin import add_twin, second_half
 from smcp_fx.backends.pace import pace
 from smcp_fx.backends.timing import (
     QUICK,
@@ -45,7 +47,7 @@ from smcp_fx.backends.timing import (
 )
 
 #: Changes with the way blocks are timed: rows of another way are not mixed with these.
-BLOCK_TIMING = "7"
+BLOCK_TIMING = "8"
 _CONTEXT = "smcp_context"
 #: Up to this many channels an input is the network's own (an image), and is fed as it is.
 _IMAGE_CHANNELS = 4
@@ -68,7 +70,10 @@ _FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, Tenso
 
 
 def add_context(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Put a 1x1 convolution with ReLU in front of every input of more channels than an image, in place."""
+    """Put a 1x1 convolution with ReLU in front of every input of more channels than an image, in place.
+
+    Behind every result of four axes stands the mean of its channels.
+    """
     graph = model.graph
     nodes = []
     for value in graph.input:
@@ -91,8 +96,27 @@ def add_context(model: onnx.ModelProto) -> onnx.ModelProto:
         kind.shape.dim[1].dim_value = 1
     own = list(graph.node)
     del graph.node[:]
-    graph.node.extend([*nodes, *own])
+    graph.node.extend([*nodes, *own, *_read_results(graph)])
     return model
+
+
+def _read_results(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Return nodes that read the results, as layers behind would, and make their means the outputs, in place.
+
+    An output of the graph has memory of its own; what is read within it goes where results before it were, as in a
+    network.
+    """
+    nodes = []
+    for value in graph.output:
+        kind = value.type.tensor_type
+        if len(kind.shape.dim) != 4 or kind.elem_type not in _FLOATS:
+            continue
+        name = f"{_CONTEXT}_{value.name}"
+        nodes.append(helper.make_node("GlobalAveragePool", [value.name], [f"{name}_mean"], f"{name}_mean"))
+        value.name = f"{name}_mean"
+        for dim in kind.shape.dim[2:]:
+            dim.dim_value = 1
+    return nodes
 
 
 def measure_block(
@@ -110,24 +134,33 @@ def measure_block(
     """
     config = config or QUICK
     paid = _share_of_channels(model, read_before)
-    add_reference(add_context(model))
+    add_context(model)
     outputs = [tuple(dim.dim_value for dim in v.type.tensor_type.shape.dim) for v in model.graph.output]
-    feed = random_feed(model)
+    twin = add_twin(model)
+    feed = random_feed(add_reference(model))
     data = model.SerializeToString()
-    found = BlockLatency(*_attempt(data, feed, outputs, paid, threads, spinning, config))
+
+    def own_ms(nodes: Sequence[NodeTime], profiler_ms: float) -> float:
+        own = without_reference(nodes)
+        if not twin:
+            return block_ms(own, outputs, profiler_ms, paid)
+        second = second_half(own)
+        if second is None:  # of two that the runtime mixes, the mean
+            return block_ms(own, 2 * outputs, profiler_ms, paid) / 2
+        return block_ms(second, outputs, profiler_ms, paid)
+
+    found = BlockLatency(*_attempt(data, feed, own_ms, threads, spinning, config))
     for _ in range(config.attempts - 1):
         if found.stable:
             break
-        again = BlockLatency(*_attempt(data, feed, outputs, paid, threads, spinning, config))
-        found = found.steadier(again)
+        found = found.steadier(BlockLatency(*_attempt(data, feed, own_ms, threads, spinning, config)))
     return replace(found, pace_ms=pace().usual_ms if threads == 1 else 0.0)
 
 
 def _attempt(
     data: bytes,
     feed: dict[str, Array],
-    outputs: Sequence[tuple[int, ...]],
-    paid: float,
+    own_ms: Callable[[Sequence[NodeTime], float], float],
     threads: int,
     spinning: bool,
     config: TimingConfig,
@@ -178,7 +211,7 @@ def _attempt(
     profiles = [runs[index] for index in timed]
     still = [n for n, (what, s) in zip(profiles, taken, strict=True) if what == "hot" and not s.disturbed]
     profiler_ms = profiler_beside(still or profiles, node_ms)
-    block = [block_ms(nodes, outputs, profiler_ms, paid) for nodes in profiles]
+    block = [own_ms(nodes, profiler_ms) for nodes in profiles]
     context = float(
         np.median([sum(n.ms for n in nodes) - ms for nodes, ms in zip(profiles, block, strict=True)])
     )
@@ -217,26 +250,13 @@ def _of_block(ms: float, context_ms: float, sample: Sample) -> Sample:
     return Sample(ms, sample.disturbed)
 
 
-def evict_caches() -> None:
-    """Read through memory four times as large as the cache that networks outgrow, which leaves nothing else in it.
-
-    Half again as much is not enough: caches do not forget in the order in which they were filled.
-    """
-    _eviction_buffer().max()
-
-
-@functools.cache
-def _eviction_buffer() -> Array:
-    return np.ones(4 * cache_bytes() // 4, dtype=np.float32)
-
-
 def block_ms(
     nodes: Sequence[NodeTime],
     outputs: Sequence[tuple[int, ...]],
     profiler_ms: float = 0.0,
     paid: float = 0.0,
 ) -> float:
-    """Return the ms of the block's own nodes in one run: all but context, reference and the results' conversions.
+    """Return the ms of the block's own nodes in one run: all but context and the results' conversions.
 
     ``profiler_ms`` is taken off every node. ``paid``: of the inputs' conversions this share does not count.
     """
@@ -247,8 +267,10 @@ def block_ms(
             left.remove(node.output_shapes[0])
         elif node.operation == "ReorderOutput":
             total += (1 - paid) * (node.ms - profiler_ms)
-        elif not node.name.startswith((_CONTEXT, REFERENCE)):
+        elif not node.name.startswith(_CONTEXT):
             total += node.ms - profiler_ms
+            if len(outputs) == 1:  # what came before converted an input, of the result's shape perhaps
+                left.clear()
     return total
 
 

@@ -26,6 +26,8 @@ from smcp_fx.tracing import Traced
 
 #: Counts that save less than this of their blocks are not offered: rows are no surer.
 _LEAST_SAVING = 0.02
+#: Where what takes longer gets colder by nearly as much, a first order says too much.
+_LEAST_DAMPING = 0.25
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class LatencyCost:
         self.measure = measure and fingerprint is None
         self.progress = progress
         self.fingerprint = fingerprint or backend.fingerprint()
-        self.residency = residency or Residency.of_cache(backend.cache_bytes())
+        self.residency = residency or Residency.of_cache(backend.cache_bytes(), backend.fading_half_ms())
         self.blocks: list[FusedBlock] = []
         self.report: MeasureReport | None = None
         self._priced_as: dict[tuple[str, Grids], Block] = {}
@@ -102,16 +104,17 @@ class LatencyCost:
 
     def latency(self, counts: Mapping[str, int]) -> float:
         """Return the predicted latency in ms at these counts."""
-        whole, share = self.whole(counts), self.share(counts)
-        beside = self.residency.beside(whole.footprint) if self.table.cold_share is None else 0.0
-        of_cold = share * (whole.cold_ms - whole.hot_ms)
-        return self.residency.scale * (whole.run_ms + whole.hot_ms + of_cold + beside)
+        whole = self.whole(counts)
+        if self.table.cold_share is None:
+            return self.residency.latency(whole.hot_ms, whole.cold_ms, whole.footprint, whole.run_ms)
+        of_cold = self.table.cold_share * (whole.cold_ms - whole.hot_ms)
+        return self.residency.scale * (whole.run_ms + whole.hot_ms + of_cold)
 
     def share(self, counts: Mapping[str, int]) -> float:
         """Return how cold the network's weights are taken to be at these counts."""
         if self.table.cold_share is not None:
             return self.table.cold_share
-        return self.residency.share(self.whole(counts).footprint)
+        return self.residency.share(self.whole(counts).footprint, self.latency(counts))
 
     def whole(self, counts: Mapping[str, int], measured_ms: float = 0.0) -> Whole:
         """Return what the prediction at these counts is made of, beside what was measured."""
@@ -143,13 +146,17 @@ class LatencyCost:
         """
         bound = self._bound()
         hot, cold = bound.hot, bound.cold
-        whole, residency, share = self.whole(counts), self.residency, self.share(counts)
-        slope = beside = 0.0
-        if self.table.cold_share is None:  # cold rows that measured faster than hot ones are noise
-            slope = residency.slope(whole.footprint) * max(whole.cold_ms - whole.hot_ms, 0.0)
-            slope += residency.beside_slope(whole.footprint)
-            beside = residency.beside(whole.footprint)
-        scale = residency.scale
+        whole, residency = self.whole(counts), self.residency
+        share, ms = self.share(counts), self.latency(counts)
+        slope, scale = 0.0, residency.scale
+        if self.table.cold_share is None:
+            of_cold = max(
+                whole.cold_ms - whole.hot_ms, 0.0
+            )  # cold rows that measured faster than hot ones are noise
+            with_bytes, with_ms = (each * of_cold for each in residency.slopes(whole.footprint, ms))
+            slope = with_bytes + residency.beside_slope(whole.footprint)
+            # What takes longer is colder, which takes longer.
+            scale /= max(1 - scale * with_ms, _LEAST_DAMPING)
         blends: dict[object, Price] = {}
         terms = []
         for a, b in zip(hot.terms, cold.terms, strict=True):
@@ -157,16 +164,14 @@ class LatencyCost:
             if pair not in blends:
                 blends[pair] = _blend(a.price, b.price, scale * (1 - share), scale * share)
             terms.append(replace(a, price=blends[pair]))
-        constant = whole.run_ms + beside + (1 - share) * hot.constant + share * cold.constant
         if slope:
             for part, weight in ((bound.weights, 1.0), (bound.activations, OF_ACTIVATIONS)):
                 terms += [
                     replace(t, name=f"{t.name} in memory", price=_scaled(t.price, scale * slope * weight))
                     for t in part.terms
                 ]
-                constant += slope * weight * part.constant
-            constant -= slope * whole.footprint
-        return NetworkCost("ms", hot.permitted, tuple(terms), scale * constant, self.around)
+        constant = ms - sum(term.cost(counts) for term in terms)
+        return NetworkCost("ms", hot.permitted, tuple(terms), constant, self.around)
 
     def _activations(self, permitted: Mapping[str, tuple[int, ...]]) -> NetworkCost:
         """The bytes that the blocks write."""

@@ -1,10 +1,14 @@
 """How much of a network's weights comes from memory rather than from cache, and what that does to its latency.
 
-A block's weights are in cache when it runs if they stayed there since the network's last run: so what counts
-is what the *whole* network touches in between, its footprint, against the cache. A table row has both states
-(hot, cold); the sum over the blocks is weighed between them:
+A block's weights are in cache when it runs if they stayed there since the network's last run. What pushes them out
+is what the *whole* network touches in between, its footprint, against the cache; and where others use the cache, too,
+what these touch meanwhile, which is the more the longer the network takes. A table row has both states (hot, cold);
+the sum over the blocks is weighed between them:
 
-    T = run + extra + hot + share(footprint) * (cold - hot) + fetch * max(footprint - outer, 0)
+    T     = run + extra + hot + share(footprint, T) * (cold - hot) + fetch * max(footprint - outer, 0)
+    share = 1 - (1 - floor) * (1 - rise(footprint)) * (1 - fade(T))
+
+T is on both sides: the least that solves this, to which a network comes that starts from a full cache.
 
 Extra is what a run takes beside its blocks and beside what an empty one takes (a network of a hundred nodes has more
 to hand on). The last term is that of a cache yet further out (a server's, of which a guest has a part): what it does
@@ -14,22 +18,24 @@ not hold comes from memory. Both are nothing until a calibration finds them.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from smcp_fx.backends.fading import FADING
 from smcp_fx.errors import InputError
 
 #: The share is half-way up when the weights are this many times as large as the cache they outgrow: other
 #: processes want some of it, and activations.
 _HALF_OF_CACHE = 0.7
 _STEEPNESS = 6.0
-_FLOOR = 0.05
-#: What a calibration gives in mean log error for staying near its start, for each of (log half_bytes, log
-#: steepness, floor, log scale): networks that are all large say little of the floor, for instance. How long weights
+_FLOOR = 0.1
+#: What a calibration gives in mean log error for staying near its start, for each of (log half_bytes, log steepness,
+#: floor, log scale, log half_ms): networks that are all large say little of the floor, for instance. How long weights
 #: stay in cache depends on activations and on who shares it; the factor should be one: rows are latencies.
-_INERTIA = np.array([0.005, 0.005, 0.2, 0.2])
+_INERTIA = np.array([0.005, 0.005, 0.2, 0.2, 0.005])
 #: The same for each ms a MiB of the fetch; memory may be so much slower than the outer cache, beyond so many MiB.
 _FETCH_INERTIA = 0.5
 #: The same for what each run takes beside, over the latency of the smallest network; and what is tried. With 0.1 to
@@ -37,6 +43,8 @@ _FETCH_INERTIA = 0.5
 #: than a quarter of a point of mean error). It was chosen on these records: no others say so.
 _EXTRA_INERTIA = 0.2
 _EXTRAS = (0.0, 0.03, 0.06, 0.12, 0.18, 0.25)
+#: A latency is settled when another step changes it by less than this share, and after so many.
+_SETTLED, _STEPS = 1e-9, 200
 _FETCHES, _OUTERS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09), (16, 24, 32, 48, 64, 96, 128)
 _MIB = 1 << 20
 #: A byte that blocks write counts so much beside one of weights: runtimes use memory again within a run. Chosen on
@@ -51,7 +59,8 @@ class Residency:
     ``steepness``: how fast; ``floor``: of a small network, whose weights wait in an outer cache where a block
     in a loop has them in the inner one; ``scale``: measured over predicted latency where they differ by a factor;
     ``fetch``: ms that each MiB of footprint beyond the ``outer`` ones (MiB) adds, as it comes from further away;
-    ``extra``: ms that each run takes beside its blocks and what an empty one takes.
+    ``extra``: ms that each run takes beside its blocks and what an empty one takes; ``half_ms``: the share rises with
+    the time between runs, too, half-way up at so many ms, as others use the cache (inf: nobody does).
     """
 
     half_bytes: float
@@ -61,30 +70,33 @@ class Residency:
     fetch: float = 0.0
     outer: float = 0.0
     extra: float = 0.0
+    half_ms: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.half_bytes <= 0 or self.steepness <= 0 or self.scale <= 0:
-            raise InputError(f"{self}: half_bytes, steepness and scale must be positive")
+        if min(self.half_bytes, self.steepness, self.scale, self.half_ms) <= 0:
+            raise InputError(f"{self}: half_bytes, steepness, scale and half_ms must be positive")
         if not 0 <= self.floor < 1:
             raise InputError(f"{self}: 0 <= floor < 1 must hold")
         if min(self.fetch, self.outer, self.extra) < 0:
             raise InputError(f"{self}: fetch, outer and extra must not be negative")
 
     @classmethod
-    def of_cache(cls, cache_bytes: int) -> Residency:
-        """Return what to assume before anything is measured, from the size of the cache that networks outgrow."""
-        return cls(_HALF_OF_CACHE * cache_bytes)
+    def of_cache(cls, cache_bytes: int, half_ms: float = math.inf) -> Residency:
+        """Return what to assume before networks are measured: from the cache's size, and how fast it forgets."""
+        return cls(_HALF_OF_CACHE * cache_bytes, half_ms=half_ms)
 
-    def share(self, footprint: float) -> float:
-        """Return the share for a network of this footprint, in bytes."""
-        return self.floor + (1 - self.floor) * self._rise(footprint)
+    def share(self, footprint: float, ms: float = 0.0) -> float:
+        """Return the share for a network of this footprint, in bytes, that takes this long."""
+        return 1 - (1 - self.floor) * (1 - self._rise(footprint)) * (1 - self._fade(ms))
 
-    def slope(self, footprint: float) -> float:
-        """Return by how much the share rises with a byte more."""
-        if footprint <= 0:
-            return 0.0
-        rise = self._rise(footprint)
-        return (1 - self.floor) * self.steepness * rise * (1 - rise) / footprint
+    def slopes(self, footprint: float, ms: float = 0.0) -> tuple[float, float]:
+        """Return by how much the share rises with a byte more, and with a ms more."""
+        rise, fade = self._rise(footprint), self._fade(ms)
+        warm = (1 - self.floor) * (1 - rise) * (1 - fade)
+        return (
+            warm * self.steepness * rise / footprint if footprint > 0 else 0.0,
+            warm * FADING * fade / ms if ms > 0 else 0.0,
+        )
 
     def beside(self, footprint: float) -> float:
         """Return the ms that a run takes beside its blocks: the extra, and the bytes that no cache holds."""
@@ -94,14 +106,27 @@ class Residency:
         """Return by how many ms that rises with a byte more."""
         return self.fetch / _MIB if footprint > self.outer * _MIB else 0.0
 
-    def _rise(self, footprint: float) -> float:
-        with np.errstate(divide="ignore", over="ignore"):
-            return float(1 / (1 + np.power(self.half_bytes / np.float64(footprint), self.steepness)))
-
     def latency(self, hot_ms: float, cold_ms: float, footprint: float, run_ms: float = 0.0) -> float:
         """Return the predicted latency of a whole network, in ms."""
-        of_cold = self.share(footprint) * (cold_ms - hot_ms)
-        return self.scale * (run_ms + hot_ms + of_cold + self.beside(footprint))
+        fixed, of_cold = run_ms + hot_ms + self.beside(footprint), cold_ms - hot_ms
+        ms = 0.0
+        for _ in range(_STEPS):
+            before, ms = ms, self.scale * (fixed + self.share(footprint, ms) * of_cold)
+            if abs(ms - before) <= _SETTLED * ms:
+                break
+        return ms
+
+    def _rise(self, footprint: float) -> float:
+        return _half_way(footprint, self.half_bytes, self.steepness)
+
+    def _fade(self, ms: float) -> float:
+        return _half_way(ms, self.half_ms, FADING)
+
+
+def _half_way(value: float, half: float, steepness: float) -> float:
+    """Rise from 0 to 1, half-way up at ``half``."""
+    with np.errstate(divide="ignore", over="ignore"):
+        return float(1 / (1 + np.power(half / np.float64(value), steepness)))
 
 
 @dataclass(frozen=True)
@@ -129,7 +154,7 @@ def relative_errors(residency: Residency, wholes: Sequence[Whole]) -> list[float
 def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
     """Return the residency that predicts these measured networks best (least mean absolute log error).
 
-    All seven numbers are searched on a grid around ``start``, and what is nearer to it wins where the errors are
+    All eight numbers are searched on a grid around ``start``, and what is nearer to it wins where the errors are
     all but equal. Fewer than three networks give the scale alone.
     """
     if not wholes:
@@ -138,7 +163,7 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
         np.array([getattr(w, name) for w in wholes])
         for name in ("hot_ms", "cold_ms", "footprint", "run_ms", "measured_ms")
     )
-    shares_of: tuple[Sequence[float], ...] = ((1.0,), (start.steepness,), (start.floor,))
+    shares_of: tuple[Sequence[float], ...] = ((1.0,), (start.steepness,), (start.floor,), (1.0,))
     beyond = [start]
     smallest = float(measured.min())
     if len(wholes) >= 3:
@@ -146,6 +171,7 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
             [2.0 ** (e / 8) for e in range(-24, 13)],
             (2.0, 4.0, 6.0, 8.0),
             (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4),
+            [2.0 ** (e / 2) for e in range(-3, 4)] if math.isfinite(start.half_ms) else (1.0,),
         )
         fetches = [(start.fetch, start.outer), (0.0, 0.0), *itertools.product(_FETCHES, _OUTERS)]
         extras = [start.extra, *(share * smallest for share in _EXTRAS)]
@@ -157,22 +183,24 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
     away = _FETCH_INERTIA * np.abs([trial.fetch - start.fetch for trial in beyond])
     away += _EXTRA_INERTIA * np.abs([trial.extra - start.extra for trial in beyond]) / smallest
     best, least = start, np.inf
-    for factor, steepness, floor in itertools.product(*shares_of):
-        trial = Residency(start.half_bytes * factor, steepness, floor)
-        shares = np.array([trial.share(size) for size in footprints])
+    for factor, steepness, floor, slower in itertools.product(*shares_of):
+        trial = Residency(start.half_bytes * factor, steepness, floor, half_ms=start.half_ms * slower)
+        # The time between runs is known: it was measured.
+        shares = np.array([trial.share(*of) for of in zip(footprints, measured, strict=True)])
         off = np.log(measured / (run + hot + shares * (cold - hot) + beside))
         scales = np.median(off, axis=1)
         moved = (
             np.log(factor),
             np.log(steepness / start.steepness),
             floor - start.floor,
+            np.log(slower),
         )
-        errors = np.abs(off - scales[:, None]).mean(axis=1) + np.abs(moved) @ _INERTIA[:3]
+        errors = np.abs(off - scales[:, None]).mean(axis=1) + np.abs(moved) @ _INERTIA[[0, 1, 2, 4]]
         errors += _INERTIA[3] * np.abs(scales) + away
         index = int(np.argmin(errors))
         if errors[index] < least:
             found = beyond[index]
             best = replace(found, half_bytes=trial.half_bytes, steepness=steepness, floor=floor,
-                           scale=float(np.exp(scales[index])))  # fmt: skip
+                           half_ms=trial.half_ms, scale=float(np.exp(scales[index])))  # fmt: skip
             least = errors[index]
     return best

@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from smcp_fx.backends import fading
 from smcp_fx.backends.base import Backend, cache_bytes
+from smcp_fx.backends.fading import evict_caches
 from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeBackend
-from smcp_fx.backends.onnxruntime_blocks import block_ms, evict_caches, runs_agree
-from smcp_fx.backends.onnxruntime_overhead import Overhead, code_warmer, overhead, profiler_beside
+from smcp_fx.backends.onnxruntime_blocks import block_ms, runs_agree
+from smcp_fx.backends.onnxruntime_overhead import (
+    Overhead,
+    code_warmer,
+    overhead,
+    profiler_beside,
+    without_reference,
+)
 from smcp_fx.backends.onnxruntime_profile import NodeTime, Profiler
 from smcp_fx.backends.pace import pace
 from smcp_fx.backends.timing import Measurement, Sample, TimingConfig
@@ -65,7 +73,8 @@ def test_a_chain_beside_the_block_tells_what_the_profiler_adds() -> None:
     others += [NodeTime("ReorderOutput_7", "ReorderOutput", ((1, 16, 2, 3),), 0.003)]
     block = [NodeTime("conv", "Conv", ((1, 32, 2, 2),), 0.050)]
     assert np.isclose(profiler_beside([[*others, *links, *block]], 0.0004), 0.0025 - 0.0004)
-    assert np.isclose(block_ms([*others, *links, *block], [(1, 16, 2, 3)], 0.002), 0.048)
+    own = without_reference([*others, *links, *block])
+    assert np.isclose(block_ms(own, [(1, 32, 2, 2)], 0.002), 0.048)
 
 
 @pytest.mark.parametrize("added_ms", [0.0, 0.0015, 0.0041])
@@ -152,10 +161,8 @@ def test_conversions_that_another_block_paid_for_do_not_count() -> None:
 
 
 def test_caches_are_emptied_by_more_than_they_hold() -> None:
-    from smcp_fx.backends import onnxruntime_blocks
-
     evict_caches()
-    assert onnxruntime_blocks._eviction_buffer().nbytes >= 2 * cache_bytes()
+    assert fading._eviction_buffer().nbytes >= 2 * cache_bytes()
 
 
 def test_the_code_warmer_runs_every_common_kind_of_node() -> None:

@@ -38,10 +38,38 @@ def test_share_rises_from_the_floor_to_one_around_the_cache() -> None:
     for size in (1 * MB, 12 * MB, 30 * MB):
         step = 1e-4 * size
         numeric = (residency.share(size + step) - residency.share(size - step)) / (2 * step)
-        assert residency.slope(size) == pytest.approx(numeric, rel=1e-4)
-    assert residency.slope(0) == 0.0
+        assert residency.slopes(size) == pytest.approx((numeric, 0.0), rel=1e-4)
+    assert residency.slopes(0) == (0.0, 0.0)
     with pytest.raises(InputError, match="floor"):
         Residency(1.0, floor=1.0)
+
+
+def test_share_rises_with_the_time_between_runs_where_others_use_the_cache() -> None:
+    alone, shared = Residency(16 * MB, floor=0.1), Residency(16 * MB, floor=0.1, half_ms=5.0)
+    assert alone.share(MB, 1e6) == alone.share(MB)
+    assert shared.share(0.0, 5.0) == pytest.approx(0.55)
+    assert shared.share(16 * MB, 5.0) == pytest.approx(1 - 0.9 * 0.5 * 0.5)
+    times = np.geomspace(0.01, 1e3, 50)
+    assert (np.diff([shared.share(MB, ms) for ms in times]) > 0).all()
+    for size, ms in ((1 * MB, 1.0), (12 * MB, 4.0), (30 * MB, 20.0)):
+        by_byte, by_ms = (
+            (shared.share(size + a, ms + b) - shared.share(size - a, ms - b)) / (2 * (a + b))
+            for a, b in ((1e-4 * size, 0.0), (0.0, 1e-4 * ms))
+        )
+        assert shared.slopes(size, ms) == pytest.approx((by_byte, by_ms), rel=1e-4)
+    with pytest.raises(InputError, match="half_ms"):
+        Residency(1.0, half_ms=0.0)
+
+
+@pytest.mark.parametrize("size", [1 * MB, 14 * MB, 60 * MB])
+@pytest.mark.parametrize("half_ms", [0.5, 3.0, 40.0])
+def test_a_latency_is_that_of_the_share_which_it_leads_to(size: int, half_ms: float) -> None:
+    residency = Residency(16 * MB, floor=0.1, scale=1.1, half_ms=half_ms)
+    ms = residency.latency(2.0, 5.0, size, 0.5)
+    assert ms == pytest.approx(1.1 * (2.5 + 3.0 * residency.share(size, ms)))
+    # And the least such: below it a network that is in cache gets colder.
+    for less in np.linspace(0.0, 0.999 * ms, 40):
+        assert 1.1 * (2.5 + 3.0 * residency.share(size, less)) > less
 
 
 def test_latency_by_hand() -> None:
@@ -80,10 +108,11 @@ def wholes(truth: Residency, count: int, noise: float = 0.0) -> list[Whole]:
         Residency(40 * MB, 3.0, 0.25, 0.93),
         Residency(12 * MB, 6.0, 0.05, fetch=0.03, outer=32),
         Residency(24 * MB, 6.0, 0.05, extra=0.05),
+        Residency(24 * MB, 6.0, 0.1, half_ms=1.0),
     ],
 )
 def test_calibration_finds_what_made_the_latencies(truth: Residency) -> None:
-    start = Residency.of_cache(32 * MB)
+    start = Residency.of_cache(32 * MB, 2.0 if np.isfinite(truth.half_ms) else np.inf)
     fitted = calibrate(wholes(truth, 8), start)
     others = wholes(truth, 25)
     before, after = (np.abs(relative_errors(r, others)).mean() for r in (start, fitted))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import tempfile
 import time
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from latency_networks import MODELS, SETTINGS, Network
-from latency_sums import calibrating_wholes
+from latency_sums import calibrating_wholes, starting_at
 from latency_tables import MEASURABLE_MS, write_tables
 
 from smcp_fx.allocation import allocate
@@ -51,8 +52,10 @@ TARGETS = (0.7, 0.5, 0.3)
 CALIBRATING = 12
 #: A target is solved for again, with the measured correction, until it is met this well, or so often.
 CLOSE, TRIES = 0.01, 4
-#: Timings that spread further (interquartile range over median) are taken again, and then told and left out.
-STEADY, ATTEMPTS, PAUSE = 0.1, 3, 2.0
+#: Networks are timed in so many rounds, for the median: who shares the cache and the memory changes within seconds.
+ROUNDS = 3
+#: Timings that spread further (interquartile range over median) are told apart.
+STEADY = 0.1
 #: So often are a chosen and a larger count's blocks measured anew, in turns; four times where that takes long (s).
 TURNS, ROUNDING = 10, 10.0
 #: So many held-out rows of a table are measured anew, in sessions of their own.
@@ -162,34 +165,28 @@ class Bench:
                     counts = self.counts(index)
                     engines[index] = open_engines.enter_context(self.network.engine(counts))
                     size += self.cost.whole(counts).weight_bytes
-                dense, *found = self.timed(list(engines.values()))
+                halves, rounds = [], []
+                for _ in range(ROUNDS):
+                    halves.append(self.backend.fading_half_ms())
+                    rounds.append(measure_interleaved([self.dense, *engines.values()], config=_TIMING))
+            dense, *found = zip(*rounds, strict=True)  # of each network, its rounds
+            half_ms = float(np.median(halves))
+            beside = {"dense_ms": _median_ms(dense), "dense_first_ms": dense[0].median_ms,
+                      "dense_again_ms": dense[1].median_ms, "dense_spread": _spread(dense),
+                      **({"half_ms": half_ms} if math.isfinite(half_ms) else {})}  # fmt: skip
+            for index, pruned in zip(engines, found, strict=True):
+                whole = vars(self.cost.whole(self.counts(index), _median_ms(pruned)))
                 # No prediction can be held to more than a network's own repetition.
-                dense_again, *again = measure_interleaved([self.dense, *engines.values()], config=_TIMING)
-            beside = {"dense_ms": dense.median_ms, "dense_spread": dense.spread,
-                      "dense_again_ms": dense_again.median_ms}  # fmt: skip
-            for index, pruned, second in zip(engines, found, again, strict=True):
-                whole = vars(self.cost.whole(self.counts(index), pruned.median_ms))
-                told = {"stable": pruned.stable, "spread": pruned.spread, "calibrates": index <= 0,
-                        "again_ms": second.median_ms, "again_spread": second.spread}  # fmt: skip
+                told = {"spread": _spread(pruned), "calibrates": index <= 0, "first_ms": pruned[0].median_ms,
+                        "again_ms": pruned[1].median_ms, "rounds_ms": [m.median_ms for m in pruned]}  # fmt: skip
                 self.record.add("whole", **self.key, index=index, whole=whole, **told, **beside)
-
-    def timed(self, engines: Sequence[Engine]) -> list[Measurement]:
-        """The dense network and these in turns; where the machine did not let most be, again after a while."""
-        found: list[Measurement] = []
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                time.sleep(PAUSE)
-            again = measure_interleaved([self.dense, *engines], config=_TIMING)
-            if not found or _unrest(again) < _unrest(found):
-                found = again
-            if _unrest(found) <= STEADY:
-                break
-        return found
 
     def calibrate(self) -> None:
         """Fit the prediction to the networks meant for it."""
-        found = calibrating_wholes(self.record.lines, **self.key, steady=STEADY)
-        self.cost.residency = calibrate(found, self.cost.residency)
+        start = starting_at(self.cost.residency, self.record.lines, **self.key)
+        self.cost.residency = calibrate(
+            calibrating_wholes(self.record.lines, **self.key, steady=STEADY), start
+        )
 
     def targets(self, deadline: float) -> None:
         """Ask for fractions of the dense latency, and measure the emitted files."""
@@ -199,36 +196,36 @@ class Bench:
                 continue
             dense_ms, budget, tried = self.cost.latency(full), asked * self.cost.latency(full), []
             chosen: list[dict[str, int]] = []
-            for _ in range(TRIES):
-                chosen.append(self.allocated(budget))
-                predicted = self.cost.latency(chosen[-1]) / dense_ms
-                tried.append({"predicted": predicted, **self.fraction(chosen[-1])})
-                if abs(tried[-1]["measured"] - asked) <= CLOSE:
-                    break
-                budget = dense_ms * aim_for(asked, [(t["predicted"], t["measured"]) for t in tried])
-            nearest = min(range(len(tried)), key=lambda i: abs(tried[i]["measured"] - asked))
-            # The nearest of several is flattered by what it measured then: once more, of a file written anew.
-            again = self.fraction(chosen[nearest])
+            with tempfile.TemporaryDirectory() as folder:
+                files = [Path(folder) / f"{number}.onnx" for number in range(TRIES)]
+                for file in files:
+                    chosen.append(self.allocated(budget))
+                    predicted = self.cost.latency(chosen[-1]) / dense_ms
+                    with self.network.emitted(chosen[-1], self.backend, file) as engine:
+                        tried.append({"predicted": predicted, **self.compared(engine)})
+                    if abs(tried[-1]["measured"] - asked) <= CLOSE:
+                        break
+                    budget = dense_ms * aim_for(asked, [(t["predicted"], t["measured"]) for t in tried])
+                nearest = min(range(len(tried)), key=lambda i: abs(tried[i]["measured"] - asked))
+                # The nearest of several is flattered by what it measured then: once more, in another session.
+                with self.backend.open(files[nearest], self.network.inputs) as engine:
+                    again = {f"again_{name}": value for name, value in self.compared(engine).items()}
             self.record.add("target", **self.key, asked=asked, tried=tried, **tried[nearest],
-                            again=again["measured"], again_stable=again["stable"],
-                            again_quartiles=again["quartiles"])  # fmt: skip
+                            again=again.pop("again_measured"), **again)  # fmt: skip
             if asked == 0.5 and not self.record.find("rounding", **self.key):
                 self.rounding(chosen[nearest])
 
-    def fraction(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Emit a file and measure it over the dense one, as the compiler does."""
-        with ExitStack() as opened:
-            path = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "pruned.onnx"
-            found = compare(
-                self.dense, opened.enter_context(self.network.emitted(counts, self.backend, path))
-            )
-        steady = max(found.dense.spread, found.pruned.spread) <= STEADY
+    def compared(self, engine: Engine) -> dict[str, Any]:
+        """Measure an emitted file over the dense one, as the compiler does."""
+        found = compare(self.dense, engine)
         return {
             "measured": found.fraction,
-            "stable": steady,
+            "stable": found.error <= CLOSE,
             "rounds": found.rounds,
             "error": found.error,
             "quartiles": [found.q1, found.q3],
+            "dense_ms": found.dense.median_ms,
+            "pruned_ms": found.pruned.median_ms,
         }
 
     def allocated(self, budget: float) -> dict[str, int]:
@@ -282,9 +279,16 @@ class Bench:
                             quartiles=[q1, q3])  # fmt: skip
 
 
-def _unrest(found: Sequence[Measurement]) -> float:
-    """The spread that nine of ten do not exceed; of a few, the largest."""
-    return float(np.quantile([m.spread for m in found], 0.9, method="higher"))
+def _median_ms(rounds: Sequence[Measurement]) -> float:
+    return float(np.median([m.median_ms for m in rounds]))
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def _spread(rounds: Sequence[Measurement]) -> float:
+    return float(np.median([m.spread for m in rounds]))
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -299,7 +303,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"{record.path} is of another device or runtime: begin another record")
     record.add("machine", fingerprint=here, versions=versions,
                system=platform.platform(), cache_bytes=backend.cache_bytes(),
-               residency=vars(Residency.of_cache(backend.cache_bytes())))  # fmt: skip
+               residency=_finite(vars(Residency.of_cache(backend.cache_bytes()))))  # fmt: skip
     path = arguments.table or arguments.record.with_suffix(".sqlite")
     with LatencyTable(path) as table:
         for setting in arguments.settings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -47,13 +47,17 @@ class Sums:
         unsteady_too = _wholes(lines, model, setting, steady, calibrating=False, limit=np.inf)
         if not calibrating or not unsteady_too:
             return None
+        start = starting_at(start, lines, model, setting)
         fitted = calibrate(calibrating, start)
         before, after = (np.array(relative_errors(r, others)) for r in (start, fitted))
         of_all_before, of_all = (np.array(relative_errors(r, unsteady_too)) for r in (start, fitted))
         measured, of_all_ms = (np.array([w.measured_ms for w in found]) for found in (others, unsteady_too))
         roles = _with_roles(_timed(lines, model, setting), steady)
         first, second = np.array([
-            (line["whole"]["measured_ms"] / line["dense_ms"], line["again_ms"] / line["dense_again_ms"])
+            (
+                line.get("first_ms", line["whole"]["measured_ms"]) / line.get("dense_first_ms", line["dense_ms"]),
+                line["again_ms"] / line["dense_again_ms"],
+            )
             for line, calibrates in roles if not calibrates and "again_ms" in line
         ]).reshape(-1, 2).T  # fmt: skip
         return cls(
@@ -102,6 +106,12 @@ class Occasion:
         return [
             x for x in self.lines if x["kind"] == kind and key in (None, (x.get("model"), x.get("setting")))
         ]
+
+
+def starting_at(start: Residency, lines: Lines, model: str, setting: str) -> Residency:
+    """Return what to begin the calibration with: how fast the cache forgot when these networks were timed."""
+    halves = [line["half_ms"] for line in _timed(lines, model, setting) if "half_ms" in line]
+    return replace(start, half_ms=float(np.median(halves))) if halves else start
 
 
 def calibrating_wholes(lines: Lines, model: str, setting: str, steady: float) -> list[Whole]:
