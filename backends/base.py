@@ -236,6 +236,7 @@ def gpu_name(index: int = 0) -> tuple[str, str]:
 #: Convolutional networks have up to some hundred MB of weights. A cache larger than this (a server's last-level
 #: cache, of which a guest has a part) holds nearly all of them: what they outgrow is the one before.
 _LARGEST_CACHE = 64 << 20
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def cache_bytes() -> int:
@@ -243,9 +244,14 @@ def cache_bytes() -> int:
 
     Networks outgrow that one; 32 MiB where the kernel does not tell.
     """
-    sizes = []
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = file.read_text().strip()
-        if text.endswith("K") and text[:-1].isdigit():
-            sizes.append(int(text[:-1]) << 10)
-    return max((size for size in sizes if size <= _LARGEST_CACHE), default=32 << 20)
+    return max((size for size in _cache_sizes() if size <= _LARGEST_CACHE), default=32 << 20)
+
+
+def inner_cache_bytes() -> int:
+    """Return the size of the largest cache inside that one; 1 MiB where the kernel does not tell."""
+    return max((size for size in _cache_sizes() if size < cache_bytes()), default=1 << 20)
+
+
+def _cache_sizes() -> list[int]:
+    texts = [file.read_text().strip() for file in _CACHES.glob("index*/size")]
+    return [int(text[:-1]) << 10 for text in texts if text.endswith("K") and text[:-1].isdigit()]

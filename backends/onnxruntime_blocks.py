@@ -22,7 +22,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from smcp_fx.backends.base import Array, BlockLatency
-from smcp_fx.backends.fading import evict_caches
+from smcp_fx.backends.fading import displace_inner_caches, evict_caches
 from smcp_fx.backends.onnx_blocks import random_values
 from smcp_fx.backends.onnxruntime_overhead import (
     add_reference,
@@ -61,9 +61,6 @@ _ENOUGH, _AGREEING = 11, 0.03
 #: that something came between; rows average the noise out, of which memory that others use, too, has more.
 _COLD_RUNS = 3
 _COLD_SPREAD = 3.0
-#: Runs shorter than this are timed right behind another: whatever came before, waiting for the pace included, costs
-#: the first nodes microseconds, which in a network of many nodes they do not take.
-_SMALL_MS = 0.5
 #: No block is faster than this.
 _LEAST_MS = 1e-4
 _FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, TensorProto.DOUBLE: np.float64}
@@ -172,25 +169,19 @@ def _attempt(
     with Profiler(data, threads, spinning) as profiler:
         timer = stopwatch(lambda: profiler.session.run(None, feed))
 
-        def second() -> float:
-            timer()
-            return timer()
-
         warm = warm_up(timer, config)
         taken: list[tuple[str, Sample]] = []
-        spent_ms, small = 0.0, False
+        spent_ms = 0.0
         alone, dropped = 0, 0
         began = time.perf_counter()
         while alone < config.min_repeats or (alone < _HOT_RUNS and spent_ms < config.budget_ms):
             waited = 1e3 * (time.perf_counter() - began) >= _LONG_MS
             if alone >= _FEW_RUNS and (waited or runs_agree([s for what, s in taken if what == "hot"])):
                 break
-            if small:
-                taken.append(("untimed", Sample(0.0)))
-            sample = take_sample(second if small else timer, core)
+            displace_inner_caches()
+            sample = take_sample(timer, core)
             taken.append(("hot", sample))
             spent_ms += sample.ms
-            small = sample.ms < _SMALL_MS
             if sample.disturbed and dropped < config.droppable * _HOT_RUNS:
                 dropped += 1
             else:
@@ -199,15 +190,16 @@ def _attempt(
         while pairs < _COLD_RUNS:  # after those: a session's first runs are slower
             evict_caches()
             warm_code()
-            pair = [take_sample(timer, core) for _ in ("cold", "hot")]
+            cold = take_sample(timer, core)
+            displace_inner_caches()
+            pair = [cold, take_sample(timer, core)]
             taken += zip(("cold", "hot"), pair, strict=True)
             if any(s.disturbed for s in pair) and dropped < config.droppable * _COLD_RUNS:
                 dropped += 1
             else:
                 pairs += 1
-        timed = [warm + index for index, (what, _) in enumerate(taken) if what != "untimed"]
+        timed = range(warm, warm + len(taken))
         runs = profiler.runs(timed)
-    taken = [(what, s) for what, s in taken if what != "untimed"]
     profiles = [runs[index] for index in timed]
     still = [n for n, (what, s) in zip(profiles, taken, strict=True) if what == "hot" and not s.disturbed]
     profiler_ms = profiler_beside(still or profiles, node_ms)

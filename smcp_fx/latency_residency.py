@@ -31,7 +31,7 @@ from smcp_fx.errors import InputError
 #: processes want some of it, and activations.
 _HALF_OF_CACHE = 0.7
 _STEEPNESS = 6.0
-_FLOOR = 0.1
+_FLOOR = 0.07
 #: What a calibration gives in mean log error for staying near its start, for each of (log half_bytes, log steepness,
 #: floor, log scale, log half_ms): networks that are all large say little of the floor, for instance. How long weights
 #: stay in cache depends on activations and on who shares it; the factor should be one: rows are latencies.

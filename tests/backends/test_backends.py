@@ -532,7 +532,9 @@ def test_context_feeds_the_block_from_a_layer_and_images_directly():
         (2, 1, 8, 8),
         (2, 1, 8, 8),
     ]
-    assert [n.op_type for n in model.graph.node] == ["Conv", "Relu", "Conv", "Relu", "Conv", "Add", "Relu"]
+    assert [n.op_type for n in model.graph.node] == [
+        "Conv", "Relu", "Conv", "Relu", "Conv", "Add", "Relu", "GlobalAveragePool",
+    ]  # fmt: skip
     image = BlockModels().model(ABlock("conv"), (3, 16))
     assert [d.dim_value for d in add_context(image).graph.input[0].type.tensor_type.shape.dim] == [2, 3, 8, 8]
 
