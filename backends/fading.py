@@ -24,10 +24,10 @@ FADING = 1.8
 _BYTES = 4 << 20
 _PAUSES_MS = (1.0, 2.0, 4.0, 8.0)
 _RUNS, _COLD_RUNS = 12, 8
-#: A share further out than this says that it is further out.
+#: Shares nearer than this to nothing or to all say no more than that.
 _TELLING = 0.02
-#: A cache that needs longer than this for half keeps everything, as far as networks are concerned.
-_LONGEST_MS = 100.0
+#: A cache that is faster than memory by less, for all those lines, is as good as none.
+_LEAST_MS = 1e-3
 
 
 def fading_half_ms() -> float:
@@ -39,13 +39,18 @@ def fading_half_ms() -> float:
     for _ in range(_RUNS):
         read()
     hot = _median(read, read, 2 * _RUNS)
-    halves = []
-    for pause in _PAUSES_MS:
-        gone = (_median(functools.partial(_idle, pause), read, _RUNS) - hot) / max(cold - hot, 1e-9)
-        gone = min(max(gone, _TELLING), 1 - _TELLING)
-        halves.append(pause * ((1 - gone) / gone) ** (1 / FADING))
-    half = float(np.median(halves))
-    return half if half < _LONGEST_MS else math.inf
+    gone = {
+        pause: (_median(functools.partial(_idle, pause), read, _RUNS) - hot) / max(cold - hot, _LEAST_MS)
+        for pause in _PAUSES_MS
+    }
+    if max(gone.values()) <= _TELLING:
+        return math.inf
+    telling = {pause: share for pause, share in gone.items() if _TELLING < share < 1 - _TELLING}
+    if not telling:  # all gone after the shortest
+        return min(_PAUSES_MS) * (_TELLING / (1 - _TELLING)) ** (1 / FADING)
+    return float(
+        np.median([pause * ((1 - share) / share) ** (1 / FADING) for pause, share in telling.items()])
+    )
 
 
 def evict_caches() -> None:

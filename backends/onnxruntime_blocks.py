@@ -32,7 +32,7 @@ from smcp_fx.backends.onnxruntime_overhead import (
     without_reference,
 )
 from smcp_fx.backends.onnxruntime_profile import RESOLUTION_MS, NodeTime, Profiler
-from smcp_fx.backends.onnxruntime_twin import add_twin, second_half
+from smcp_fx.backends.onnxruntime_twin import add_twin, halves
 from smcp_fx.backends.pace import pace
 from smcp_fx.backends.timing import (
     QUICK,
@@ -137,14 +137,13 @@ def measure_block(
     feed = random_feed(add_reference(model))
     data = model.SerializeToString()
 
-    def own_ms(nodes: Sequence[NodeTime], profiler_ms: float) -> float:
+    def own_ms(nodes: Sequence[NodeTime], profiler_ms: float, state: str) -> float:
         own = without_reference(nodes)
-        if not twin:
-            return block_ms(own, outputs, profiler_ms, paid)
-        second = second_half(own)
-        if second is None:  # of two that the runtime mixes, the mean
+        parts = halves(own) if twin else [own]
+        if parts is None:  # the runtime mixes the two
             return block_ms(own, 2 * outputs, profiler_ms, paid) / 2
-        return block_ms(second, outputs, profiler_ms, paid)
+        counted = parts[-1:] if state == "cold" else parts
+        return sum(block_ms(part, outputs, profiler_ms, paid) for part in counted) / len(counted)
 
     found = BlockLatency(*_attempt(data, feed, own_ms, threads, spinning, config))
     for _ in range(config.attempts - 1):
@@ -157,7 +156,7 @@ def measure_block(
 def _attempt(
     data: bytes,
     feed: dict[str, Array],
-    own_ms: Callable[[Sequence[NodeTime], float], float],
+    own_ms: Callable[[Sequence[NodeTime], float, str], float],
     threads: int,
     spinning: bool,
     config: TimingConfig,
@@ -203,7 +202,7 @@ def _attempt(
     profiles = [runs[index] for index in timed]
     still = [n for n, (what, s) in zip(profiles, taken, strict=True) if what == "hot" and not s.disturbed]
     profiler_ms = profiler_beside(still or profiles, node_ms)
-    block = [own_ms(nodes, profiler_ms) for nodes in profiles]
+    block = [own_ms(nodes, profiler_ms, what) for nodes, (what, _) in zip(profiles, taken, strict=True)]
     context = float(
         np.median([sum(n.ms for n in nodes) - ms for nodes, ms in zip(profiles, block, strict=True)])
     )

@@ -1,12 +1,12 @@
-"""A block's twin, of weights of its own, that runs before it in the same session.
+"""A block's twin, of weights of its own, that runs with it in the same session.
 
 After the caches were emptied a block alone pays for more than its weights: the memory that its results go to, the
 kernels' code and the profiler are cold as well, which in a network the layers before have just used. (Of a whole
 ShuffleNetV2 at 64 x 64 that runs from memory the blocks' own sum was 1.96 ms, where it takes 1.18 ms.) The twin has
 the same nodes at the same sizes: it pays for all that, and leaves cold of the block what is the block's own.
 
-Runtimes call what they insert as they please, so the two are told apart by their order: two parts of equal nodes, of
-which the second is the block.
+Hot, both count: the first runs kernels that were displaced, the second some that have just run, and a network's nodes
+are between. Runtimes call what they insert as they please, so the two are told apart by their order alone.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def add_twin(model: onnx.ModelProto) -> bool:
     return True
 
 
-def second_half(nodes: Sequence[NodeTime]) -> list[NodeTime] | None:
-    """Return a run's nodes that ran behind their twins; None where the two did not run one after the other."""
+def halves(nodes: Sequence[NodeTime]) -> list[list[NodeTime]] | None:
+    """Return a run's nodes as two parts, one the other's twin; None where these did not run one after the other."""
     half, odd = divmod(len(nodes), 2)
-    parts = nodes[:half], nodes[half:]
-    kinds = [Counter((node.operation, node.output_shapes) for node in part) for part in parts]
-    twins = [any(_TWIN in node.name for node in part) for part in parts]
-    return list(parts[1]) if not odd and kinds[0] == kinds[1] and not all(twins) else None
+    parts = [list(nodes[:half]), list(nodes[half:])]
+    first, second = (Counter((node.operation, node.output_shapes) for node in part) for part in parts)
+    mixed = all(any(_TWIN in node.name for node in part) for part in parts)
+    return None if odd or first != second or mixed else parts

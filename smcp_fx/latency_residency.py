@@ -31,7 +31,7 @@ from smcp_fx.errors import InputError
 #: processes want some of it, and activations.
 _HALF_OF_CACHE = 0.7
 _STEEPNESS = 6.0
-_FLOOR = 0.07
+_FLOOR = 0.03
 #: What a calibration gives in mean log error for staying near its start, for each of (log half_bytes, log steepness,
 #: floor, log scale, log half_ms): networks that are all large say little of the floor, for instance. How long weights
 #: stay in cache depends on activations and on who shares it; the factor should be one: rows are latencies.
@@ -41,7 +41,7 @@ _FETCH_INERTIA = 0.5
 #: The same for what each run takes beside, over the latency of the smallest network; and what is tried. With 0.1 to
 #: 0.2 the 69 pairs of eight records were predicted alike on average, and with 0.2 none worse than without (by more
 #: than a quarter of a point of mean error). It was chosen on these records: no others say so.
-_EXTRA_INERTIA = 0.2
+_EXTRA_INERTIA = 0.1
 _EXTRAS = (0.0, 0.03, 0.06, 0.12, 0.18, 0.25)
 #: A latency is settled when another step changes it by less than this share, and after so many.
 _SETTLED, _STEPS = 1e-9, 200

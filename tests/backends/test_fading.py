@@ -1,0 +1,63 @@
+"""How fast the outer cache forgets, from reads after pauses."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from smcp_fx.backends import base, fading
+from smcp_fx.backends.timing import Sample, Timer
+
+
+class Machine:
+    """A cache that others take half of in ``half_ms``; what is read after that tells how much came from memory."""
+
+    def __init__(self, half_ms: float, hot_ms: float = 0.05, cold_ms: float = 0.17) -> None:
+        self.half_ms, self.hot_ms, self.cold_ms = half_ms, hot_ms, cold_ms
+        self.since = 0.0
+
+    def evict(self) -> None:
+        self.since = math.inf
+
+    def idle(self, ms: float) -> None:
+        self.since += ms
+
+    def sample(self, timer: Timer, pace: object = None) -> Sample:
+        gone = 1.0 if math.isinf(self.since) else 0.0
+        if 0 < self.since < math.inf:
+            gone = 1 / (1 + (self.half_ms / self.since) ** fading.FADING)
+        self.since = 0.0
+        return Sample(self.hot_ms + gone * (self.cold_ms - self.hot_ms))
+
+    def measured(self, monkeypatch: pytest.MonkeyPatch) -> float:
+        monkeypatch.setattr(fading, "evict_caches", self.evict)
+        monkeypatch.setattr(fading, "_idle", self.idle)
+        monkeypatch.setattr(fading, "take_sample", self.sample)
+        return fading.fading_half_ms()
+
+
+@pytest.mark.parametrize("half_ms", [1.0, 3.0, 5.0, 12.0, 30.0])
+def test_the_time_after_which_half_is_gone(half_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Machine(half_ms).measured(monkeypatch) == pytest.approx(half_ms, rel=0.02)
+
+
+def test_a_cache_of_ones_own_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Machine(math.inf).measured(monkeypatch) == math.inf
+    assert Machine(math.inf, cold_ms=0.05).measured(monkeypatch) == math.inf  # memory as fast as cache
+
+
+def test_what_a_read_takes_here() -> None:
+    found = fading.fading_half_ms()
+    assert found > 0.1
+
+
+def test_caches_by_their_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 48 KiB, 2 MiB, 32 MiB and an outer one of 300 MiB networks outgrow the third."""
+    monkeypatch.setattr(base, "_CACHES", tmp_path)
+    assert (base.cache_bytes(), base.inner_cache_bytes()) == (32 << 20, 1 << 20)  # the kernel does not tell
+    for index, size in enumerate(("48K", "2048K", "32768K", "307200K", "none")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    assert (base.cache_bytes(), base.inner_cache_bytes()) == (32 << 20, 2 << 20)
