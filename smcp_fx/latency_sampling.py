@@ -157,7 +157,7 @@ def _sample_axis(grids: Grids, axis: int, known: _Known, config: SamplingConfig)
     spacing = _spacing(grid)
     aligned = _find_alignment(grid, axis, top, known)
     step = _find_step(grid, axis, top, known, config) if aligned == 1 else 1
-    raw = Axis(grid[0], grid[-1], step, (), (), aligned, max(step, spacing))
+    raw = Axis(grid[0], grid[-1], step, (), (), aligned, max(step, spacing), spacing=spacing)
     values = sorted({grid[0], *(int(v) for v in raw.canonical(np.array(grid, dtype=np.int64)))})
     if aligned == 1:
         raw = replace(raw, saw=_find_saw(values, axis, top, raw.unit, known))

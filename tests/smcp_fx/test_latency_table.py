@@ -374,6 +374,18 @@ def test_a_full_size_that_is_no_multiple_is_met_exactly():
     assert float(plan.surface(np.array(100), np.array(100))) == pytest.approx(1.0 + 112 * 112 / 1000)
 
 
+def test_a_full_size_of_another_path_stands_for_itself_alone() -> None:
+    """A depthwise convolution of 58 channels may take the slow path, where 56 take the fast one, too fast for steps."""
+
+    def latency(width: int) -> float:
+        return 0.028 if width % 8 else 0.0015 + 1e-6 * width
+
+    widths = (8, 16, 24, 32, 40, 48, 56, 58)
+    plan, _ = sample((widths,), latency)
+    for width in widths:
+        assert float(plan.surface(np.array(width))) == pytest.approx(latency(width), rel=0.1)
+
+
 @pytest.mark.parametrize("widths", [(4, 64), (64, 264)])
 def test_outside_of_the_grid_is_refused(widths):
     plan, _ = sample(conv().grids, cliffs)
