@@ -116,6 +116,14 @@ class LatencyCost:
             return self.table.cold_share
         return self.residency.share(self.whole(counts).footprint, self.latency(counts))
 
+    def by_block(self, counts: Mapping[str, int]) -> dict[str, float]:
+        """Return what each block with free widths is predicted to take, in ms, by its name."""
+        bound, share = self._bound(), self.share(counts)
+        return {
+            hot.name: self.residency.scale * ((1 - share) * hot.cost(counts) + share * cold.cost(counts))
+            for hot, cold in zip(bound.hot.terms, bound.cold.terms, strict=True)
+        }
+
     def whole(self, counts: Mapping[str, int], measured_ms: float = 0.0) -> Whole:
         """Return what the prediction at these counts is made of, beside what was measured."""
         bound, run_ms = self._bound(), self.table.run_overhead(self.fingerprint)

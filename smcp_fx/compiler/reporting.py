@@ -176,13 +176,8 @@ def _engine_files(backend: Backend, settings: CompileSettings) -> dict[str, str]
 
 def _blocks(cost: LatencyCost, counts: Mapping[str, int]) -> list[dict[str, Any]]:
     """What each block is predicted to take in the dense and in the pruned network, weighed for each of them."""
-    blocks = {block.name for block in cost.blocks}
-    full = cost.full_counts
-    sides = [
-        {term.name: term.cost(chosen) for term in cost.around(chosen).terms if term.name in blocks}
-        for chosen in (full, counts)
-    ]
-    return [{"name": name, "dense_ms": ms, "pruned_ms": sides[1][name]} for name, ms in sides[0].items()]
+    dense, pruned = cost.by_block(cost.full_counts), cost.by_block(counts)
+    return [{"name": name, "dense_ms": ms, "pruned_ms": pruned[name]} for name, ms in dense.items()]
 
 
 def _table_facts(cost: LatencyCost | None) -> dict[str, Any] | None:

@@ -197,7 +197,14 @@ def test_blocks_that_differ_in_their_widths_alone_are_priced_on_their_own_grids(
 
 
 @pytest.mark.parametrize(
-    "residency", [RISING, replace(RISING, fetch=5.0, outer=0.01), replace(RISING, extra=0.5)]
+    "residency",
+    [
+        RISING,
+        replace(RISING, fetch=5.0, outer=0.01),
+        replace(RISING, extra=0.5),
+        replace(RISING, half_ms=15.0),  # the network takes some ms
+        replace(RISING, half_ms=15.0, scale=1.2),
+    ],
 )
 def test_around_is_exact_there_and_first_order_nearby(tmp_path: Path, residency: Residency) -> None:
     cost = bound(tmp_path, residency)
@@ -211,6 +218,15 @@ def test_around_is_exact_there_and_first_order_nearby(tmp_path: Path, residency:
     assert near.cost(moved) - near.cost(at) == pytest.approx(change, rel=0.05)
     plain = sum(t.cost(moved) - t.cost(at) for t in near.terms if "in memory" not in t.name)
     assert abs(plain - change) > 0.1 * change  # what the weights' share adds is no rounding error
+
+
+def test_blocks_make_up_the_network(tmp_path: Path) -> None:
+    """What else there is: the extra, and (of none here) blocks without a free width."""
+    cost = bound(tmp_path, replace(RISING, half_ms=15.0, scale=1.2, extra=0.5))
+    counts = {"0": 16, "2": 40, "4": 16}
+    blocks = cost.by_block(counts)
+    assert set(blocks) <= {block.name for block in cost.blocks}
+    assert sum(blocks.values()) == pytest.approx(cost.latency(counts) - 1.2 * 0.5)
 
 
 class Moving(nn.Module):
