@@ -40,8 +40,8 @@ class Axis:
     Widths up to a multiple of ``step`` cost what that multiple costs; 1 when there are no such steps. Multiples
     of ``aligned`` and other widths are interpolated among their own kind; 1 when there are no two kinds.
     ``spacing``: what the grid is a multiple of, all but its last width perhaps (a layer's full size), which then
-    stands for itself alone. ``unit``: the step, or the spacing. ``saw``: of what four units more cost, the shares that
-    one, two and three units more do; empty where that is linear.
+    stands for itself alone. ``unit``: the step, or the spacing. ``saw``: of what four units more cost, the shares
+    that one, two and three units more do; empty where that is linear.
     """
 
     first: int
@@ -55,7 +55,7 @@ class Axis:
     spacing: int = 1
 
     def canonical(self, widths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the widths that stand for ``widths``: the ends of their steps (the first, the last for themselves)."""
+        """Return the widths that stand for ``widths``: ends of their steps (the first and last for themselves)."""
         regular = max(self.last - self.last % self.spacing, self.first)
         rounded = np.minimum(-(-widths // self.step) * self.step, regular)
         return np.where((widths == self.first) | (widths > regular), widths, rounded)

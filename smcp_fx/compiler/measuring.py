@@ -104,13 +104,11 @@ class Corrector:
             solved_with = pruner.correction
             missed = self._measure("last masks" if not attempt else f"last masks, try {attempt + 1}", step)
             missed -= self.fraction
+            if is_met(missed, self.comparisons[-1].measured.error):
+                pruner.correction = solved_with  # stays with the masks: they fit the target by that one
+                return
             tried.append((missed, self.prepared.masks, solved_with))
-            if abs(missed) <= CLOSE:
-                break
-        # The correction that the kept masks were solved with stays with them: they fit the target by that one.
         missed, masks, pruner.correction = min(tried, key=lambda entry: abs(entry[0]))
-        if abs(missed) <= CLOSE:
-            return
         self.prepared.set_masks(masks)
         self.say(
             f"no solve came within {CLOSE:.0%} of the target: the nearest is kept, at {self.fraction + missed:.1%}"
@@ -141,6 +139,14 @@ class Corrector:
                 "no permitted choice is predicted to be as fast as that asks for: the fastest is sought instead"
             )
         return measured.fraction
+
+
+def is_met(missed: float, error: float) -> bool:
+    """Whether a measured fraction is as near to the asked one as is looked for: `CLOSE`, or what it can tell.
+
+    What it can tell are two standard errors (of ``error``), up to twice `CLOSE`: another solve would follow noise.
+    """
+    return abs(missed) <= max(CLOSE, min(2 * error, 2 * CLOSE))
 
 
 def aim_for(asked: float, tried: Sequence[tuple[float, float]]) -> float:

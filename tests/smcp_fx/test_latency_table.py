@@ -375,7 +375,7 @@ def test_a_full_size_that_is_no_multiple_is_met_exactly():
 
 
 def test_a_full_size_of_another_path_stands_for_itself_alone() -> None:
-    """A depthwise convolution of 58 channels may take the slow path, where 56 take the fast one, too fast for steps."""
+    """A depthwise convolution of 58 channels may take a slow path, where 56 take one that is too fast for steps."""
 
     def latency(width: int) -> float:
         return 0.028 if width % 8 else 0.0015 + 1e-6 * width

@@ -14,7 +14,7 @@ import smcp_fx
 from smcp_fx.backends import CompareConfig, compare
 from smcp_fx.backends.base import Backend, Engine, Fingerprint
 from smcp_fx.compiler import measuring
-from smcp_fx.compiler.measuring import CLOSE, TRIES, Corrector, aim_for
+from smcp_fx.compiler.measuring import CLOSE, TRIES, Corrector, aim_for, is_met
 from smcp_fx.errors import CheckpointError
 from smcp_fx.prepare import PreparedModel
 
@@ -177,6 +177,14 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "comparisons.json").unlink()
     corrector.resume(5)
     assert corrector.comparisons == []
+
+
+def test_a_miss_that_the_measurement_cannot_tell_is_none() -> None:
+    for error in (0.0, 0.002, CLOSE / 2):  # sure enough: a point
+        assert is_met(0.99 * CLOSE, error) and is_met(-0.99 * CLOSE, error)
+        assert not is_met(1.01 * CLOSE, error)
+    assert is_met(0.0139, 0.007) and not is_met(-0.0141, 0.007)  # two standard errors
+    assert is_met(1.99 * CLOSE, 0.05) and not is_met(2.01 * CLOSE, 0.05)  # however unsure
 
 
 def test_the_next_aim_by_hand() -> None:

@@ -39,7 +39,7 @@ from smcp_fx.backends import (
     get_backend,
     measure_interleaved,
 )
-from smcp_fx.compiler.measuring import aim_for
+from smcp_fx.compiler.measuring import aim_for, is_met
 from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_residency import Residency, calibrate
@@ -50,8 +50,10 @@ TARGETS = (0.7, 0.5, 0.3)
 #: The dense network and so many prunings less one, of sizes spread evenly (in logarithms) down to the smallest
 #: random ones', calibrate the prediction for the others, and for the targets.
 CALIBRATING = 12
-#: A target is solved for again, with the measured correction, until it is met this well, or so often.
-CLOSE, TRIES = 0.01, 4
+#: A target is solved for so often, with the measured correction, until it is met as the compiler looks for it.
+TRIES = 4
+#: A fraction is sure where its standard error is at most this.
+SURE = 0.01
 #: Networks are timed in so many rounds, for the median: who shares the cache and the memory changes within seconds.
 ROUNDS = 3
 #: Timings that spread further (interquartile range over median) are told apart.
@@ -203,7 +205,7 @@ class Bench:
                     predicted = self.cost.latency(chosen[-1]) / dense_ms
                     with self.network.emitted(chosen[-1], self.backend, file) as engine:
                         tried.append({"predicted": predicted, **self.compared(engine)})
-                    if abs(tried[-1]["measured"] - asked) <= CLOSE:
+                    if is_met(tried[-1]["measured"] - asked, tried[-1]["error"]):
                         break
                     budget = dense_ms * aim_for(asked, [(t["predicted"], t["measured"]) for t in tried])
                 nearest = min(range(len(tried)), key=lambda i: abs(tried[i]["measured"] - asked))
@@ -220,7 +222,7 @@ class Bench:
         found = compare(self.dense, engine)
         return {
             "measured": found.fraction,
-            "stable": found.error <= CLOSE,
+            "stable": found.error <= SURE,
             "rounds": found.rounds,
             "error": found.error,
             "quartiles": [found.q1, found.q3],
