@@ -5,14 +5,13 @@ is what the *whole* network touches in between, its footprint, against the cache
 what these touch meanwhile, which is the more the longer the network takes. A table row has both states (hot, cold);
 the sum over the blocks is weighed between them:
 
-    T     = run + extra + hot + share(footprint, T) * (cold - hot) + fetch * max(footprint - outer, 0)
+    T     = run + hot + share(footprint, T) * (cold - hot) + fetch * max(footprint - outer, 0)
     share = 1 - (1 - floor) * (1 - rise(footprint)) * (1 - fade(T))
 
 T is on both sides: the least that solves this, to which a network comes that starts from a full cache.
 
-Extra is what a run takes beside its blocks and beside what an empty one takes (a network of a hundred nodes has more
-to hand on). The last term is that of a cache yet further out (a server's, of which a guest has a part): what it does
-not hold comes from memory. Both are nothing until a calibration finds them.
+The last term is that of a cache yet further out (a server's, of which a guest has a part): what it does not hold
+comes from memory. It is nothing until a calibration finds it.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ import numpy as np
 from smcp_fx.backends.fading import FADING
 from smcp_fx.errors import InputError
 
-#: The share is half-way up when the weights are this many times as large as the cache they outgrow: other
-#: processes want some of it, and activations.
-_HALF_OF_CACHE = 0.7
-_STEEPNESS = 6.0
+#: The share is half-way up when the footprint is this many times as large as the cache it outgrows: others want some
+#: of it. Chosen, with the two below, on four pairs of model and setting of one occasion, which factors of 0.45 to 0.6
+#: and steepnesses of 4 and 6 predict nearly alike.
+_HALF_OF_CACHE = 0.5
+_STEEPNESS = 4.0
 _FLOOR = 0.03
 #: What a calibration gives in mean log error for staying near its start, for each of (log half_bytes, log steepness,
 #: floor, log scale, log half_ms): networks that are all large say little of the floor, for instance. How long weights
@@ -38,11 +38,6 @@ _FLOOR = 0.03
 _INERTIA = np.array([0.005, 0.005, 0.2, 0.2, 0.005])
 #: The same for each ms a MiB of the fetch; memory may be so much slower than the outer cache, beyond so many MiB.
 _FETCH_INERTIA = 0.5
-#: The same for what each run takes beside, over the latency of the smallest network; and what is tried. With 0.1 to
-#: 0.2 the 69 pairs of eight records were predicted alike on average, and with 0.2 none worse than without (by more
-#: than a quarter of a point of mean error). It was chosen on these records: no others say so.
-_EXTRA_INERTIA = 0.1
-_EXTRAS = (0.0, 0.03, 0.06, 0.12, 0.18, 0.25)
 #: A latency is settled when another step changes it by less than this share, and after so many.
 _SETTLED, _STEPS = 1e-9, 200
 _FETCHES, _OUTERS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09), (16, 24, 32, 48, 64, 96, 128)
@@ -56,11 +51,10 @@ OF_ACTIVATIONS = 0.3
 class Residency:
     """How cold a network's weights are, in [0, 1]: rises with its footprint, half-way up at ``half_bytes``.
 
-    ``steepness``: how fast; ``floor``: of a small network, whose weights wait in an outer cache where a block
-    in a loop has them in the inner one; ``scale``: measured over predicted latency where they differ by a factor;
-    ``fetch``: ms that each MiB of footprint beyond the ``outer`` ones (MiB) adds, as it comes from further away;
-    ``extra``: ms that each run takes beside its blocks and what an empty one takes; ``half_ms``: the share rises with
-    the time between runs, too, half-way up at so many ms, as others use the cache (inf: nobody does).
+    ``steepness``: how fast; ``floor``: of a network however small and fast; ``scale``: measured over predicted
+    latency where they differ by a factor; ``fetch``: ms that each MiB of footprint beyond the ``outer`` ones (MiB)
+    adds, as it comes from further away; ``half_ms``: the share rises with the time between runs, too, half-way up at
+    so many ms, as others use the cache (inf: nobody does).
     """
 
     half_bytes: float
@@ -69,7 +63,6 @@ class Residency:
     scale: float = 1.0
     fetch: float = 0.0
     outer: float = 0.0
-    extra: float = 0.0
     half_ms: float = math.inf
 
     def __post_init__(self) -> None:
@@ -77,8 +70,8 @@ class Residency:
             raise InputError(f"{self}: half_bytes, steepness, scale and half_ms must be positive")
         if not 0 <= self.floor < 1:
             raise InputError(f"{self}: 0 <= floor < 1 must hold")
-        if min(self.fetch, self.outer, self.extra) < 0:
-            raise InputError(f"{self}: fetch, outer and extra must not be negative")
+        if min(self.fetch, self.outer) < 0:
+            raise InputError(f"{self}: fetch and outer must not be negative")
 
     @classmethod
     def of_cache(cls, cache_bytes: int, half_ms: float = math.inf) -> Residency:
@@ -99,8 +92,8 @@ class Residency:
         )
 
     def beside(self, footprint: float) -> float:
-        """Return the ms that a run takes beside its blocks: the extra, and the bytes that no cache holds."""
-        return self.extra + self.fetch * max(footprint / _MIB - self.outer, 0.0)
+        """Return the ms that a run takes beside its blocks, for the bytes that no cache holds."""
+        return self.fetch * max(footprint / _MIB - self.outer, 0.0)
 
     def beside_slope(self, footprint: float) -> float:
         """Return by how many ms that rises with a byte more."""
@@ -154,7 +147,7 @@ def relative_errors(residency: Residency, wholes: Sequence[Whole]) -> list[float
 def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
     """Return the residency that predicts these measured networks best (least mean absolute log error).
 
-    All eight numbers are searched on a grid around ``start``, and what is nearer to it wins where the errors are
+    All seven numbers are searched on a grid around ``start``, and what is nearer to it wins where the errors are
     all but equal. Fewer than three networks give the scale alone.
     """
     if not wholes:
@@ -165,7 +158,6 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
     )
     shares_of: tuple[Sequence[float], ...] = ((1.0,), (start.steepness,), (start.floor,), (1.0,))
     beyond = [start]
-    smallest = float(measured.min())
     if len(wholes) >= 3:
         shares_of = (
             [2.0 ** (e / 8) for e in range(-24, 13)],
@@ -173,15 +165,10 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
             (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4),
             [2.0 ** (e / 2) for e in range(-3, 4)] if math.isfinite(start.half_ms) else (1.0,),
         )
-        fetches = [(start.fetch, start.outer), (0.0, 0.0), *itertools.product(_FETCHES, _OUTERS)]
-        extras = [start.extra, *(share * smallest for share in _EXTRAS)]
-        beyond = [
-            replace(start, fetch=fetch, outer=outer, extra=extra)
-            for (fetch, outer), extra in itertools.product(fetches, extras)
-        ]
+        beyond += [replace(start, fetch=0.0, outer=0.0)]
+        beyond += [replace(start, fetch=f, outer=o) for f, o in itertools.product(_FETCHES, _OUTERS)]
     beside = np.array([[trial.beside(size) for size in footprints] for trial in beyond])  # [trial, network]
     away = _FETCH_INERTIA * np.abs([trial.fetch - start.fetch for trial in beyond])
-    away += _EXTRA_INERTIA * np.abs([trial.extra - start.extra for trial in beyond]) / smallest
     best, least = start, np.inf
     for factor, steepness, floor, slower in itertools.product(*shares_of):
         trial = Residency(start.half_bytes * factor, steepness, floor, half_ms=start.half_ms * slower)

@@ -77,15 +77,15 @@ def test_latency_by_hand() -> None:
     assert residency.latency(2.0, 4.0, footprint=10.0, run_ms=0.5) == pytest.approx(1.1 * (0.5 + 2.0 + 1.0))
 
 
-def test_weights_that_no_cache_holds_cost_by_the_mib_and_runs_something_each() -> None:
-    residency = Residency(1.0, floor=0.0, fetch=0.02, outer=32, extra=0.25)
-    assert residency.beside(32 * MB) == 0.25
-    assert residency.beside(82 * MB) == pytest.approx(1.25)
-    assert residency.latency(2.0, 2.0, 82 * MB) == pytest.approx(3.25)
+def test_weights_that_no_cache_holds_cost_by_the_mib() -> None:
+    residency = Residency(1.0, floor=0.0, fetch=0.02, outer=32)
+    assert residency.beside(32 * MB) == 0.0
+    assert residency.beside(82 * MB) == pytest.approx(1.0)
+    assert residency.latency(2.0, 2.0, 82 * MB) == pytest.approx(3.0)
     assert residency.beside_slope(82 * MB) == pytest.approx(0.02 / MB)
     assert residency.beside_slope(32 * MB) == 0.0
-    for wrong in ({"fetch": -0.1}, {"extra": -0.1}):
-        with pytest.raises(InputError, match="fetch, outer and extra"):
+    for wrong in ({"fetch": -0.1}, {"outer": -0.1}):
+        with pytest.raises(InputError, match="fetch and outer"):
             Residency(1.0, **wrong)
 
 
@@ -107,7 +107,6 @@ def wholes(truth: Residency, count: int, noise: float = 0.0) -> list[Whole]:
         Residency(12 * MB, 8.0, 0.0, 1.08),
         Residency(40 * MB, 3.0, 0.25, 0.93),
         Residency(12 * MB, 6.0, 0.05, fetch=0.03, outer=32),
-        Residency(24 * MB, 6.0, 0.05, extra=0.05),
         Residency(24 * MB, 6.0, 0.1, half_ms=1.0),
     ],
 )
@@ -201,7 +200,6 @@ def test_blocks_that_differ_in_their_widths_alone_are_priced_on_their_own_grids(
     [
         RISING,
         replace(RISING, fetch=5.0, outer=0.01),
-        replace(RISING, extra=0.5),
         replace(RISING, half_ms=15.0),  # the network takes some ms
         replace(RISING, half_ms=15.0, scale=1.2),
     ],
@@ -221,12 +219,14 @@ def test_around_is_exact_there_and_first_order_nearby(tmp_path: Path, residency:
 
 
 def test_blocks_make_up_the_network(tmp_path: Path) -> None:
-    """What else there is: the extra, and (of none here) blocks without a free width."""
-    cost = bound(tmp_path, replace(RISING, half_ms=15.0, scale=1.2, extra=0.5))
+    """But what weights take that no cache holds, and (none here) blocks without a free width."""
+    cost = bound(tmp_path, replace(RISING, half_ms=15.0, scale=1.2, fetch=5.0, outer=0.01))
     counts = {"0": 16, "2": 40, "4": 16}
     blocks = cost.by_block(counts)
     assert set(blocks) <= {block.name for block in cost.blocks}
-    assert sum(blocks.values()) == pytest.approx(cost.latency(counts) - 1.2 * 0.5)
+    beside = cost.residency.beside(cost.whole(counts).footprint)
+    assert sum(blocks.values()) == pytest.approx(cost.latency(counts) - 1.2 * beside)
+    assert beside > 0.1
 
 
 class Moving(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -97,7 +97,10 @@ class Occasion:
     @cached_property
     def sums(self) -> dict[tuple[str, str], Sums]:
         """Of each model and setting of which there are any."""
-        start = Residency(**self.machine["residency"])
+        known = {
+            field.name for field in fields(Residency)
+        }  # records of earlier ways have one more, which is nothing
+        start = Residency(**{name: v for name, v in self.machine["residency"].items() if name in known})
         every = {key: Sums.of(self.lines, *key, start, self.steady) for key in self.keys}
         return {key: sums for key, sums in every.items() if sums is not None}
 
