@@ -55,7 +55,7 @@ TRIES = 4
 #: A fraction is sure where its standard error is at most this.
 SURE = 0.01
 #: Networks are timed in so many rounds, for the median: who shares the cache and the memory changes within seconds.
-ROUNDS = 3
+ROUNDS = 5
 #: Timings that spread further (interquartile range over median) are told apart.
 STEADY = 0.1
 #: So often are a chosen and a larger count's blocks measured anew, in turns; four times where that takes long (s).
@@ -64,9 +64,9 @@ TURNS, ROUNDING = 10, 10.0
 AGAIN = 75
 #: So many bytes of weights are timed in turns at a time: more would not fit into memory.
 TOGETHER = 8 << 30
-#: Three turns at least: of networks of 20 ms and more all runs in one would all be in the same moment.
+#: Rather more rounds than long ones: within one all that take long are in the same moment.
 _TIMING = TimingConfig(
-    min_repeats=9, max_repeats=60, budget_ms=120.0, spread_limit=STEADY, attempts=1, settle_ms=120.0, burst=3
+    min_repeats=6, max_repeats=30, budget_ms=60.0, spread_limit=STEADY, attempts=1, settle_ms=120.0, burst=3
 )
 
 
