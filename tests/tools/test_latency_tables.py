@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,32 @@ def test_networks_measured_a_second_time(tmp_path: Path) -> None:
     found = row(worst, "| a | 64x1 |")
     assert found["from themselves"] == f"{np.abs(second / first - 1).mean():.1%}"
     assert found["Spearman with themselves"] == "0.500"
+
+
+def test_how_fast_the_cache_forgot_then_counts(tmp_path: Path) -> None:
+    """Networks of little weight that are cold since they take long: known by the time that was measured with them."""
+    start = Residency.of_cache(1 << 25)
+    lines = wholes(12, 1.0)
+    for line in lines:
+        whole = line["whole"]
+        whole["cold_ms"] = 1.5 * whole["hot_ms"]
+        of = (whole["hot_ms"], whole["cold_ms"], whole["weight_bytes"])
+        whole["measured_ms"] = replace(start, half_ms=2.0).latency(*of)
+    without = row(written(tmp_path, *lines), "| a | 64x1 |")
+    assert float(without["mean error before"].rstrip("%")) > 10
+    found = row(written(tmp_path, *({**line, "half_ms": 2.0} for line in lines)), "| a | 64x1 |")
+    assert found["mean error before"] == "0.0%"
+
+
+def test_networks_timed_in_rounds(tmp_path: Path) -> None:
+    """What is predicted is the median of the rounds; how far networks are from themselves, the first two rounds."""
+    lines = wholes(12, 1.0)
+    for line in lines:
+        ms = line["whole"]["measured_ms"]
+        line |= {"first_ms": 0.9 * ms, "again_ms": 1.08 * ms, "dense_first_ms": 0.9, "dense_again_ms": 0.9}
+    found = row(written(tmp_path, *lines), "| a | 64x1 |")
+    assert found["from themselves"] == "20.0%"
+    assert found["mean error, all"] == "0.0%"
 
 
 def test_ranks_of_few_steady_networks(tmp_path: Path) -> None:
