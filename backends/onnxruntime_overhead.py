@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,12 +24,14 @@ from onnx import TensorProto, helper, numpy_helper
 from smcp_fx.backends.base import Array
 from smcp_fx.backends.onnxruntime_profile import RESOLUTION_MS, NodeTime
 from smcp_fx.backends.onnxruntime_session import create_session, session_options
-from smcp_fx.backends.pace import TOLERANCE, pace
+from smcp_fx.backends.pace import pace
 from smcp_fx.backends.timing import Sample, Timer, calm, stopwatch, summarise, take_sample
 
 _CHANNELS = 16
 _LENGTHS = (8, 48)
 _ROUNDS, _RUNS = 3, 60
+#: So many rounds that were disturbed are enough.
+_MOST_DISTURBED = 2
 #: So many undisturbed runs of a round say enough.
 _ENOUGH = 12
 #: What a chain's nodes are named for, how many stand beside a block, and the shape of their result.
@@ -45,20 +48,28 @@ class Overhead:
     node_ms: float
 
 
-#: What was measured, and the core's usual pace then.
+#: What was measured, and when it is looked at again.
 _known: dict[tuple[int, bool], tuple[float, Overhead]] = {}
+#: After so many seconds, and where the core was disturbed all the while, when all takes longer. A look is 25 ms.
+_AGAIN_S, _AGAIN_DISTURBED_S = 2.0, 30.0
+#: A faster one counts where it is faster by this; the least of many alike would only be the luckiest.
+_FASTER = 0.95
 
 
 def overhead(threads: int = 1, spinning: bool = True) -> Overhead:
-    """Measure all (a second), once a process, and again where the core's usual pace became faster than it was then.
+    """Return the fastest of what was measured in this process so far, every few seconds when it is asked for.
 
-    Slower times come and go on a shared machine; to measure in each would take longer than the rows do.
+    Whatever disturbs a run makes it longer, and the core's pace does not tell all that does: a process that measured
+    once, and a third too much, added that to every node of every row.
     """
-    usual_ms = pace().usual_ms if threads == 1 else 1.0
-    found = _known.get((threads, spinning))
-    if found is None or usual_ms * TOLERANCE < found[0]:
-        _known[threads, spinning] = usual_ms, _measured(threads, spinning)
-    return _known[threads, spinning][1]
+    key, now = (threads, spinning), time.monotonic()
+    if key not in _known or now >= _known[key][0]:
+        found, calm_rounds = _measured(threads, spinning)
+        if key in _known:
+            before = _known[key][1]
+            found = found if found.node_ms < _FASTER * before.node_ms else before
+        _known[key] = time.monotonic() + (_AGAIN_S if calm_rounds else _AGAIN_DISTURBED_S), found
+    return _known[key][1]
 
 
 def add_reference(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -96,21 +107,24 @@ def _is_link(node: NodeTime) -> bool:
     return node.operation == "Conv" and node.name.startswith(f"{REFERENCE}_link")
 
 
-def _measured(threads: int, spinning: bool) -> Overhead:
+def _measured(threads: int, spinning: bool) -> tuple[Overhead, bool]:
+    """Return it by rounds of undisturbed runs, and whether there were any."""
     models = [_chain_model(length) for length in _LENGTHS]
     feed = reference_feed()
     options = session_options(threads, spinning)
     sessions = [create_session(model, options) for model in models]
     timers = [stopwatch(functools.partial(session.run, None, feed)) for session in sessions]
-    rounds = []
-    for _ in range(_ROUNDS):
+    calm_rounds, others = list[list[float]](), list[list[float]]()
+    while len(calm_rounds) < _ROUNDS and len(others) < _MOST_DISTURBED:
         turns = [[_sample(timer, threads) for timer in timers] for _ in range(_RUNS)][_RUNS // 4 :]
-        rounds.append(
-            [float(np.median([s.ms for s in calm(each, _ENOUGH)])) for each in zip(*turns, strict=True)]
-        )
+        each = list(zip(*turns, strict=True))
+        undisturbed = min(sum(not sample.disturbed for sample in own) for own in each)
+        kept = calm_rounds if undisturbed >= _ENOUGH else others
+        kept.append([float(np.median([s.ms for s in calm(own, _ENOUGH)])) for own in each])
+    rounds = calm_rounds or others
     node = float(np.median([long - short for short, long in rounds])) / (_LENGTHS[1] - _LENGTHS[0])
     run = min(short for short, _ in rounds) - _LENGTHS[0] * node  # what disturbs a run makes it longer
-    return Overhead(max(run, 0.0), node)
+    return Overhead(max(run, 0.0), node), bool(calm_rounds)
 
 
 def _sample(timer: Timer, threads: int) -> Sample:

@@ -22,38 +22,42 @@ from smcp_fx.backends.onnxruntime_overhead import (
     without_reference,
 )
 from smcp_fx.backends.onnxruntime_profile import NodeTime, Profiler
-from smcp_fx.backends.pace import pace
 from smcp_fx.backends.timing import Measurement, Sample, TimingConfig
 
 
-def test_overheads_are_measured_once_and_are_part_of_a_latency(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace(), "_learn", lambda: None)  # the core's usual pace stays what it is
+def test_overheads_are_part_of_a_latency() -> None:
     found = overhead(1, True)
     assert 0 <= found.run_ms < 5.0
     assert found.node_ms < 1.0
-    assert overhead(1, True) is found
     backend = OnnxRuntimeBackend()
-    assert backend.run_overhead_ms() == found.run_ms
+    assert backend.run_overhead_ms() == overhead(1, True).run_ms
     assert Backend.run_overhead_ms(backend) is None
 
 
-def test_a_faster_usual_pace_means_other_overheads(monkeypatch) -> None:
+def test_of_overheads_the_fastest_counts_and_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from smcp_fx.backends import onnxruntime_overhead as module
 
-    class Core:
-        usual_ms = 0.004
-
-    core, made = Core(), []
-    monkeypatch.setattr(module, "pace", lambda: core)
+    clock, slow, fast, luck = (
+        [100.0],
+        Overhead(0.010, 0.0007),
+        Overhead(0.007, 0.0005),
+        Overhead(0.007, 0.00049),
+    )
+    coming = [(slow, False), (fast, True), (slow, True), (luck, True)]
     monkeypatch.setattr(module, "_known", {})
-    monkeypatch.setattr(module, "_measured", lambda *_: made.append(core.usual_ms) or object())
-    first = overhead(1, True)
-    for slower in (0.0042, 0.0072, 0.0038):
-        core.usual_ms = slower
-        assert overhead(1, True) is first
-    core.usual_ms = 0.003
-    assert overhead(1, True) is not first
-    assert made == [0.004, 0.003]
+    monkeypatch.setattr(module, "_measured", lambda *_: coming.pop(0))
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    assert overhead(1, True) is slow
+    for later, expected, left in (
+        (29.0, slow, 3),
+        (2.0, fast, 2),
+        (1.0, fast, 2),
+        (1.5, fast, 1),
+        (3.0, fast, 0),
+    ):
+        clock[0] += later
+        assert overhead(1, True) is expected
+        assert len(coming) == left
 
 
 def test_the_profilers_part_is_taken_off_every_node() -> None:
