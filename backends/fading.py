@@ -47,7 +47,7 @@ def fading_half_ms() -> float:
         return math.inf
     telling = {pause: share for pause, share in gone.items() if _TELLING < share < 1 - _TELLING}
     if not telling:  # all gone after the shortest
-        return min(_PAUSES_MS) * (_TELLING / (1 - _TELLING)) ** (1 / FADING)
+        return float(min(_PAUSES_MS) * (_TELLING / (1 - _TELLING)) ** (1 / FADING))
     return float(
         np.median([pause * ((1 - share) / share) ** (1 / FADING) for pause, share in telling.items()])
     )

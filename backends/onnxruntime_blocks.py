@@ -189,9 +189,9 @@ def _attempt(
         while pairs < _COLD_RUNS:  # after those: a session's first runs are slower
             evict_caches()
             warm_code()
-            cold = take_sample(timer, core)
+            pair = [take_sample(timer, core)]
             displace_inner_caches()
-            pair = [cold, take_sample(timer, core)]
+            pair.append(take_sample(timer, core))
             taken += zip(("cold", "hot"), pair, strict=True)
             if any(s.disturbed for s in pair) and dropped < config.droppable * _COLD_RUNS:
                 dropped += 1
