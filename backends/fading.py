@@ -40,7 +40,7 @@ def fading_half_ms() -> float:
         read()
     hot = _median(read, read, 2 * _RUNS)
     gone = {
-        pause: (_median(functools.partial(_idle, pause), read, _RUNS) - hot) / max(cold - hot, _LEAST_MS)
+        pause: (_median(functools.partial(idle, pause), read, _RUNS) - hot) / max(cold - hot, _LEAST_MS)
         for pause in _PAUSES_MS
     }
     if max(gone.values()) <= _TELLING:
@@ -91,7 +91,7 @@ def _median(before: Callable[[], object], read: Timer, runs: int) -> float:
     return summarise(calm(samples, runs // 3), 0.0).median_ms
 
 
-def _idle(ms: float) -> None:
+def idle(ms: float) -> None:
     """Wait, reading nothing; asleep the thread would lose its core."""
     until = time.perf_counter() + 1e-3 * ms
     while time.perf_counter() < until:

@@ -33,7 +33,7 @@ class Machine:
 
     def measured(self, monkeypatch: pytest.MonkeyPatch) -> float:
         monkeypatch.setattr(fading, "evict_caches", self.evict)
-        monkeypatch.setattr(fading, "_idle", self.idle)
+        monkeypatch.setattr(fading, "idle", self.idle)
         monkeypatch.setattr(fading, "take_sample", self.sample)
         return fading.fading_half_ms()
 

@@ -21,7 +21,7 @@ import torch
 import torchvision
 
 from smcp_fx.backends import get_backend
-from smcp_fx.backends.fading import evict_caches, fading_half_ms
+from smcp_fx.backends.fading import evict_caches, fading_half_ms, idle
 from smcp_fx.backends.onnxruntime_overhead import code_warmer
 from smcp_fx.backends.pace import pace
 from smcp_fx.backends.timing import Sample, calm, take_sample
@@ -29,13 +29,6 @@ from smcp_fx.backends.timing import Sample, calm, take_sample
 PAUSES_MS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 #: So many turns, and in each so many runs of the loop, of which the last counts.
 TURNS, LOOP = 25, 12
-
-
-def idle(ms: float) -> None:
-    """Wait, reading nothing; asleep the thread would lose its core."""
-    until = time.perf_counter() + 1e-3 * ms
-    while time.perf_counter() < until:
-        pass
 
 
 def measure(model: str, side: int) -> dict[str, object]:
