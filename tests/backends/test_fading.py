@@ -48,9 +48,14 @@ def test_a_cache_of_ones_own_keeps_everything(monkeypatch: pytest.MonkeyPatch) -
     assert Machine(math.inf, cold_ms=0.05).measured(monkeypatch) == math.inf  # memory as fast as cache
 
 
-def test_what_a_read_takes_here() -> None:
-    found = fading.fading_half_ms()
-    assert found > 0.1
+def test_what_is_read_is_larger_than_inner_caches_and_smaller_than_the_outer_one() -> None:
+    inner, outer = base.inner_cache_bytes(), base.cache_bytes()
+    fading.displace_inner_caches()
+    assert fading._displacing_buffer().nbytes >= 2 * inner
+    lines = fading._lines()
+    assert lines.strides == (64,)
+    assert lines.size * 64 <= outer // 2
+    assert fading.fading_half_ms() > 0
 
 
 def test_caches_by_their_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,9 +97,8 @@ class Occasion:
     @cached_property
     def sums(self) -> dict[tuple[str, str], Sums]:
         """Of each model and setting of which there are any."""
-        known = {
-            field.name for field in fields(Residency)
-        }  # records of earlier ways have one more, which is nothing
+        # Records of earlier ways have a field more, which is nothing.
+        known = {field.name for field in fields(Residency)}
         start = Residency(**{name: v for name, v in self.machine["residency"].items() if name in known})
         every = {key: Sums.of(self.lines, *key, start, self.steady) for key in self.keys}
         return {key: sums for key, sums in every.items() if sums is not None}
