@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -96,10 +96,8 @@ class Occasion:
 
     @cached_property
     def sums(self) -> dict[tuple[str, str], Sums]:
-        """Of each model and setting of which there are any."""
-        # Records of earlier ways have a field more, which is nothing.
-        known = {field.name for field in fields(Residency)}
-        start = Residency(**{name: v for name, v in self.machine["residency"].items() if name in known})
+        """Of each model and setting of which there are any, predicted as the library does now."""
+        start = Residency.of_cache(self.machine["cache_bytes"])
         every = {key: Sums.of(self.lines, *key, start, self.steady) for key in self.keys}
         return {key: sums for key, sums in every.items() if sums is not None}
 
