@@ -35,8 +35,8 @@ _FLOOR = 0.03
 #: What a calibration gives in mean log error for staying near its start, for each of (log half_bytes, log steepness,
 #: floor, log scale, log half_ms): networks that are all large say little of the floor, for instance. How long weights
 #: stay in cache depends on activations and on who shares it; the factor should be one: rows are latencies. (Of 19
-#: pairs of a model and setting on three occasions 0.03 to 0.1 for the factor leave nearly the same errors. With 0.2 size
-#: and time take up what a busy hour adds to all, and two pairs more have fewer than 90 % of prunings within 10 %.)
+#: pairs of model and setting, 0.03 to 0.1 for the factor leave nearly the same errors. With 0.2 size and time take
+#: up what a busy hour adds to all, and two pairs more have fewer than 90 % of their prunings within 10 %.)
 _INERTIA = np.array([0.005, 0.005, 0.2, 0.07, 0.005])
 #: The same for each ms a MiB of the fetch; memory may be so much slower than the outer cache, beyond so many MiB.
 _FETCH_INERTIA = 0.5
