@@ -65,15 +65,17 @@ ROUNDS, FEWEST_ROUNDS, ROUNDS_SECONDS = 11, 3, 45.0
 #: Timings that spread further (interquartile range over median) are told apart.
 STEADY = 0.1
 #: So often are a chosen and a larger count's blocks measured anew, in turns; four times where that takes long (s).
-TURNS, ROUNDING = 10, 10.0
+TURNS, ROUNDING = 10, 5.0
 #: So many held-out rows of a table are measured anew, in sessions of their own.
 AGAIN = 75
 #: So many bytes of weights are timed in turns at a time: more would not fit into memory.
 TOGETHER = 8 << 30
-#: Rather more rounds than long ones: within one all that take long are in the same moment.
+#: Rather more rounds than long ones: within one all that take long are in the same moment. Each network's runs begin
+#: with untimed ones, so that little warming up is left.
 _TIMING = TimingConfig(
-    min_repeats=6, max_repeats=30, budget_ms=60.0, spread_limit=STEADY, attempts=1, settle_ms=120.0, burst=3
-)
+    min_repeats=3, max_repeats=30, budget_ms=24.0, spread_limit=STEADY, attempts=1, settle_ms=120.0, burst=3,
+    warmup_window=1,
+)  # fmt: skip
 
 
 class Record:
