@@ -59,8 +59,9 @@ _FEW_RUNS, _LONG_MS = 9, 150.0
 #: So many undisturbed ones do where their interquartile range is this small a share of their median.
 _ENOUGH, _AGREEING = 11, 0.03
 #: Runs in the cold state: emptying the caches takes longer than all the rest. Of three the median does without one
-#: that something came between; rows average the noise out, of which memory that others use, too, has more.
-_COLD_RUNS = 3
+#: that something came between; rows average the noise out, of which memory that others use, too, has more. Two do
+#: where they agree.
+_COLD_RUNS, _FEW_COLD_RUNS = 3, 2
 _COLD_SPREAD = 3.0
 #: No block is faster than this.
 _LEAST_MS = 1e-4
@@ -188,6 +189,8 @@ def _attempt(
                 alone += 1
         pairs, dropped = 0, 0
         while pairs < _COLD_RUNS:  # after those: a session's first runs are slower
+            if pairs == _FEW_COLD_RUNS and runs_agree([s for what, s in taken if what == "cold"], pairs):
+                break
             evict_caches()
             warm_code()
             pair = [take_sample(timer, core)]
@@ -216,14 +219,14 @@ def _attempt(
     least = own_ms([replace(node, ms=node_ms) for node in profiles[0]], 0.0, "cold")
     return (
         _summary(hot, config.min_repeats, limit, least),
-        _summary(cold, _COLD_RUNS, _COLD_SPREAD * limit, least),
+        _summary(cold, _FEW_COLD_RUNS, _COLD_SPREAD * limit, least),
     )
 
 
-def runs_agree(samples: Sequence[Sample]) -> bool:
-    """Whether undisturbed runs, the context in them, agree so well that more would not move their median."""
+def runs_agree(samples: Sequence[Sample], enough: int = _ENOUGH) -> bool:
+    """Whether so many undisturbed runs, the context in them, agree so well that more would not move their median."""
     times = [sample.ms for sample in samples if not sample.disturbed]
-    if len(times) < _ENOUGH:
+    if len(times) < enough:
         return False
     q1, median, q3 = np.percentile(times, [25, 50, 75])
     return bool(q3 - q1 <= _AGREEING * median)

@@ -158,17 +158,32 @@ def _sample_axis(grids: Grids, axis: int, known: _Known, config: SamplingConfig)
     aligned = _find_alignment(grid, axis, top, known)
     step = _find_step(grid, axis, top, known, config) if aligned == 1 else 1
     raw = Axis(grid[0], grid[-1], step, (), (), aligned, max(step, spacing), spacing=spacing)
-    values = sorted({grid[0], *(int(v) for v in raw.canonical(np.array(grid, dtype=np.int64)))})
+    raw = replace(raw, first_apart=_is_first_apart(raw, axis, top, known, config))
+    values = sorted({int(v) for v in raw.canonical(np.array(grid, dtype=np.int64))})
     if aligned == 1:
         raw = replace(raw, saw=_find_saw(values, axis, top, raw.unit, known))
     samples, lines = set[int](), set[int]()
     for kind in (True, False):
         members = [value for value in values if is_aligned(value, aligned) == kind]
         if members:
-            ends = {members[0], members[min(1, len(members) - 1)], members[-1]}
+            # The first two differ in more than their size: a kernel of its own runs the smallest, or one that is not
+            # aligned. Where a step holds the first, the runtime pads it.
+            second = members[min(1, len(members) - 1)] if raw.first_apart else members[0]
+            ends = {members[0], second, members[-1]}
             samples |= {*ends, *_refine(members, raw, axis, top, known, config)}
             lines |= ends
     return replace(raw, samples=tuple(sorted(samples)), lines=tuple(sorted(lines)))
+
+
+def _is_first_apart(axis: Axis, position: int, top: Point, known: _Known, config: SamplingConfig) -> bool:
+    """Whether the first width costs otherwise than the end of the step that it is in."""
+    end = min(-(-axis.first // axis.step) * axis.step, axis.last)
+    if end == axis.first:
+        return True
+    points = [_point(position, value, top) for value in (axis.first, end)]
+    known.need(points)
+    first, of_step = (known.values[point] for point in points)
+    return abs(first - of_step) > max(config.tolerance * of_step, config.floor_ms, 2 * known.noise(*points))
 
 
 def _spacing(grid: Sequence[int]) -> int:
@@ -304,11 +319,11 @@ def _find_saw(grid: Sequence[int], axis: int, top: Point, unit: int, known: _Kno
         if rise <= 0.08 * at(widths[-1]):
             return ()
         teeth.append([(at(width) - at(first)) / rise for width in widths[1:-1]])
+        if np.abs(np.mean(teeth, axis=0) - np.arange(1, TOOTH) / TOOTH).max() <= _STRAIGHT:
+            return ()
     if not teeth or np.ptp(teeth, axis=0).max() > _ALIKE:
         return ()
     saw = np.mean(teeth, axis=0)
-    if np.abs(saw - np.arange(1, TOOTH) / TOOTH).max() <= _STRAIGHT:
-        return ()
     least = 0.02 * np.arange(1, TOOTH)  # the scale must rise
     rising = np.minimum(np.maximum.accumulate(np.maximum(saw - least, 0.0)) + least, 1.0 - least[::-1])
     return tuple(float(share) for share in rising)

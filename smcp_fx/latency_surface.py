@@ -41,7 +41,8 @@ class Axis:
     of ``aligned`` and other widths are interpolated among their own kind; 1 when there are no two kinds.
     ``spacing``: what the grid is a multiple of, all but its last width perhaps (a layer's full size), which then
     stands for itself alone. ``unit``: the step, or the spacing. ``saw``: of what four units more cost, the shares
-    that one, two and three units more do; empty where that is linear.
+    that one, two and three units more do; empty where that is linear. ``first_apart``: the first width costs
+    otherwise than the end of its step.
     """
 
     first: int
@@ -53,12 +54,14 @@ class Axis:
     unit: int = 1
     saw: tuple[float, ...] = ()
     spacing: int = 1
+    first_apart: bool = True
 
     def canonical(self, widths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the widths that stand for ``widths``: ends of their steps (the first and last for themselves)."""
+        """Return the widths that stand for ``widths``: ends of their steps, or themselves where they stand apart."""
         regular = max(self.last - self.last % self.spacing, self.first)
         rounded = np.minimum(-(-widths // self.step) * self.step, regular)
-        return np.where((widths == self.first) | (widths > regular), widths, rounded)
+        apart = (widths > regular) | (self.first_apart & (widths == self.first))
+        return np.where(apart, widths, rounded)
 
     def kinds(self) -> list[Axis]:
         """Return the axis, or one for the multiples of ``aligned`` and one for the rest."""

@@ -153,6 +153,8 @@ def test_runs_that_agree_end_a_row_and_disturbed_ones_do_not() -> None:
     assert not runs_agree(alike[:10])
     assert not runs_agree([*alike[:10], Sample(1.0, disturbed=True)])
     assert not runs_agree([Sample(1.0 + 0.01 * i) for i in range(11)])
+    assert runs_agree([Sample(1.0), Sample(1.05)], 2)
+    assert not runs_agree([Sample(1.0), Sample(1.08)], 2)
 
 
 def test_conversions_that_another_block_paid_for_do_not_count() -> None:

@@ -155,6 +155,23 @@ def test_a_full_size_that_is_no_multiple_hides_no_step() -> None:
     assert float(both.surface(np.array(116))) == pytest.approx(1e-2 + 1.16e-2 + 4e-3)
 
 
+def test_a_first_width_is_sampled_only_where_its_step_does_not_pad_it() -> None:
+    """As a convolution's: 8 filters cost what 16 do, while 8 channels are read by a kernel of their own."""
+
+    def latency(x: int, y: int) -> float:
+        own = 0.6 if x == 8 else 1.0
+        return 0.01 + 1e-4 * own * steps(x) * steps(y)
+
+    plan, known = sample((grid(256), grid(256)), latency)
+    x, y = plan.surface.axes
+    assert (x.first_apart, y.first_apart) == (True, False)
+    assert x.lines[0] == 8 and y.lines[0] == 16
+    assert sum(y == 8 for _, y in known) <= 3  # a step's places, and probes
+    widths = np.arange(8, 257, 8)
+    true = np.array([[latency(i, j) for j in widths] for i in widths])
+    assert np.allclose(plan.surface(widths[:, None], widths[None, :]), true, rtol=0.03)
+
+
 def sums_of_groups(full: int) -> tuple[int, ...]:
     """As ShuffleNet's streams: groups of odd sizes, each kept whole or at a multiple of 8."""
     sums = {0}
