@@ -54,16 +54,17 @@ def fading_half_ms() -> float:
 
 
 def evict_caches() -> None:
-    """Read through memory four times as large as the cache that networks outgrow, which leaves nothing else in it.
+    """Read through memory three times as large as the cache that networks outgrow, which leaves nothing else in it.
 
-    Half again as much is not enough: caches do not forget in the order in which they were filled.
+    Half again as much is not quite enough: caches do not forget in the order in which they were filled. (4 MiB read
+    once took 0.169 ms then, 0.176 behind three times as much and 0.177 behind four.)
     """
     _eviction_buffer().max()
 
 
 @functools.cache
 def _eviction_buffer() -> Array:
-    return np.ones(4 * cache_bytes() // 4, dtype=np.float32)
+    return np.ones(3 * cache_bytes() // 4, dtype=np.float32)
 
 
 def displace_inner_caches() -> None:

@@ -208,4 +208,4 @@ class OnnxRuntimeBackend(Backend):
             inputs = random_feed(model)
             with self._engine(model.SerializeToString(), tuple(inputs.values())) as engine:
                 return BlockLatency(engine.latency(config=config or QUICK))
-        return measure_block(model, self.threads, self.spinning, config, block.read_before)
+        return measure_block(model, self.threads, self.spinning, config, block.read_before, block.fed_by)

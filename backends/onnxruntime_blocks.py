@@ -1,10 +1,10 @@
 """A block timed by ONNX Runtime as it runs inside a network.
 
-Timed alone, a block pays for converting its input and output to the runtime's blocked layout, and for a
-session run; inside a network it pays for neither. So its inputs come from small 1x1 convolutions in front of
-it, as they would from the layers before, and the runtime's profiler tells the block's nodes from those:
+Timed alone, a block pays for converting its input and output to the runtime's blocked layout, and for a session
+run; inside a network it pays for neither. So its inputs are written in front of it as they are in the network, by
+small 1x1 convolutions for instance, and the runtime's profiler tells the block's nodes from those:
 
-    image (N, 1, H, W) -> [1x1 convolution, ReLU: context] -> block -> [conversion of the result: context]
+    image (N, 1, H, W) -> [1x1 convolution, ReLU: context] -> block -> [conversion of the result, its mean: context]
 
 A conversion *between* context and block counts: the block asks for it, as it would in the network. All that is there
 twice, with weights of their own (`onnxruntime_twin`). Cold, the second counts, which runs where the first has just
@@ -46,9 +46,10 @@ from smcp_fx.backends.timing import (
     take_sample,
     warm_up,
 )
+from smcp_fx.block_feeding import ACTIVATION, CONVOLUTION, MOVEMENT
 
 #: Changes with the way blocks are timed: rows of another way are not mixed with these.
-BLOCK_TIMING = "8"
+BLOCK_TIMING = "9"
 _CONTEXT = "smcp_context"
 #: Up to this many channels an input is the network's own (an image), and is fed as it is.
 _IMAGE_CHANNELS = 4
@@ -68,35 +69,52 @@ _LEAST_MS = 1e-4
 _FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, TensorProto.DOUBLE: np.float64}
 
 
-def add_context(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Put a 1x1 convolution with ReLU in front of every input of more channels than an image, in place.
+def add_context(model: onnx.ModelProto, fed_by: Sequence[str] = ()) -> onnx.ModelProto:
+    """Put in front of every input of more channels than an image what wrote it in the network, in place.
 
-    Behind every result of four axes stands the mean of its channels.
+    A 1x1 convolution with ReLU, or with SiLU where an activation of its own was behind it; or an elementwise node in
+    a plain layout. ``fed_by``: which, in the order of the inputs (`smcp_fx.block_feeding`). Behind every result of
+    four axes stands the mean of its channels.
     """
     graph = model.graph
-    nodes = []
-    for value in graph.input:
+    nodes: list[onnx.NodeProto] = []
+    for position, value in enumerate(graph.input):
         kind = value.type.tensor_type
         shape = [dim.dim_value for dim in kind.shape.dim]
         if len(shape) != 4 or shape[1] <= _IMAGE_CHANNELS or kind.elem_type not in _FLOATS:
             continue
         inner, name = value.name, f"{_CONTEXT}_{value.name}"
-        weight = random_values((shape[1], 1, 1, 1), _FLOATS[kind.elem_type])
-        graph.initializer.append(numpy_helper.from_array(weight, f"{name}_weight"))
-        nodes.append(
-            helper.make_node("Conv", [f"{name}_image", f"{name}_weight"], [f"{name}_conv"], f"{name}_conv")
-        )
-        nodes.append(helper.make_node("Relu", [f"{name}_conv"], [name], f"{name}_relu"))
+        how = fed_by[position] if position < len(fed_by) else CONVOLUTION
+        nodes += _written(name, how)
+        if how != MOVEMENT:
+            weight = random_values((shape[1], 1, 1, 1), _FLOATS[kind.elem_type])
+            graph.initializer.append(numpy_helper.from_array(weight, f"{name}_weight"))
+            kind.shape.dim[1].dim_value = 1
         for node in graph.node:
-            for position, source in enumerate(node.input):
+            for place, source in enumerate(node.input):
                 if source == inner:
-                    node.input[position] = name
+                    node.input[place] = name
         value.name = f"{name}_image"
-        kind.shape.dim[1].dim_value = 1
     own = list(graph.node)
     del graph.node[:]
     graph.node.extend([*nodes, *own, *_read_results(graph)])
     return model
+
+
+def _written(name: str, how: str) -> list[onnx.NodeProto]:
+    """Return the nodes that write an input as ``how`` says."""
+    node: Callable[..., onnx.NodeProto] = helper.make_node
+    image, conv, gate = f"{name}_image", f"{name}_conv", f"{name}_gate"
+    if how == MOVEMENT:
+        return [node("Abs", [image], [name], f"{name}_plain")]  # which is fused with nothing
+    first = node("Conv", [image, f"{name}_weight"], [conv], conv)
+    if how == ACTIVATION:
+        return [
+            first,
+            node("Sigmoid", [conv], [gate], gate),
+            node("Mul", [conv, gate], [name], f"{name}_silu"),
+        ]
+    return [first, node("Relu", [conv], [name], f"{name}_relu")]
 
 
 def _read_results(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
@@ -124,17 +142,19 @@ def measure_block(
     spinning: bool = True,
     config: TimingConfig | None = None,
     read_before: Collection[int] = (),
+    fed_by: Sequence[str] = (),
 ) -> BlockLatency:
     """Measure the nodes of a block's model (all shapes fixed, as `BlockModels` makes it).
 
     Cold: the caches are emptied before the run, so weights and results come from memory, as in a network
     larger than the cache; the context still leaves the input in cache, and a tiny network the runtime's code.
-    Hot: a run right after another. ``read_before``: inputs, by position, whose conversion an earlier block paid for.
+    Hot: a run right after another. ``read_before``: inputs, by position, whose conversion another block pays for.
+    ``fed_by``: how each was written.
     """
     config = config or QUICK
     paid = _share_of_channels(model, read_before)
-    add_context(model)
-    outputs = [tuple(dim.dim_value for dim in v.type.tensor_type.shape.dim) for v in model.graph.output]
+    results = [tuple(dim.dim_value for dim in v.type.tensor_type.shape.dim) for v in model.graph.output]
+    add_context(model, fed_by)
     twin = add_twin(model)
     feed = random_feed(add_reference(model))
     data = model.SerializeToString()
@@ -143,9 +163,9 @@ def measure_block(
         own = without_reference(nodes)
         parts = halves(own) if twin else [own]
         if parts is None:  # the runtime mixes the two
-            return block_ms(own, 2 * outputs, profiler_ms, paid) / 2
+            return block_ms(own, 2 * results, profiler_ms, paid) / 2
         counted = parts[-1:] if state == "cold" else parts
-        return sum(block_ms(part, outputs, profiler_ms, paid) for part in counted) / len(counted)
+        return sum(block_ms(part, results, profiler_ms, paid) for part in counted) / len(counted)
 
     found = BlockLatency(*_attempt(data, feed, own_ms, threads, spinning, config))
     for _ in range(config.attempts - 1):
@@ -252,24 +272,28 @@ def _of_block(ms: float, context_ms: float, sample: Sample) -> Sample:
 
 def block_ms(
     nodes: Sequence[NodeTime],
-    outputs: Sequence[tuple[int, ...]],
+    results: Sequence[tuple[int, ...]],
     profiler_ms: float = 0.0,
     paid: float = 0.0,
 ) -> float:
-    """Return the ms of the block's own nodes in one run: all but context and the results' conversions.
+    """Return the ms of the block's own nodes in one run: all but context and the conversions of its ``results``.
 
+    Of a result either itself is converted, for the context to read, or the mean that the context takes of it.
     ``profiler_ms`` is taken off every node. ``paid``: of the inputs' conversions this share does not count.
     """
-    left = list(outputs)
+    left = list(results)
     total = 0.0
     for node in reversed(nodes):
-        if node.operation == "ReorderOutput" and node.output_shapes and node.output_shapes[0] in left:
-            left.remove(node.output_shapes[0])
-        elif node.operation == "ReorderOutput":
-            total += (1 - paid) * (node.ms - profiler_ms)
+        if node.operation == "ReorderOutput":
+            shape = node.output_shapes[0] if node.output_shapes else ()
+            result = next((r for r in left if shape in (r, (*r[:2], *(1 for _ in r[2:])))), None)
+            if result is None:
+                total += (1 - paid) * (node.ms - profiler_ms)
+            else:
+                left.remove(result)
         elif not node.name.startswith(_CONTEXT):
             total += node.ms - profiler_ms
-            if len(outputs) == 1:  # what came before converted an input, of the result's shape perhaps
+            if len(results) == 1:  # what came before converted an input, of the result's shape perhaps
                 left.clear()
     return total
 

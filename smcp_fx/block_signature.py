@@ -39,11 +39,12 @@ def signature(
     axes: dict[str, int | None],
     channels: ChannelGraph,
     read_before: tuple[int, ...],
+    fed_by: tuple[str, ...],
 ) -> str:
     """Return canonical JSON of everything but a block's widths; sizes that are written into the graph count.
 
     ``inputs``: the nodes whose tensors ``nodes`` read; ``axes``: which axis of each has the channels, by name;
-    ``read_before``: as `FusedBlock` has it.
+    ``read_before`` and ``fed_by``: as `FusedBlock` has them.
     """
     place: dict[fx.Node, str] = {n: f"input{i}" for i, n in enumerate(inputs)}
     place.update({n: f"node{i}" for i, n in enumerate(nodes)})
@@ -78,6 +79,8 @@ def signature(
     parts: dict[str, Any] = {"steps": steps, "inputs": shapes, "fixed": fixed}
     if read_before:
         parts["read before"] = read_before
+    if fed_by:
+        parts["fed by"] = fed_by
     return json.dumps(parts, sort_keys=True, separators=(",", ":"))
 
 

@@ -9,7 +9,7 @@ the final model.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from smcp_fx.block_feeding import CONVOLUTION, gated, how_written
 from smcp_fx.block_signature import MOVES, operation_of, signature
 from smcp_fx.block_widths import take_out, thin
 from smcp_fx.channels import ChannelGraph
@@ -53,8 +54,10 @@ class FusedBlock:
 
     ``widths`` say how its free widths follow from the network's counts, ``grids`` which values (channels,
     ascending) they can take. ``signature`` is equal for blocks that differ in nothing but their widths.
-    ``read_before``: the inputs of a concatenation, by position, that an earlier one reads, too. ``written``: of each
-    tensor that it hands on, the channels and the bytes that one of them is.
+    ``read_before``: the inputs, by position, of which another block pays for the conversion into a plain layout: of a
+    concatenation those that an earlier one reads, too; of a pooling those that are gated. ``fed_by``: how each input
+    was written (`block_feeding`; empty where all are by convolutions). ``written``: of each tensor that it hands on,
+    the channels and the bytes that one of them is.
     """
 
     name: str
@@ -68,6 +71,7 @@ class FusedBlock:
     shapes: tuple[TensorInfo, ...] = field(repr=False)
     lines: tuple[Tensor, ...] = field(repr=False)  # for each free width, the local units along it
     read_before: tuple[int, ...] = ()
+    fed_by: tuple[str, ...] = ()
     written: tuple[tuple[Width, float], ...] = ()
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -105,11 +109,15 @@ class FusedBlock:
 def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
     """Cut a traced network into blocks; every operation on tensors is in exactly one."""
     seen: set[fx.Node] = set()  # what the concatenations so far read
+    how = how_written(traced)
+    gates = gated(traced, how)
     blocks = []
     for nodes in _partition(traced):
-        read = seen if operation_of(traced, nodes[0]) == "cat" else set()
-        blocks.append(_block(traced, channels, nodes, read))
-        if operation_of(traced, nodes[0]) == "cat":
+        first = operation_of(traced, nodes[0])
+        read = seen if first == "cat" else {source for source, gate in gates.items() if gate not in nodes}
+        read = set() if first in _ANCHORS else read
+        blocks.append(_block(traced, channels, nodes, read, how))
+        if first == "cat":
             seen.update(nodes[0].all_input_nodes)
     return blocks
 
@@ -151,7 +159,10 @@ def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
     operations = [operation_of(traced, node) for node in block]
     if all(name in MOVES for name in operations):
         return operation in MOVES or operation == "linear"
-    return operation in _FOLLOWERS and (operations[0] in _ANCHORS | _FOLLOWERS or "linear" in operations)
+    # What follows a concatenation reads the layout that it leaves, which depends on its inputs' widths.
+    return operation in _FOLLOWERS and (
+        operations[0] in _ANCHORS | _FOLLOWERS | {"cat"} or "linear" in operations
+    )
 
 
 def _computes(traced: Traced, node: fx.Node) -> bool:
@@ -168,7 +179,11 @@ def _tensor_users(traced: Traced, node: fx.Node) -> int:
 
 
 def _block(
-    traced: Traced, channels: ChannelGraph, nodes: list[fx.Node], seen: Collection[fx.Node]
+    traced: Traced,
+    channels: ChannelGraph,
+    nodes: list[fx.Node],
+    seen: Collection[fx.Node],
+    how: Mapping[fx.Node, str],
 ) -> FusedBlock:
     inside = set(nodes)
     numbers = _numbers(traced, nodes)
@@ -176,6 +191,8 @@ def _block(
     tensors = [s for s in sources if s.op != "get_attr" and isinstance(traced.values[s.name], TensorInfo)]
     ends = [n for n in nodes if any(user not in inside for user in n.users)] or nodes[-1:]
     read_before = tuple(i for i, source in enumerate(tensors) if source in seen)
+    fed_by = tuple(how.get(source, CONVOLUTION) for source in tensors)
+    fed_by = fed_by if set(fed_by) - {CONVOLUTION} else ()
     module, values = _subgraph(traced, nodes, tensors, ends, numbers)
     axes = {s.name: _axis(channels, s.name) for s in tensors}
     local = _local_channels(module, values, axes)
@@ -196,7 +213,7 @@ def _block(
     return FusedBlock(
         name=paths[0] if paths else nodes[0].name,
         nodes=tuple(n.name for n in nodes),
-        signature=signature(traced, nodes, tensors, axes, channels, read_before),
+        signature=signature(traced, nodes, tensors, axes, channels, read_before, fed_by),
         widths=tuple(widths),
         grids=tuple(_grid(channels, width) for width in widths),
         module=module,
@@ -205,6 +222,7 @@ def _block(
         shapes=tuple(traced.values[s.name] for s in tensors),
         lines=tuple(lines),
         read_before=read_before,
+        fed_by=fed_by,
         written=tuple(_written(traced, channels, end.name) for end in ends),
     )
 

@@ -18,8 +18,9 @@ class Block(Protocol):
 
     ``name``: where it is, for messages. ``signature``: canonical JSON of everything but the widths; blocks of
     one signature share their rows. ``grids``: for each free width the ascending values that it can take.
-    ``read_before``: the inputs, by position, that an earlier block has had converted into the layout that this one
-    reads as well, where the runtime has layouts.
+    ``read_before``: the inputs, by position, that another block has converted into the layout that this one reads as
+    well, where the runtime has layouts. ``fed_by``: of each input, how it was written (`block_feeding`); of those
+    that it does not tell, by a convolution.
     """
 
     @property
@@ -33,6 +34,9 @@ class Block(Protocol):
 
     @property
     def read_before(self) -> tuple[int, ...]: ...
+
+    @property
+    def fed_by(self) -> tuple[str, ...]: ...
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """Return an eval-mode module with random weights at ``widths``, and its example inputs."""
@@ -57,6 +61,10 @@ class _Widened:
     @property
     def read_before(self) -> tuple[int, ...]:
         return self.largest.read_before
+
+    @property
+    def fed_by(self) -> tuple[str, ...]:
+        return self.largest.fed_by
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
         return self.largest.build(widths)

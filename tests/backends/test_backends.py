@@ -380,6 +380,7 @@ class ABlock:
     stride: int = 1
     grids: tuple[tuple[int, ...], ...] = ()
     read_before: tuple[int, ...] = ()
+    fed_by: tuple[str, ...] = ()
 
     @property
     def signature(self) -> str:

@@ -82,11 +82,12 @@ def test_equal_blocks_have_equal_signatures() -> None:
 
 def test_a_dense_blocks_concatenations_read_one_new_input_each() -> None:
     _, _, blocks = blocks_of("densenet121")
-    cats = {block.name: block for block in blocks if block.name.startswith("cat")}
+    cats = {block.nodes[0]: block for block in blocks if block.nodes[0].startswith("cat")}
     assert len(cats) == 62
+    assert all(len(block.nodes) == 3 for block in cats.values())  # batch norm and ReLU behind it
     assert cats["cat"].read_before == ()
     assert len(cats["cat_3"].inputs) == 4
     assert cats["cat_3"].read_before == (0, 1, 2)
     assert cats["cat_2"].signature != cats["cat_3"].signature
-    assert not any(block.read_before for block in blocks if not block.name.startswith("cat"))
+    assert not any(block.read_before for block in blocks if block not in cats.values())
     assert not any(block.read_before for block in blocks_of("shufflenet_v2_x0_5")[2])

@@ -77,6 +77,7 @@ class FakeBlock:
     signature: str
     grids: tuple[tuple[int, ...], ...]
     read_before: tuple[int, ...] = ()
+    fed_by: tuple[str, ...] = ()
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
         return nn.Identity(), (torch.zeros(1),)
