@@ -14,14 +14,16 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from onnx import numpy_helper
+from tolerances import assert_close
 from torch import fx, nn
 
-from smcp_fx.backends import backend_names, get_backend, measure_interleaved
+from smcp_fx.backends import backend_names, get_backend, measure_interleaved, onnxruntime_blocks
 from smcp_fx.backends.base import Fingerprint
 from smcp_fx.backends.block_shapes import BlockShapes
 from smcp_fx.backends.onnx_blocks import BlockModels, Template, consistent, resize
 from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeEngine
-from smcp_fx.backends.onnxruntime_blocks import add_context, block_ms
+from smcp_fx.backends.onnxruntime_blocks import add_context, block_ms, measure_block, random_feed
 from smcp_fx.backends.onnxruntime_overhead import REFERENCE_SHAPE, Overhead
 from smcp_fx.backends.onnxruntime_profile import NodeTime
 from smcp_fx.backends.onnxruntime_session import bound_run
@@ -34,6 +36,7 @@ from smcp_fx.backends.timing import (
     take_sample,
     warm_up,
 )
+from smcp_fx.block_feeding import ACTIVATION, MOVEMENT
 from smcp_fx.errors import BackendError, InputError, TableError
 
 FAST = TimingConfig(min_repeats=2, max_repeats=3, budget_ms=1, attempts=1, warmup_ms=1)
@@ -540,12 +543,59 @@ def test_context_feeds_the_block_from_a_layer_and_images_directly():
     assert [d.dim_value for d in add_context(image).graph.input[0].type.tensor_type.shape.dim] == [2, 3, 8, 8]
 
 
+def test_context_writes_inputs_as_the_network_does():
+    model = add_context(BlockModels().model(ABlock("conv"), (8, 16)), (MOVEMENT, ACTIVATION))
+    onnx.checker.check_model(model, full_check=True)
+    assert [n.op_type for n in model.graph.node] == [
+        "Abs", "Conv", "Sigmoid", "Mul", "Conv", "Add", "Relu", "GlobalAveragePool",
+    ]  # fmt: skip
+    assert all(n.name.startswith("smcp_context") for n in [*list(model.graph.node)[:4], model.graph.node[-1]])
+    plain, blocked = ([d.dim_value for d in value.type.tensor_type.shape.dim] for value in model.graph.input)
+    assert (plain, blocked) == ([2, 8, 8, 8], [2, 1, 8, 8])
+    # The block's second input is what SiLU wrote: the sum of a convolution of no weights and of it is the output.
+    for tensor in model.graph.initializer:
+        if not tensor.name.startswith("smcp_context"):
+            tensor.CopyFrom(numpy_helper.from_array(np.zeros(tuple(tensor.dims), np.float32), tensor.name))
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    feed = random_feed(model)
+    weight = next(
+        numpy_helper.to_array(t) for t in model.graph.initializer if t.name.startswith("smcp_context")
+    )
+    image = feed[session.get_inputs()[1].name] * weight[:, 0]
+    silu = image / (1 + np.exp(-image))
+    found, expected = session.run(None, feed)[0][..., 0, 0], np.maximum(silu, 0).mean((2, 3))
+    assert_close(torch.from_numpy(found), torch.from_numpy(expected), "slicing")
+
+
+def test_a_results_conversion_does_not_count_where_vectors_do_not_divide_its_channels(monkeypatch):
+    counted = []
+
+    def spy(nodes, results, profiler_ms=0.0, paid=0.0):
+        own = [n for n in nodes if not n.name.startswith("smcp_context")]
+        computing = sum(n.ms for n in own if not n.operation.startswith("Reorder"))
+        counted.append((len(own), block_ms(nodes, results), computing))
+        return block_ms(nodes, results, profiler_ms, paid)
+
+    monkeypatch.setattr(onnxruntime_blocks, "block_ms", spy)
+    for channels in (20, 24, 64):
+        counted.clear()
+        measure_block(BlockModels().model(ABlock("conv"), (64, channels)))
+        assert counted
+        assert all(np.isclose(ms, computing) for _, ms, computing in counted), channels
+
+
 def test_the_block_is_told_from_its_context():
     nodes = [
         NodeTime("smcp_context_x_nchwc", "Conv", ((2, 16, 8, 8),), 10.0),
         NodeTime("ReorderOutput", "ReorderOutput", ((2, 8, 8, 8),), 0.5),  # the block asks for this one
         NodeTime("relu_nchwc", "Conv", ((2, 32, 8, 8),), 3.0),
         NodeTime("ReorderOutput_token", "ReorderOutput", ((2, 32, 8, 8),), 0.25),  # the result's
+    ]
+    assert block_ms(nodes, [(2, 32, 8, 8)]) == 3.5
+    # ... or that of the mean that the context takes of it.
+    nodes[-1:] = [
+        NodeTime("smcp_context_y_mean_nchwc", "GlobalAveragePool", ((2, 32, 1, 1),), 1.0),
+        NodeTime("ReorderOutput_token", "ReorderOutput", ((2, 32, 1, 1),), 0.25),
     ]
     assert block_ms(nodes, [(2, 32, 8, 8)]) == 3.5
 
