@@ -166,6 +166,9 @@ class Backend(ABC):
         """Return the files that `compile` leaves for ``path``."""
         return [Path(path)]
 
+    def expect_blocks(self, blocks: Sequence[Block]) -> None:  # noqa: B027 - a hint
+        """Get ready to measure these blocks: a chance to do once what all of them need."""
+
     def prepare_blocks(self, block: Block, points: Sequence[tuple[int, ...]]) -> None:  # noqa: B027 - a hint
         """Get ready to measure ``block`` at some of these widths: a chance to build several at a time."""
 

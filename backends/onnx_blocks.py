@@ -20,6 +20,7 @@ from onnx import helper, numpy_helper
 
 from smcp_fx.backends.block_shapes import BlockShapes, Shape, ShapeFinder
 from smcp_fx.backends.onnx_export import export_model_proto
+from smcp_fx.backends.onnx_together import export_side_by_side, path_of
 from smcp_fx.errors import BackendError
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ _CHANNEL_AXIS = {2: 1, 4: 1, 5: 2}
 _MOVING = ("Gather", "Split")
 #: Shapes may follow from constants of few numbers (scales of a resize), not from more.
 _SMALL = 64
+#: What has more numbers than this is exported for itself: a model is one message of 2 GiB at most.
+_MOST_NUMBERS = 4 << 20
 _FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE}
 
 
@@ -80,6 +83,22 @@ class Templates:
         copy.CopyFrom(exported)
         return copy
 
+    def lacks(self, shapes: BlockShapes) -> bool:
+        """Whether no export serves these shapes yet."""
+        return shapes.structure not in self._templates
+
+    def export_together(self, wanted: Sequence[tuple[BlockShapes, nn.Module, tuple[Tensor, ...]]]) -> None:
+        """Export modules in one go. Where that fails each is exported when it is asked for, and tells why."""
+        built = [(module, inputs) for _, module, inputs in wanted]
+        try:
+            models = export_side_by_side(built, [len(shapes.outputs) for shapes, _, _ in wanted], self._opset)
+        except Exception:  # whatever a module or the exporter throws
+            return
+        self.exports += 1
+        for index, ((shapes, _, _), model) in enumerate(zip(wanted, models, strict=True)):
+            modules = tuple(path_of(index, path) for path in shapes.modules)
+            self._templates[shapes.structure] = Template(model, modules, _moving_nodes(model, shapes.moves))
+
 
 class BlockModels:
     """Makes the ONNX model of a block at given widths, random weights. ``exports`` counts the exports."""
@@ -92,6 +111,21 @@ class BlockModels:
     def exports(self) -> int:
         """How many exports there were."""
         return self._templates.exports
+
+    def expect(self, blocks: Sequence[Block]) -> None:
+        """Export what these blocks will need, all at once."""
+        wanted: dict[str, tuple[BlockShapes, nn.Module, tuple[Tensor, ...]]] = {}
+        for block in blocks:
+            widths = tuple(grid[-1] for grid in block.grids)
+            try:
+                shapes = self._finder.shapes(block, widths)
+                size = sum(math.prod(shape) for shape in shapes.parameters.values())
+                if size <= _MOST_NUMBERS and shapes.structure not in wanted and self._templates.lacks(shapes):
+                    wanted[shapes.structure] = shapes, *block.build(widths)
+            except Exception:  # whatever a module throws: it is told when the block is measured
+                continue
+        if len(wanted) > 1:
+            self._templates.export_together(list(wanted.values()))
 
     def model(self, block: Block, widths: tuple[int, ...]) -> onnx.ModelProto:
         """Return the model of ``block`` at ``widths``, all shapes fixed.

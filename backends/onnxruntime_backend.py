@@ -199,6 +199,10 @@ class OnnxRuntimeBackend(Backend):
         """Return after how many ms half of what the outer cache held is gone; inf on CUDA, and where it stays."""
         return fading_half_ms() if self.device == "cpu" else math.inf
 
+    def expect_blocks(self, blocks: Sequence[Block]) -> None:
+        """Export them together."""
+        self._models.expect(blocks)
+
     def block_latency(
         self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None
     ) -> BlockLatency:

@@ -51,6 +51,8 @@ from smcp_fx.block_feeding import ACTIVATION, CONVOLUTION, MOVEMENT
 #: Changes with the way blocks are timed: rows of another way are not mixed with these.
 BLOCK_TIMING = "9"
 _CONTEXT = "smcp_context"
+#: From the runtime's blocked layout into the plain one.
+_CONVERSION = "ReorderOutput"
 #: Up to this many channels an input is the network's own (an image), and is fed as it is.
 _IMAGE_CHANNELS = 4
 #: Runs in the hot state beside those that follow a cold one; a block of microseconds takes no time to repeat.
@@ -152,7 +154,7 @@ def measure_block(
     ``fed_by``: how each was written.
     """
     config = config or QUICK
-    paid = _share_of_channels(model, read_before)
+    paid = share_of_channels(model, read_before)
     results = [tuple(dim.dim_value for dim in v.type.tensor_type.shape.dim) for v in model.graph.output]
     add_context(model, fed_by)
     twin = add_twin(model)
@@ -276,29 +278,38 @@ def block_ms(
     profiler_ms: float = 0.0,
     paid: float = 0.0,
 ) -> float:
-    """Return the ms of the block's own nodes in one run: all but context and the conversions of its ``results``.
+    """Return the ms of the block's `own_nodes` in one run.
 
-    Of a result either itself is converted, for the context to read, or the mean that the context takes of it.
     ``profiler_ms`` is taken off every node. ``paid``: of the inputs' conversions this share does not count.
     """
-    left = list(results)
-    total = 0.0
+    return sum(
+        (1 - paid if node.operation == _CONVERSION else 1.0) * (node.ms - profiler_ms)
+        for node in own_nodes(nodes, results)
+    )
+
+
+def own_nodes(nodes: Sequence[NodeTime], results: Sequence[tuple[int, ...]]) -> list[NodeTime]:
+    """Return a block's nodes of one run, last to first: all but context and the conversions of its ``results``.
+
+    Of a result either itself is converted, for the context to read, or the mean that the context takes of it.
+    """
+    own, left = list[NodeTime](), list(results)
     for node in reversed(nodes):
-        if node.operation == "ReorderOutput":
+        if node.operation == _CONVERSION:
             shape = node.output_shapes[0] if node.output_shapes else ()
             result = next((r for r in left if shape in (r, (*r[:2], *(1 for _ in r[2:])))), None)
             if result is None:
-                total += (1 - paid) * (node.ms - profiler_ms)
+                own.append(node)
             else:
                 left.remove(result)
         elif not node.name.startswith(_CONTEXT):
-            total += node.ms - profiler_ms
+            own.append(node)
             if len(results) == 1:  # what came before converted an input, of the result's shape perhaps
                 left.clear()
-    return total
+    return own
 
 
-def _share_of_channels(model: onnx.ModelProto, positions: Collection[int]) -> float:
+def share_of_channels(model: onnx.ModelProto, positions: Collection[int]) -> float:
     """Return which share of the inputs' channels these inputs have."""
     if not positions:
         return 0.0

@@ -70,12 +70,14 @@ class Filling:
         self._rows: dict[tuple[str, Point], BlockLatency] = {}  # those that may be measured again
         self._pace_ms = 0.0  # of the last measurement
         self._failed: dict[tuple[str, Grids], list[tuple[str, Point, str]]] = {}
-        self._left = _RowsLeft(blocks, {b.signature for b, _ in table.wanted(blocks, self._fingerprint)})
+        self._incomplete = [block for block, _ in table.wanted(blocks, self._fingerprint)]
+        self._left = _RowsLeft(blocks, {block.signature for block in self._incomplete})
         self._start, self._measured, self._repeated = time.monotonic(), 0, 0
 
     def run(self, reused: int, retry_unstable: bool = False) -> MeasureReport:
         """Measure all, then again what is unsure; ``retry_unstable``: of earlier calls, too."""
         blocks = [block for alike in self._blocks.values() for block in alike]
+        self._backend.expect_blocks(self._incomplete)
         for block in blocks:
             self._fill(block)
         if retry_unstable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import subprocess
 import sys
 import time
@@ -443,6 +444,47 @@ def test_moved_channels_are_those_of_each_width(kind, exports):
             (found,) = engine.run([x.numpy()])
         assert np.array_equal(found, module(x).numpy())
     assert models.exports == exports
+
+
+def test_blocks_that_are_expected_are_exported_together():
+    one, two = ((8, 16, 64),), ((8, 16, 64), (8, 32))
+    blocks = [ABlock("conv", "a", grids=two), ABlock("depthwise", "b", grids=one), ABlock("head", "c", grids=one),
+              ABlock("conv", "d", size=4, grids=two), ABlock("moves", "e", grids=one),
+              ABlock("no such", "f"), ABlock("moves", "g", size=4, grids=one)]  # fmt: skip
+    models = BlockModels()
+    models.expect(blocks)
+    models.expect(blocks)
+    assert models.exports == 1
+    for block in blocks:
+        for widths in itertools.product(*block.grids) if block.grids else ():
+            module, inputs = block.build(widths)
+            model = models.model(block, widths)
+            onnx.checker.check_model(model, full_check=True)
+            with OnnxRuntimeEngine(model.SerializeToString()) as engine:
+                (found,) = engine.run([x.numpy() for x in inputs])
+            with torch.no_grad():
+                expected = module(*inputs).numpy()
+            assert found.shape == expected.shape
+            assert block.kind != "moves" or np.array_equal(found, expected)
+    assert models.exports == 1
+
+
+def test_blocks_that_cannot_be_exported_together_are_exported_apart():
+    class Bad(ABlock):
+        def build(self, widths):
+            class Svd(nn.Module):
+                def forward(self, x):
+                    return torch.linalg.svdvals(x)
+
+            return Svd(), (torch.randn(1, widths[0], 4, 4),)
+
+    blocks = [Bad("bad", "x", grids=((8,),)), ABlock("depthwise", "y", grids=((8,),))]
+    models = BlockModels()
+    models.expect(blocks)
+    assert models.exports == 0
+    models.model(blocks[1], (8,))
+    with pytest.raises(BackendError, match="linalg_svd"):
+        models.model(blocks[0], (8,))
 
 
 def test_whole_numbers_are_not_made_up():

@@ -1,0 +1,195 @@
+"""What a network's blocks take by operation, measured one by one, against the nodes of the whole network.
+
+    OMP_NUM_THREADS=1 python tools/bench/latency_nodes.py --models efficientnet_b0 --settings 64x32 --prunings 0 1 2
+
+ONNX Runtime, one thread, the state in cache; pruning 0 is the dense network, the others are those of `latency.py`. No
+table and no interpolation: every block is measured at the widths that it has. So this shows what a row counts that
+the network does not have (a conversion between layouts, say), or lacks. Nodes of the whole network whose weights do
+not stay in cache take longer than their blocks do here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import onnx
+from latency_networks import MODELS, SETTINGS, Network
+
+from smcp_fx.backends.base import Array
+from smcp_fx.backends.fading import displace_inner_caches
+from smcp_fx.backends.onnx_blocks import BlockModels
+from smcp_fx.backends.onnxruntime_blocks import add_context, own_nodes, random_feed, share_of_channels
+from smcp_fx.backends.onnxruntime_overhead import (
+    add_reference,
+    overhead,
+    profiler_beside,
+    reference_feed,
+    without_reference,
+)
+from smcp_fx.backends.onnxruntime_profile import RESOLUTION_MS, NodeTime, Profiler
+from smcp_fx.backends.onnxruntime_twin import add_twin, halves
+from smcp_fx.backends.pace import pace
+from smcp_fx.backends.timing import Sample, stopwatch, summarise, take_sample
+from smcp_fx.blocks import FusedBlock, cut
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.cost_model import NetworkCost
+from smcp_fx.costs import FlopsCost
+from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.tracing import Traced
+
+#: Runs that warm up, and that count.
+WARM, RUNS = 3, 15
+#: Operations below this share of the network are not printed.
+PRINTED = 0.005
+_CONVERSION = "ReorderOutput"
+
+
+class KeepsBlocks(FlopsCost):
+    """Prices in FLOPs, so that nothing is measured, and keeps the blocks."""
+
+    blocks: Sequence[FusedBlock] = ()
+
+    def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
+        self.blocks = cut(traced, channels)
+        return super().network_cost(traced, channels)
+
+
+@dataclass
+class Taken:
+    """Ms and number of nodes by operation."""
+
+    ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    nodes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, other: Taken) -> None:
+        """Add what another took."""
+        for operation in other.ms:
+            self.ms[operation] += other.ms[operation]
+            self.nodes[operation] += other.nodes[operation]
+
+    @property
+    def total(self) -> float:
+        """Ms of all."""
+        return sum(self.ms.values())
+
+
+def profiled(
+    model: onnx.ModelProto, feed: Mapping[str, Array], before: Callable[[], object]
+) -> tuple[list[list[NodeTime]], float]:
+    """Nodes of undisturbed runs without the chain beside them, and what the profiler added to each."""
+    with Profiler(model.SerializeToString()) as profiler:
+        timer = stopwatch(lambda: profiler.session.run(None, dict(feed)))
+        for _ in range(WARM):
+            timer()
+        samples = []
+        for _ in range(RUNS):
+            before()
+            samples.append(take_sample(timer, pace()))
+        runs = profiler.runs()[WARM:]
+    still = [run for run, sample in zip(runs, samples, strict=True) if not sample.disturbed] or runs
+    return [without_reference(run) for run in still], profiler_beside(still, overhead().node_ms)
+
+
+def by_operation(runs: Sequence[Sequence[NodeTime]], profiler_ms: float, share: float = 1.0) -> Taken:
+    """What runs of the same nodes took; a node counts as ``share`` of one."""
+    taken = Taken()
+    for times in zip(*runs, strict=True):
+        ms = summarise([Sample(node.ms) for node in times], 0.0, RESOLUTION_MS).median_ms - profiler_ms
+        taken.ms[times[0].operation] += share * ms
+        taken.nodes[times[0].operation] += share
+    return taken
+
+
+def of_block(models: BlockModels, block: FusedBlock, widths: tuple[int, ...]) -> Taken:
+    """What a block takes where a table's rows are measured: in its context, the mean of it and its twin."""
+    model = models.model(block, widths)
+    paid = share_of_channels(model, block.read_before)
+    results = [tuple(dim.dim_value for dim in v.type.tensor_type.shape.dim) for v in model.graph.output]
+    twin = add_twin(add_context(model, block.fed_by))
+    runs, profiler_ms = profiled(model, random_feed(add_reference(model)), displace_inner_caches)
+    taken = Taken()
+    parts = [part for run in runs if (part := halves(run))] if twin else []
+    if parts:
+        for half in (0, 1):
+            taken.add(by_operation([own_nodes(part[half], results) for part in parts], profiler_ms, 0.5))
+    else:
+        share, all_results = (0.5, 2 * results) if twin else (1.0, results)
+        taken = by_operation([own_nodes(run, all_results) for run in runs], profiler_ms, share)
+    if _CONVERSION in taken.ms:
+        taken.ms[_CONVERSION] *= 1 - paid
+    return taken
+
+
+def compare(model: str, setting: str, prunings: Sequence[int]) -> list[dict[str, Any]]:
+    """One line for each pruning: by operation what blocks and network take (ms), and of how many nodes."""
+    cost, models = KeepsBlocks(), BlockModels()
+    network = Network.make(model, setting, cast(LatencyCost, cost))
+    groups = [group for group in network.prepared.channels.groups if group.free]
+    known: dict[tuple[str, tuple[int, ...]], Taken] = {}
+    lines = []
+    for index in prunings:
+        counts = network.random_counts(index) if index else {group.name: group.size for group in groups}
+        blocks = Taken()
+        for block in cost.blocks:
+            widths = tuple(width.channels(counts) for width in block.widths)
+            key = block.signature, widths
+            if key not in known:
+                known[key] = of_block(models, block, widths)
+            blocks.add(known[key])
+        whole = network.model(counts)
+        names = [value.name for value in whole.graph.input]
+        feed = {**dict(zip(names, (x.numpy() for x in network.inputs), strict=True)), **reference_feed()}
+        found = by_operation(*profiled(add_reference(whole), feed, lambda: None))
+        operations = sorted(blocks.ms.keys() | found.ms.keys(), key=lambda name: -found.ms[name])
+        lines.append({
+            "model": model, "setting": setting, "pruning": index,
+            "blocks_ms": blocks.total, "network_ms": found.total,
+            "operations": {
+                name: {"blocks_ms": blocks.ms[name], "blocks": blocks.nodes[name],
+                       "network_ms": found.ms[name], "network": found.nodes[name]}
+                for name in operations
+            },
+        })  # fmt: skip
+    return lines
+
+
+def show(line: Mapping[str, Any]) -> None:
+    """Print one comparison."""
+    whole = line["network_ms"]
+    print(f"{line['model']} {line['setting']}, pruning {line['pruning']}: blocks {line['blocks_ms']:.3f} ms, "
+          f"network {whole:.3f} ms, {line['blocks_ms'] / whole - 1:+.1%}")  # fmt: skip
+    for name, of in line["operations"].items():
+        if max(of["blocks_ms"], of["network_ms"]) > PRINTED * whole:
+            apart = (of["blocks_ms"] - of["network_ms"]) / whole
+            print(f"    {name:20s} blocks {of['blocks_ms']:8.3f} ({of['blocks']:5.1f})   network "
+                  f"{of['network_ms']:8.3f} ({of['network']:3.0f})   {apart:+.1%} of the whole")  # fmt: skip
+
+
+def main() -> None:
+    """Parse the command line and compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--settings", nargs="+", default=tuple(SETTINGS), choices=tuple(SETTINGS))
+    parser.add_argument("--prunings", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, help="file of JSON lines to add to")
+    arguments = parser.parse_args()
+    for setting in arguments.settings:
+        for model in arguments.models:
+            for line in compare(model, setting, arguments.prunings):
+                show(line)
+                if arguments.out is not None:
+                    with arguments.out.open("a", encoding="utf-8") as file:
+                        told = json.loads(json.dumps(line), parse_float=lambda x: round(float(x), 5))
+                        file.write(json.dumps(told) + "\n")
+
+
+if __name__ == "__main__":
+    main()
