@@ -31,6 +31,10 @@ from smcp_fx.latency_surface import Point, Surface, held_out_errors
 RUN_SIGNATURE = '{"steps":"none"}'
 
 
+#: Of points that took less, ms, errors say more of a profiler's clock (1 us) than of the interpolation.
+MEASURABLE_MS = 0.01
+
+
 @dataclass(frozen=True)
 class HeldOutError:
     """Relative errors of interpolation at points it does not rest on, the ms measured there, and which these are."""
@@ -57,7 +61,7 @@ class HeldOutError:
         return cls(len(errors), median, p95, largest, errors, measured_ms, rows)
 
     def of_at_least(self, ms: float) -> HeldOutError:
-        """Return the errors at points that took so long: of shorter ones a profiler's clock says little."""
+        """Return the errors at points that took so long."""
         long = np.flatnonzero(self.measured_ms >= ms)
         return self.of(self.errors[long], self.measured_ms[long], tuple(self.rows[i] for i in long))
 

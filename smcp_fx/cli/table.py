@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from smcp_fx.backends.timing import Measurement
     from smcp_fx.latency_store import Row
 
-#: Runtimes' profilers count microseconds: of shorter blocks interpolation is as far off as two measurements are.
-_LONG_MS = 0.01
-
 _EXAMPLES = """examples:
   smcp-table measure torchvision:resnet50 --batch 1              fill table.sqlite with what ResNet-50 needs here
   smcp-table measure torchvision:resnet50 --shard 2/8 --table part2.sqlite      an eighth of it, on another machine
@@ -105,17 +102,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
     from smcp_fx.latency_blocks import unique_blocks
     from smcp_fx.latency_filling import Progress as State
-    from smcp_fx.latency_table import LatencyTable
+    from smcp_fx.latency_table import MEASURABLE_MS, LatencyTable
 
     if arguments.emit_requests or arguments.read_answers:
         from smcp_fx.cli.table_requests import exchange
 
         return exchange(arguments, console, *_shard(arguments.shard))
     shard, shards = _shard(arguments.shard)
-    with LatencyTable(
-        arguments.table
-    ) as table:  # a file that cannot be used is told before anything is built
-        backend, blocks = backend_of(arguments), blocks_of(arguments)
+    if arguments.table.exists():  # a file that cannot be used is told before anything is built
+        LatencyTable(arguments.table, create=False).close()
+    backend, blocks = backend_of(arguments), blocks_of(arguments)
+    with LatencyTable(arguments.table) as table:
         mine = unique_blocks(blocks, shard, shards)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"),
                    TimeElapsedColumn())  # fmt: skip
@@ -148,11 +145,11 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
             f"  interpolation at {error.points} points it does not rest on: off by {error.median:.1%} in the "
             f"median, {error.p95:.1%} for 95 of 100"
         )
-        long = error.of_at_least(_LONG_MS)
+        long = error.of_at_least(MEASURABLE_MS)
         if 0 < long.points < error.points:
             console.print(
-                f"  at the {long.points} of them that took {1e3 * _LONG_MS:.0f} µs and more: {long.median:.1%} and "
-                f"{long.p95:.1%}"
+                f"  at the {long.points} of them that took {1e3 * MEASURABLE_MS:.0f} µs and more: {long.median:.1%} "
+                f"and {long.p95:.1%}"
             )
     if report.repeated:
         console.print(f"  {report.repeated} times a row was measured again that had been unsteady or slow")

@@ -272,6 +272,7 @@ def test_bad_input_is_one_paragraph(
     assert what in said(capsys)
     assert code in ((1, 2) if "cut" in arguments[-1] else (2,))
     assert not (tmp_path / "new.sqlite").exists()
+    assert not (tmp_path / "table.sqlite").exists()
 
 
 def test_the_help_names_every_command() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from latency_networks import MODELS, SETTINGS, Network
 from latency_sums import calibrating_wholes, starting_at
-from latency_tables import MEASURABLE_MS, write_tables
+from latency_tables import write_tables
 
 from smcp_fx.allocation import allocate
 from smcp_fx.backends import (
@@ -45,7 +45,7 @@ from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_residency import calibrate
 from smcp_fx.latency_rounding import grow_for_free
-from smcp_fx.latency_table import HeldOutError, LatencyTable
+from smcp_fx.latency_table import MEASURABLE_MS, HeldOutError, LatencyTable
 
 TARGETS = (0.7, 0.5, 0.3)
 #: The dense network and so many prunings less one, of sizes spread evenly (in logarithms) down to the smallest

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from latency_sums import Lines, Occasion
 
-#: Errors at points that took less say more of the profiler's clock (1 us) than of the interpolation.
-MEASURABLE_MS = 0.01
+from smcp_fx.latency_table import MEASURABLE_MS
+
 #: A target is met this well.
 _MET = 0.03
 #: What sums over the table are held to: mean error, share within 10 %, and rank coefficient.
