@@ -1,6 +1,6 @@
 """ONNX models of a block at many widths, from one export.
 
-An export takes a second, a latency table has hundreds of rows. Blocks of one structure (same operations and
+An export takes half a second, a latency table has hundreds of rows. Blocks of one structure (same operations and
 hyperparameters) therefore share one exported template, whose weights are resized to the widths wanted and
 filled with random numbers, and whose constants that move channels are exchanged. Where a template does not transfer
 (a channel count written into a reshape), the block is exported again: every model's output shapes are compared with
@@ -37,8 +37,8 @@ _CHANNEL_AXIS = {2: 1, 4: 1, 5: 2}
 _MOVING = ("Gather", "Split")
 #: Shapes may follow from constants of few numbers (scales of a resize), not from more.
 _SMALL = 64
-#: What has more numbers than this is exported for itself: a model is one message of 2 GiB at most.
-_MOST_NUMBERS = 4 << 20
+#: Parameters, inputs and outputs of what is exported together have so many numbers at most.
+_MOST_NUMBERS = 64 << 20
 _FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE}
 
 
@@ -88,11 +88,16 @@ class Templates:
         return shapes.structure not in self._templates
 
     def export_together(self, wanted: Sequence[tuple[BlockShapes, nn.Module, tuple[Tensor, ...]]]) -> None:
-        """Export modules in one go. Where that fails each is exported when it is asked for, and tells why."""
+        """Export modules in one go. One that cannot be is exported when it is asked for, and tells why then."""
+        if not wanted:
+            return
         built = [(module, inputs) for _, module, inputs in wanted]
         try:
             models = export_side_by_side(built, [len(shapes.outputs) for shapes, _, _ in wanted], self._opset)
         except Exception:  # whatever a module or the exporter throws
+            half = len(wanted) // 2
+            for part in (wanted[:half], wanted[half:]) if half else ():
+                self.export_together(part)
             return
         self.exports += 1
         for index, ((shapes, _, _), model) in enumerate(zip(wanted, models, strict=True)):
@@ -113,19 +118,26 @@ class BlockModels:
         return self._templates.exports
 
     def expect(self, blocks: Sequence[Block]) -> None:
-        """Export what these blocks will need, all at once."""
+        """Export what these blocks will need, as many at once as memory should hold."""
         wanted: dict[str, tuple[BlockShapes, nn.Module, tuple[Tensor, ...]]] = {}
+        numbers = 0
         for block in blocks:
             widths = tuple(grid[-1] for grid in block.grids)
             try:
                 shapes = self._finder.shapes(block, widths)
-                size = sum(math.prod(shape) for shape in shapes.parameters.values())
-                if size <= _MOST_NUMBERS and shapes.structure not in wanted and self._templates.lacks(shapes):
-                    wanted[shapes.structure] = shapes, *block.build(widths)
+                size = sum(
+                    math.prod(s) for s in (*shapes.parameters.values(), *shapes.inputs, *shapes.outputs)
+                )
+                if size > _MOST_NUMBERS or shapes.structure in wanted or not self._templates.lacks(shapes):
+                    continue
+                if numbers + size > _MOST_NUMBERS:
+                    self._templates.export_together(list(wanted.values()))
+                    wanted, numbers = {}, 0
+                wanted[shapes.structure] = shapes, *block.build(widths)
+                numbers += size
             except Exception:  # whatever a module throws: it is told when the block is measured
                 continue
-        if len(wanted) > 1:
-            self._templates.export_together(list(wanted.values()))
+        self._templates.export_together(list(wanted.values()))
 
     def model(self, block: Block, widths: tuple[int, ...]) -> onnx.ModelProto:
         """Return the model of ``block`` at ``widths``, all shapes fixed.

@@ -66,7 +66,8 @@ def _cut_out(
     made_by = {name: index for index, node in enumerate(graph.node) for name in node.output}
     needed, names = set[int](), [value.name for value in outputs]
     while names:
-        index = made_by.get(names.pop())
+        name = names.pop()
+        index = made_by.get(name) if name else None  # an input that is left out has none
         if index is not None and index not in needed:
             needed.add(index)
             names += graph.node[index].input

@@ -33,7 +33,7 @@ from smcp_fx.backends.onnxruntime_overhead import (
     without_reference,
 )
 from smcp_fx.backends.onnxruntime_profile import RESOLUTION_MS, NodeTime, Profiler
-from smcp_fx.backends.onnxruntime_twin import add_twin, halves
+from smcp_fx.backends.onnxruntime_twin import add_twin, halves, is_twins
 from smcp_fx.backends.pace import pace
 from smcp_fx.backends.timing import (
     QUICK,
@@ -165,7 +165,7 @@ def measure_block(
         own = without_reference(nodes)
         parts = halves(own) if twin else [own]
         if parts is None:  # the runtime mixes the two
-            return block_ms(own, 2 * results, profiler_ms, paid) / 2
+            return block_ms(own, results, profiler_ms, paid, copies=2) / 2
         counted = parts[-1:] if state == "cold" else parts
         return sum(block_ms(part, results, profiler_ms, paid) for part in counted) / len(counted)
 
@@ -277,6 +277,7 @@ def block_ms(
     results: Sequence[tuple[int, ...]],
     profiler_ms: float = 0.0,
     paid: float = 0.0,
+    copies: int = 1,
 ) -> float:
     """Return the ms of the block's `own_nodes` in one run.
 
@@ -284,16 +285,19 @@ def block_ms(
     """
     return sum(
         (1 - paid if node.operation == _CONVERSION else 1.0) * (node.ms - profiler_ms)
-        for node in own_nodes(nodes, results)
+        for node in own_nodes(nodes, results, copies)
     )
 
 
-def own_nodes(nodes: Sequence[NodeTime], results: Sequence[tuple[int, ...]]) -> list[NodeTime]:
+def own_nodes(
+    nodes: Sequence[NodeTime], results: Sequence[tuple[int, ...]], copies: int = 1
+) -> list[NodeTime]:
     """Return a block's nodes of one run, last to first: all but context and the conversions of its ``results``.
 
     Of a result either itself is converted, for the context to read, or the mean that the context takes of it.
+    ``copies``: 2 where the nodes of the block and of its twin ran in turns.
     """
-    own, left = list[NodeTime](), list(results)
+    own, left, seen = list[NodeTime](), copies * list(results), set[bool]()
     for node in reversed(nodes):
         if node.operation == _CONVERSION:
             shape = node.output_shapes[0] if node.output_shapes else ()
@@ -302,10 +306,11 @@ def own_nodes(nodes: Sequence[NodeTime], results: Sequence[tuple[int, ...]]) -> 
                 own.append(node)
             else:
                 left.remove(result)
-        elif not node.name.startswith(_CONTEXT):
+        elif _CONTEXT not in node.name:
             own.append(node)
+            seen.add(is_twins(node))
             if len(results) == 1:  # what came before converted an input, of the result's shape perhaps
-                left.clear()
+                del left[copies - len(seen) :]
     return own
 
 

@@ -52,10 +52,15 @@ def add_twin(model: onnx.ModelProto) -> bool:
     return True
 
 
+def is_twins(node: NodeTime) -> bool:
+    """Whether a node is the twin's."""
+    return _TWIN in node.name
+
+
 def halves(nodes: Sequence[NodeTime]) -> list[list[NodeTime]] | None:
     """Return a run's nodes as two parts, one the other's twin; None where these did not run one after the other."""
     half, odd = divmod(len(nodes), 2)
     parts = [list(nodes[:half]), list(nodes[half:])]
     first, second = (Counter((node.operation, node.output_shapes) for node in part) for part in parts)
-    mixed = all(any(_TWIN in node.name for node in part) for part in parts)
+    mixed = all(any(is_twins(node) for node in part) for part in parts)
     return None if odd or first != second or mixed else parts

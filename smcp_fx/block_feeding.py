@@ -21,10 +21,13 @@ from smcp_fx.tracing import Traced
 #: How a tensor was written: by a convolution and what is fused with it, by an activation behind that, or as it lies.
 CONVOLUTION, ACTIVATION, MOVEMENT = "convolution", "activation", "movement"
 
-#: What runtimes do not fuse into a convolution, and what leaves everything where it is.
-_UNFUSED = {"silu", "gelu", "elu", "hardswish", "mish", "prelu", "softplus", "mul"}
-_NOTHING = {"dropout", "identity", "stochasticdepth"}
-_JOINING = {"cat", "stack", "hstack", "vstack", "pad"}
+#: What runtimes do not fuse into a convolution but compute in its layout; and what they compute in a plain one alone.
+_UNFUSED = {"silu", "gelu", "hardswish", "mul"}
+_PLAIN = {"elu", "mish", "prelu", "softplus", "groupnorm", "instancenorm", "layernorm", "cat", "stack", "hstack",
+          "vstack"} | {f"convtranspose{rank}d" for rank in (1, 2, 3)}  # fmt: skip
+#: What leaves everything where it is; zeros around an image become those of the convolution or pooling behind.
+_NOTHING = {"dropout", "dropout2d", "featuredropout", "identity", "stochasticdepth", "contiguous", "detach", "to",
+            "clone", "pad", "zeropad2d"}  # fmt: skip
 #: Elementwise: what reads a plain layout writes one.
 _ELEMENTWISE = {"add", "sub", "div", "batchnorm", "relu", "relu6", "leakyrelu", "hardtanh", "clamp",
                 "sigmoid", "hardsigmoid", "tanh"} | _UNFUSED  # fmt: skip
@@ -38,16 +41,16 @@ def how_written(traced: Traced) -> dict[fx.Node, str]:
         shape = _shape(traced, node)
         if operation is None or shape is None:
             continue
-        read = [source for source in node.all_input_nodes if _shape(traced, source) is not None]
+        read = _read(traced, node)
         ways = [found.get(source, CONVOLUTION) for source in read]
         if operation in _NOTHING and ways:
             found[node] = ways[0]
-        elif operation in MOVES | _JOINING or (
+        elif operation in MOVES | _PLAIN or (
             operation in _ELEMENTWISE
             and (MOVEMENT in ways or any(_shape(traced, source) != shape for source in read))
         ):
             found[node] = MOVEMENT
-        elif operation in _UNFUSED:
+        elif operation in _UNFUSED and (operation != "mul" or len(read) > 1):  # by a number: it is folded
             found[node] = ACTIVATION
         else:
             found[node] = CONVOLUTION
@@ -64,8 +67,28 @@ def gated(traced: Traced, how: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
     for node, way in how.items():
         if way == MOVEMENT and operation_of(traced, node) == "mul":
             shape = _shape(traced, node)
-            found.update({s: node for s in node.all_input_nodes if _shape(traced, s) == shape})
+            read = _read(traced, node)
+            if any(_shape(traced, source) != shape for source in read):
+                found.update({source: node for source in read if _shape(traced, source) == shape})
     return found
+
+
+def _read(traced: Traced, node: fx.Node) -> list[fx.Node]:
+    """Return the tensors of four axes that a node reads, parameters aside: these are folded into what they scale."""
+    return [
+        source
+        for source in node.all_input_nodes
+        if _shape(traced, source) is not None and not _is_parameter(source)
+    ]
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether a tensor is a parameter, or a view of one."""
+    return node.op == "get_attr" or (
+        node.op.startswith("call_")
+        and bool(node.all_input_nodes)
+        and all(_is_parameter(source) for source in node.all_input_nodes)
+    )
 
 
 def _shape(traced: Traced, node: fx.Node) -> tuple[int, ...] | None:

@@ -1,9 +1,9 @@
 """Cut a network into the blocks that an engine runs as one: what a latency table has rows of.
 
-A block is a convolution or linear with what engines fuse behind it (batch norm, activations, an addition), or
-one other operation that costs time. It has at most two free widths: the channels it reads and does not hand
-on, and those it hands on. It can be built at any of them with random weights, by the same slicing that makes
-the final model.
+A block is a convolution or linear with what engines fuse behind it (batch norm, activations, an addition), a
+concatenation with batch norm and activation behind it, or one other operation that costs time. It has at most two
+free widths: the channels it reads and does not hand on, and those it hands on. It can be built at any of them with
+random weights, by the same slicing that makes the final model.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class FusedBlock:
     ``widths`` say how its free widths follow from the network's counts, ``grids`` which values (channels,
     ascending) they can take. ``signature`` is equal for blocks that differ in nothing but their widths.
     ``read_before``: the inputs, by position, of which another block pays for the conversion into a plain layout: of a
-    concatenation those that an earlier one reads, too; of a pooling those that are gated. ``fed_by``: how each input
-    was written (`block_feeding`; empty where all are by convolutions). ``written``: of each tensor that it hands on,
-    the channels and the bytes that one of them is.
+    concatenation those that an earlier one reads, too; of other blocks without a layer those that are gated.
+    ``fed_by``: how each input was written (`block_feeding`; empty where all are by convolutions). ``written``: of
+    each tensor that it hands on, the channels and the bytes that one of them is.
     """
 
     name: str
@@ -159,10 +159,11 @@ def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
     operations = [operation_of(traced, node) for node in block]
     if all(name in MOVES for name in operations):
         return operation in MOVES or operation == "linear"
-    # What follows a concatenation reads the layout that it leaves, which depends on its inputs' widths.
-    return operation in _FOLLOWERS and (
-        operations[0] in _ANCHORS | _FOLLOWERS | {"cat"} or "linear" in operations
-    )
+    if (
+        operations[0] == "cat"
+    ):  # what follows it reads the layout that it leaves: its inputs' widths say which
+        return operation in _FOLLOWERS - {"add", "mul"}
+    return operation in _FOLLOWERS and (operations[0] in _ANCHORS | _FOLLOWERS or "linear" in operations)
 
 
 def _computes(traced: Traced, node: fx.Node) -> bool:

@@ -109,8 +109,8 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
 
         return exchange(arguments, console, *_shard(arguments.shard))
     shard, shards = _shard(arguments.shard)
-    if arguments.table.exists():  # a file that cannot be used is told before anything is built
-        LatencyTable(arguments.table, create=False).close()
+    if arguments.table.exists():  # one that cannot be used is told before anything is built
+        LatencyTable(arguments.table).close()
     backend, blocks = backend_of(arguments), blocks_of(arguments)
     with LatencyTable(arguments.table) as table:
         mine = unique_blocks(blocks, shard, shards)

@@ -110,6 +110,30 @@ def test_networks_of_fused_convolutions_are_fed_by_these_alone(name: str) -> Non
     assert not any("fed by" in block.signature for block in blocks)
 
 
+class Scaled(nn.Module):
+    """What changes nothing about how a tensor lies, and what makes it plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(1, 8, 1, 1))
+        self.first, self.up = nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 8, 2, 2)
+        self.norm, self.last, self.drop = nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1), nn.Dropout2d()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = nn.functional.pad(self.first(x) * self.gamma, (1, 1, 1, 1)).contiguous()
+        pooled = scaled.mean((2, 3), keepdim=True)
+        return self.last(self.norm(self.up(self.drop(scaled)))) + pooled
+
+
+def test_parameters_padding_and_copies_leave_the_layout_and_are_no_gates() -> None:
+    traced = trace(Scaled().eval(), (torch.randn(1, 3, 6, 6),))
+    found = {node.name: way for node, way in how_written(traced).items()}
+    plain = {name for name, way in found.items() if way == MOVEMENT}
+    assert plain == {"up", "norm", "add"}, found  # the sum: of a tensor and one number a channel
+    assert ACTIVATION not in found.values()
+    assert not any(block.read_before for block in blocks_of(Scaled(), 6))
+
+
 def test_only_tensors_with_four_axes_are_told() -> None:
     network = nn.Sequential(nn.Conv2d(3, 8, 1), nn.SiLU(), nn.Flatten(), nn.Linear(8 * 16, 4), nn.SiLU())
     traced = trace(network.eval(), (torch.randn(1, 3, 4, 4),))

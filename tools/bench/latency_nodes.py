@@ -119,8 +119,8 @@ def of_block(models: BlockModels, block: FusedBlock, widths: tuple[int, ...]) ->
         for half in (0, 1):
             taken.add(by_operation([own_nodes(part[half], results) for part in parts], profiler_ms, 0.5))
     else:
-        share, all_results = (0.5, 2 * results) if twin else (1.0, results)
-        taken = by_operation([own_nodes(run, all_results) for run in runs], profiler_ms, share)
+        copies = 2 if twin else 1
+        taken = by_operation([own_nodes(run, results, copies) for run in runs], profiler_ms, 1 / copies)
     if _CONVERSION in taken.ms:
         taken.ms[_CONVERSION] *= 1 - paid
     return taken
