@@ -13,6 +13,7 @@ Every result is a line of JSON the moment it is there: run again to go on. Set O
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import platform
@@ -59,9 +60,9 @@ LANDED = 0.005
 COMPARE = CompareConfig(error=0.005, longest_seconds=10.0)
 #: A fraction is sure where its standard error is at most this.
 SURE = 0.01
-#: Networks are timed in so many rounds, for the median: who shares the cache and the memory changes within seconds.
-#: Fewer where that takes long, so many seconds.
-ROUNDS, FEWEST_ROUNDS, ROUNDS_SECONDS = 11, 3, 45.0
+#: Networks are timed in so many sessions, as each has its own luck, and in so many rounds of each, for the median:
+#: who shares the cache and the memory changes within seconds. Fewer where that takes long, so many seconds.
+SITTINGS, ROUNDS, FEWEST_ROUNDS, ROUNDS_SECONDS = 2, 5, 2, 22.0
 #: Timings that spread further (interquartile range over median) are told apart.
 STEADY = 0.1
 #: So often are a chosen and a larger count's blocks measured anew, in turns; four times where that takes long (s).
@@ -167,32 +168,41 @@ class Bench:
         wanted = range(1 - CALIBRATING, count + 1)
         missing = [i for i in wanted if not self.record.find("whole", **self.key, index=i)]
         while missing and time.monotonic() < deadline:
-            with ExitStack() as open_engines:
-                engines: dict[int, Engine] = {}
-                size = 0.0
-                while missing and size < TOGETHER:
-                    index = missing.pop(0)
-                    counts = self.counts(index)
-                    engines[index] = open_engines.enter_context(self.network.engine(counts))
-                    size += self.cost.whole(counts).weight_bytes
-                halves, rounds = [], []
-                began = time.monotonic()
-                while len(rounds) < ROUNDS and (
-                    len(rounds) < FEWEST_ROUNDS or time.monotonic() - began < ROUNDS_SECONDS
-                ):
-                    halves.append(self.backend.fading_half_ms())
-                    rounds.append(measure_interleaved([self.dense, *engines.values()], config=_TIMING))
+            chosen: list[int] = []
+            size = 0.0
+            while missing and size < TOGETHER:
+                chosen.append(missing.pop(0))
+                size += self.cost.whole(self.counts(chosen[-1])).weight_bytes
+            sittings = [self.sitting(chosen) for _ in range(SITTINGS)]
+            second = len(sittings[0])  # the first round of the second sitting
+            halves, rounds = zip(*itertools.chain.from_iterable(sittings), strict=True)
             dense, *found = zip(*rounds, strict=True)  # of each network, its rounds
             half_ms = float(np.median(halves))
             beside = {"dense_ms": _median_ms(dense), "dense_first_ms": dense[0].median_ms,
-                      "dense_again_ms": dense[1].median_ms, "dense_spread": _spread(dense),
+                      "dense_again_ms": dense[second].median_ms, "dense_spread": _spread(dense),
                       **({"half_ms": half_ms} if math.isfinite(half_ms) else {})}  # fmt: skip
-            for index, pruned in zip(engines, found, strict=True):
+            for index, pruned in zip(chosen, found, strict=True):
                 whole = vars(self.cost.whole(self.counts(index), _median_ms(pruned)))
                 # No prediction can be held to more than a network's own repetition.
                 told = {"spread": _spread(pruned), "calibrates": index <= 0, "first_ms": pruned[0].median_ms,
-                        "again_ms": pruned[1].median_ms, "rounds_ms": [m.median_ms for m in pruned]}  # fmt: skip
+                        "again_ms": pruned[second].median_ms, "rounds_ms": [m.median_ms for m in pruned]}  # fmt: skip
                 self.record.add("whole", **self.key, index=index, whole=whole, **told, **beside)
+
+    def sitting(self, chosen: Sequence[int]) -> list[tuple[float, list[Measurement]]]:
+        """Time the dense network and prunings in turns, these in new sessions.
+
+        Of each round: how fast the cache forgot before it, and the networks' times, the dense one's first.
+        """
+        rounds: list[tuple[float, list[Measurement]]] = []
+        with ExitStack() as opened:
+            engines = [opened.enter_context(self.network.engine(self.counts(index))) for index in chosen]
+            began = time.monotonic()
+            while len(rounds) < ROUNDS and (
+                len(rounds) < FEWEST_ROUNDS or time.monotonic() - began < ROUNDS_SECONDS
+            ):
+                half_ms = self.backend.fading_half_ms()
+                rounds.append((half_ms, measure_interleaved([self.dense, *engines], config=_TIMING)))
+        return rounds
 
     def calibrate(self) -> None:
         """Fit the prediction to the networks meant for it."""
