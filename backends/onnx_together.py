@@ -1,6 +1,6 @@
 """Many modules in one export, and each one's model cut out of it.
 
-An export takes half a second whatever is in it, and a network has up to a hundred structures of blocks.
+An export takes half a second whatever is in it, and DenseNet-121's blocks have 34 structures.
 """
 
 from __future__ import annotations

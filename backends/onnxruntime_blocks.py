@@ -52,7 +52,7 @@ from smcp_fx.block_feeding import ACTIVATION, CONVOLUTION, MOVEMENT
 BLOCK_TIMING = "9"
 _CONTEXT = "smcp_context"
 #: From the runtime's blocked layout into the plain one.
-_CONVERSION = "ReorderOutput"
+CONVERSION = "ReorderOutput"
 #: Up to this many channels an input is the network's own (an image), and is fed as it is.
 _IMAGE_CHANNELS = 4
 #: Runs in the hot state beside those that follow a cold one; a block of microseconds takes no time to repeat.
@@ -284,7 +284,7 @@ def block_ms(
     ``profiler_ms`` is taken off every node. ``paid``: of the inputs' conversions this share does not count.
     """
     return sum(
-        (1 - paid if node.operation == _CONVERSION else 1.0) * (node.ms - profiler_ms)
+        (1 - paid if node.operation == CONVERSION else 1.0) * (node.ms - profiler_ms)
         for node in own_nodes(nodes, results, copies)
     )
 
@@ -299,7 +299,7 @@ def own_nodes(
     """
     own, left, seen = list[NodeTime](), copies * list(results), set[bool]()
     for node in reversed(nodes):
-        if node.operation == _CONVERSION:
+        if node.operation == CONVERSION:
             shape = node.output_shapes[0] if node.output_shapes else ()
             result = next((r for r in left if shape in (r, (*r[:2], *(1 for _ in r[2:])))), None)
             if result is None:

@@ -24,7 +24,13 @@ from latency_networks import MODELS, SETTINGS, Network
 from smcp_fx.backends.base import Array
 from smcp_fx.backends.fading import displace_inner_caches
 from smcp_fx.backends.onnx_blocks import BlockModels
-from smcp_fx.backends.onnxruntime_blocks import add_context, own_nodes, random_feed, share_of_channels
+from smcp_fx.backends.onnxruntime_blocks import (
+    CONVERSION,
+    add_context,
+    own_nodes,
+    random_feed,
+    share_of_channels,
+)
 from smcp_fx.backends.onnxruntime_overhead import (
     add_reference,
     overhead,
@@ -47,7 +53,6 @@ from smcp_fx.tracing import Traced
 WARM, RUNS = 3, 15
 #: Operations below this share of the network are not printed.
 PRINTED = 0.005
-_CONVERSION = "ReorderOutput"
 
 
 class KeepsBlocks(FlopsCost):
@@ -121,8 +126,8 @@ def of_block(models: BlockModels, block: FusedBlock, widths: tuple[int, ...]) ->
     else:
         copies = 2 if twin else 1
         taken = by_operation([own_nodes(run, results, copies) for run in runs], profiler_ms, 1 / copies)
-    if _CONVERSION in taken.ms:
-        taken.ms[_CONVERSION] *= 1 - paid
+    if CONVERSION in taken.ms:
+        taken.ms[CONVERSION] *= 1 - paid
     return taken
 
 
