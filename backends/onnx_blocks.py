@@ -10,6 +10,7 @@ the module's.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -239,19 +240,24 @@ def _renamed(name: str, paths: dict[str, str]) -> str:
     return name
 
 
-_POOL = np.random.default_rng(0).normal(size=1 << 16)
+_POOL = np.random.default_rng(0).normal(size=1 << 17)
 
 
-def random_values(shape: Shape, dtype: Any) -> np.ndarray[Any, Any]:
-    """Return random numbers of ``shape``, scaled like an initialised weight; drawn from a pool, so fast."""
+def random_values(shape: Shape, dtype: Any, name: str = "") -> np.ndarray[Any, Any]:
+    """Return random numbers of ``shape``, scaled like an initialised weight; drawn from a pool, so fast.
+
+    Those of another ``name`` are others: of equal ones a runtime may keep one copy.
+    """
     fan_in = int(np.prod(shape[1:])) if len(shape) > 1 else 1
-    pool = (_POOL / np.sqrt(max(fan_in, 1))).astype(dtype)
+    half = _POOL.size // 2
+    first = zlib.crc32(name.encode()) % half
+    pool = (_POOL[first : first + half] / np.sqrt(max(fan_in, 1))).astype(dtype)
     return np.resize(pool, shape)
 
 
 def _random_tensor(like: onnx.TensorProto, shape: Shape) -> onnx.TensorProto:
     dtype = helper.tensor_dtype_to_np_dtype(like.data_type)
-    values = random_values(shape, dtype)
+    values = random_values(shape, dtype, like.name)
     if len(shape) == 1:  # variances and scales have to be positive
         values = np.abs(values) + np.asarray(0.5, dtype)
     return numpy_helper.from_array(values, like.name)

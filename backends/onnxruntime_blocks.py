@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -49,7 +49,7 @@ from smcp_fx.backends.timing import (
 from smcp_fx.block_feeding import ACTIVATION, CONVOLUTION, MOVEMENT
 
 #: Changes with the way blocks are timed: rows of another way are not mixed with these.
-BLOCK_TIMING = "9"
+BLOCK_TIMING = "10"
 _CONTEXT = "smcp_context"
 #: From the runtime's blocked layout into the plain one.
 CONVERSION = "ReorderOutput"
@@ -89,7 +89,7 @@ def add_context(model: onnx.ModelProto, fed_by: Sequence[str] = ()) -> onnx.Mode
         how = fed_by[position] if position < len(fed_by) else CONVOLUTION
         nodes += _written(name, how)
         if how != MOVEMENT:
-            weight = random_values((shape[1], 1, 1, 1), _FLOATS[kind.elem_type])
+            weight = random_values((shape[1], 1, 1, 1), _FLOATS[kind.elem_type], name)
             graph.initializer.append(numpy_helper.from_array(weight, f"{name}_weight"))
             kind.shape.dim[1].dim_value = 1
         for node in graph.node:
@@ -138,6 +138,50 @@ def _read_results(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     return nodes
 
 
+@dataclass(frozen=True)
+class BlockInContext:
+    """A block's model in its context, with its twin and the chain beside it.
+
+    ``results``: the shapes of what the block alone hands on; ``paid``: of its inputs' conversions this share does not
+    count; ``twin``: whether it has one.
+    """
+
+    data: bytes
+    feed: dict[str, Array]
+    results: tuple[tuple[int, ...], ...]
+    paid: float
+    twin: bool
+
+    @classmethod
+    def of(
+        cls, model: onnx.ModelProto, read_before: Collection[int] = (), fed_by: Sequence[str] = ()
+    ) -> BlockInContext:
+        """Build it around a block's model, in place. ``read_before`` and ``fed_by``: as for `measure_block`."""
+        paid = share_of_channels(model, read_before)
+        shapes = [value.type.tensor_type.shape.dim for value in model.graph.output]
+        results = tuple(tuple(dim.dim_value for dim in shape) for shape in shapes)
+        twin = add_twin(add_context(model, fed_by))
+        feed = random_feed(add_reference(model))
+        return cls(model.SerializeToString(), feed, results, paid, twin)
+
+    def counted(self, nodes: Sequence[NodeTime], state: str) -> tuple[list[list[NodeTime]], int]:
+        """Return the parts of a run that count in a state, context in them, and how often each has the block.
+
+        Cold, what ran second; hot, both; where the runtime mixes the two, they are one part.
+        """
+        nodes = without_reference(nodes)
+        parts = halves(nodes) if self.twin else [list(nodes)]
+        if parts is None:
+            return [list(nodes)], 2
+        return (parts[-1:] if state == "cold" else parts), 1
+
+    def ms(self, nodes: Sequence[NodeTime], profiler_ms: float, state: str) -> float:
+        """Return the block's ms of one run. ``profiler_ms`` is taken off every node."""
+        parts, copies = self.counted(nodes, state)
+        taken = [block_ms(part, self.results, profiler_ms, self.paid, copies) for part in parts]
+        return sum(taken) / (copies * len(parts))
+
+
 def measure_block(
     model: onnx.ModelProto,
     threads: int = 1,
@@ -154,43 +198,24 @@ def measure_block(
     ``fed_by``: how each was written.
     """
     config = config or QUICK
-    paid = share_of_channels(model, read_before)
-    results = [tuple(dim.dim_value for dim in v.type.tensor_type.shape.dim) for v in model.graph.output]
-    add_context(model, fed_by)
-    twin = add_twin(model)
-    feed = random_feed(add_reference(model))
-    data = model.SerializeToString()
-
-    def own_ms(nodes: Sequence[NodeTime], profiler_ms: float, state: str) -> float:
-        own = without_reference(nodes)
-        parts = halves(own) if twin else [own]
-        if parts is None:  # the runtime mixes the two
-            return block_ms(own, results, profiler_ms, paid, copies=2) / 2
-        counted = parts[-1:] if state == "cold" else parts
-        return sum(block_ms(part, results, profiler_ms, paid) for part in counted) / len(counted)
-
-    found = BlockLatency(*_attempt(data, feed, own_ms, threads, spinning, config))
+    block = BlockInContext.of(model, read_before, fed_by)
+    found = BlockLatency(*_attempt(block, threads, spinning, config))
     for _ in range(config.attempts - 1):
         if found.stable:
             break
-        found = found.steadier(BlockLatency(*_attempt(data, feed, own_ms, threads, spinning, config)))
+        found = found.steadier(BlockLatency(*_attempt(block, threads, spinning, config)))
     return replace(found, pace_ms=pace().usual_ms if threads == 1 else 0.0)
 
 
 def _attempt(
-    data: bytes,
-    feed: dict[str, Array],
-    own_ms: Callable[[Sequence[NodeTime], float, str], float],
-    threads: int,
-    spinning: bool,
-    config: TimingConfig,
+    block: BlockInContext, threads: int, spinning: bool, config: TimingConfig
 ) -> tuple[Measurement, Measurement]:
     """Return (hot, cold) of one session: pairs (caches emptied, or not), then hot runs alone."""
     node_ms = overhead(threads, spinning).node_ms
     core = pace() if threads == 1 else None
     warm_code = code_warmer(threads, spinning)
-    with Profiler(data, threads, spinning) as profiler:
-        timer = stopwatch(lambda: profiler.session.run(None, feed))
+    with Profiler(block.data, threads, spinning) as profiler:
+        timer = stopwatch(lambda: profiler.session.run(None, block.feed))
 
         warm = warm_up(timer, config)
         taken: list[tuple[str, Sample]] = []
@@ -228,17 +253,17 @@ def _attempt(
     profiles = [runs[index] for index in timed]
     still = [n for n, (what, s) in zip(profiles, taken, strict=True) if what == "hot" and not s.disturbed]
     profiler_ms = profiler_beside(still or profiles, node_ms)
-    block = [own_ms(nodes, profiler_ms, what) for nodes, (what, _) in zip(profiles, taken, strict=True)]
+    own = [block.ms(nodes, profiler_ms, what) for nodes, (what, _) in zip(profiles, taken, strict=True)]
     context = float(
-        np.median([sum(n.ms for n in nodes) - ms for nodes, ms in zip(profiles, block, strict=True)])
+        np.median([sum(n.ms for n in nodes) - ms for nodes, ms in zip(profiles, own, strict=True)])
     )
     hot, cold = (
-        [_of_block(ms, context, s) for ms, (what, s) in zip(block, taken, strict=True) if what == state]
+        [_of_block(ms, context, s) for ms, (what, s) in zip(own, taken, strict=True) if what == state]
         for state in ("hot", "cold")
     )
     limit = config.spread_limit
     # No node takes less than a link of the chain does: the runtime itself needs most of that, whatever the node.
-    least = own_ms([replace(node, ms=node_ms) for node in profiles[0]], 0.0, "cold")
+    least = block.ms([replace(node, ms=node_ms) for node in profiles[0]], 0.0, "cold")
     return (
         _summary(hot, config.min_repeats, limit, least),
         _summary(cold, _FEW_COLD_RUNS, _COLD_SPREAD * limit, least),

@@ -37,7 +37,11 @@ MEASURABLE_MS = 0.01
 
 @dataclass(frozen=True)
 class HeldOutError:
-    """Relative errors of interpolation at points it does not rest on, the ms measured there, and which these are."""
+    """Relative errors of interpolation at points it does not rest on, the ms measured there, and which these are.
+
+    ``steady``: which were steady when they were measured. From one that was not interpolation is as far as it is from
+    itself.
+    """
 
     points: int
     median: float
@@ -46,6 +50,7 @@ class HeldOutError:
     errors: NDArray[np.float64] = field(repr=False, compare=False)
     measured_ms: NDArray[np.float64] = field(repr=False, compare=False)
     rows: tuple[tuple[Block, Point], ...] = field(repr=False, compare=False)
+    steady: NDArray[np.bool_] = field(repr=False, compare=False)
 
     @classmethod
     def of(
@@ -53,17 +58,20 @@ class HeldOutError:
         errors: NDArray[np.float64],
         measured_ms: NDArray[np.float64],
         rows: tuple[tuple[Block, Point], ...],
+        steady: NDArray[np.bool_],
     ) -> HeldOutError:
         """Return what these errors are in the median, for 95 of 100 and at most; zeros of none."""
         if len(errors) == 0:
-            return cls(0, 0.0, 0.0, 0.0, errors, measured_ms, rows)
+            return cls(0, 0.0, 0.0, 0.0, errors, measured_ms, rows, steady)
         median, p95, largest = (float(share) for share in np.percentile(errors, [50, 95, 100]))
-        return cls(len(errors), median, p95, largest, errors, measured_ms, rows)
+        return cls(len(errors), median, p95, largest, errors, measured_ms, rows, steady)
 
-    def of_at_least(self, ms: float) -> HeldOutError:
-        """Return the errors at points that took so long."""
-        long = np.flatnonzero(self.measured_ms >= ms)
-        return self.of(self.errors[long], self.measured_ms[long], tuple(self.rows[i] for i in long))
+    def telling(self, ms: float = MEASURABLE_MS) -> HeldOutError:
+        """Return the errors at points that took so long and were steady."""
+        kept = np.flatnonzero((self.measured_ms >= ms) & self.steady)
+        return self.of(
+            self.errors[kept], self.measured_ms[kept], tuple(self.rows[i] for i in kept), self.steady[kept]
+        )
 
 
 class LatencyTable:
@@ -213,6 +221,7 @@ class LatencyTable:
         """
         share = (self.cold_share if cold_share is None else cold_share) or 0.0
         errors, measured, rows = [np.zeros(0)], [np.zeros(0)], list[tuple[Block, Point]]()
+        steady: list[bool] = []
         for block in unique_blocks(blocks):
             plan, failures = self.plan(block, fingerprint)
             if plan.surface is None and not failures:
@@ -223,7 +232,11 @@ class LatencyTable:
                 errors.append(held_out_errors(surface, plan.probes, known))
                 measured.append(np.array([known[point] for point in plan.probes]))
                 rows += [(block, point) for point in plan.probes]
-        return HeldOutError.of(np.concatenate(errors), np.concatenate(measured), tuple(rows))
+                found = self.store.measured(block.signature, fingerprint)
+                steady += [_is_steady(found[point], share) for point in plan.probes]
+        return HeldOutError.of(
+            np.concatenate(errors), np.concatenate(measured), tuple(rows), np.array(steady, dtype=bool)
+        )
 
     def close(self) -> None:
         """Close the file."""
@@ -273,6 +286,12 @@ def sum_of_prices(prices: Sequence[Price], widths: Sequence[Sequence[int]]) -> f
 def _weighed(latency: BlockLatency, cold_share: float) -> float:
     hot = latency.hot.median_ms
     return hot if latency.cold is None else hot + cold_share * (latency.cold.median_ms - hot)
+
+
+def _is_steady(latency: BlockLatency, cold_share: float) -> bool:
+    """Whether the states were steady that count at this share."""
+    cold = latency.cold is None or cold_share == 0 or latency.cold.stable
+    return cold and (latency.hot.stable or (latency.cold is not None and cold_share == 1))
 
 
 def _seed(signature: str) -> int:

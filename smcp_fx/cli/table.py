@@ -145,11 +145,11 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
             f"  interpolation at {error.points} points it does not rest on: off by {error.median:.1%} in the "
             f"median, {error.p95:.1%} for 95 of 100"
         )
-        long = error.of_at_least(MEASURABLE_MS)
-        if 0 < long.points < error.points:
+        telling = error.telling()
+        if 0 < telling.points < error.points:
             console.print(
-                f"  at the {long.points} of them that took {1e3 * MEASURABLE_MS:.0f} µs and more: {long.median:.1%} "
-                f"and {long.p95:.1%}"
+                f"  at the {telling.points} of them that were steady and took {1e3 * MEASURABLE_MS:.0f} µs and more: "
+                f"{telling.median:.1%} and {telling.p95:.1%}"
             )
     if report.repeated:
         console.print(f"  {report.repeated} times a row was measured again that had been unsteady or slow")

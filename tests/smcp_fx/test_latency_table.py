@@ -512,11 +512,12 @@ def test_missing_rows_and_other_devices_are_errors(tmp_path):
 
 def test_held_out_errors_are_of_the_state_that_is_asked_for(tmp_path):
     class Memory(FakeBackend):
-        """From memory every row takes a millisecond more."""
+        """From memory every row takes a millisecond more; a third of them are unsteady in cache."""
 
         def block_latency(self, block, widths, config=None):
             hot = super().block_latency(block, widths).hot
-            return BlockLatency(hot, replace(hot, median_ms=hot.median_ms + 1.0))
+            in_cache = replace(hot, stable=sum(widths) % 3 != 0)
+            return BlockLatency(in_cache, replace(hot, median_ms=hot.median_ms + 1.0))
 
     block, backend = conv(), Memory()
     with LatencyTable(tmp_path / "t.sqlite") as table:
@@ -533,11 +534,21 @@ def test_held_out_errors_are_of_the_state_that_is_asked_for(tmp_path):
         ):
             assert error == pytest.approx(abs(float(surface(*map(np.asarray, point))) / ms - 1))
         middle = float(np.median(in_cache.measured_ms))
-        long = in_cache.of_at_least(middle)
-        expected = [e for e, ms in zip(in_cache.errors, in_cache.measured_ms, strict=True) if ms >= middle]
-        assert 0 < long.points == len(expected) == len(long.rows) < in_cache.points
+        long = in_cache.telling(middle)
+        errors = dict(zip(in_cache.rows, in_cache.errors, strict=True))
+        expected = [
+            row
+            for row, ms in zip(in_cache.rows, in_cache.measured_ms, strict=True)
+            if ms >= middle and sum(row[1]) % 3 != 0
+        ]
+        assert list(long.rows) == expected
+        assert 0 < long.points == len(expected) < sum(in_cache.measured_ms >= middle)
+        expected = [errors[row] for row in expected]
+        assert long.errors.tolist() == expected
+        assert from_memory.telling(0.0).points == from_memory.points
+        assert half.telling(0.0).rows == in_cache.telling(0.0).rows
         assert [long.median, long.p95, long.largest] == list(np.percentile(expected, [50, 95, 100]))
-        assert in_cache.of_at_least(1e9).points == 0
+        assert in_cache.telling(1e9).points == 0
 
 
 def test_a_crashing_row_is_marked_and_the_rest_goes_on(tmp_path):

@@ -35,11 +35,12 @@ class Gated(nn.Module):
         return x * torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))
 
 
-def test_a_block_has_its_own_operations_and_no_conversion_of_its_result() -> None:
+@pytest.mark.parametrize("state", ["hot", "cold"])
+def test_a_block_has_its_own_operations_and_no_conversion_of_its_result(state: str) -> None:
     traced = trace(Gated().eval(), (torch.randn(1, 16, 8, 8),))
     blocks = cut(traced, build(traced.module, traced.values))
     models = BlockModels()
-    taken = [of_block(models, block, block.full_widths) for block in blocks]
+    taken = [of_block(models, block, block.full_widths, state) for block in blocks]
     stem, mean, gate = ({k: n for k, n in each.nodes.items() if "Reorder" not in k} for each in taken)
     assert stem == {"Conv": 1.0}
     assert list(mean.values()) == [1.0]
@@ -71,6 +72,7 @@ def test_what_is_small_is_not_printed(capsys: pytest.CaptureFixture[str]) -> Non
             "model": "m",
             "setting": "s",
             "pruning": 3,
+            "state": "cold",
             "blocks_ms": 9.0,
             "network_ms": 10.0,
             "operations": operations,

@@ -62,7 +62,7 @@ COMPARE = CompareConfig(error=0.005, longest_seconds=10.0)
 SURE = 0.01
 #: Networks are timed in so many sessions, as each has its own luck, and in so many rounds of each, for the median:
 #: who shares the cache and the memory changes within seconds. Fewer where that takes long, so many seconds.
-SITTINGS, ROUNDS, FEWEST_ROUNDS, ROUNDS_SECONDS = 2, 5, 2, 22.0
+SITTINGS, ROUNDS, FEWEST_ROUNDS, ROUNDS_SECONDS = 3, 4, 1, 15.0
 #: Timings that spread further (interquartile range over median) are told apart.
 STEADY = 0.1
 #: So often are a chosen and a larger count's blocks measured anew, in turns; four times where that takes long (s).
@@ -130,6 +130,7 @@ class Bench:
                        unstable=len(report.unstable), repeated=report.repeated,
                        errors=np.round(in_cache.errors, 4).tolist(),
                        held_out_ms=np.round(in_cache.measured_ms, 5).tolist(),
+                       steady=in_cache.steady.tolist(), cold_steady=from_memory.steady.tolist(),
                        cold_errors=np.round(from_memory.errors, 4).tolist(),
                        cold_held_out_ms=np.round(from_memory.measured_ms, 5).tolist())  # fmt: skip
         self.calibrating = self.network.sizes(CALIBRATING)

@@ -2,15 +2,16 @@
 
     OMP_NUM_THREADS=1 python tools/bench/latency_nodes.py --models efficientnet_b0 --settings 64x32 --prunings 0 1 2
 
-ONNX Runtime, one thread, the state in cache; pruning 0 is the dense network, the others are those of `latency.py`. No
-table and no interpolation: every block is measured at the widths that it has. So this shows what a row counts that
-the network does not have (a conversion between layouts, say), or lacks. Nodes of the whole network whose weights do
-not stay in cache take longer than their blocks do here.
+ONNX Runtime, one thread, in cache or (``--state cold``) behind emptied caches; pruning 0 is the dense network, the
+others are those of `latency.py`. No table and no interpolation: every block is measured at the widths that it has. So
+this shows what a row counts that the network does not have (a conversion between layouts, say), or lacks. Nodes of a
+whole network whose weights do not stay in cache take longer than their blocks do in the state in cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,28 +19,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import onnx
 from latency_networks import MODELS, SETTINGS, Network
 
 from smcp_fx.backends.base import Array
-from smcp_fx.backends.fading import displace_inner_caches
+from smcp_fx.backends.fading import displace_inner_caches, evict_caches
 from smcp_fx.backends.onnx_blocks import BlockModels
-from smcp_fx.backends.onnxruntime_blocks import (
-    CONVERSION,
-    add_context,
-    own_nodes,
-    random_feed,
-    share_of_channels,
-)
+from smcp_fx.backends.onnxruntime_blocks import CONVERSION, BlockInContext, own_nodes
 from smcp_fx.backends.onnxruntime_overhead import (
     add_reference,
+    code_warmer,
     overhead,
     profiler_beside,
     reference_feed,
     without_reference,
 )
 from smcp_fx.backends.onnxruntime_profile import RESOLUTION_MS, NodeTime, Profiler
-from smcp_fx.backends.onnxruntime_twin import add_twin, halves
 from smcp_fx.backends.pace import pace
 from smcp_fx.backends.timing import Sample, stopwatch, summarise, take_sample
 from smcp_fx.blocks import FusedBlock, cut
@@ -53,6 +47,20 @@ from smcp_fx.tracing import Traced
 WARM, RUNS = 3, 15
 #: Operations below this share of the network are not printed.
 PRINTED = 0.005
+
+
+def empty_caches() -> None:
+    """Empty the caches, but for the runtime's code."""
+    evict_caches()
+    _warm_code()()
+
+
+_warm_code = functools.cache(code_warmer)
+
+
+#: What comes before every run: a whole network in its loop is hot by itself.
+BEFORE_BLOCKS = {"hot": displace_inner_caches, "cold": empty_caches}
+BEFORE_NETWORKS = {"hot": lambda: None, "cold": empty_caches}
 
 
 class KeepsBlocks(FlopsCost):
@@ -85,10 +93,10 @@ class Taken:
 
 
 def profiled(
-    model: onnx.ModelProto, feed: Mapping[str, Array], before: Callable[[], object]
+    data: bytes, feed: Mapping[str, Array], before: Callable[[], object]
 ) -> tuple[list[list[NodeTime]], float]:
     """Nodes of undisturbed runs without the chain beside them, and what the profiler added to each."""
-    with Profiler(model.SerializeToString()) as profiler:
+    with Profiler(data) as profiler:
         timer = stopwatch(lambda: profiler.session.run(None, dict(feed)))
         for _ in range(WARM):
             timer()
@@ -111,27 +119,22 @@ def by_operation(runs: Sequence[Sequence[NodeTime]], profiler_ms: float, share: 
     return taken
 
 
-def of_block(models: BlockModels, block: FusedBlock, widths: tuple[int, ...]) -> Taken:
-    """What a block takes where a table's rows are measured: in its context, the mean of it and its twin."""
-    model = models.model(block, widths)
-    paid = share_of_channels(model, block.read_before)
-    results = [tuple(dim.dim_value for dim in v.type.tensor_type.shape.dim) for v in model.graph.output]
-    twin = add_twin(add_context(model, block.fed_by))
-    runs, profiler_ms = profiled(model, random_feed(add_reference(model)), displace_inner_caches)
+def of_block(models: BlockModels, block: FusedBlock, widths: tuple[int, ...], state: str) -> Taken:
+    """What a block takes where a table's rows are measured: in its context, beside its twin."""
+    within = BlockInContext.of(models.model(block, widths), block.read_before, block.fed_by)
+    runs, profiler_ms = profiled(within.data, within.feed, BEFORE_BLOCKS[state])
+    told = [within.counted(run, state) for run in runs]
+    _, copies = told[0]
     taken = Taken()
-    parts = [part for run in runs if (part := halves(run))] if twin else []
-    if parts:
-        for half in (0, 1):
-            taken.add(by_operation([own_nodes(part[half], results) for part in parts], profiler_ms, 0.5))
-    else:
-        copies = 2 if twin else 1
-        taken = by_operation([own_nodes(run, results, copies) for run in runs], profiler_ms, 1 / copies)
+    for parts in zip(*(parts for parts, _ in told), strict=True):  # of each part, its runs
+        own = [own_nodes(part, within.results, copies) for part in parts]
+        taken.add(by_operation(own, profiler_ms, 1 / (copies * len(told[0][0]))))
     if CONVERSION in taken.ms:
-        taken.ms[CONVERSION] *= 1 - paid
+        taken.ms[CONVERSION] *= 1 - within.paid
     return taken
 
 
-def compare(model: str, setting: str, prunings: Sequence[int]) -> list[dict[str, Any]]:
+def compare(model: str, setting: str, prunings: Sequence[int], state: str) -> list[dict[str, Any]]:
     """One line for each pruning: by operation what blocks and network take (ms), and of how many nodes."""
     cost, models = KeepsBlocks(), BlockModels()
     network = Network.make(model, setting, cast(LatencyCost, cost))
@@ -145,15 +148,16 @@ def compare(model: str, setting: str, prunings: Sequence[int]) -> list[dict[str,
             widths = tuple(width.channels(counts) for width in block.widths)
             key = block.signature, widths
             if key not in known:
-                known[key] = of_block(models, block, widths)
+                known[key] = of_block(models, block, widths, state)
             blocks.add(known[key])
         whole = network.model(counts)
         names = [value.name for value in whole.graph.input]
         feed = {**dict(zip(names, (x.numpy() for x in network.inputs), strict=True)), **reference_feed()}
-        found = by_operation(*profiled(add_reference(whole), feed, lambda: None))
+        add_reference(whole)
+        found = by_operation(*profiled(whole.SerializeToString(), feed, BEFORE_NETWORKS[state]))
         operations = sorted(blocks.ms.keys() | found.ms.keys(), key=lambda name: -found.ms[name])
         lines.append({
-            "model": model, "setting": setting, "pruning": index,
+            "model": model, "setting": setting, "pruning": index, "state": state,
             "blocks_ms": blocks.total, "network_ms": found.total,
             "operations": {
                 name: {"blocks_ms": blocks.ms[name], "blocks": blocks.nodes[name],
@@ -167,8 +171,9 @@ def compare(model: str, setting: str, prunings: Sequence[int]) -> list[dict[str,
 def show(line: Mapping[str, Any]) -> None:
     """Print one comparison."""
     whole = line["network_ms"]
-    print(f"{line['model']} {line['setting']}, pruning {line['pruning']}: blocks {line['blocks_ms']:.3f} ms, "
-          f"network {whole:.3f} ms, {line['blocks_ms'] / whole - 1:+.1%}")  # fmt: skip
+    apart = line["blocks_ms"] / whole - 1
+    print(f"{line['model']} {line['setting']}, pruning {line['pruning']}, {line['state']}: "
+          f"blocks {line['blocks_ms']:.3f} ms, network {whole:.3f} ms, {apart:+.1%}")  # fmt: skip
     for name, of in line["operations"].items():
         if max(of["blocks_ms"], of["network_ms"]) > PRINTED * whole:
             apart = (of["blocks_ms"] - of["network_ms"]) / whole
@@ -184,11 +189,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--settings", nargs="+", default=tuple(SETTINGS), choices=tuple(SETTINGS))
     parser.add_argument("--prunings", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--state", default="hot", choices=BEFORE_BLOCKS, help="in cache, or from memory")
     parser.add_argument("--out", type=Path, help="file of JSON lines to add to")
     arguments = parser.parse_args()
     for setting in arguments.settings:
         for model in arguments.models:
-            for line in compare(model, setting, arguments.prunings):
+            for line in compare(model, setting, arguments.prunings, arguments.state):
                 show(line)
                 if arguments.out is not None:
                     with arguments.out.open("a", encoding="utf-8") as file:

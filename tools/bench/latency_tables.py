@@ -20,8 +20,8 @@ _OF_THEMSELVES = (
     " Where all were measured a second time, right after: how far they are from themselves on average, and the ranks "
     "(Spearman) of one measurement in the other; no prediction can be held to more."
 )
-#: Of errors of interpolation: of all, of those long enough to tell, and these from themselves.
-_HELD_OUT = ["held-out median", "95 % of held-out", "10 µs and more, median", "95 % of 10 µs and more",
+#: Of errors of interpolation: of all, of those long and steady enough to tell, and these from themselves.
+_HELD_OUT = ["held-out median", "95 % of held-out", "telling, median", "95 % of telling",
              "measured anew, median", "95 % of measured anew"]  # fmt: skip
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -262,7 +262,7 @@ def _quartiles(line: dict[str, Any]) -> str:
 def _rows(occasion: Occasion) -> str:
     rows = [
         [x["model"], x["setting"], str(x["blocks"]), str(x["measured"]), str(x["reused"]), f"{x['seconds']:.0f} s",
-         *_held_out(x, 0.0), *_held_out(x, MEASURABLE_MS), *_again(x, occasion), str(x["unstable"]), str(x["failed"])]
+         *_held_out(x), *_held_out(x, telling=True), *_again(x, occasion), str(x["unstable"]), str(x["failed"])]
         for x in occasion.found("table")
     ]  # fmt: skip
     if not rows:
@@ -270,19 +270,17 @@ def _rows(occasion: Occasion) -> str:
     head = ["model", "setting", "blocks", "rows measured", "reused", "time", *_HELD_OUT, "unstable", "failed"]
     return (
         "The tables behind it. Errors of interpolation at measured points that it does not rest on: of all, and of "
-        "those that took 10 µs and more (the runtime's profiler counts whole microseconds). Where some of these were "
-        "measured anew, each in another session, after the table: how far those that were steady then are from "
-        "themselves. Medians, and what 95 % of them do not exceed.\n\n"
-        + _table(head, rows)
-        + _all_anew(occasion)
-        + _from_memory(occasion)
+        "those that tell, which took 10 µs and more (the runtime's profiler counts whole microseconds) and were "
+        "steady, where that was written down. Where some of 10 µs and more were measured anew, each in another "
+        "session, after the table: how far those that were steady then are from themselves. Medians, and what 95 % "
+        "of them do not exceed.\n\n" + _table(head, rows) + _all_anew(occasion) + _from_memory(occasion)
     )
 
 
 def _from_memory(occasion: Occasion) -> str:
     """The same of the other state, where that was written down."""
     rows = [
-        [x["model"], x["setting"], *_held_out(x, 0.0, "cold_"), *_held_out(x, MEASURABLE_MS, "cold_"),
+        [x["model"], x["setting"], *_held_out(x, "cold_"), *_held_out(x, "cold_", telling=True),
          *_again(x, occasion, "cold_")]
         for x in occasion.found("table") if "cold_errors" in x
     ]  # fmt: skip
@@ -292,8 +290,11 @@ def _from_memory(occasion: Occasion) -> str:
     return words + _table(["model", "setting", *_HELD_OUT], rows) + _all_anew(occasion, "cold_")
 
 
-def _held_out(line: dict[str, Any], least_ms: float, state: str = "") -> list[str]:
-    errors = np.array(line[f"{state}errors"])[np.array(line[f"{state}held_out_ms"]) >= least_ms]
+def _held_out(line: dict[str, Any], state: str = "", telling: bool = False) -> list[str]:
+    errors = np.array(line[f"{state}errors"])
+    if telling:
+        long = np.array(line[f"{state}held_out_ms"]) >= MEASURABLE_MS
+        errors = errors[long & np.array(line.get(f"{state}steady", long), dtype=bool)]
     if len(errors) == 0:
         return ["", ""]
     return [f"{share:.1%}" for share in np.percentile(errors, [50, 95])]
