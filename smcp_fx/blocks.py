@@ -105,6 +105,11 @@ class FusedBlock:
         """The widths in the unpruned network."""
         return tuple(grid[-1] for grid in self.grids)
 
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of its weights in the unpruned network."""
+        return float(sum(weight.numel() * weight.element_size() for weight in self.module.parameters()))
+
 
 def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
     """Cut a traced network into blocks; every operation on tensors is in exactly one."""
@@ -161,7 +166,7 @@ def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
         return operation in MOVES or operation == "linear"
     if (
         operations[0] == "cat"
-    ):  # what follows it reads the layout that it leaves: its inputs' widths say which
+    ):  # what follows reads the layout that it leaves, which its inputs' widths decide
         return operation in _FOLLOWERS - {"add", "mul"}
     return operation in _FOLLOWERS and (operations[0] in _ANCHORS | _FOLLOWERS or "linear" in operations)
 

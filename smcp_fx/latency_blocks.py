@@ -20,7 +20,7 @@ class Block(Protocol):
     one signature share their rows. ``grids``: for each free width the ascending values that it can take.
     ``read_before``: the inputs, by position, that another block has converted into the layout that this one reads as
     well, where the runtime has layouts. ``fed_by``: of each input, how it was written (`block_feeding`); of those
-    that it does not tell, by a convolution.
+    that it does not tell, by a convolution. ``weight_bytes``: of its weights at the full widths.
     """
 
     @property
@@ -37,6 +37,9 @@ class Block(Protocol):
 
     @property
     def fed_by(self) -> tuple[str, ...]: ...
+
+    @property
+    def weight_bytes(self) -> float: ...
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """Return an eval-mode module with random weights at ``widths``, and its example inputs."""
@@ -65,6 +68,10 @@ class _Widened:
     @property
     def fed_by(self) -> tuple[str, ...]:
         return self.largest.fed_by
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.largest.weight_bytes
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
         return self.largest.build(widths)

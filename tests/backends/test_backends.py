@@ -385,6 +385,7 @@ class ABlock:
     grids: tuple[tuple[int, ...], ...] = ()
     read_before: tuple[int, ...] = ()
     fed_by: tuple[str, ...] = ()
+    weight_bytes: float = 0.0
 
     @property
     def signature(self) -> str:

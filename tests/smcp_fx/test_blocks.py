@@ -80,6 +80,15 @@ def test_equal_blocks_have_equal_signatures() -> None:
     assert by_name["layer1.0.conv1"] != by_name["layer1.0.conv2"]  # an addition behind it
 
 
+def test_blocks_know_how_many_bytes_their_weights_are() -> None:
+    traced, _, blocks = blocks_of("resnet18")
+    everything = sum(4 * weight.numel() for weight in traced.module.parameters())
+    assert sum(block.weight_bytes for block in blocks) == everything
+    by_name = {block.name: block.weight_bytes for block in blocks}
+    assert by_name["layer4.1.conv2"] == 4 * (512 * 512 * 9 + 2 * 512)  # batch norm's, too
+    assert by_name["maxpool"] == 0
+
+
 def test_a_dense_blocks_concatenations_read_one_new_input_each() -> None:
     _, _, blocks = blocks_of("densenet121")
     cats = {block.nodes[0]: block for block in blocks if block.nodes[0].startswith("cat")}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -78,6 +80,7 @@ class FakeBlock:
     grids: tuple[tuple[int, ...], ...]
     read_before: tuple[int, ...] = ()
     fed_by: tuple[str, ...] = ()
+    weight_bytes: float = 0.0
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
         return nn.Identity(), (torch.zeros(1),)
@@ -549,6 +552,21 @@ def test_held_out_errors_are_of_the_state_that_is_asked_for(tmp_path):
         assert half.telling(0.0).rows == in_cache.telling(0.0).rows
         assert [long.median, long.p95, long.largest] == list(np.percentile(expected, [50, 95, 100]))
         assert in_cache.telling(1e9).points == 0
+
+
+def test_the_luck_of_sessions_of_many_weights_is_not_followed(tmp_path):
+    """Of 24 MiB of weights rows are a twentieth from themselves; of few such rows would be cliffs."""
+
+    def lucky(*widths):
+        return math.prod(widths) * (1 + 0.05 * math.sin(sum(widths) * 12.9898)) / 1000
+
+    rows = {}
+    for size, cold in itertools.product((0.0, float(24 << 20)), (None, 3.0)):
+        block = FakeBlock("linear", "{}", (grid(512), grid(512)), weight_bytes=size)
+        with LatencyTable(tmp_path / f"{size}{cold}.sqlite") as table:
+            rows[size, cold] = table.measure([block], FakeBackend(latency=lucky, cold=cold)).measured
+    assert rows[0.0, None] == rows[0.0, 3.0] == rows[24 << 20, None]  # no weights, or no cache that is told
+    assert rows[24 << 20, 3.0] < 0.6 * rows[0.0, 3.0]
 
 
 def test_a_crashing_row_is_marked_and_the_rest_goes_on(tmp_path):
