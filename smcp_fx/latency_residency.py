@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from smcp_fx.backends.fading import FADING
 from smcp_fx.errors import InputError
@@ -33,16 +34,24 @@ _HALF_OF_CACHE = 0.5
 _STEEPNESS = 4.0
 _FLOOR = 0.03
 #: What a calibration gives in mean log error for staying near its start, for each of (log half_bytes, log steepness,
-#: floor, log scale, log half_ms): networks that are all large say little of the floor, for instance. How long weights
-#: stay in cache depends on activations and on who shares it; the factor should be one: rows are latencies. (Of 19
-#: pairs of model and setting, 0.03 to 0.1 for the factor leave nearly the same errors. With 0.2 size and time take
-#: up what a busy hour adds to all, and two pairs more have fewer than 90 % of their prunings within 10 %.)
-_INERTIA = np.array([0.005, 0.005, 0.2, 0.07, 0.005])
-#: The same for each ms a MiB of the fetch; memory may be so much slower than the outer cache, beyond so many MiB.
+#: floor, log half_ms, log fading), and for the log scale: networks that are all large say little of the floor, for
+#: instance. How long weights stay in cache depends on activations and on who shares it; the factor should be one,
+#: as rows are latencies. (Of 19 pairs of model and setting, 0.03 to 0.1 for the factor leave nearly the same errors.
+#: With 0.2 size and time take up what a busy hour adds to all, and two pairs more have fewer than 90 % of their
+#: prunings within 10 %. Of 63 pairs, 0.0005 to 0.003 for sizes and times leave mean errors of 2.67 to 2.70 %, 0.005
+#: with one fading for all 2.79 %.)
+_INERTIA = (0.001, 0.001, 0.2, 0.001, 0.001)
+_SCALE_INERTIA = 0.07
+#: The same for each ms a MiB of the fetch.
 _FETCH_INERTIA = 0.5
+#: What a calibration tries: factors of `half_bytes` and of `half_ms`, steepnesses, floors, fadings; and how much
+#: slower than the outer cache memory is (ms a MiB), beyond how many MiB.
+_SIZES, _TIMES = 2.0 ** (np.arange(-24, 13) / 8), 2.0 ** (np.arange(-3, 4) / 2)
+_STEEPNESSES, _FLOORS = (2.0, 4.0, 6.0, 8.0), (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
+_FADINGS = (FADING, 2.4, 3.2)
+_FETCHES, _OUTERS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09), (16, 24, 32, 48, 64, 96, 128)
 #: A latency is settled when another step changes it by less than this share, and after so many.
 _SETTLED, _STEPS = 1e-9, 200
-_FETCHES, _OUTERS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09), (16, 24, 32, 48, 64, 96, 128)
 _MIB = 1 << 20
 #: A byte that blocks write counts so much beside one of weights: runtimes use memory again within a run. Chosen on
 #: six records of whole networks, which 0.25 to 0.5 predict nearly alike and better than 0 does (docs/latency.md).
@@ -56,7 +65,7 @@ class Residency:
     ``steepness``: how fast; ``floor``: of a network however small and fast; ``scale``: measured over predicted
     latency where they differ by a factor; ``fetch``: ms that each MiB of footprint beyond the ``outer`` ones (MiB)
     adds, as it comes from further away; ``half_ms``: the share rises with the time between runs, too, half-way up at
-    so many ms, as others use the cache (inf: nobody does).
+    so many ms, as others use the cache (inf: nobody does), and ``fading`` says how fast.
     """
 
     half_bytes: float
@@ -66,10 +75,11 @@ class Residency:
     fetch: float = 0.0
     outer: float = 0.0
     half_ms: float = math.inf
+    fading: float = FADING
 
     def __post_init__(self) -> None:
-        if min(self.half_bytes, self.steepness, self.scale, self.half_ms) <= 0:
-            raise InputError(f"{self}: half_bytes, steepness, scale and half_ms must be positive")
+        if min(self.half_bytes, self.steepness, self.scale, self.half_ms, self.fading) <= 0:
+            raise InputError(f"{self}: half_bytes, steepness, scale, half_ms and fading must be positive")
         if not 0 <= self.floor < 1:
             raise InputError(f"{self}: 0 <= floor < 1 must hold")
         if min(self.fetch, self.outer) < 0:
@@ -90,7 +100,7 @@ class Residency:
         warm = (1 - self.floor) * (1 - rise) * (1 - fade)
         return (
             warm * self.steepness * rise / footprint if footprint > 0 else 0.0,
-            warm * FADING * fade / ms if ms > 0 else 0.0,
+            warm * self.fading * fade / ms if ms > 0 else 0.0,
         )
 
     def beside(self, footprint: float) -> float:
@@ -112,16 +122,17 @@ class Residency:
         return ms
 
     def _rise(self, footprint: float) -> float:
-        return _half_way(footprint, self.half_bytes, self.steepness)
+        return float(_half_way(footprint, self.half_bytes, self.steepness))
 
     def _fade(self, ms: float) -> float:
-        return _half_way(ms, self.half_ms, FADING)
+        return float(_half_way(ms, self.half_ms, self.fading))
 
 
-def _half_way(value: float, half: float, steepness: float) -> float:
+def _half_way(value: ArrayLike, half: ArrayLike, steepness: ArrayLike) -> NDArray[np.float64]:
     """Rise from 0 to 1, half-way up at ``half``."""
     with np.errstate(divide="ignore", over="ignore"):
-        return float(1 / (1 + np.power(half / np.float64(value), steepness)))
+        risen: NDArray[np.float64] = 1 / (1 + np.power(half / np.asarray(value, np.float64), steepness))
+    return risen
 
 
 @dataclass(frozen=True)
@@ -149,7 +160,7 @@ def relative_errors(residency: Residency, wholes: Sequence[Whole]) -> list[float
 def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
     """Return the residency that predicts these measured networks best (least mean absolute log error).
 
-    All seven numbers are searched on a grid around ``start``, and what is nearer to it wins where the errors are
+    All eight numbers are searched on a grid around ``start``, and what is nearer to it wins where the errors are
     all but equal. Fewer than three networks give the scale alone.
     """
     if not wholes:
@@ -158,38 +169,47 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
         np.array([getattr(w, name) for w in wholes])
         for name in ("hot_ms", "cold_ms", "footprint", "run_ms", "measured_ms")
     )
-    shares_of: tuple[Sequence[float], ...] = ((1.0,), (start.steepness,), (start.floor,), (1.0,))
+    few, shared = len(wholes) < 3, math.isfinite(start.half_ms)
+    tried: list[Sequence[float]] = [
+        [1.0] if few else _SIZES,
+        [start.steepness] if few else _STEEPNESSES,
+        [start.floor] if few else _FLOORS,
+        _TIMES if shared and not few else [1.0],
+        _FADINGS if shared and not few else [start.fading],
+    ]
+    size, steepness, floor, time, fading = np.meshgrid(*tried, indexing="ij", sparse=True)
+    moved = (np.log(size), np.log(steepness / start.steepness), floor - start.floor, np.log(time),
+             np.log(fading / start.fading))  # fmt: skip
+    away = sum(weight * np.abs(by) for weight, by in zip(_INERTIA, moved, strict=True))
+    *axes, lower = (
+        axis[..., None] for axis in (size, steepness, time, fading, floor)
+    )  # and one for the networks
+    rise = _half_way(footprints, start.half_bytes * axes[0], axes[1])
+    fade = _half_way(
+        measured, start.half_ms * axes[2], axes[3]
+    )  # the time between runs is known: it was measured
+    in_blocks = run + hot + (1 - (1 - lower) * (1 - rise) * (1 - fade)) * (cold - hot)
     beyond = [start]
-    if len(wholes) >= 3:
-        shares_of = (
-            [2.0 ** (e / 8) for e in range(-24, 13)],
-            (2.0, 4.0, 6.0, 8.0),
-            (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4),
-            [2.0 ** (e / 2) for e in range(-3, 4)] if math.isfinite(start.half_ms) else (1.0,),
-        )
+    if not few:
         beyond += [replace(start, fetch=0.0, outer=0.0)]
         beyond += [replace(start, fetch=f, outer=o) for f, o in itertools.product(_FETCHES, _OUTERS)]
-    beside = np.array([[trial.beside(size) for size in footprints] for trial in beyond])  # [trial, network]
-    away = _FETCH_INERTIA * np.abs([trial.fetch - start.fetch for trial in beyond])
     best, least = start, np.inf
-    for factor, steepness, floor, slower in itertools.product(*shares_of):
-        trial = Residency(start.half_bytes * factor, steepness, floor, half_ms=start.half_ms * slower)
-        # The time between runs is known: it was measured.
-        shares = np.array([trial.share(*of) for of in zip(footprints, measured, strict=True)])
-        off = np.log(measured / (run + hot + shares * (cold - hot) + beside))
-        scales = np.median(off, axis=1)
-        moved = (
-            np.log(factor),
-            np.log(steepness / start.steepness),
-            floor - start.floor,
-            np.log(slower),
-        )
-        errors = np.abs(off - scales[:, None]).mean(axis=1) + np.abs(moved) @ _INERTIA[[0, 1, 2, 4]]
-        errors += _INERTIA[3] * np.abs(scales) + away
-        index = int(np.argmin(errors))
-        if errors[index] < least:
-            found = beyond[index]
-            best = replace(found, half_bytes=trial.half_bytes, steepness=steepness, floor=floor,
-                           half_ms=trial.half_ms, scale=float(np.exp(scales[index])))  # fmt: skip
-            least = errors[index]
+    for trial in beyond:
+        off = np.log(measured / (in_blocks + [trial.beside(footprint) for footprint in footprints]))
+        scales = np.median(off, axis=-1)
+        errors = np.abs(off - scales[..., None]).mean(axis=-1) + away + _SCALE_INERTIA * np.abs(scales)
+        at = np.unravel_index(int(np.argmin(errors)), errors.shape)
+        error = errors[at] + _FETCH_INERTIA * abs(trial.fetch - start.fetch)
+        if error < least:
+            found = [values[index] for values, index in zip(tried, at, strict=True)]
+            best = replace(
+                trial,
+                half_bytes=start.half_bytes * float(found[0]),
+                steepness=float(found[1]),
+                floor=float(found[2]),
+                half_ms=start.half_ms * float(found[3]),
+                fading=float(found[4]),
+                scale=float(np.exp(scales[at])),
+            )
+            least = error
     return best

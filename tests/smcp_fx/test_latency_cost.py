@@ -108,6 +108,7 @@ def wholes(truth: Residency, count: int, noise: float = 0.0) -> list[Whole]:
         Residency(40 * MB, 3.0, 0.25, 0.93),
         Residency(12 * MB, 6.0, 0.05, fetch=0.03, outer=32),
         Residency(24 * MB, 6.0, 0.1, half_ms=1.0),
+        Residency(40 * MB, 4.0, 0.05, half_ms=1.5, fading=3.2),
     ],
 )
 def test_calibration_finds_what_made_the_latencies(truth: Residency) -> None:
@@ -173,6 +174,21 @@ def test_the_prediction_is_the_weighed_sum_over_blocks(tmp_path: Path) -> None:
     assert cost.whole(counts).weight_bytes == weights
     assert cost.whole(counts).activation_bytes == written
     assert cost.latency(counts) == pytest.approx(hot * (1 + 2 * share))
+
+
+def test_a_cost_is_calibrated_on_counts_and_measured_ms(tmp_path: Path) -> None:
+    truth = Residency(2 * RISING.half_bytes, 6.0, 0.1, 1.15)
+    counts = [
+        {"0": 8 * a, "2": 8 * b, "4": 8 * c} for a, b, c in itertools.product((1, 2, 4), (1, 4, 8), (1, 4))
+    ]
+    there = bound(tmp_path, truth)
+    measured = [(chosen, there.latency(chosen)) for chosen in counts]
+    cost = bound(tmp_path, RISING)
+    before = [cost.latency(chosen) / ms - 1 for chosen, ms in measured]
+    assert cost.calibrate(measured[::2]) == cost.residency != RISING
+    after = [cost.latency(chosen) / ms - 1 for chosen, ms in measured[1::2]]
+    assert np.abs(before).mean() > 0.1
+    assert np.abs(after).mean() < 0.02
 
 
 def test_blocks_that_differ_in_their_widths_alone_are_priced_on_their_own_grids(tmp_path: Path) -> None:
