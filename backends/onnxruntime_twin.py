@@ -14,7 +14,6 @@ are between. Runtimes call what they insert as they please, so the two are told 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -30,7 +29,6 @@ _TWIN = "_smcp_twin"
 _MOST_BYTES = 4 << 20
 #: Of so few numbers or fewer none are weights that matter, but some are scales and bounds.
 _SMALL = 64
-_FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE}
 
 
 def add_twin(model: onnx.ModelProto) -> bool:
@@ -50,9 +48,9 @@ def add_twin(model: onnx.ModelProto) -> bool:
         for names in (node.input, node.output):
             names[:] = [name and name + _TWIN for name in names]
     for tensor in twin.initializer:
-        if tensor.data_type in _FLOATS and math.prod(tensor.dims) > _SMALL:
-            values = np.roll(numpy_helper.to_array(tensor), 1)
-            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+        values = numpy_helper.to_array(tensor)
+        if values.dtype.kind == "f" and values.size > _SMALL:
+            tensor.CopyFrom(numpy_helper.from_array(np.roll(values, 1), tensor.name))
     for named in (*twin.initializer, *twin.input, *twin.output, *twin.value_info):
         named.name += _TWIN
     own = list(graph.node)

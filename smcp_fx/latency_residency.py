@@ -177,18 +177,18 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
         _TIMES if shared and not few else [1.0],
         _FADINGS if shared and not few else [start.fading],
     ]
-    size, steepness, floor, time, fading = np.meshgrid(*tried, indexing="ij", sparse=True)
+    grid = np.meshgrid(*tried, indexing="ij", sparse=True)
+    size, steepness, floor, time, fading = (
+        values[..., None] for values in grid
+    )  # networks along the last axis
     moved = (np.log(size), np.log(steepness / start.steepness), floor - start.floor, np.log(time),
              np.log(fading / start.fading))  # fmt: skip
-    away = sum(weight * np.abs(by) for weight, by in zip(_INERTIA, moved, strict=True))
-    *axes, lower = (
-        axis[..., None] for axis in (size, steepness, time, fading, floor)
-    )  # and one for the networks
-    rise = _half_way(footprints, start.half_bytes * axes[0], axes[1])
-    fade = _half_way(
-        measured, start.half_ms * axes[2], axes[3]
-    )  # the time between runs is known: it was measured
-    in_blocks = run + hot + (1 - (1 - lower) * (1 - rise) * (1 - fade)) * (cold - hot)
+    pulled = (weight * np.abs(by)[..., 0] for weight, by in zip(_INERTIA, moved, strict=True))
+    away = sum(pulled, start=np.zeros(1))
+    # The time between runs is known: it was measured.
+    warm = 1 - _half_way(measured, start.half_ms * time, fading)
+    share = 1 - (1 - floor) * (1 - _half_way(footprints, start.half_bytes * size, steepness)) * warm
+    in_blocks = run + hot + share * (cold - hot)
     beyond = [start]
     if not few:
         beyond += [replace(start, fetch=0.0, outer=0.0)]
