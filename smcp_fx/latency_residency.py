@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from smcp_fx.backends.fading import FADING
 from smcp_fx.errors import InputError
@@ -46,13 +46,15 @@ _SCALE_INERTIA = 0.07
 _FETCH_INERTIA = 0.5
 #: What a calibration tries: factors of `half_bytes` and of `half_ms`, steepnesses, floors, fadings; and how much
 #: slower than the outer cache memory is (ms a MiB), beyond how many MiB.
-_SIZES, _TIMES = 2.0 ** (np.arange(-24, 13) / 8), 2.0 ** (np.arange(-3, 4) / 2)
+_SIZES = tuple(2.0 ** (i / 8) for i in range(-24, 13))
+_TIMES = tuple(2.0 ** (i / 2) for i in range(-3, 4))
 _STEEPNESSES, _FLOORS = (2.0, 4.0, 6.0, 8.0), (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 _FADINGS = (FADING, 2.4, 3.2)
 _FETCHES, _OUTERS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09), (16, 24, 32, 48, 64, 96, 128)
 #: A latency is settled when another step changes it by less than this share, and after so many.
 _SETTLED, _STEPS = 1e-9, 200
 _MIB = 1 << 20
+_Floats = float | NDArray[np.float64]
 #: A byte that blocks write counts so much beside one of weights: runtimes use memory again within a run. Chosen on
 #: six records of whole networks, which 0.25 to 0.5 predict nearly alike and better than 0 does (docs/latency.md).
 OF_ACTIVATIONS = 0.3
@@ -128,7 +130,7 @@ class Residency:
         return float(_half_way(ms, self.half_ms, self.fading))
 
 
-def _half_way(value: ArrayLike, half: ArrayLike, steepness: ArrayLike) -> NDArray[np.float64]:
+def _half_way(value: _Floats, half: _Floats, steepness: _Floats) -> NDArray[np.float64]:
     """Rise from 0 to 1, half-way up at ``half``."""
     with np.errstate(divide="ignore", over="ignore"):
         risen: NDArray[np.float64] = 1 / (1 + np.power(half / np.asarray(value, np.float64), steepness))
@@ -170,13 +172,13 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
         for name in ("hot_ms", "cold_ms", "footprint", "run_ms", "measured_ms")
     )
     few, shared = len(wholes) < 3, math.isfinite(start.half_ms)
-    tried: list[Sequence[float]] = [
-        [1.0] if few else _SIZES,
-        [start.steepness] if few else _STEEPNESSES,
-        [start.floor] if few else _FLOORS,
-        _TIMES if shared and not few else [1.0],
-        _FADINGS if shared and not few else [start.fading],
-    ]
+    tried: tuple[tuple[float, ...], ...] = (
+        (1.0,) if few else _SIZES,
+        (start.steepness,) if few else _STEEPNESSES,
+        (start.floor,) if few else _FLOORS,
+        _TIMES if shared and not few else (1.0,),
+        _FADINGS if shared and not few else (start.fading,),
+    )
     grid = np.meshgrid(*tried, indexing="ij", sparse=True)
     size, steepness, floor, time, fading = (
         values[..., None] for values in grid
@@ -201,14 +203,14 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
         at = np.unravel_index(int(np.argmin(errors)), errors.shape)
         error = errors[at] + _FETCH_INERTIA * abs(trial.fetch - start.fetch)
         if error < least:
-            found = [values[index] for values, index in zip(tried, at, strict=True)]
+            found = [values[int(index)] for values, index in zip(tried, at, strict=True)]
             best = replace(
                 trial,
-                half_bytes=start.half_bytes * float(found[0]),
-                steepness=float(found[1]),
-                floor=float(found[2]),
-                half_ms=start.half_ms * float(found[3]),
-                fading=float(found[4]),
+                half_bytes=start.half_bytes * found[0],
+                steepness=found[1],
+                floor=found[2],
+                half_ms=start.half_ms * found[3],
+                fading=found[4],
                 scale=float(np.exp(scales[at])),
             )
             least = error
