@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -105,7 +106,7 @@ class FusedBlock:
         """The widths in the unpruned network."""
         return tuple(grid[-1] for grid in self.grids)
 
-    @property
+    @cached_property  # sampling asks for it with every row
     def weight_bytes(self) -> float:
         """Bytes of its weights in the unpruned network."""
         return float(sum(weight.numel() * weight.element_size() for weight in self.module.parameters()))

@@ -180,9 +180,8 @@ def calibrate(wholes: Sequence[Whole], start: Residency) -> Residency:
         _FADINGS if shared and not few else (start.fading,),
     )
     grid = np.meshgrid(*tried, indexing="ij", sparse=True)
-    size, steepness, floor, time, fading = (
-        values[..., None] for values in grid
-    )  # networks along the last axis
+    # The last axis is the networks'.
+    size, steepness, floor, time, fading = (values[..., None] for values in grid)
     moved = (np.log(size), np.log(steepness / start.steepness), floor - start.floor, np.log(time),
              np.log(fading / start.fading))  # fmt: skip
     pulled = (weight * np.abs(by)[..., 0] for weight, by in zip(_INERTIA, moved, strict=True))

@@ -35,7 +35,8 @@ RUN_SIGNATURE = '{"steps":"none"}'
 #: How far a row in cache is from itself in another session (half an interquartile range, relative) where its weights
 #: have so many bytes or more: where they lie in memory decides how many of them a shared cache keeps. Below, less by
 #: the square. (Medians of linear layers of 7.5, 13.5, 16 and 21 MiB in eight sessions each, beside 32 MiB of cache,
-#: had standard deviations of 2.6, 12, 9 and 12 %.)
+#: had standard deviations of 2.6, 12, 9 and 12 %.) Not by the cache of the machine that asks: a table is complete, or
+#: not, whoever reads it.
 _LUCK, _LUCK_BYTES = 0.08, 12 << 20
 
 #: Of points that took less, ms, errors say more of a profiler's clock (1 us) than of the interpolation.
