@@ -46,7 +46,7 @@ class SamplingConfig:
     """
 
     tolerance: float = 0.03
-    floor_ms: float = 0.004
+    floor_ms: float = 0.002
     share: float = 0.005
     cliffs: int = 4
     probes: int = 6
@@ -130,7 +130,8 @@ def _sample(
 ) -> tuple[Surface, tuple[Point, ...]]:
     top = tuple(grid[-1] for grid in grids)
     known.need([top])
-    axes = [_sample_axis(grids, axis, known, config) for axis in range(len(grids))]
+    shapes = [_shape(grids, axis, known, config) for axis in range(len(grids))]
+    axes = [_sample_axis(grids, axis, shapes, known, config) for axis in range(len(grids))]
     for round_ in range(config.rounds):
         known.need(surface_points(axes))
         surface = Surface(axes, known.values)
@@ -150,29 +151,60 @@ def _sample(
     return surface, probes
 
 
-def _sample_axis(grids: Grids, axis: int, known: _Known, config: SamplingConfig) -> Axis:
-    """Find the runtime's alignment or step along one axis, then the values that linear interpolation needs."""
+def _shape(grids: Grids, axis: int, known: _Known, config: SamplingConfig) -> Axis:
+    """Find the runtime's alignment or step along one axis, its saw, and which of its ends stand apart."""
     grid = grids[axis]
     top = tuple(g[-1] for g in grids)
     spacing = _spacing(grid)
     aligned = _find_alignment(grid, axis, top, known)
     step = _find_step(grid, axis, top, known, config) if aligned == 1 else 1
-    raw = Axis(grid[0], grid[-1], step, (), (), aligned, max(step, spacing), spacing=spacing)
-    raw = replace(raw, first_apart=_is_first_apart(raw, axis, top, known, config))
-    values = sorted({int(v) for v in raw.canonical(np.array(grid, dtype=np.int64))})
+    found = Axis(grid[0], grid[-1], step, (), (), aligned, max(step, spacing), spacing=spacing)
+    found = replace(
+        found,
+        first_apart=_is_first_apart(found, axis, top, known, config),
+        before_last=_before_last(grid, found, axis, top, known, config),
+    )
     if aligned == 1:
-        raw = replace(raw, saw=_find_saw(values, axis, top, raw.unit, known))
+        found = replace(found, saw=_find_saw(_values(grid, found), axis, top, found.unit, known))
+    return found
+
+
+def _values(grid: Sequence[int], axis: Axis) -> list[int]:
+    """Return the widths that stand for all of ``grid``."""
+    return sorted({int(v) for v in axis.canonical(np.array(grid, dtype=np.int64))})
+
+
+def _sample_axis(
+    grids: Grids, position: int, shapes: Sequence[Axis], known: _Known, config: SamplingConfig
+) -> Axis:
+    """Find the values along one axis that linear interpolation needs."""
+    raw = shapes[position]
+    # Where the other axis has two kinds of widths, cliffs of this one may show beside one of them alone.
+    tops = [
+        top
+        for top in itertools.product(*map(_largest_of_kinds, grids, shapes))
+        if top[position] == grids[position][-1]
+    ]
+    values = _values(grids[position], raw)
     samples, lines = set[int](), set[int]()
     for kind in (True, False):
-        members = [value for value in values if is_aligned(value, aligned) == kind]
+        members = [value for value in values if is_aligned(value, raw.aligned) == kind]
         if members:
             # The first two differ in more than their size: a kernel of its own runs the smallest, or one that is not
             # aligned. Where a step holds the first, the runtime pads it.
             second = members[min(1, len(members) - 1)] if raw.first_apart else members[0]
-            ends = {members[0], second, members[-1]}
-            samples |= {*ends, *_refine(members, raw, axis, top, known, config)}
+            smooth = members[:-1] if raw.before_last else members
+            ends = {members[0], second, smooth[-1], members[-1]}
+            refined = (_refine(smooth, raw, position, top, known, config) for top in tops)
+            samples |= ends.union(*refined)
             lines |= ends
     return replace(raw, samples=tuple(sorted(samples)), lines=tuple(sorted(lines)))
+
+
+def _largest_of_kinds(grid: Sequence[int], axis: Axis) -> list[int]:
+    """Return the last width, and the last of the other kind where there are two."""
+    others = [v for v in grid if is_aligned(v, axis.aligned) != is_aligned(grid[-1], axis.aligned)]
+    return [grid[-1], *others[-1:]]
 
 
 def _is_first_apart(axis: Axis, position: int, top: Point, known: _Known, config: SamplingConfig) -> bool:
@@ -184,6 +216,24 @@ def _is_first_apart(axis: Axis, position: int, top: Point, known: _Known, config
     known.need(points)
     first, of_step = (known.values[point] for point in points)
     return abs(first - of_step) > max(config.tolerance * of_step, config.floor_ms, 2 * known.noise(*points))
+
+
+def _before_last(
+    grid: Sequence[int], axis: Axis, position: int, top: Point, known: _Known, config: SamplingConfig
+) -> int:
+    """Return the width before the last where the last costs less; else 0, as where there are two axes.
+
+    Of a concatenation's whole inputs vectors divide all, and nothing is converted; of a little narrower ones all is.
+    """
+    regular = max(axis.last - axis.last % axis.spacing, axis.first)
+    before = max((width for width in grid if width < regular), default=0)
+    if len(top) > 1 or axis.aligned > 1 or regular != axis.last or before == 0:
+        return 0
+    points = [_point(position, value, top) for value in (before, axis.last)]
+    known.need(points)
+    narrow, whole = (known.values[point] for point in points)
+    apart = narrow - whole > max(config.tolerance * whole, config.floor_ms, 2 * known.noise(*points))
+    return before if apart else 0
 
 
 def _spacing(grid: Sequence[int]) -> int:
@@ -283,7 +333,7 @@ def _find_step(grid: Sequence[int], axis: int, top: Point, known: _Known, config
             known.need(points)
             below, low, high = (at(value) for value in place)
             height, rise, within = height + high, rise + high - below, within + high - low
-            noise += max(known.noise(*points), config.floor_ms / 4)
+            noise += max(known.noise(*points), config.floor_ms / 2)
             clear = count > 1 and rise > max(_RISE * height, 4 * noise)
             if clear and not _WITHIN < abs(within) / rise <= 2 * _WITHIN:
                 break

@@ -42,7 +42,8 @@ class Axis:
     ``spacing``: what the grid is a multiple of, all but its last width perhaps (a layer's full size), which then
     stands for itself alone. ``unit``: the step, or the spacing. ``saw``: of what four units more cost, the shares
     that one, two and three units more do; empty where that is linear. ``first_apart``: the first width costs
-    otherwise than the end of its step.
+    otherwise than the end of its step. ``before_last``: the width before the last where that costs more, else 0; the
+    last then stands for itself alone.
     """
 
     first: int
@@ -55,10 +56,11 @@ class Axis:
     saw: tuple[float, ...] = ()
     spacing: int = 1
     first_apart: bool = True
+    before_last: int = 0
 
     def canonical(self, widths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the widths that stand for ``widths``: ends of their steps, or themselves where they stand apart."""
-        regular = max(self.last - self.last % self.spacing, self.first)
+        regular = self.before_last or max(self.last - self.last % self.spacing, self.first)
         rounded = np.minimum(-(-widths // self.step) * self.step, regular)
         apart = (widths > regular) | (self.first_apart & (widths == self.first))
         return np.where(apart, widths, rounded)

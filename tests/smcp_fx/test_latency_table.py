@@ -213,6 +213,37 @@ def test_kinds_of_one_axis_leave_the_other_its_steps() -> None:
     assert pairs == pytest.approx(np.diag(true[: len(y)]), rel=0.03)
 
 
+def test_a_cliff_beside_one_kind_of_the_other_axis_is_found() -> None:
+    """Where four does not divide the channels read, filters beyond a hundred take another kernel: there alone."""
+    reads = sums_of_groups(232)
+
+    def latency(x: int, y: int) -> float:
+        slow = 1.0 if x % 4 == 0 else 2.0 + (y > 100)
+        return (0.02 + 1e-5 * x * y) * slow
+
+    plan, _ = sample((reads, grid(256)), latency)
+    x, y = np.array(reads), np.array(grid(256))
+    true = np.array([[latency(i, j) for j in y] for i in x])
+    errors = np.abs(plan.surface(x[:, None], y[None, :]) / true - 1)
+    assert np.percentile(errors, 95) < 0.03
+
+
+@pytest.mark.parametrize("whole", [0.7, 1.0])
+def test_a_whole_concatenation_stands_for_itself_alone(whole: float) -> None:
+    """Vectors divide all that it joins; one channel less, and all is converted."""
+
+    def latency(c: int) -> float:
+        return (0.005 + 2e-5 * c) * (whole if c == 512 else 1.0)
+
+    plan, known = sample((grid(512),), latency)
+    c = np.array(grid(512))
+    assert np.allclose(
+        plan.surface(c), [latency(int(i)) for i in c], rtol=0.04
+    )  # steps too low to see are assumed
+    assert (plan.surface.axes[0].before_last == 504) == (whole < 1)
+    assert len(known) < 40
+
+
 @pytest.mark.parametrize(("fast", "slow", "noise"), [(1e-4, 6e-4, 0.0), (2e-6, 3e-5, 5e-4)])
 def test_an_assumed_step_hides_no_other_path(fast: float, slow: float, noise: float) -> None:
     """A pooling of a microsecond: too low to tell a step, and far slower beside multiples of 16 where it is wide."""

@@ -57,12 +57,14 @@ TRIES = 4
 #: A solve's answer, priced around itself, is as near to what was asked as is looked for: relative.
 LANDED = 0.005
 #: How long to compare: two standard errors are then what counts as meeting a target.
-COMPARE = CompareConfig(error=0.005, longest_seconds=10.0)
+COMPARE = CompareConfig(error=0.005, longest_seconds=8.0)
 #: A fraction is sure where its standard error is at most this.
 SURE = 0.01
 #: Networks are timed in so many sessions, as each has its own luck, and in so many rounds of each, for the median:
-#: who shares the cache and the memory changes within seconds. Fewer where that takes long, so many seconds.
-SITTINGS, ROUNDS, FEWEST_ROUNDS, ROUNDS_SECONDS = 3, 4, 1, 15.0
+#: who shares the cache and the memory changes within seconds. Fewer where that takes so many seconds: two sessions
+#: and a round of each at least.
+SITTINGS, ROUNDS, FEWEST_ROUNDS, FEWEST_SITTINGS = 3, 4, 1, 2
+ROUNDS_SECONDS, SITTINGS_SECONDS = 12.0, 90.0
 #: Timings that spread further (interquartile range over median) are told apart.
 STEADY = 0.1
 #: So often are a chosen and a larger count's blocks measured anew, in turns; four times where that takes long (s).
@@ -174,7 +176,12 @@ class Bench:
             while missing and size < TOGETHER:
                 chosen.append(missing.pop(0))
                 size += self.cost.whole(self.counts(chosen[-1])).weight_bytes
-            sittings = [self.sitting(chosen) for _ in range(SITTINGS)]
+            sittings: list[list[tuple[float, list[Measurement]]]] = []
+            began = time.monotonic()
+            while len(sittings) < SITTINGS and (
+                len(sittings) < FEWEST_SITTINGS or time.monotonic() - began < SITTINGS_SECONDS
+            ):
+                sittings.append(self.sitting(chosen))
             second = len(sittings[0])  # the first round of the second sitting
             halves, rounds = zip(*itertools.chain.from_iterable(sittings), strict=True)
             dense, *found = zip(*rounds, strict=True)  # of each network, its rounds

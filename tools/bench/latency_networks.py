@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.backends.base import Backend, Engine
-from smcp_fx.backends.block_shapes import built_shapes
+from smcp_fx.backends.block_shapes import BlockShapes, built_shapes
 from smcp_fx.backends.onnx_blocks import Templates
 from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeEngine
 from smcp_fx.latency_cost import LatencyCost
@@ -47,6 +46,7 @@ class Network:
     cost: LatencyCost
     inputs: tuple[Tensor, ...]
     templates: Templates = field(default_factory=Templates)
+    shapes: dict[tuple[tuple[str, int], ...], BlockShapes] = field(default_factory=dict)
 
     @classmethod
     def make(cls, model: str, setting: str, cost: LatencyCost) -> Network:
@@ -72,9 +72,10 @@ class Network:
 
         The latency does not depend on the weights' values, and an export takes many times what a measurement does.
         """
-        module = self.pruned(counts)
-        shapes = built_shapes(copy.deepcopy(module), self.inputs, "network")
-        return self.templates.model(shapes, lambda: (module, self.inputs))
+        key = tuple(sorted(counts.items()))
+        if key not in self.shapes:  # a network is measured in several sessions
+            self.shapes[key] = built_shapes(self.pruned(counts), self.inputs, "network")
+        return self.templates.model(self.shapes[key], lambda: (self.pruned(counts), self.inputs))
 
     def engine(self, counts: Mapping[str, int]) -> Engine:
         """An engine of that model."""
