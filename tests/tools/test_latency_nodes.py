@@ -47,7 +47,7 @@ def test_a_block_has_its_own_operations_and_no_conversion_of_its_result(state: s
     assert gate == {"Conv": 1.0, "Mul": 1.0}
     assert not any("Reorder" in name for name in taken[0].nodes)
     assert taken[1].ms.get("ReorderOutput", 0.0) == 0.0  # the gate pays for the tensor that both read
-    assert taken[0].total > 0  # of the others' microseconds the profiler's own share may leave none
+    assert all(each.total > 0 for each in taken)
 
 
 def test_times_are_medians_without_what_the_profiler_adds() -> None:

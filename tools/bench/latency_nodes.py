@@ -110,11 +110,14 @@ def profiled(
 
 
 def by_operation(runs: Sequence[Sequence[NodeTime]], profiler_ms: float, share: float = 1.0) -> Taken:
-    """What runs of the same nodes took; a node counts as ``share`` of one."""
-    taken = Taken()
+    """What runs of the same nodes took; a node counts as ``share`` of one.
+
+    None takes less than a link of the chain beside it, as in a table's rows.
+    """
+    taken, least_ms = Taken(), overhead().node_ms
     for times in zip(*runs, strict=True):
         ms = summarise([Sample(node.ms) for node in times], 0.0, RESOLUTION_MS).median_ms - profiler_ms
-        taken.ms[times[0].operation] += share * ms
+        taken.ms[times[0].operation] += share * max(ms, least_ms)
         taken.nodes[times[0].operation] += share
     return taken
 
