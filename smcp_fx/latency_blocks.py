@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from smcp_fx.errors import InputError
-from smcp_fx.latency_sampling import Grids
+from smcp_fx.latency_surface import Grids
 
 
 class Block(Protocol):

@@ -19,8 +19,7 @@ from smcp_fx.latency_blocks import Block, priced_as
 from smcp_fx.latency_filling import MeasureReport, Progress
 from smcp_fx.latency_residency import OF_ACTIVATIONS, Residency, Whole, calibrate
 from smcp_fx.latency_rounding import without_dominated
-from smcp_fx.latency_sampling import Grids
-from smcp_fx.latency_surface import Surface
+from smcp_fx.latency_surface import Grids, Surface
 from smcp_fx.latency_table import LatencyTable
 from smcp_fx.tracing import Traced
 

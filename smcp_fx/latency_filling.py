@@ -13,8 +13,7 @@ from smcp_fx.backends.base import Backend, BlockLatency
 from smcp_fx.backends.pace import TOLERANCE
 from smcp_fx.backends.timing import TimingConfig
 from smcp_fx.latency_blocks import Block
-from smcp_fx.latency_sampling import Grids
-from smcp_fx.latency_surface import Point
+from smcp_fx.latency_surface import Grids, Point
 
 if TYPE_CHECKING:
     from smcp_fx.latency_table import LatencyTable

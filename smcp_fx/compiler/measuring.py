@@ -23,8 +23,9 @@ from smcp_fx.solve import Solve
 
 #: A measured fraction this far from the target is good enough to leave the masks as they are.
 CLOSE = 0.01
-#: How often the last masks are solved for again with a better correction before they are fixed.
-TRIES = 3
+#: How often the last masks are solved for again with a better correction before they are fixed. Most are not: the
+#: last are for small networks at busy hours, which differ from themselves by more than a point a minute later.
+TRIES = 5
 #: Predictions that differ by less than this (in logarithms) say nothing about the slope of the measured latency; and
 #: the slopes believed beyond what was measured.
 _APART, _SLOPES = 0.1, (0.4, 1.25)

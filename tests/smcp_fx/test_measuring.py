@@ -113,7 +113,7 @@ def test_every_solve_of_the_last_masks_is_measured_and_the_nearest_kept(tmp_path
     """Engines that do not follow the prediction: no try fits; the one that came nearest stays."""
     model, said = prepared(), []
     full = model.pruner.full_cost
-    answers = {1: 0.9, 2: 0.8, 3: 0.42, 4: 0.56, 5: 0.7}
+    answers = {1: 0.9, 2: 0.8, 3: 0.42, 4: 0.56, 5: 0.7, 6: 0.4, 7: 0.6}
     corrector = corrector_of(model, lambda _, count: full * answers[count], tmp_path, said)
     train(model, corrector)
     assert [c.measured.fraction for c in corrector.comparisons] == pytest.approx(list(answers.values()))
@@ -126,7 +126,7 @@ def test_what_the_corrections_made_of_the_masks_is_no_training_cut_short(tmp_pat
     """The first engine is much faster than predicted, so that much is kept; that fits best of all that follows."""
     model = prepared()
     full = model.pruner.full_cost
-    answers = {1: 0.15, 2: 0.53, 3: 0.95, 4: 0.9, 5: 0.9}
+    answers = {1: 0.15, 2: 0.53, 3: 0.95, 4: 0.9, 5: 0.9, 6: 0.9, 7: 0.9}
     train(model, corrector_of(model, lambda _, count: full * answers[count], tmp_path, []))
     assert measured_now(model) > 1.5 * 0.5  # by the table alone the target would be missed by far
     assert model.pruner.correction < 0.7  # what these masks were solved with, not what was measured last

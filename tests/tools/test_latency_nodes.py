@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from smcp_fx.tracing import trace
 
 _PATH = sys.path[:]
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
+import latency_nodes  # noqa: E402
 from latency_nodes import Taken, by_operation, of_block, show  # noqa: E402
 
 sys.path[:] = _PATH
@@ -50,7 +52,8 @@ def test_a_block_has_its_own_operations_and_no_conversion_of_its_result(state: s
     assert all(each.total > 0 for each in taken)
 
 
-def test_times_are_medians_without_what_the_profiler_adds() -> None:
+def test_times_are_medians_without_what_the_profiler_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency_nodes, "overhead", lambda: SimpleNamespace(node_ms=0.0005))
     runs = [[NodeTime("a", "Conv", (), ms), NodeTime("b", "Conv", (), 2 * ms)] for ms in (1.0, 1.1, 5.0)]
     taken = by_operation(runs, 0.1, 0.5)
     assert taken.nodes == {"Conv": 1.0}
@@ -59,6 +62,14 @@ def test_times_are_medians_without_what_the_profiler_adds() -> None:
     both.add(taken)
     both.add(taken)
     assert both.ms["Conv"] == pytest.approx(2 * taken.ms["Conv"])
+
+
+def test_no_node_takes_less_than_a_link_of_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler of another moment added more than the first of these nodes took with it."""
+    monkeypatch.setattr(latency_nodes, "overhead", lambda: SimpleNamespace(node_ms=0.0005))
+    runs = [[NodeTime("a", "Relu", (), 0.002), NodeTime("b", "Conv", (), 0.009)]] * 3
+    taken = by_operation(runs, 0.003, 0.5)
+    assert taken.ms == pytest.approx({"Relu": 0.5 * 0.0005, "Conv": 0.5 * (0.009 - 0.003)})
 
 
 def test_what_is_small_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ from smcp_fx.backends import (
     get_backend,
     measure_interleaved,
 )
-from smcp_fx.compiler.measuring import aim_for, is_met
+from smcp_fx.compiler.measuring import TRIES, aim_for, is_met
 from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_residency import calibrate
@@ -52,8 +52,6 @@ TARGETS = (0.7, 0.5, 0.3)
 #: The dense network and so many prunings less one, of sizes spread evenly (in logarithms) down to the smallest
 #: random ones', calibrate the prediction for the others, and for the targets.
 CALIBRATING = 12
-#: A target is solved for so often, with the measured correction, until it is met as the compiler looks for it.
-TRIES = 4
 #: A solve's answer, priced around itself, is as near to what was asked as is looked for: relative.
 LANDED = 0.005
 #: How long to compare: two standard errors are then what counts as meeting a target.
@@ -234,7 +232,7 @@ class Bench:
             chosen: list[dict[str, int]] = []
             tried: list[dict[str, Any]] = []
             files: dict[int, dict[str, Any]] = {}
-            for number in range(TRIES):
+            for number in range(TRIES + 1):  # as the compiler
                 chosen.append(self.allocated(budget))
                 with self.network.engine(chosen[-1]) as engine:
                     tried.append(self.compared(engine))
