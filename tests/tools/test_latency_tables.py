@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +145,13 @@ def test_networks_measured_a_second_time(tmp_path: Path) -> None:
 
 def test_how_fast_the_cache_forgot_then_counts(tmp_path: Path) -> None:
     """Networks of little weight that are cold since they take long: known by the time that was measured with them."""
-    start = Residency.of_cache(1 << 25)
+    then = Residency.of_cache(1 << 25, 2.0)
     lines = wholes(12, 1.0)
     for line in lines:
         whole = line["whole"]
         whole["cold_ms"] = 1.5 * whole["hot_ms"]
         of = (whole["hot_ms"], whole["cold_ms"], whole["weight_bytes"])
-        whole["measured_ms"] = replace(start, half_ms=2.0).latency(*of)
+        whole["measured_ms"] = then.latency(*of)
     without = row(written(tmp_path, *lines), "| a | 64x1 |")
     assert float(without["mean error before"].rstrip("%")) > 10
     found = row(written(tmp_path, *({**line, "half_ms": 2.0} for line in lines)), "| a | 64x1 |")

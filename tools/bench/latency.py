@@ -212,7 +212,7 @@ class Bench:
 
     def calibrate(self) -> None:
         """Fit the prediction to the networks meant for it."""
-        start = starting_at(self.cost.residency, self.record.lines, **self.key)
+        start = starting_at(self.backend.cache_bytes(), self.record.lines, **self.key)
         self.cost.residency = calibrate(
             calibrating_wholes(self.record.lines, **self.key, steady=STEADY), start
         )

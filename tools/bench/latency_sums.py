@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -40,14 +41,14 @@ class Sums:
     spread: float
 
     @classmethod
-    def of(cls, lines: Lines, model: str, setting: str, start: Residency, steady: float) -> Sums | None:
-        """Errors of ``start`` and of its calibration; None where none was timed that calibrates, or is predicted."""
+    def of(cls, lines: Lines, model: str, setting: str, cache_bytes: int, steady: float) -> Sums | None:
+        """Errors before and after calibration; None where none was timed that calibrates, or is predicted."""
         calibrating = calibrating_wholes(lines, model, setting, steady)
         others = _wholes(lines, model, setting, steady, calibrating=False, limit=steady)
         unsteady_too = _wholes(lines, model, setting, steady, calibrating=False, limit=np.inf)
         if not calibrating or not unsteady_too:
             return None
-        start = starting_at(start, lines, model, setting)
+        start = starting_at(cache_bytes, lines, model, setting)
         fitted = calibrate(calibrating, start)
         before, after = (np.array(relative_errors(r, others)) for r in (start, fitted))
         of_all_before, of_all = (np.array(relative_errors(r, unsteady_too)) for r in (start, fitted))
@@ -97,8 +98,8 @@ class Occasion:
     @cached_property
     def sums(self) -> dict[tuple[str, str], Sums]:
         """Of each model and setting of which there are any, predicted as the library does now."""
-        start = Residency.of_cache(self.machine["cache_bytes"])
-        every = {key: Sums.of(self.lines, *key, start, self.steady) for key in self.keys}
+        cache_bytes = self.machine["cache_bytes"]
+        every = {key: Sums.of(self.lines, *key, cache_bytes, self.steady) for key in self.keys}
         return {key: sums for key, sums in every.items() if sums is not None}
 
     def found(self, kind: str, key: tuple[str, str] | None = None) -> Lines:
@@ -108,10 +109,10 @@ class Occasion:
         ]
 
 
-def starting_at(start: Residency, lines: Lines, model: str, setting: str) -> Residency:
-    """Return what to begin the calibration with: how fast the cache forgot when these networks were timed."""
+def starting_at(cache_bytes: int, lines: Lines, model: str, setting: str) -> Residency:
+    """Return what to begin the calibration with: a cache that forgets as it did when these networks were timed."""
     halves = [line["half_ms"] for line in _timed(lines, model, setting) if "half_ms" in line]
-    return replace(start, half_ms=float(np.median(halves))) if halves else start
+    return Residency.of_cache(cache_bytes, float(np.median(halves)) if halves else math.inf)
 
 
 def calibrating_wholes(lines: Lines, model: str, setting: str, steady: float) -> list[Whole]:
