@@ -232,16 +232,18 @@ class Bench:
             chosen: list[dict[str, int]] = []
             tried: list[dict[str, Any]] = []
             files: dict[int, dict[str, Any]] = {}
+            known: list[tuple[float, float]] = []
             for number in range(TRIES + 1):  # as the compiler
                 chosen.append(self.allocated(budget))
                 with self.network.engine(chosen[-1]) as engine:
                     tried.append(self.compared(engine))
                 tried[-1]["predicted"] = self.cost.latency(chosen[-1]) / dense_ms
+                known.append((tried[-1]["predicted"], tried[-1]["measured"]))
                 if _is_met(tried[-1], asked):
                     files[number] = self.file(chosen[-1])
                     if _is_met(files[number], asked):
                         break
-                known = [(t["predicted"], files.get(i, t)["measured"]) for i, t in enumerate(tried)]
+                    known.append((tried[-1]["predicted"], files[number]["measured"]))
                 budget = dense_ms * aim_for(asked, known)
             if not any(_is_met(found, asked) for found in files.values()):
                 others = [i for i in range(len(tried)) if i not in files]
