@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from smcp_fx.errors import InputError
-from smcp_fx.latency_shape import Known, Wanted, axis_values, find_shape, point_on
+from smcp_fx.latency_axis import Known, Wanted, axis_values, find_axis, point_on
 from smcp_fx.latency_surface import Axis, Grids, Point, Surface, held_out_errors, is_aligned, surface_points
 
 
@@ -86,8 +86,8 @@ def _sample(
 ) -> tuple[Surface, tuple[Point, ...]]:
     top = tuple(grid[-1] for grid in grids)
     known.need([top])
-    shapes = [find_shape(grids, axis, known) for axis in range(len(grids))]
-    axes = [_sample_axis(grids, axis, shapes, known, config) for axis in range(len(grids))]
+    bare = [find_axis(grids, axis, known) for axis in range(len(grids))]
+    axes = [_sample_axis(grids, axis, bare, known, config) for axis in range(len(grids))]
     for round_ in range(config.rounds):
         known.need(surface_points(axes))
         surface = Surface(axes, known.values)
@@ -108,14 +108,14 @@ def _sample(
 
 
 def _sample_axis(
-    grids: Grids, position: int, shapes: Sequence[Axis], known: Known, config: SamplingConfig
+    grids: Grids, position: int, bare: Sequence[Axis], known: Known, config: SamplingConfig
 ) -> Axis:
     """Find the values along one axis that linear interpolation needs."""
-    raw = shapes[position]
+    raw = bare[position]
     # Where the other axis has two kinds of widths, cliffs of this one may show beside one of them alone.
     tops = [
         top
-        for top in itertools.product(*map(_largest_of_kinds, grids, shapes))
+        for top in itertools.product(*map(_largest_of_kinds, grids, bare))
         if top[position] == grids[position][-1]
     ]
     values = axis_values(grids[position], raw)

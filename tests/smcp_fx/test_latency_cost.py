@@ -120,6 +120,15 @@ def test_calibration_finds_what_made_the_latencies(truth: Residency) -> None:
     assert after <= before
 
 
+def test_what_is_assumed_before_networks_are_measured() -> None:
+    """Of weights as large as the cache half come from memory, and of little ones after 0.7 of the time to forget."""
+    assumed = Residency.of_cache(32 * MB, 4.0)
+    warm = 1 - assumed.floor
+    assert assumed.share(32 * MB) == pytest.approx(1 - warm / 2)
+    assert assumed.share(0.0, 0.7 * 4.0) == pytest.approx(1 - warm / 2)
+    assert Residency.of_cache(32 * MB).share(0.0, 1e6) == pytest.approx(assumed.floor)
+
+
 def test_a_few_networks_give_a_scale_and_none_nothing() -> None:
     start = Residency.of_cache(32 * MB)
     assert calibrate([], start) == start

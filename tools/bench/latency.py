@@ -233,7 +233,7 @@ class Bench:
             tried: list[dict[str, Any]] = []
             files: dict[int, dict[str, Any]] = {}
             known: list[tuple[float, float]] = []
-            for number in range(TRIES + 1):  # as the compiler
+            for number in range(TRIES + 1):  # as often as the compiler
                 chosen.append(self.allocated(budget))
                 with self.network.engine(chosen[-1]) as engine:
                     tried.append(self.compared(engine))

@@ -1,7 +1,7 @@
 """What a block's latency is like along one of its widths, as far as measured rows tell.
 
 Runtimes round widths up to steps, have kernels of their own for widths that vectors divide and for the ends of a
-range, and compute several steps at a time. `find_shape` asks for the rows that tell, by raising `Wanted`.
+range, and compute several steps at a time. `find_axis` asks for the rows that tell, by raising `Wanted`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Known:
         return max(self._noise.get(point, 0.0) for point in points)
 
     def tolerated(self, ms: float, *points: Point) -> float:
-        """Return how far from ``ms`` another latency may be, ms, and the same be meant, given ``points``' noise."""
+        """Return the largest difference, ms, from a latency of ``ms`` that means nothing, of rows at ``points``."""
         return max(self._tolerance * ms, self.floor_ms, 2 * self.noise(*points))
 
     def need(self, points: Iterable[Point]) -> None:
@@ -66,8 +66,11 @@ class Known:
         return lambda value: self.values[point_on(axis, value, others)]
 
 
-def find_shape(grids: Grids, axis: int, known: Known) -> Axis:
-    """Find the runtime's alignment or step along one axis, its saw, and which of its ends stand apart."""
+def find_axis(grids: Grids, axis: int, known: Known) -> Axis:
+    """Find the runtime's alignment or step along one axis, its saw, and which of its ends stand apart.
+
+    The axis has no samples and no lines yet.
+    """
     grid = grids[axis]
     top = tuple(g[-1] for g in grids)
     spacing = _spacing(grid)
