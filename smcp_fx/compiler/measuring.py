@@ -24,7 +24,7 @@ from smcp_fx.solve import Solve
 #: A measured fraction this far from the target is good enough to leave the masks as they are.
 CLOSE = 0.01
 #: How often, at most, the last masks are solved for again with a better correction before they are fixed. The first
-#: or the second solve met 135 of 189 targets (docs/latency.md); the last ones are for small networks at busy hours,
+#: or the second solve met 178 of 252 targets (docs/latency.md); the last ones are for small networks at busy hours,
 #: which measured again differ from themselves by more than a point.
 TRIES = 5
 #: Predictions that differ by less than this (in logarithms) say nothing about the slope of the measured latency; and

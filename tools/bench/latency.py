@@ -29,6 +29,7 @@ import numpy as np
 from latency_networks import MODELS, SETTINGS, Network
 from latency_sums import calibrating_wholes, starting_at
 from latency_tables import write_tables
+from latency_targets import seek
 
 from smcp_fx.allocation import allocate
 from smcp_fx.backends import (
@@ -41,7 +42,6 @@ from smcp_fx.backends import (
     get_backend,
     measure_interleaved,
 )
-from smcp_fx.compiler.measuring import TRIES, aim_for, is_met
 from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_residency import calibrate
@@ -218,43 +218,26 @@ class Bench:
         )
 
     def targets(self, deadline: float) -> None:
-        """Ask for fractions of the dense latency, and measure the emitted files.
-
-        What is tried on the way is the same network with other weights, for which no export is needed. The file of
-        one that meets the target is measured in a session of its own; where it misses, another is tried. Where none
-        meets it, the nearest try's file is measured, too, and the nearest file counts.
-        """
-        full = self.counts(0)
+        """Ask for fractions of the dense latency, and measure the emitted files."""
+        dense_ms = self.cost.latency(self.counts(0))
         for asked in TARGETS:
             if self.record.find("target", **self.key, asked=asked) or time.monotonic() > deadline:
                 continue
-            dense_ms, budget = self.cost.latency(full), asked * self.cost.latency(full)
-            chosen: list[dict[str, int]] = []
-            tried: list[dict[str, Any]] = []
-            files: dict[int, dict[str, Any]] = {}
-            known: list[tuple[float, float]] = []
-            for number in range(TRIES + 1):  # as often as the compiler
-                chosen.append(self.allocated(budget))
-                with self.network.engine(chosen[-1]) as engine:
-                    tried.append(self.compared(engine))
-                tried[-1]["predicted"] = self.cost.latency(chosen[-1]) / dense_ms
-                known.append((tried[-1]["predicted"], tried[-1]["measured"]))
-                if _is_met(tried[-1], asked):
-                    files[number] = self.file(chosen[-1])
-                    if _is_met(files[number], asked):
-                        break
-                    known.append((tried[-1]["predicted"], files[number]["measured"]))
-                budget = dense_ms * aim_for(asked, known)
-            if not any(_is_met(found, asked) for found in files.values()):
-                others = [i for i in range(len(tried)) if i not in files]
-                nearest = min(others, key=lambda i: abs(tried[i]["measured"] - asked), default=None)
-                if nearest is not None:
-                    files[nearest] = self.file(chosen[nearest])
-            kept = min(files, key=lambda i: abs(files[i]["measured"] - asked))
-            self.record.add("target", **self.key, asked=asked, tried=tried, kept=kept,
-                            predicted=tried[kept]["predicted"], files=len(files), **files[kept])  # fmt: skip
+            found, counts = seek(
+                asked,
+                lambda fraction: self.allocated(fraction * dense_ms),
+                lambda counts: self.cost.latency(counts) / dense_ms,
+                self.tried,
+                self.file,
+            )
+            self.record.add("target", **self.key, asked=asked, **found)
             if asked == 0.5 and not self.record.find("rounding", **self.key):
-                self.rounding(chosen[kept])
+                self.rounding(counts)
+
+    def tried(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Measure the network of these counts, with other weights, over the dense one."""
+        with self.network.engine(counts) as engine:
+            return self.compared(engine)
 
     def file(self, counts: Mapping[str, int]) -> dict[str, Any]:
         """Measure the file that the compiler would emit for these counts over the dense network."""
@@ -323,10 +306,6 @@ class Bench:
             self.record.add("rounding", **self.key, group=str(name), chosen=counts[name], larger=likely,
                             tabled=tabled[likely] / tabled[counts[name]], measured=median,
                             quartiles=[q1, q3])  # fmt: skip
-
-
-def _is_met(found: Mapping[str, Any], asked: float) -> bool:
-    return is_met(found["measured"] - asked, found["error"])
 
 
 def _median_ms(rounds: Sequence[Measurement]) -> float:
