@@ -162,6 +162,12 @@ class Backend(ABC):
         `BackendError` when the runtime cannot express it or computes something else.
         """
 
+    def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:  # noqa: B027
+        """Raise `BackendError` where ``module`` cannot be written for the runtime; nothing is checked or kept.
+
+        What PyTorch runs needs no other form: nothing happens by default.
+        """
+
     def files(self, path: Path | str) -> list[Path]:
         """Return the files that `compile` leaves for ``path``."""
         return [Path(path)]

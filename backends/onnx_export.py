@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -251,7 +251,7 @@ def _explain(error: BaseException, program: torch.export.ExportedProgram) -> str
             f"ONNX cannot express the network: {chain[-1].strip().splitlines()[0] if chain[-1] else error!r}"
         )
     module = _module_of(node.group(1), program) if node is not None else None
-    where = "" if module is None else f" in module {module!r}" if module else " in the network's own forward"
+    where = f" in module {module!r}" if module else ""  # of a block, or in the network's own forward: none
     name = operation.group(1) if operation is not None else node.group(1) if node is not None else "?"
     return (
         f"ONNX cannot express the operation {name}{where}: the exporter has no translation for it. "
@@ -261,10 +261,15 @@ def _explain(error: BaseException, program: torch.export.ExportedProgram) -> str
 
 def _module_of(node_name: str, program: torch.export.ExportedProgram) -> str | None:
     """Return the path of the module that holds a node; None when the node is not found."""
-    for decompose in (False, True):  # the exporter names nodes of the decomposed program
+    # The exporter names nodes of the decomposed program, and decomposes what it has no translation for all the way.
+    forms: list[Callable[[], torch.export.ExportedProgram]] = [
+        lambda: program,
+        program.run_decompositions,
+        lambda: program.run_decompositions(dict(torch._decomp.decomposition_table)),
+    ]
+    for form in forms:
         with contextlib.suppress(Exception):
-            graph = (program.run_decompositions() if decompose else program).graph
-            for node in graph.nodes:
+            for node in form().graph.nodes:
                 if node.name == node_name and node.meta.get("nn_module_stack"):
                     stack = list(node.meta["nn_module_stack"].values())
                     return str(stack[-1][0])

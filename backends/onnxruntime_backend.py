@@ -180,6 +180,10 @@ class OnnxRuntimeBackend(Backend):
         export_onnx(module, example_inputs, path, opset=self.opset)
         return self.open(path, example_inputs)
 
+    def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
+        """Export ``module`` as `compile` does, and leave it at that."""
+        export_model_proto(module, example_inputs, opset=self.opset)
+
     def open(self, path: Path | str, example_inputs: Sequence[Tensor | Array] = ()) -> OnnxRuntimeEngine:
         """Load an ONNX file that is there already."""
         return self._engine(path, example_inputs)

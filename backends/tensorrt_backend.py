@@ -181,6 +181,10 @@ class TensorRTBackend(Backend):
             raise
         return engine
 
+    def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
+        """Export ``module`` as `compile` does, and leave it at that."""
+        export_model_proto(module, example_inputs, opset=OPSET, dynamic_batch=False)
+
     def open(self, path: Path | str, example_inputs: Sequence[Tensor] = ()) -> TensorRTEngine:
         """Load an engine file that is there already; refused where it is of another device or version."""
         return TensorRTEngine(self, Path(path), to_arrays(example_inputs))

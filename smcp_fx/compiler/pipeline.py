@@ -63,7 +63,7 @@ class _Run:
         for note in fitted.notes:
             self.console.print(f"  {note}")
         inputs = (torch.randn(settings.batch, fitted.channels, fitted.size, fitted.size),)
-        self._check_early(fitted)
+        self._check_early(fitted, backend, inputs)
         cost = self._cost(backend)  # a damaged or foreign table is refused before anything is trained
         dense_results = self._train_dense(fitted, data)
         prepared = self._prepare(fitted, data, inputs, cost)
@@ -134,8 +134,8 @@ class _Run:
         except OSError as error:
             raise InputError(f"cannot write to {folder}: {error}") from error
 
-    def _check_early(self, fitted: FittedModel) -> None:
-        """Find out before any training whether the model can be prepared, and an exact target reached."""
+    def _check_early(self, fitted: FittedModel, backend: Backend, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Find out before any training whether the model can be prepared and written, and an exact target reached."""
         image = torch.randn(2, fitted.channels, fitted.size, fitted.size)
         exact = self.settings.cost != "latency"
         trial = prepare(
@@ -151,10 +151,17 @@ class _Run:
                 "(smcp_fx.prepare), but what this command emits is one graph."
             )
         trial.pruner.check_target()
+        if self._trains_dense:
+            with self._stage("trying the export"):
+                backend.try_export(converted_full(trial), inputs)
+
+    @property
+    def _trains_dense(self) -> bool:
+        return self.settings.weights is None and self.settings.dense_epochs > 0
 
     def _train_dense(self, fitted: FittedModel, data: ImageData) -> list[EpochResult]:
         settings = self.settings
-        if settings.weights is not None or settings.dense_epochs == 0:
+        if not self._trains_dense:
             return []
         trainer = Trainer(
             fitted.model,

@@ -43,6 +43,19 @@ class Branching(nn.Module):
 class NotANumber(Branching):
     def forward(self, x):
         return self.net(x) * float("nan")
+
+class Inexpressible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = build()
+        self.head = Bessel()
+
+    def forward(self, x):
+        return self.head(self.net(x))
+
+class Bessel(nn.Module):
+    def forward(self, x):
+        return torch.special.i1(x)
 """
 
 
@@ -149,6 +162,10 @@ def test_an_interrupted_run_is_resumed_to_the_same_end(
         (["--model", "{file}:absent"], "defines no function 'absent'"),
         (["--model", "{file}:Branching"], "tiny_model.py:20"),
         (["--model", "{file}:NotANumber"], "the loss is nan at step 1"),
+        (
+            ["--model", "{file}:Inexpressible"],
+            "cannot express the operation prims.bessel_i1 in module 'head'",
+        ),
         (["--data", "imagefolder:/nowhere"], "train/"),
         (["--data", "cifar"], "digits"),
         (["--target", "0"], "(0, 1]"),
@@ -187,6 +204,9 @@ def test_what_cannot_work_is_refused_before_training(
     assert not list((tmp_path / "out").rglob("*.safetensors"))
     assert main([*arguments(f"{model_file}:build", tmp_path / "never"), "--resume"]) == 2
     assert not (tmp_path / "never").exists()
+    assert main(arguments(f"{model_file}:Inexpressible", tmp_path / "out")) == 2
+    assert "bessel_i1" in capsys.readouterr().err
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
 
 
 def test_unknown_backends_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
