@@ -199,7 +199,7 @@ class LatencyTable:
             if point in failures:
                 raise TableError(
                     f"block {block.name!r} could not be measured at widths {point}: {failures[point].rstrip('.')}. "
-                    "Measure again with retry_failed=True (--retry-failed), or leave the block out of pruning."
+                    "Measure again (smcp-table measure --retry-failed), or leave the block out of pruning."
                 )
         others = [f.describe() for f in self.fingerprints() if f != fingerprint]
         hint = f" The table holds rows of: {'; '.join(others)}." if others else ""

@@ -135,7 +135,7 @@ class _Run:
             raise InputError(f"cannot write to {folder}: {error}") from error
 
     def _check_early(self, fitted: FittedModel, backend: Backend, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Find out before any training whether the model can be prepared and written, and an exact target reached."""
+        """Find out first whether the model can be prepared and written, and an exact target reached."""
         image = torch.randn(2, fitted.channels, fitted.size, fitted.size)
         exact = self.settings.cost != "latency"
         trial = prepare(
@@ -151,17 +151,12 @@ class _Run:
                 "(smcp_fx.prepare), but what this command emits is one graph."
             )
         trial.pruner.check_target()
-        if self._trains_dense:
-            with self._stage("trying the export"):
-                backend.try_export(converted_full(trial), inputs)
-
-    @property
-    def _trains_dense(self) -> bool:
-        return self.settings.weights is None and self.settings.dense_epochs > 0
+        with self._stage("trying the export"):
+            backend.try_export(converted_full(trial), inputs)
 
     def _train_dense(self, fitted: FittedModel, data: ImageData) -> list[EpochResult]:
         settings = self.settings
-        if not self._trains_dense:
+        if settings.weights is not None or settings.dense_epochs == 0:
             return []
         trainer = Trainer(
             fitted.model,

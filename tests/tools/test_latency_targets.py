@@ -21,9 +21,10 @@ sys.path[:] = _PATH
 def sought(
     asked: float, networks: Callable[[float], float], files: Sequence[float]
 ) -> tuple[dict[str, Any], Counts, list[float]]:
-    """What is found where networks measure so much of what is predicted of them, and files this, in turn.
+    """Return what is found, the counts of that, and every fraction that was solved for.
 
-    Also every fraction that was solved for. Counts are thousandths of what is predicted.
+    ``networks``: what a network measures, by what is predicted of it; ``files``: what one file after another does.
+    Counts are thousandths of what is predicted.
     """
     aims: list[float] = []
     of_files: Iterator[float] = iter(files)
@@ -42,7 +43,7 @@ def sought(
         lambda counts: {"measured": networks(predict(counts)), "error": 0.001},
         lambda _: {"measured": next(of_files), "error": 0.001, "rounds": 5},
     )
-    assert next(of_files, None) is None, "fewer files were measured than expected"
+    assert next(of_files, None) is None, "not every file was measured"
     return found, counts, aims
 
 

@@ -227,19 +227,19 @@ class Bench:
                 asked,
                 lambda fraction: self.allocated(fraction * dense_ms),
                 lambda counts: self.cost.latency(counts) / dense_ms,
-                self.tried,
-                self.file,
+                self.measure,
+                self.measure_file,
             )
             self.record.add("target", **self.key, asked=asked, **found)
             if asked == 0.5 and not self.record.find("rounding", **self.key):
                 self.rounding(counts)
 
-    def tried(self, counts: Mapping[str, int]) -> dict[str, Any]:
+    def measure(self, counts: Mapping[str, int]) -> dict[str, Any]:
         """Measure the network of these counts, with other weights, over the dense one."""
         with self.network.engine(counts) as engine:
             return self.compared(engine)
 
-    def file(self, counts: Mapping[str, int]) -> dict[str, Any]:
+    def measure_file(self, counts: Mapping[str, int]) -> dict[str, Any]:
         """Measure the file that the compiler would emit for these counts over the dense network."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "network.onnx"
