@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -29,6 +29,7 @@ from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.trail import TensorInfo
 from smcp_fx.channels.units import close
 from smcp_fx.cost_model import Width
+from smcp_fx.modes import evaluated_graph
 from smcp_fx.tracing import Traced
 
 _ANCHORS = {f"conv{kind}{rank}d" for kind in ("", "transpose") for rank in (1, 2, 3)} | {"linear"}
@@ -113,7 +114,8 @@ class FusedBlock:
 
 
 def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
-    """Cut a traced network into blocks; every operation on tensors is in exactly one."""
+    """Cut a traced network, as it runs in eval mode, into blocks; every operation on tensors is in exactly one."""
+    traced = replace(traced, module=fx.GraphModule(traced.module, evaluated_graph(traced.module.graph)))
     seen: set[fx.Node] = set()  # what the concatenations so far read
     how = how_written(traced)
     gates = gated(traced, how)

@@ -21,6 +21,7 @@ from smcp_fx.channels.labels import varied_dims
 from smcp_fx.channels.trail import Layer
 from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
 from smcp_fx.errors import InputError
+from smcp_fx.modes import run_in_eval
 from smcp_fx.tracing import Traced
 
 
@@ -33,13 +34,16 @@ class CostModel(Protocol):
 
 
 class FlopsCost:
-    """Multiply-adds of the convolutions and linears, one image."""
+    """Multiply-adds of the convolutions and linears, one image, in eval mode: of the network as it is deployed."""
 
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
         """Bind to a network."""
         positions: dict[tuple[str, tuple[Width, ...]], float] = defaultdict(float)
         nodes: dict[str, list[str]] = defaultdict(list)
+        deployed = run_in_eval(traced.module.graph)
         for layer in channels.layers:  # a layer that is called again costs again
+            if layer.node not in deployed:
+                continue
             positions[layer.path, _weight_widths(channels, layer)] += _positions(layer)
             nodes[layer.path].append(layer.node)
         terms = [

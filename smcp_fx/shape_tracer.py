@@ -151,6 +151,15 @@ class ShapeTracer(fx.Tracer):
         value = self.value(obj.node)
         return list(value) if isinstance(value, dict) else super().keys(obj)
 
+    def made(self) -> int | None:
+        """How many nodes there are by now; None while a value is worked out."""
+        return None if self._evaluating else len(self._order)
+
+    @property
+    def place(self) -> dict[fx.Node, int]:
+        """Each node's place in the order in which they were made."""
+        return self._order
+
     # ---- values -----------------------------------------------------------------------------------------
 
     def number(self, obj: Proxy) -> Any:

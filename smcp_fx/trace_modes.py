@@ -1,118 +1,249 @@
 """One graph from the two that a model gives in `eval()` and in `train()`.
 
-Where the two differ only in a flag, the flag becomes a node that reads the owning module's own `training`; where
-training runs other operations (auxiliary heads), the graph holds both modes' and the output is picked by the mode.
+What both do is there once. Where the two differ only in a flag, the flag becomes a node that reads the owning
+module's own `training`; where they run other operations, each mode's own stand beside each other, and `by_mode` nodes
+take one of the two where the modes come together again (`smcp_fx.modes`).
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-
-def one_graph(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> fx.Graph:
-    """Merge the two modes' graphs: a constant that is False in one and True in the other becomes a node."""
-    pairs = list(zip(evaluated.nodes, trained.nodes, strict=False))
-    counterpart = {id(t): e for e, t in pairs}
-    same = len(evaluated.nodes) == len(trained.nodes)
-    rewritten = []
-    for e, t in pairs:
-        if not same:
-            break
-        left, left_spec = pytree.tree_flatten((e.args, e.kwargs))
-        right, right_spec = pytree.tree_flatten((t.args, t.kwargs))
-        targets = e.target == t.target or _same_constants(model, e, t)
-        same = e.op == t.op and targets and left_spec == right_spec
-        for index, (a, b) in enumerate(zip(left, right, strict=True) if same else ()):
-            if isinstance(b, fx.Node):
-                same = same and counterpart.get(id(b)) is a
-            elif a is False and b is True:
-                left[index] = _training_node(evaluated, e)
-            else:
-                same = same and type(a) is type(b) and (a == b or (a != a and b != b))  # NaN is itself here
-        rewritten.append((e, left, left_spec))
-    if same:
-        for e, left, left_spec in rewritten:
-            e.args, e.kwargs = pytree.tree_unflatten(left, left_spec)
-    return evaluated if same else _both_modes(model, evaluated, trained)
+from smcp_fx.channels.operations import writes_in_place
+from smcp_fx.channels.trail import TensorInfo
+from smcp_fx.modes import ALWAYS, by_mode, conditions, with_branches
 
 
-def _both_modes(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> fx.Graph:
-    """One graph for a model that runs other operations in `train()` (auxiliary heads): it holds both modes'.
+@dataclass
+class ModeTrace:
+    """A model's graph in one mode, and which module's `training` was read when so many nodes had been made.
 
-    What both do is there once; what only training does is added, and the output is picked by the mode:
-    ``output = (evaluated, trained)[training]``.
+    ``values`` are its nodes' on the example inputs, where the two modes' graphs have to be told apart.
     """
-    free: dict[Any, list[fx.Node]] = {}
-    for node in evaluated.nodes:
-        free.setdefault(_key(model, node, lambda n: n), []).append(node)
-    placed: dict[fx.Node, fx.Node] = {}
-    order = {node: index for index, node in enumerate(evaluated.nodes)}
-    last = next(iter(evaluated.nodes))
-    for node in trained.nodes:
-        if node.op == "output":
-            continue
-        twins = free.get(_key(model, node, lambda n: placed[n]), [])
-        if twins:
-            placed[node] = twins.pop(0)
-            _mark_flags(evaluated, placed[node], node)
-        else:
-            with evaluated.inserting_after(last):
-                placed[node] = evaluated.node_copy(node, lambda n: placed[n])
-            order[placed[node]] = order[last]
-        if order[placed[node]] >= order[last]:
-            last = placed[node]
-    ends = [next(n for n in graph.nodes if n.op == "output") for graph in (evaluated, trained)]
-    result = (ends[0].args[0], fx.node.map_arg(ends[1].args[0], lambda n: placed[n]))
-    flag = _training_node(evaluated, None)
-    with evaluated.inserting_before(ends[0]):
-        ends[0].args = (evaluated.call_function(operator.getitem, (result, flag)),)
-    for node in list(evaluated.nodes):
-        if node.op == "get_attr" and not node.users and str(node.target).endswith("training"):
-            evaluated.erase_node(node)
-    evaluated.lint()
-    return evaluated
+
+    graph: fx.Graph
+    place: dict[fx.Node, int]
+    reads: list[tuple[int, str]]
+    values: dict[str, Any] = field(default_factory=dict)
 
 
-def _key(model: nn.Module, node: fx.Node, place: Callable[[fx.Node], fx.Node]) -> Any:
-    """What tells one call from another, training flags aside."""
-    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-    plain = [
-        id(place(leaf)) if isinstance(leaf, fx.Node) else "flag" if isinstance(leaf, bool) else repr(leaf)
-        for leaf in leaves
-    ]
-    constant = getattr(model, str(node.target), None) if node.op == "get_attr" else None
-    target = repr(constant) if isinstance(constant, Tensor) else node.target
-    return node.op, target, tuple(plain), repr(spec)
+class ReadsOfTraining:
+    """While it is entered, notes whose `training` is read; ``now`` tells how many nodes there are by then."""
+
+    def __init__(self, model: nn.Module, now: Any) -> None:
+        self.found: list[tuple[int, str]] = []
+        self._now = now
+        self._paths = {id(module): path for path, module in model.named_modules()}
+
+    def __enter__(self) -> ReadsOfTraining:
+        def read(module: nn.Module) -> bool:
+            try:
+                value: bool = vars(module)["training"]
+            except KeyError:  # a scripted module, which keeps it elsewhere
+                raise AttributeError("training") from None
+            if id(module) in self._paths and (now := self._now()) is not None:
+                self.found.append((now, self._paths[id(module)]))
+            return value
+
+        def write(module: nn.Module, value: bool) -> None:
+            vars(module)["training"] = value
+
+        nn.Module.training = property(read, write)  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        del nn.Module.training
 
 
-def _mark_flags(graph: fx.Graph, node: fx.Node, trained: fx.Node) -> None:
-    """Where the trained twin has True for a False, the module's own mode decides."""
-    left, spec = pytree.tree_flatten((node.args, node.kwargs))
-    right = pytree.tree_leaves((trained.args, trained.kwargs))
-    for index, (a, b) in enumerate(zip(left, right, strict=True)):
-        if a is False and b is True:
-            left[index] = _training_node(graph, node)
-    node.args, node.kwargs = pytree.tree_unflatten(left, spec)
-
-
-def _same_constants(model: nn.Module, left: fx.Node, right: fx.Node) -> bool:
-    """Tensors made in `forward` are kept by the tracer as attributes, under a new name in each mode."""
-    if left.op != "get_attr" or right.op != "get_attr":
+def differ_in_flags(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> bool:
+    """Do the modes run the same operations? What is False in one and True in the other becomes a node then."""
+    if len(evaluated.nodes) != len(trained.nodes):
         return False
-    a, b = (getattr(model, str(node.target), None) for node in (left, right))
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
+    pairs = list(zip(evaluated.nodes, trained.nodes, strict=True))
+    counterpart = {t: e for e, t in pairs}
+    flagged = []
+    for e, t in pairs:
+        left, right = _leaves(e), _leaves(t)
+        if e.op != t.op or _structure(e) != _structure(t):
+            return False
+        if e.target != t.target and _constant(model, e) != _constant(model, t, None):
+            return False
+        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+            if isinstance(b, fx.Node):
+                if counterpart[b] is not a:
+                    return False
+            elif a is False and b is True:
+                flagged.append((e, index))
+            elif not _same(a, b):
+                return False
+    for e, index in flagged:
+        _set_leaf(e, index, _flag(evaluated, _innermost(e)))
+    return True
 
 
-def _training_node(graph: fx.Graph, node: fx.Node | None) -> fx.Node:
-    """A node that reads `training` of the innermost module whose forward made `node`, or of the model."""
-    stack = node.meta.get("nn_module_stack") if node is not None else None
-    owner = list(stack.values())[-1][0] if stack else ""
+def both_modes(model: nn.Module, evaluated: ModeTrace, trained: ModeTrace) -> fx.Graph:
+    """Put what only training does into the graph of eval mode, each mode's own nodes in the order it runs them."""
+    return _Merger(model, evaluated, trained).merge()
+
+
+class _Merger:
+    def __init__(self, model: nn.Module, evaluated: ModeTrace, trained: ModeTrace) -> None:
+        self.model = model
+        self.sides = {False: evaluated, True: trained}
+        self.graph = evaluated.graph
+        self.placed: dict[fx.Node, fx.Node] = {}  # of the trained graph's nodes, in the merged one
+        self.owner: dict[fx.Node, str] = {}  # of merged nodes that one mode runs: whose flag decides
+        self.made: dict[tuple[str, Any, Any], fx.Node] = {}
+
+    def merge(self) -> fx.Graph:
+        before = next(iter(self.graph.nodes))  # the last node that is placed
+        both = []
+        for own, other, pair in self._aligned():
+            owner = self._decides(own, other)
+            self.owner.update(dict.fromkeys(own, owner))
+            before = own[-1] if own else before
+            for node in other:
+                with self.graph.inserting_after(before):
+                    copied = self.graph.node_copy(node, lambda n: self.placed[n])
+                self.placed[node] = before = copied
+                self.owner[copied] = owner
+                if self._has_effect(node):
+                    before = self._for_its_effect(copied, owner, (None, copied))
+            for node in own:
+                if self._has_effect(node):
+                    end = self._for_its_effect(node, owner, (node, None))
+                    before = end if before is node else before
+            if pair is not None:
+                self.placed[pair[1]] = pair[0]
+                self._unite(*pair)
+                before = pair[0]
+                both.append(pair[0])
+        self._keep(both)
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        for flag in [node for node in self.graph.nodes if _is_flag(node)]:
+            last.append(flag)
+        return with_branches(self.graph)
+
+    # ---- which nodes are one ----------------------------------------------------------------------------
+
+    def _aligned(self) -> Iterator[tuple[list[fx.Node], list[fx.Node], tuple[fx.Node, fx.Node] | None]]:
+        """The nodes of eval mode alone, those of train mode alone, and the pair that both run behind them."""
+        listed = [list(side.graph.nodes) for side in self.sides.values()]
+        keys = [
+            [self._key(node, side) for node in nodes]
+            for nodes, side in zip(listed, self.sides.values(), strict=True)
+        ]
+        numbers: dict[Any, int] = {}
+        first, second = ([numbers.setdefault(key, len(numbers)) for key in line] for line in keys)
+        left = right = 0
+        for a, b, size in SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks():
+            for offset in range(size):
+                own, other = listed[0][left : a + offset], listed[1][right : b + offset]
+                yield own, other, (listed[0][a + offset], listed[1][b + offset])
+                left, right = a + offset + 1, b + offset + 1
+        yield listed[0][left:], listed[1][right:], None
+
+    def _key(self, node: fx.Node, side: ModeTrace) -> Any:
+        """Equal for nodes that do the same to tensors of the same shapes for the same module."""
+        if node.op == "output":
+            return "output"
+        plain = [
+            _shapes(side.values[leaf.name])
+            if isinstance(leaf, fx.Node)
+            else "flag"
+            if isinstance(leaf, bool)
+            else repr(leaf)
+            for leaf in _leaves(node)
+        ]
+        target = _constant(self.model, node) if node.op == "get_attr" else node.target
+        shapes = _shapes(side.values[node.name])
+        return node.op, target, _innermost(node), tuple(plain), _structure(node), shapes
+
+    # ---- where they come together -----------------------------------------------------------------------
+
+    def _unite(self, node: fx.Node, trained: fx.Node) -> None:
+        """Let a node that both modes run read what each of them gives it."""
+        left, right = _leaves(node), _leaves(trained)
+        if _structure(node) != _structure(trained):  # outputs of two structures
+            result = fx.node.map_arg(trained.args[0], lambda n: self.placed[n])
+            node.args = (self._choice(node, "", node.args[0], result),)
+            return
+        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+            found = self.placed[b] if isinstance(b, fx.Node) else b
+            if isinstance(found, fx.Node) or isinstance(a, fx.Node):
+                if found is not a:
+                    _set_leaf(node, index, self._choice(node, self._between(node, a, found), a, found))
+            elif a is False and found is True:
+                _set_leaf(node, index, _flag(self.graph, _innermost(node)))
+            elif not _same(a, found):
+                _set_leaf(node, index, self._choice(node, self._between(node, a, found), a, found))
+
+    def _choice(self, node: fx.Node, owner: str, evaluated: Any, trained: Any) -> fx.Node:
+        key = owner, _hashable(evaluated), _hashable(trained)
+        if key not in self.made:
+            flag = _flag(self.graph, owner)
+            with self.graph.inserting_before(node):
+                self.made[key] = self.graph.call_function(by_mode, (flag, evaluated, trained))
+            if node.op != "output":
+                self.made[key].meta = dict(node.meta)
+        return self.made[key]
+
+    def _has_effect(self, node: fx.Node) -> bool:
+        return node.op.startswith("call") and (not node.users or writes_in_place(node, self.model))
+
+    def _for_its_effect(self, node: fx.Node, owner: str, sides: tuple[Any, Any]) -> fx.Node:
+        """Say in which mode a node runs that nothing reads, or that changes what others read."""
+        flag = _flag(self.graph, owner)
+        with self.graph.inserting_after(node):
+            end = self.graph.call_function(by_mode, (flag, *sides))
+        end.meta = dict(node.meta)
+        return end
+
+    def _keep(self, both: list[fx.Node]) -> None:
+        """What both modes do they do, whether both need it or not: a batch norm counts, a random number is drawn."""
+        when = conditions(self.graph.nodes)
+        kept: set[fx.Node] = set()
+        for node in reversed(both):
+            if node.op.startswith("call") and when[node] != ALWAYS:
+                if kept.isdisjoint(node.users):
+                    self._for_its_effect(node, "", (node, node))
+                kept.add(node)
+
+    # ---- whose flag decides -----------------------------------------------------------------------------
+
+    def _between(self, node: fx.Node, evaluated: Any, trained: Any) -> str:
+        for operand in (trained, evaluated):
+            if isinstance(operand, fx.Node) and operand in self.owner:
+                return self.owner[operand]
+        return self._reader(node, False)
+
+    def _decides(self, own: list[fx.Node], other: list[fx.Node]) -> str:
+        if other:
+            return self._reader(other[0], True)
+        return self._reader(own[0], False) if own else ""
+
+    def _reader(self, node: fx.Node, training: bool) -> str:
+        """The module whose flag was read last before the node was made, and in whose forward that was."""
+        side = self.sides[training]
+        place = side.place.get(node, 0)
+        known = side.reads[: bisect_right(side.reads, place, key=lambda read: read[0])]
+        around = {"", *_stack(node)}
+        here = [path for at, path in known if at == place and path in around]
+        if here:  # of several, the outermost: what is inside was reached since that one let it
+            return min(here, key=len)
+        return next((path for _, path in reversed(known) if path in around), "")
+
+
+def _flag(graph: fx.Graph, owner: str) -> fx.Node:
+    """The node that reads `training` of a module."""
     target = f"{owner}.training" if owner else "training"
     for other in graph.nodes:
         if other.op == "get_attr" and other.target == target:
@@ -121,3 +252,58 @@ def _training_node(graph: fx.Graph, node: fx.Node | None) -> fx.Node:
     first = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first):
         return graph.create_node("get_attr", target)
+
+
+def _innermost(node: fx.Node) -> str:
+    """The innermost module whose forward made the node."""
+    return ["", *_stack(node)][-1]
+
+
+def _stack(node: fx.Node) -> list[str]:
+    return [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+def _constant(model: nn.Module, node: fx.Node, otherwise: Any = "") -> Any:
+    """What a `get_attr` reads; tensors made in `forward` by their values, since the tracer names them by mode."""
+    if node.op != "get_attr" or not str(node.target).startswith("_tensor_constant"):
+        return node.target if node.op == "get_attr" else otherwise
+    held = getattr(model, str(node.target))
+    if not isinstance(held, Tensor):
+        return node.target
+    return str(held.dtype), tuple(held.shape), repr(held.tolist())
+
+
+def _shapes(value: Any) -> Any:
+    leaves, spec = pytree.tree_flatten(value)
+    plain = [(leaf.shape, leaf.dtype) if isinstance(leaf, TensorInfo) else type(leaf) for leaf in leaves]
+    return tuple(plain), repr(spec)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b or (a != a and b != b))  # NaN is itself here
+
+
+def _leaves(node: fx.Node) -> list[Any]:
+    """A node's arguments, taken apart; those inside slices, too."""
+    found: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), found.append)
+    return found
+
+
+def _structure(node: fx.Node) -> str:
+    return repr(fx.node.map_aggregate((node.args, node.kwargs), lambda _: None))
+
+
+def _set_leaf(node: fx.Node, index: int, value: Any) -> None:
+    places = count()
+    node.args, node.kwargs = fx.node.map_aggregate(
+        (node.args, node.kwargs), lambda leaf: value if next(places) == index else leaf
+    )
+
+
+def _hashable(tree: Any) -> Any:
+    return tree if isinstance(tree, fx.Node) else repr(tree)
+
+
+def _is_flag(node: fx.Node) -> bool:
+    return node.op == "get_attr" and str(node.target).rpartition(".")[2] == "training"

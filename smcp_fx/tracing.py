@@ -1,9 +1,9 @@
 """From a PyTorch model to one fx graph that computes the same, in `train()` and in `eval()`.
 
 `torch.fx.symbolic_trace` freezes what `forward` reads of `self.training`. The model is therefore traced in
-both modes; where the two graphs differ only in such a flag, the flag becomes a node that reads the owning
-module's own `training` (so that `model.train()` and a frozen submodule behave as in the original). A model that
-runs other operations in `train()` (auxiliary heads) becomes one graph that holds both.
+both modes, and the two graphs become one: a flag becomes a node that reads the owning module's own `training` (so
+that `model.train()` and a frozen submodule behave as in the original), and operations of one mode (auxiliary heads,
+noise) run in that mode only (`smcp_fx.modes`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from torch.utils import _pytree as pytree
 from smcp_fx import shape_tracer
 from smcp_fx.channels.trail import OPAQUE, TensorInfo
 from smcp_fx.errors import InputError, TraceError
+from smcp_fx.modes import ALWAYS, Condition, conditions, is_by_mode
 from smcp_fx.shape_tracer import ShapeTracer, plain_lists
 from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
-from smcp_fx.trace_modes import one_graph
+from smcp_fx.trace_modes import ModeTrace, ReadsOfTraining, both_modes, differ_in_flags
 from smcp_fx.trace_rewrites import drop_expansions, normalise
 
 #: max |eager - traced| may reach this share of the output's scale: both run the same kernels in the same order.
@@ -94,16 +96,26 @@ class Traced:
 
 
 class _Recorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
+    """Runs what one mode runs; every module is in the mode it is in, so that a batch of one image will do."""
+
+    def __init__(self, module: fx.GraphModule, training: bool, when: dict[fx.Node, Condition]) -> None:
         super().__init__(module)
         self.values: dict[str, Any] = {}
+        self._training = training
+        self._when = when
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         """Lists as the generated code has them: functions may write into them."""
         return plain_lists(super().fetch_args_kwargs_from_env(n))
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        when = self._when[n]
+        if when != ALWAYS and not any(all(side is self._training for _, side in case) for case in when):
+            return None
+        if is_by_mode(n):
+            result = fx.node.map_arg(n.args[1 + self._training], self.env.__getitem__)
+        else:
+            result = super().run_node(n)
         self.values[n.name] = pytree.tree_map(
             lambda v: TensorInfo(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v, result
         )
@@ -111,9 +123,42 @@ class _Recorder(fx.Interpreter):
 
 
 def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
-    """Run a graph in eval mode and return its output and the values of its nodes, as `Traced` holds them."""
-    recorder = _Recorder(module)
-    return run_eager(module, inputs, recorder.run), recorder.values
+    """Run a graph in eval mode and return its output and the values of its nodes, as `Traced` holds them.
+
+    What only training runs is run, too, on copies of the inputs; buffers and the random generator are as they were.
+    """
+    when = conditions(module.graph.nodes)
+    recorder = _Recorder(module, False, when)
+    two_modes = any(condition != ALWAYS for condition in when.values())
+    copies = _copies(inputs) if two_modes else inputs
+    output = run_eager(module, inputs, recorder.run)
+    if not two_modes:
+        return output, recorder.values
+    also = _Recorder(module, True, when)
+    with _unchanged(module):
+        run_eager(module, copies, also.run)
+    return output, {node.name: None for node in when} | also.values | recorder.values
+
+
+def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    copied: tuple[Any, ...] = pytree.tree_map(
+        lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs
+    )
+    return copied
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Buffers and the random generator are left as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = sorted({buffer.device.index or 0 for buffer in module.buffers() if buffer.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = ()) -> Traced:
@@ -149,12 +194,18 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             if "" in error.paths or error.paths & why.keys():
                 raise
             why |= {path: f"{path!r} writes into its own buffers" for path in error.paths}
-    graph = one_graph(model, evaluated, trained)
+    graph = evaluated.graph
+    if not differ_in_flags(model, graph, trained.graph):
+        for mode in (evaluated, trained):
+            normalise(model, mode.graph)
+            mode.values = _values(model, mode.graph, inputs)
+        graph = both_modes(model, evaluated, trained)
     for node in graph.nodes:
         if node.op == "call_module" and node.target in why:
             node.meta[OPAQUE] = why[str(node.target)]
     normalise(model, graph)
     traced = fx.GraphModule(model, graph, class_name=type(model).__name__)
+    traced.graph.lint()
     _keep_constants_out_of_the_state(model, traced)
     # Modules as they are now: `_trace_in_mode` restores them, GraphModule's own flag is set from the model's.
     traced.training = training
@@ -162,10 +213,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     try:
         found, values = record(traced, inputs)
     except Exception as error:
-        raise TraceError(
-            f"the traced graph of {type(model).__name__} does not run: {_first_line(error)} Something in its forward "
-            "takes another way when it is traced; a question such as `isinstance(x, Tensor)` is the usual cause."
-        ) from error
+        raise _does_not_run(model, error) from error
     if not same_values(expected, found):
         if not same_values(expected, run_eager(model, inputs)):
             raise TraceError(
@@ -184,6 +232,23 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
         )
     drop_expansions(traced, values)
     return Traced(traced, values, tuple(dict.fromkeys(assumed + also)))
+
+
+def _values(model: nn.Module, graph: fx.Graph, inputs: tuple[Any, ...]) -> dict[str, Any]:
+    """The values of one mode's graph, with the modules in eval mode; raises `TraceError` when it does not run."""
+    module = fx.GraphModule(model, graph, class_name=type(model).__name__)
+    try:
+        with _unchanged(module):
+            return record(module, _copies(inputs))[1]
+    except Exception as error:
+        raise _does_not_run(model, error) from error
+
+
+def _does_not_run(model: nn.Module, error: Exception) -> TraceError:
+    return TraceError(
+        f"the traced graph of {type(model).__name__} does not run: {_first_line(error)} Something in its forward "
+        "takes another way when it is traced; a question such as `isinstance(x, Tensor)` is the usual cause."
+    )
 
 
 def _keep_constants_out_of_the_state(model: nn.Module, traced: fx.GraphModule) -> None:
@@ -224,13 +289,15 @@ class _Tracer(ShapeTracer):
 
 def _trace_in_mode(
     model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...]
-) -> tuple[fx.Graph, list[str]]:
+) -> tuple[ModeTrace, list[str]]:
     before = [(module, _attributes(module)) for module in model.modules()]
     model.train(training)
     tracer = _Tracer(inputs, leaves)
     buffers, written = Buffers(model), set[str]()
+    reads = ReadsOfTraining(model, tracer.made)
     try:
-        graph = tracer.trace(model)
+        with reads:
+            graph = tracer.trace(model)
         written |= written_in(model, graph)
     except Exception as error:
         ours = {Path(__file__), Path(shape_tracer.__file__)}
@@ -257,7 +324,7 @@ def _trace_in_mode(
             _restore_attributes(module, attributes)
     if written:
         raise WritesBuffersError(written)
-    return graph, tracer.assumptions
+    return ModeTrace(graph, tracer.place, reads.found), tracer.assumptions
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from smcp_fx.channels.labels import narrow_uniform
 from smcp_fx.channels.operations import operation_name, writes_in_place
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.channels.trail import ParameterRef
+from smcp_fx.modes import is_by_mode
 
 if TYPE_CHECKING:
     from smcp_fx.channels.graph import ChannelGraph
@@ -92,7 +93,7 @@ class Flow:
             if node.op == "placeholder":
                 step.kind, step.bit = "start", 1 << starts
                 starts += 1
-            elif node.op == "output" or _picks_mode(node):
+            elif node.op == "output" or _ends_both(node):
                 step.kind = "sink"
             elif node.op == "get_attr":
                 step.kind = "parameter"
@@ -318,9 +319,10 @@ def _tensors(channels: ChannelGraph, node: fx.Node) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _picks_mode(node: fx.Node) -> bool:
-    """``(evaluated, trained)[training]``, which stands for the outputs of both modes."""
-    return node.target is operator.getitem and not isinstance(node.args[0], fx.Node)
+def _ends_both(node: fx.Node) -> bool:
+    """Does the node stand for outputs of both modes that differ in structure?"""
+    ends = any(user.op == "output" for user in node.users)
+    return is_by_mode(node) and ends and not all(isinstance(side, fx.Node) for side in node.args[1:])
 
 
 def _as_bits(flags: list[bool]) -> int:

@@ -61,7 +61,10 @@ typeas float double half bfloat16 positive pos
 """.split()
 )
 #: Functions of other packages that are wrapped as graph leaves; named so that they need not be imported.
-_FOREIGN = {("torchvision.ops.stochastic_depth", "stochastic_depth"): "stochasticdepth"}
+_FOREIGN = {
+    ("torchvision.ops.stochastic_depth", "stochastic_depth"): "stochasticdepth",
+    ("smcp_fx.modes", "by_mode"): "bymode",
+}
 
 
 def normal_name(name: str) -> str:

@@ -31,6 +31,7 @@ from smcp_fx.channels.trail import (
     TensorInfo,
     Trail,
 )
+from smcp_fx.modes import is_by_mode
 
 Rule = Callable[["Propagation", Call], Any]
 
@@ -40,7 +41,7 @@ UNFIT = "no channel rule fits this form of"
 _QUESTIONS = frozenset(
     """
 getattr size dim ndimension numel nelement len isfloatingpoint iscomplex iscontiguous getdevice elementsize
-type assert
+type assert bymode
 """.split()
 )
 
@@ -246,12 +247,17 @@ class Propagation:
         """An in-place operation on a view changes its base, too: slicing may make a copy of the view, so pin both."""
         if not writes_in_place(call.node, self.module):
             return
-        path = [call.node]  # back from the write to the tensor whose memory it may change
-        while len(path) == 1 or self._named(path[-1]) in MOVES or may_be_operand(path[-1], self.module):
-            source = path[-1].args[0] if path[-1].args else None
-            if not isinstance(source, fx.Node):
-                break
-            path.append(source)
+        for path in self._written(call.node):
+            self._refuse_write(call, path)
+
+    def _written(self, node: fx.Node, first: bool = True) -> list[list[fx.Node]]:
+        """Ways back from a write to the tensors whose memory it may change; each begins with the node itself."""
+        operands = node.args[1:] if is_by_mode(node) else node.args[:1]
+        through = first or is_by_mode(node) or self._named(node) in MOVES or may_be_operand(node, self.module)
+        sources = [operand for operand in operands if isinstance(operand, fx.Node)] if through else []
+        return [[node, *path] for source in sources for path in self._written(source, False)] or [[node]]
+
+    def _refuse_write(self, call: Call, path: list[fx.Node]) -> None:
         moved = shared = False
         for view, source in itertools.pairwise(path[1:]):
             moved |= self._named(view) in MOVES

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compress, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
-from smcp_fx.channels.trail import Call, TensorInfo
+from smcp_fx.channels.trail import Call, ParameterRef, TensorInfo
 
 _ELEMENTWISE = """
 abs acos acosh add addcdiv addcmul alphadropout asin asinh atan atan2 atanh bfloat16 bitwiseand
@@ -73,6 +73,38 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
     for core in cores:
         run.tie(merged, core)
     return merged.expand(shape)
+
+
+def choice(run: Propagation, call: Call) -> Any:
+    """What `train()` or `eval()` computed: tied, as an addition ties, and pinned where the two have other shapes."""
+    evaluated, trained = (pytree.tree_flatten(_labelled(run, given)) for given in call.args[1:])
+    if not call.node.users:
+        return pytree.tree_unflatten(*(evaluated if evaluated[0] != [None] else trained))
+    alike = evaluated[1] == trained[1] and all(
+        isinstance(a, Tensor) == isinstance(b, Tensor)
+        and getattr(a, "shape", None) == getattr(b, "shape", None)
+        for a, b in zip(evaluated[0], trained[0], strict=True)
+    )
+    if not alike:
+        ends = any(user.op == "output" for user in call.node.users)
+        why = "reaches the network's output" if ends else "has another shape in train() than in eval()"
+        for labels in evaluated[0] + trained[0]:
+            if isinstance(labels, Tensor):
+                run.pin(labels, call.node.name, why)
+        return pytree.tree_unflatten(*evaluated)
+    united = [
+        bring_together(run, call, [a, b], tuple(a.shape)) if isinstance(a, Tensor) and a is not b else a
+        for a, b in zip(evaluated[0], trained[0], strict=True)
+    ]
+    return pytree.tree_unflatten(united, evaluated[1])
+
+
+def _labelled(run: Propagation, tree: Any) -> Any:
+    return pytree.tree_map(
+        lambda v: run.of(v) if isinstance(v, (Tensor, ParameterRef)) else v,
+        tree,
+        is_leaf=lambda v: isinstance(v, ParameterRef),
+    )
 
 
 def reduction(run: Propagation, call: Call) -> Any:
@@ -201,6 +233,7 @@ RULES: dict[str, Rule] = {
     "upsamplingnearest2d": pooling,
     "upsamplingbilinear2d": pooling,
     "glu": glu,
+    "bymode": choice,
     "zeros": constant,
     "ones": constant,
     "full": constant,

@@ -61,9 +61,6 @@ def move(run: Propagation, call: Call) -> Any:
     args, kwargs = labelled(run, (args, kwargs))
     source = args[0]
     if not isinstance(source, Tensor):
-        if isinstance(args[1], bool):  # both modes' outputs, picked by the training flag
-            for leaf in tensor_leaves(source):
-                run.pin(run.of(leaf), call.node.name, "reaches the network's output")
         return source[args[1]] if call.name == "getitem" else run.unknown(call)
     result = pytree.tree_map(
         lambda t: compress(t) if isinstance(t, Tensor) else t, execute(call, args, kwargs)

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.trail import ORIGIN, PASSED_ON
 from smcp_fx.errors import TraceError
+from smcp_fx.modes import with_branches
 from smcp_fx.regions.finding import Region, Split
 from smcp_fx.regions.running import CALL, sharing
 from smcp_fx.regions.wiring import Source, observe
@@ -62,6 +63,7 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
     end = graph.output(tuple(tuple(tensors) for tensors in ends))
     end.meta[ORIGIN] = "leaves the traced regions for code that was not traced"
     graph.lint()
+    with_branches(graph)
     module = sharing(model, graph)
     found, values = record(module, tuple(given))
     passed_on, index = [], 0

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError, PassError
+from smcp_fx.modes import with_branches
 
 if TYPE_CHECKING:
     from smcp_fx.regions.finding import Region
@@ -146,7 +147,7 @@ def _extract(graph: fx.Graph, joined: Joined, index: int) -> fx.Graph:
             placed[node] = part.node_copy(node, lambda n: placed[n])
     part.output(fx.node.map_arg(results, lambda n: placed[n]))
     part.lint()
-    return part
+    return with_branches(part)
 
 
 def _reaching(ends: list[Any], known: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:

@@ -1,0 +1,173 @@
+"""Graphs that hold both of a model's modes: each mode runs what is its own, and nothing else.
+
+What a module does in `train()` alone, or in `eval()` alone, is in the graph beside what it does in both. Where the
+two come together, a node `by_mode(flag, evaluated, trained)` takes one of them; its flag reads the `training` of the
+module that decides. What only one side needs is run in that mode only: the generated code has a branch.
+
+    graph   flag = get_attr[drop.training];  noise = bernoulli(...);  mul = x * noise;  out = by_mode(flag, x, mul)
+    code    if flag:
+                noise = bernoulli(...)
+                mul = x * noise
+            out = mul if flag else x
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import fx
+from torch.fx.graph import CodeGen, PythonCode
+
+#: When a node runs: in any of these cases, each a set of (name of the flag's node, its value) that hold together.
+Condition = frozenset[frozenset[tuple[str, bool]]]
+
+ALWAYS: Condition = frozenset([frozenset()])
+_NEVER: Condition = frozenset()
+#: Nodes that run in more cases than this always run: each of their operands then does, too.
+_CASES = 8
+_COUNTER = re.compile(r"# COUNTER: (\d+)\n")
+
+
+def by_mode(training: bool, evaluated: Any, trained: Any) -> Any:
+    """Return what the mode computed. Without users, it says in which mode its operand is run for its effect."""
+    return trained if training else evaluated
+
+
+def is_by_mode(node: fx.Node) -> bool:
+    """Is this where the two modes come together?"""
+    return node.op == "call_function" and node.target is by_mode
+
+
+def conditions(nodes: Iterable[fx.Node]) -> dict[fx.Node, Condition]:
+    """When each node runs: as its users need it; nodes without users, and in both modes, always."""
+    found: dict[fx.Node, Condition] = {}
+    for node in reversed(list(nodes)):
+        wanted = _NEVER if node.users else ALWAYS
+        for user in node.users:
+            if is_by_mode(user) and node is not user.args[0]:
+                flag, evaluated, trained = user.args
+                for side, operand in ((False, evaluated), (True, trained)):
+                    if node in _nodes_in(operand):
+                        case = frozenset([(str(flag), side)])
+                        wanted |= {case | known for known in found[user]}
+            else:
+                wanted |= found[user]
+        always = node.op in ("placeholder", "get_attr", "output")
+        found[node] = ALWAYS if always else _simplified(wanted)
+    return found
+
+
+def run_in_eval(graph: fx.Graph) -> set[str]:
+    """The names of the nodes that run when every module is in eval mode: the network as it is deployed."""
+    return {
+        node.name
+        for node, when in conditions(graph.nodes).items()
+        if any(not any(training for _, training in case) for case in when)
+    }
+
+
+def evaluated_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy of the graph as it runs in eval mode, without what only training does; the nodes keep their names."""
+    present = run_in_eval(graph)
+    copied = fx.Graph()
+    placed: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.name not in present:
+            continue
+        if is_by_mode(node):
+            placed[node] = fx.node.map_arg(node.args[1], lambda n: placed[n])
+        else:
+            placed[node] = copied.node_copy(node, lambda n: placed[n])
+    return copied
+
+
+def with_branches(graph: fx.Graph) -> fx.Graph:
+    """Let the graph's code run each mode's own nodes in that mode only; returns the graph."""
+    if any(is_by_mode(node) for node in graph.nodes):
+        graph.set_codegen(ModeCodeGen())
+    return graph
+
+
+class ModeCodeGen(CodeGen):
+    """Writes the nodes that run in one mode into a branch."""
+
+    def _gen_python_code(
+        self, nodes: Any, root_module: str, namespace: Any, *args: Any, **kwargs: Any
+    ) -> PythonCode:
+        listed = list(nodes)
+        self._body_transformer = partial(_branched, listed)
+        try:
+            return super()._gen_python_code(listed, root_module, namespace, *args, **kwargs)
+        finally:
+            self._body_transformer = None
+
+
+def _branched(nodes: list[fx.Node], body: list[str]) -> list[str]:
+    """The statements, nodes of one condition in a row under one ``if``."""
+    parts = _COUNTER.split("".join(body))  # what comes before the first node, then number and text of each
+    when = conditions(nodes)
+    result, current = [parts[0]], ALWAYS
+    for number, text in zip(parts[1::2], parts[2::2], strict=True):
+        node = nodes[int(number)]
+        result.append(f"# COUNTER: {number}\n")
+        if is_by_mode(node):
+            text = _choice(node, text)
+        if not text.strip():
+            continue
+        if when[node] != current:
+            current = when[node]
+            if current != ALWAYS:
+                result.append(f"if {_written(current, nodes)}:\n")
+        indent = "" if current == ALWAYS else "    "
+        result += [f"{indent}{line}\n" if line else "\n" for line in text.removesuffix("\n").split("\n")]
+    return result
+
+
+def _choice(node: fx.Node, text: str) -> str:
+    """`by_mode` written as an expression that looks at one operand only."""
+    flag, evaluated, trained = node.args
+    written = f"{node} = {trained!r} if {flag} else {evaluated!r}"
+    return re.sub(rf"^{node}\b[^=]*= .*?(?=;  |$)", lambda _: written, text, count=1, flags=re.MULTILINE)
+
+
+def _written(condition: Condition, nodes: list[fx.Node]) -> str:
+    place = {node.name: index for index, node in enumerate(nodes)}
+    cases = []
+    for case in sorted(condition, key=lambda case: sorted((place[name], side) for name, side in case)):
+        words = [
+            name if side else f"not {name}" for name, side in sorted(case, key=lambda one: place[one[0]])
+        ]
+        cases.append(" and ".join(words))
+    return " or ".join(cases)
+
+
+def _nodes_in(tree: Any) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    fx.node.map_arg(tree, found.add)
+    return found
+
+
+def _simplified(condition: Condition) -> Condition:
+    """The same cases in fewer words: what holds in both modes of a module, or as a part of another case."""
+    cases = {case for case in condition if not any((name, not side) in case for name, side in case)}
+    changed = True
+    while changed:
+        changed = False
+        for case in list(cases):
+            for name, side in case:
+                rest = case - {(name, side)}
+                if rest | {(name, not side)} in cases or any(other <= rest for other in cases - {case}):
+                    cases.discard(case)
+                    cases.add(rest)
+                    changed = True
+                    break
+            if changed:
+                break
+        for case in list(cases):
+            if any(other < case for other in cases):
+                cases.discard(case)
+                changed = True
+    return frozenset(cases) if len(cases) <= _CASES else ALWAYS
