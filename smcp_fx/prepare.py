@@ -18,6 +18,7 @@ from smcp_fx.masking import META, STATE
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
 from smcp_fx.prepared import Plan, PreparedGraph, PreparedModel, PreparedRegions, copy_modes, unwrapped
+from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.regions import Joined, find_regions, images_in, join_regions, run_by_graphs, sharing
 from smcp_fx.schedule import Schedule
 from smcp_fx.state import PruningState
@@ -35,6 +36,7 @@ def prepare(
     schedule: Schedule | None = None,
     config: PruningConfig | None = None,
     leaves: Sequence[str] = (),
+    check: bool = True,
 ) -> PreparedModel:
     """Return a copy of the model that can be pruned while it trains; ``model`` stays as it was.
 
@@ -53,7 +55,8 @@ def prepare(
             they read and write is not pruned.
 
     Raises `TraceError` for models that fx cannot trace and that have no parts worth pruning which it can (the
-    message says which module stopped it, and at which line), `InputError` for inputs and options that do not fit.
+    message says which module stopped it, and at which line), and for those that would compute something else,
+    `InputError` for inputs and options that do not fit.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"prepare needs an nn.Module, not {type(model).__name__}")
@@ -62,8 +65,22 @@ def prepare(
     for given, kind in ((config, PruningConfig), (schedule, Schedule)):
         if given is not None and not isinstance(given, kind):
             raise InputError(f"prepare needs a {kind.__name__}, not a {type(given).__name__}: {given!r}")
-    config = config or PruningConfig()
     inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs)
+    prepared = _prepared(model, inputs, target, cost, schedule, config or PruningConfig(), leaves)
+    if check:
+        check_prepared(model, prepared, inputs)
+    return prepared
+
+
+def _prepared(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    target: float | str,
+    cost: str | CostModel,
+    schedule: Schedule | None,
+    config: PruningConfig,
+    leaves: Sequence[str],
+) -> PreparedModel:
     own = copy.deepcopy(model)
     traced, joined = trace_parts(own, inputs, leaves)
     if hasattr(traced.module, STATE):
@@ -134,18 +151,22 @@ def trace_parts(
         return join_regions(model, inputs, split)
 
 
-def convert(prepared: nn.Module) -> nn.Module:
+def convert(prepared: nn.Module, *, check: bool = True) -> nn.Module:
     """Return a plain, physically smaller model that computes what the masked model computes.
 
     A `GraphModule`, which needs nothing of this library to run, train, save or export; for a model that was
     traced in regions, a module of its own class whose regions run as sliced graphs. ``prepared`` stays as it was;
-    it may come as `DistributedDataParallel`, `DataParallel` or `torch.compile` wrapped it.
+    it may come as `DistributedDataParallel`, `DataParallel` or `torch.compile` wrapped it. ``check``: compare the two
+    on a few of the example's images; raises `PassError` where they differ.
     """
     prepared = unwrapped(prepared)
     if not isinstance(prepared, PreparedModel):
         raise InputError(f"convert needs what prepare returned, not {type(prepared).__name__}")
     prepared.pruner.check_finished()
-    return sliced(prepared)
+    converted = sliced(prepared)
+    if check:
+        check_converted(prepared, converted, prepared.plan.example_inputs)
+    return converted
 
 
 def sliced(prepared: PreparedModel) -> nn.Module:

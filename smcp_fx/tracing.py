@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx import shape_tracer
 from smcp_fx.channels.trail import OPAQUE, TensorInfo
 from smcp_fx.errors import InputError, TraceError
-from smcp_fx.modes import ALWAYS, Condition, conditions, is_by_mode
+from smcp_fx.modes import ALWAYS, conditions, is_by_mode
 from smcp_fx.shape_tracer import ShapeTracer, plain_lists
 from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
 from smcp_fx.trace_modes import ModeTrace, ReadsOfTraining, both_modes, differ_in_flags
@@ -95,21 +95,21 @@ class Traced:
     assumptions: tuple[str, ...] = ()
 
 
-class _Recorder(fx.Interpreter):
+class Recorder(fx.Interpreter):
     """Runs what one mode runs; every module is in the mode it is in, so that a batch of one image will do."""
 
-    def __init__(self, module: fx.GraphModule, training: bool, when: dict[fx.Node, Condition]) -> None:
+    def __init__(self, module: fx.GraphModule, training: bool) -> None:
         super().__init__(module)
         self.values: dict[str, Any] = {}
+        self.when = conditions(module.graph.nodes)
         self._training = training
-        self._when = when
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         """Lists as the generated code has them: functions may write into them."""
         return plain_lists(super().fetch_args_kwargs_from_env(n))
 
     def run_node(self, n: fx.Node) -> Any:
-        when = self._when[n]
+        when = self.when[n]
         if when != ALWAYS and not any(all(side is self._training for _, side in case) for case in when):
             return None
         if is_by_mode(n):
@@ -127,17 +127,16 @@ def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[s
 
     What only training runs is run, too, on copies of the inputs; buffers and the random generator are as they were.
     """
-    when = conditions(module.graph.nodes)
-    recorder = _Recorder(module, False, when)
-    two_modes = any(condition != ALWAYS for condition in when.values())
+    recorder = Recorder(module, False)
+    two_modes = any(condition != ALWAYS for condition in recorder.when.values())
     copies = _copies(inputs) if two_modes else inputs
     output = run_eager(module, inputs, recorder.run)
     if not two_modes:
         return output, recorder.values
-    also = _Recorder(module, True, when)
-    with _unchanged(module):
+    also = Recorder(module, True)
+    with unchanged(module):
         run_eager(module, copies, also.run)
-    return output, {node.name: None for node in when} | also.values | recorder.values
+    return output, {node.name: None for node in recorder.when} | also.values | recorder.values
 
 
 def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -148,7 +147,7 @@ def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
+def unchanged(module: nn.Module) -> Iterator[None]:
     """Buffers and the random generator are left as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = sorted({buffer.device.index or 0 for buffer in module.buffers() if buffer.is_cuda})
@@ -158,7 +157,8 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, before in buffers:
-                buffer.copy_(before)
+                if not torch.equal(buffer, before):  # a write would count as a change
+                    buffer.copy_(before)
 
 
 def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = ()) -> Traced:
@@ -238,7 +238,7 @@ def _values(model: nn.Module, graph: fx.Graph, inputs: tuple[Any, ...]) -> dict[
     """The values of one mode's graph, with the modules in eval mode; raises `TraceError` when it does not run."""
     module = fx.GraphModule(model, graph, class_name=type(model).__name__)
     try:
-        with _unchanged(module):
+        with unchanged(module):
             return record(module, _copies(inputs))[1]
     except Exception as error:
         raise _does_not_run(model, error) from error
@@ -362,8 +362,8 @@ def _restore_flags(model: nn.Module, traced: fx.GraphModule) -> None:
 
 def same_values(expected: Any, found: Any) -> bool:
     """Tell whether two outputs (any pytree) hold the same tensors, up to rounding."""
-    left, left_spec = pytree.tree_flatten(_plain(expected))
-    right, right_spec = pytree.tree_flatten(_plain(found))
+    left, left_spec = pytree.tree_flatten(plain(expected))
+    right, right_spec = pytree.tree_flatten(plain(found))
     if left_spec != right_spec:
         return False
     for a, b in zip(left, right, strict=True):
@@ -377,14 +377,14 @@ def same_values(expected: Any, found: Any) -> bool:
     return True
 
 
-def _plain(tree: Any) -> Any:
+def plain(tree: Any) -> Any:
     """Containers as dict and tuple: fx returns its own kinds of them."""
     if isinstance(tree, Mapping):
-        return {key: _plain(value) for key, value in tree.items()}
+        return {key: plain(value) for key, value in tree.items()}
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return {f.name: _plain(getattr(tree, f.name)) for f in dataclasses.fields(tree)}
+        return {f.name: plain(getattr(tree, f.name)) for f in dataclasses.fields(tree)}
     if isinstance(tree, (list, tuple)):
-        return tuple(_plain(value) for value in tree)
+        return tuple(plain(value) for value in tree)
     return tree
 
 
