@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,9 +34,11 @@ _LOOSE = 1e-3
 
 @dataclass
 class _Outcome:
+    """What a call gave; a parameter's gradient stands under all its names."""
+
     outputs: list[Any]
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
+    gradients: dict[frozenset[str], Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 class _DifferenceError(Exception):
@@ -73,7 +75,10 @@ def check_converted(prepared: PreparedModel, converted: nn.Module, inputs: tuple
     given, expected = _on_some(prepared, inputs, _IMAGES, False)
     if expected is None:
         return
-    what = _differs(prepared, converted, given, False, expected)
+    if isinstance(prepared, PreparedRegions):
+        what = _regions_differ(prepared, converted, given)
+    else:
+        what = _differs(prepared, converted, given, False, expected)
     if what is not None:
         where = _first_sliced(prepared, converted, given)
         raise PassError(
@@ -137,17 +142,20 @@ def _alone(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> _Outcom
 def _outcome(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> _Outcome:
     """Run the model; in `train()` with gradients. The model is left as it was."""
     given = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs)
-    with _mode(model, training), unchanged(model), torch.set_grad_enabled(training):
+    own = model.python if isinstance(model, PreparedRegions) else model
+    with _mode(model, training), unchanged(model), unchanged(own), torch.set_grad_enabled(training):
         torch.manual_seed(0)
         outputs = pytree.tree_leaves(plain(model(*given)))
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if _is_own(name)}
         return _Outcome(outputs, _gradients(model, outputs) if training else {}, buffers)
 
 
-def _gradients(model: nn.Module, outputs: list[Any]) -> dict[str, Tensor | None]:
-    named = {
-        n: p for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad and _is_own(n)
-    }
+def _gradients(model: nn.Module, outputs: list[Any]) -> dict[frozenset[str], Tensor | None]:
+    names: dict[Tensor, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and _is_own(name):
+            names.setdefault(parameter, set()).add(name)
+    named = {frozenset(known): parameter for parameter, known in names.items()}
     parts = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad and o.is_floating_point()]
     if not named or not parts:
         return dict.fromkeys(named)
@@ -197,13 +205,76 @@ def _differs(
         return None
     try:
         wide = tuple(copy.deepcopy(model).double() for model in (one, other))
-        given = pytree.tree_map(
-            lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, inputs
-        )
-        first, second = (_outcome(model, given, training) for model in wide)
+        first, second = (_outcome(model, _wide(inputs), training) for model in wide)
     except Exception:  # a type that its forward names
         return what if _compare(expected, found, _LOOSE) is not None else None
     return _compare(first, second, None)
+
+
+def _regions_differ(prepared: PreparedRegions, converted: nn.Module, inputs: tuple[Any, ...]) -> str | None:
+    """What the first call of a region gives, where it is given the same.
+
+    Not what the Python behind makes of it: sorting and suppressing boxes follow the last bit of their scores.
+    """
+    try:
+        what = _calls_differ(prepared.regions, prepared, converted, inputs)
+        if what is not None:
+            wide = [copy.deepcopy(model).double() for model in (prepared, converted)]
+            what = _calls_differ(prepared.regions, *wide, _wide(inputs))
+    except Exception as error:
+        return f"it does not run ({error})"
+    return what
+
+
+def _calls_differ(
+    paths: tuple[str, ...], one: nn.Module, other: nn.Module, inputs: tuple[Any, ...]
+) -> str | None:
+    left, right = (_first_calls(model, paths, inputs) for model in (one, other))
+    for path in paths:
+        given, results = (_of_one_shape(left[path][side], right[path][side]) for side in (0, 1))
+        if _compare(*given, None) is None and (what := _compare(*results, None)) is not None:
+            return f"in region {path!r}, {what}"
+    return None
+
+
+def _of_one_shape(left: list[Tensor], right: list[Tensor]) -> tuple[_Outcome, _Outcome]:
+    """The tensors that have lost no channels: the others go straight from one region into the next."""
+    pairs = [(a, b) for a, b in zip(left, right, strict=False) if a.shape == b.shape]
+    return _Outcome([a for a, _ in pairs]), _Outcome([b for _, b in pairs])
+
+
+def _first_calls(
+    model: nn.Module, paths: tuple[str, ...], inputs: tuple[Any, ...]
+) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """The tensors that each region's first call takes and gives."""
+    found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def note(path: str, given: Any, output: Any) -> None:
+        taken, gave = (
+            [leaf.detach().clone() for leaf in pytree.tree_leaves(plain(side)) if isinstance(leaf, Tensor)]
+            for side in (given, output)
+        )
+        found.setdefault(path, (taken, gave))
+
+    hooks = [
+        model.get_submodule(path).register_forward_hook(
+            lambda _module, given, output, path=path: note(path, given, output)
+        )
+        for path in paths
+    ]
+    try:
+        _outcome(model, inputs, False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {path: found.get(path, ([], [])) for path in paths}
+
+
+def _wide(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    widened: tuple[Any, ...] = pytree.tree_map(
+        lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, inputs
+    )
+    return widened
 
 
 def _compare(expected: _Outcome, found: _Outcome, tolerance: float | None) -> str | None:
@@ -219,13 +290,13 @@ def _compare(expected: _Outcome, found: _Outcome, tolerance: float | None) -> st
             (float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()),
             default=0,
         )
-        for name in expected.gradients:
-            a, b = expected.gradients[name], found.gradients.get(name)
+        for names, a in expected.gradients.items():
+            b = next((gradient for known, gradient in found.gradients.items() if known & names), None)
             if a is None and b is None:
                 continue
             left = torch.zeros_like(b) if a is None and b is not None else a
             right = torch.zeros_like(a) if b is None and a is not None else b
-            _same(left, right, f"the gradient of {name!r}", tolerance, 1e-3 * largest)
+            _same(left, right, f"the gradient of {min(names)!r}", tolerance, 1e-3 * largest)
     except _DifferenceError as difference:
         return str(difference)
     return None
@@ -308,10 +379,7 @@ def _first_module(
         path = str(node.target) if node.op == "call_module" else mark.path if mark is not None else None
         if path is not None and outputs.get(path):
             before = outputs[path].pop(0)
-            if (
-                _compare(_Outcome([before], {}, {}), _Outcome([_detached(result)], {}, {}), _LOOSE)
-                is not None
-            ):
+            if _compare(_Outcome([before]), _Outcome([_detached(result)]), _LOOSE) is not None:
                 wrong.append(path)
 
     try:
@@ -336,7 +404,7 @@ def _first_sliced(prepared: nn.Module, converted: nn.Module, inputs: tuple[Any, 
             return
         axis = sliced.axis(labels)
         kept = before if axis is None else before.index_select(axis[0], axis[1].to(before.device))
-        if _compare(_Outcome([kept], {}, {}), _Outcome([result], {}, {}), _LOOSE) is not None:
+        if _compare(_Outcome([kept]), _Outcome([result]), _LOOSE) is not None:
             wrong.append(str(node.target) if node.op == "call_module" else node.name)
 
     try:

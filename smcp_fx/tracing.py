@@ -148,17 +148,22 @@ def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Buffers and the random generator are left as they were."""
+    """Buffers, attributes that forward sets, and the random generator are left as they were."""
+    before = [(part, _attributes(part)) for part in module.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = sorted({buffer.device.index or 0 for buffer in module.buffers() if buffer.is_cuda})
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        for part, attributes in before:
+            for name in vars(part).keys() - attributes.keys():
+                del vars(part)[name]
+            _restore_attributes(part, attributes)
         with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):  # a write would count as a change
-                    buffer.copy_(before)
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):  # a write would count as a change
+                    buffer.copy_(value)
 
 
 def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = ()) -> Traced:
