@@ -2,7 +2,8 @@
 
 What a module does in `train()` alone, or in `eval()` alone, is in the graph beside what it does in both. Where the
 two come together, a node `by_mode(flag, evaluated, trained)` takes one of them; its flag reads the `training` of the
-module that decides. What only one side needs is run in that mode only: the generated code has a branch.
+module that decides. What only one side needs is run in that mode only: the generated code has a branch. (Where one
+module decides whether another's forward runs at all, the other is taken to be in the mode in which it was seen.)
 
     graph   flag = get_attr[drop.training];  noise = bernoulli(...);  mul = x * noise;  out = by_mode(flag, x, mul)
     code    if flag:

@@ -1,0 +1,136 @@
+"""`prepare` and `convert` refuse what would compute something else, and name where."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+from models import random_masks, randomise
+from torch import Tensor, nn
+
+import smcp_fx
+from smcp_fx import proof
+from smcp_fx.errors import PassError, TraceError
+
+CONFIG = smcp_fx.PruningConfig(multiple=1)
+IMAGE = torch.randn(2, 3, 8, 8)
+
+
+def network() -> nn.Module:
+    return randomise(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.Conv2d(6, 4, 1)
+        )
+    )
+
+
+def ready(model: nn.Module) -> smcp_fx.PreparedModel:
+    return smcp_fx.prepare(model, IMAGE, config=CONFIG)
+
+
+def _other_weight(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_submodule("3").weight[0, 0] += 0.5
+
+
+def _frozen(model: nn.Module) -> None:
+    model.get_submodule("3").weight.requires_grad_(False)
+
+
+def _other_momentum(model: nn.Module) -> None:
+    model.get_submodule("1").momentum = 0.5
+
+
+def _fixed_batch(model: nn.Module) -> None:
+    model.get_submodule("4").register_forward_hook(lambda _m, _i, out: out.reshape(2, -1, 4, 4)[:2])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_other_weight, "train mode: its output differs.*first module that differs is '3'"),
+        (_frozen, "gradient of '3.weight' differs"),
+        (_other_momentum, "buffer '1.running_mean' after a call differs"),
+        (_fixed_batch, "eval mode: it does not run"),
+    ],
+)
+def test_a_prepared_model_that_is_another_is_refused(change: Any, said: str) -> None:
+    model = network()
+    prepared = ready(model)
+    change(prepared)
+    with pytest.raises(TraceError, match=f"(?s){said}"):
+        proof.check_prepared(model, prepared, (IMAGE,))
+
+
+def test_a_sliced_model_that_is_another_is_refused() -> None:
+    prepared = ready(network())
+    prepared.set_masks(random_masks(prepared, 0))
+    sliced = smcp_fx.convert(prepared)
+    proof.check_converted(prepared, sliced, (IMAGE,))
+    _other_weight(sliced)
+    with pytest.raises(PassError, match="first operation that differs is '3'"):
+        proof.check_converted(prepared, sliced, (IMAGE,))
+
+
+def test_the_models_are_left_as_they_were() -> None:
+    """Buffers, modes, gradients, the generator, attributes that forward sets."""
+
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            """Any shape."""
+            self.seen = x.shape
+            return x
+
+    model = nn.Sequential(network(), Counts()).train()
+    model[0][1].eval()
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    prepared = smcp_fx.prepare(model, IMAGE, config=CONFIG)
+    smcp_fx.convert(prepared)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not hasattr(model[1], "seen")
+    for found in (model.state_dict(), prepared.state_dict()):
+        assert all(torch.equal(found[name], value) for name, value in before.items())
+    assert all(p.grad is None for one in (model, prepared) for p in one.parameters())
+    for one in (model, prepared):
+        assert [m.training for m in (one.get_submodule("0.0"), one.get_submodule("0.1"))] == [True, False]
+
+
+def test_the_check_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    for name in ("check_prepared", "check_converted"):
+        monkeypatch.setattr(sys.modules["smcp_fx.prepare"], name, lambda *_, name=name: called.append(name))
+    smcp_fx.convert(smcp_fx.prepare(network(), IMAGE, check=False), check=False)
+    assert not called
+    smcp_fx.convert(smcp_fx.prepare(network(), IMAGE))
+    assert called == ["check_prepared", "check_converted"]
+
+
+def test_modes_that_the_model_does_not_take_are_left_out() -> None:
+    class NeedsTargets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+
+        def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+            """[2, 3, H, W]."""
+            if self.training and target is None:
+                raise ValueError("targets, please")
+            return self.body(x)
+
+    assert smcp_fx.prepare(NeedsTargets(), IMAGE, config=CONFIG).regions == ("body",)
+
+
+def test_a_model_that_is_not_the_same_twice_is_not_held_against_itself() -> None:
+    count = iter(range(1000))
+
+    class Restless(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            """Any shape."""
+            return x + next(count) if self.training else x
+
+    model = nn.Sequential(network(), Restless())
+    assert smcp_fx.prepare(model, IMAGE, config=CONFIG).channels.free_share == 1.0
