@@ -101,7 +101,7 @@ class ModeCodeGen(CodeGen):
         listed = list(nodes)
         self._body_transformer = partial(_branched, listed)
         try:
-            return super()._gen_python_code(listed, root_module, namespace, *args, **kwargs)
+            return super()._gen_python_code(nodes, root_module, namespace, *args, **kwargs)
         finally:
             self._body_transformer = None
 

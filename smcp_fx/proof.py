@@ -219,8 +219,8 @@ def _regions_differ(prepared: PreparedRegions, converted: nn.Module, inputs: tup
     try:
         what = _calls_differ(prepared.regions, prepared, converted, inputs)
         if what is not None:
-            wide = [copy.deepcopy(model).double() for model in (prepared, converted)]
-            what = _calls_differ(prepared.regions, *wide, _wide(inputs))
+            one, other = (copy.deepcopy(model).double() for model in (prepared, converted))
+            what = _calls_differ(prepared.regions, one, other, _wide(inputs))
     except Exception as error:
         return f"it does not run ({error})"
     return what

@@ -45,7 +45,7 @@ def _other_momentum(model: nn.Module) -> None:
 
 
 def _fixed_batch(model: nn.Module) -> None:
-    model.get_submodule("4").register_forward_hook(lambda _m, _i, out: out.reshape(2, -1, 4, 4)[:2])
+    model.get_submodule("2").register_forward_hook(lambda _m, _i, out: out.reshape(2, -1, 6, 6))
 
 
 @pytest.mark.parametrize(
