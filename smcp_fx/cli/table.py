@@ -327,7 +327,7 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     findings = check(arguments.table)
     if arguments.model:
         fingerprint = backend_of(arguments).fingerprint()
-        with LatencyTable(arguments.table, create=False) as table:
+        with LatencyTable(arguments.table, read_only=True) as table:
             holes = table.wanted(blocks_of(arguments), fingerprint)
         findings += [
             Finding(f"missing: {block.name} at {', '.join('x'.join(map(str, p)) for p in points[:6])}"
@@ -347,7 +347,7 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
 def _read(path: Path) -> list[Row]:
     from smcp_fx.latency_store import LatencyStore
 
-    store = LatencyStore(path, create=False)
+    store = LatencyStore(path, read_only=True)
     try:
         return store.rows()
     finally:
