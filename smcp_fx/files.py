@@ -6,12 +6,18 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from smcp_fx.errors import SmcpError
+from smcp_fx.errors import InputError, SmcpError
 
+if sys.platform != "win32":
+    import fcntl
+
+#: What file systems say that have no locks.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 #: So many characters of JSON there must be for each list and object: empty ones take twenty times their text.
 _CHARACTERS_A_CONTAINER = 8
 
@@ -40,6 +46,22 @@ def write_texts(texts: Mapping[Path, str], what: str) -> None:
             f"cannot write {what} into {places}: {error.strerror or error}. Free space there, or give another "
             "directory"
         ) from error
+
+
+@contextlib.contextmanager
+def locked(file: Path, told: str) -> Iterator[None]:
+    """Hold a file's lock, which ends with the process; `InputError` begins with ``told`` where another holds it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            held = stack.enter_context(open(file, "a+", encoding="utf-8"))
+            if sys.platform != "win32":
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"{told} (it holds {file}): wait for it, or give another --out") from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise InputError(f"cannot write {file}: {error.strerror or error}") from error
+        yield
 
 
 def read_json(path: Path, error: type[SmcpError], advice: str) -> Any:
