@@ -56,9 +56,15 @@ class CommandParser(argparse.ArgumentParser):
 def consoles() -> tuple[Console, Console]:
     """Return the consoles for results (stdout) and for problems (stderr); they print texts as they are."""
     return (
-        Console(highlight=False, soft_wrap=True, emoji=False, markup=False),
-        Console(stderr=True, highlight=False, soft_wrap=True, emoji=False, markup=False),
+        _Console(highlight=False, soft_wrap=True, emoji=False, markup=False),
+        _Console(stderr=True, highlight=False, soft_wrap=True, emoji=False, markup=False),
     )
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to `guarded`; `rich` would end the process as one that failed."""
+        raise
 
 
 def guarded(

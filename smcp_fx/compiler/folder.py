@@ -46,6 +46,7 @@ class RunFolder:
         self.folder, self.state = settings.folder, settings.folder / "state"
         self._resume, self._overwrite, self._record = settings.resume, settings.overwrite, record
         self._file = self.state / "settings.json"
+        self._begun = False
 
     def look(self) -> None:
         """Raise `CheckpointError` where a run would be lost, or is not there to be resumed; nothing is changed."""
@@ -72,19 +73,23 @@ class RunFolder:
         except OSError as error:
             raise InputError(f"cannot write to {self.folder}: {error.strerror or error}") from error
         lock = self.state / "lock"
+        known = lock.exists()
         try:
             with locked(lock, f"another run works in {self.folder}"):
-                yield
-        except BaseException:
-            if new and not self._file.exists():
-                with contextlib.suppress(OSError):
-                    lock.unlink()
+                try:
+                    yield
+                finally:
+                    if not self._begun and not known:
+                        lock.unlink(missing_ok=True)
+        finally:
+            if not self._begun:
+                with contextlib.suppress(OSError):  # not empty: it is somebody's
                     for path in new:
                         path.rmdir()
-            raise
 
     def begin(self) -> None:
         """Note what a new run was asked for; what an earlier one left to go on from is deleted."""
+        self._begun = True
         if self._resume:
             return
         try:
