@@ -188,11 +188,17 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _insert(target: Path, rows: Sequence[Row]) -> Exchanged:
+    new = not target.exists()
     store = LatencyStore(target)
     try:
-        return Exchanged(len(rows), store.insert(rows))
-    finally:
+        taken = store.insert(rows)
+    except BaseException:
         store.close()
+        if new:
+            target.unlink(missing_ok=True)
+        raise
+    store.close()
+    return Exchanged(len(rows), taken)
 
 
 def _kind(path: Path) -> str:

@@ -181,12 +181,12 @@ class TableFile:
 
     def _with_changes(self, beside: Path) -> sqlite3.Connection:
         """Return a connection that reads the changes that lie beside the table, too."""
-        database = _connect(self.path, "mode=ro")
-        try:
+        with contextlib.ExitStack() as undo, contextlib.suppress(sqlite3.OperationalError):
+            database = _connect(self.path, "mode=ro")
+            undo.callback(database.close)
             _seen(database)
+            undo.pop_all()
             return database
-        except sqlite3.OperationalError:
-            database.close()
         # SQLite must write beside a table to read what lies there: elsewhere, where that cannot be.
         if self._copy is None:
             self._copy = tempfile.TemporaryDirectory(prefix="smcp_fx-table-")

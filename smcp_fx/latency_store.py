@@ -80,7 +80,9 @@ class LatencyStore:
         with self._reported():
             for row in self._of_block(f"widths, {_HOT}, {_COLD}", "measured", signature, fingerprint):
                 with self._placed(signature, row[0]):
-                    found[values.widths_of_text(row[0])] = values.latency(row[1:])
+                    point = values.widths_of_text(row[0])
+                    found[point] = values.latency(row[1:])
+                    values.as_many(point, len(next(iter(found))))
         return found
 
     def failures(self, signature: str, fingerprint: Fingerprint) -> dict[Point, str]:
@@ -116,6 +118,7 @@ class LatencyStore:
                 f"SELECT fingerprint, block, widths, state, error, changed, owner, attempts, {_HOT}, {_COLD} "
                 "FROM latency ORDER BY block, changed"
             )
+            dimensions: dict[int, int] = {}
             for row in rows:
                 here = prints.get(row[0])
                 if here is None or row[1] not in blocks:
@@ -125,6 +128,8 @@ class LatencyStore:
                         raise here
                     with self._placed(blocks[row[1]][0], row[2]):
                         found = _row(here, *blocks[row[1]], *row[2:])
+                        if found is not None:
+                            values.as_many(found.widths, dimensions.setdefault(row[1], len(found.widths)))
                 except TableError as error:
                     yield error
                 else:
@@ -200,6 +205,11 @@ class LatencyStore:
         with self._transaction() as run:
             for row in rows:
                 key = (self._fingerprint_id(row.fingerprint), self._block_id(row.name, row.signature))
+                (other,) = run("SELECT max(widths) FROM latency WHERE block = ?", key[1:]).fetchone()
+                with self._placed(row.name, json.dumps(row.widths)):
+                    values.as_many(
+                        row.widths, len(values.widths_of_text(other)) if other else len(row.widths)
+                    )
                 found = run(
                     "SELECT state, hot_stable, cold_stable FROM latency "
                     "WHERE fingerprint = ? AND block = ? AND widths = ?",
@@ -321,7 +331,10 @@ class LatencyStore:
         except sqlite3.OperationalError as error:
             advice = "; free space, or measure into another folder" if "full" in str(error) else ""
             raise TableError(f"the latency table {self.path} cannot be used: {error}{advice}") from error
-        except sqlite3.DatabaseError as error:
+        except (
+            sqlite3.DatabaseError,
+            UnicodeDecodeError,
+        ) as error:  # SQLite's own words may hold what is damaged
             raise TableError(
                 f"{self.path} is no latency table, or a damaged one ({error}); move it away and measure anew"
             ) from error

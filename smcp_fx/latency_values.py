@@ -18,15 +18,17 @@ from smcp_fx.files import brief, parse_json
 _MOST = 2**31 - 1
 #: The seconds since 1970 that a date can be made of.
 _LAST_SECOND = 253_402_300_799.0
-_MOST_WIDTHS = 8
+_MOST_WIDTHS, _LONGEST_NAME = 8, 500
 #: Quartiles of what is near 0 may lie below: overheads were subtracted. The longest time is a day.
 _LEAST_MS, _LONGEST_MS = -1000.0, 86_400_000.0
 
 
-def text(value: Any, what: str) -> str:
+def text(value: Any, what: str, most: int = 1_000_000) -> str:
     """Return a text that can be written and printed."""
-    if not isinstance(value, str):
-        raise ValueError(f"{what} is {brief(value)}, no text")
+    if not isinstance(value, str) or len(value) > most:
+        raise ValueError(
+            f"{what} is {brief(value)}, no text" + f" of at most {most} letters" * isinstance(value, str)
+        )
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -72,6 +74,12 @@ def widths_of_text(value: Any) -> tuple[int, ...]:
     return found
 
 
+def as_many(point: tuple[int, ...], dimensions: int) -> None:
+    """Refuse widths that are more or fewer than those of the block's other rows."""
+    if len(point) != dimensions:
+        raise ValueError(f"it has {len(point)} widths, the block's other rows {dimensions}")
+
+
 def fingerprint(value: Any) -> Fingerprint:
     """Return a fingerprint from its fields."""
     try:
@@ -79,10 +87,10 @@ def fingerprint(value: Any) -> Fingerprint:
     except TableError as error:
         raise ValueError(str(error)) from error
     for name in ("backend", "device", "runtime", "version", "precision"):
-        text(getattr(found, name), f"the fingerprint's {name}")
+        text(getattr(found, name), f"the fingerprint's {name}", _LONGEST_NAME)
     whole(found.threads, "the fingerprint's threads")
     for setting in found.settings:
-        text(" ".join(setting), "the fingerprint's settings")
+        text(" ".join(setting), "the fingerprint's settings", _LONGEST_NAME)
     return found
 
 

@@ -58,7 +58,7 @@ class BuildOptions:
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise WorkerError(
-                f"this worker knows no build options {', '.join(unknown)}: use the one of that version"
+                f"this worker knows no build options {', '.join(unknown)[:200]}: use the one of that version"
             )
         lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
         options = cls(**{**values, **lists})
@@ -69,7 +69,7 @@ class BuildOptions:
         if not all(isinstance(name, str) for name in options.tactic_sources_off):
             raise WorkerError("tactic_sources_off: must be names")
         if options.precision not in PRECISIONS:
-            raise WorkerError(f"precision {options.precision!r}: choose from {', '.join(PRECISIONS)}")
+            raise WorkerError(f"precision {options.precision[:80]!r}: choose from {', '.join(PRECISIONS)}")
         batch = options.batch
         if batch is not None and not all(type(size) is int for size in batch):
             raise WorkerError(f"batch {repr(list(batch))[:80]}: give [least, usual, largest], whole numbers")

@@ -291,7 +291,7 @@ def _one_device(folder: Path, about: dict[str, Any]) -> None:
     if file.exists():
         before = read_object(file, f"delete it if all answers in {folder} are this device's")
         other = [
-            f"{name}: {before.get(name)}, here {about[name]}"
+            f"{name}: {str(before.get(name))[:200]}, here {about[name]}"
             for name in fixed
             if before.get(name) != about[name]
         ]

@@ -185,11 +185,13 @@ def _comparison(record: dict[str, Any]) -> Comparison:
     sides = {side: Measurement(**measured[side]) for side in ("dense", "pruned")}
     found = Comparison(**{**record, "measured": RelativeLatency(**{**measured, **sides})})
     latency = found.measured
-    times = [found.predicted_ms, *(ms for side in (latency.dense, latency.pruned) for ms in (
-        side.median_ms, side.q1_ms, side.q3_ms))]  # fmt: skip
-    for ms in (*times, latency.fraction, latency.q1, latency.q3, latency.error):
-        if ms is not None and (type(ms) not in (int, float) or not 0 <= ms < math.inf):
-            raise ValueError(f"{brief(ms)} is no measured number")
+    told = [latency.fraction, latency.q1, latency.q3, latency.error]
+    told += [
+        ms for side in (latency.dense, latency.pruned) for ms in (side.median_ms, side.q1_ms, side.q3_ms)
+    ]
+    for number in (*told, 0.0 if found.predicted_ms is None else found.predicted_ms):
+        if type(number) not in (int, float) or not 0 <= number < math.inf:
+            raise ValueError(f"{brief(number)} is no measured number")
     if type(found.step) is not int or type(found.name) is not str:
         raise ValueError(f"{brief((found.name, found.step))} are no name and step")
     return found

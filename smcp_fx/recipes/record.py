@@ -21,6 +21,7 @@ from smcp_fx.versions import library_versions
 
 FORMAT = "smcp_fx.experiment"
 VERSION = 1
+_LONGEST_NAME = 500
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,9 @@ def _typed(record: Record) -> None:
             value = getattr(record, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise ValueError(f"{name} is {brief(value)}")
+    names = [record.row, record.cost, record.weights, record.device, *record.environment.values()]
+    if not all(isinstance(name, str) and len(name) <= _LONGEST_NAME for name in names):
+        raise ValueError(f"names are texts of at most {_LONGEST_NAME} letters")
 
 
 def _numbers(parts: Sequence[Any]) -> None:
@@ -124,3 +128,5 @@ def _numbers(parts: Sequence[Any]) -> None:
             type(value) in (int, float) and abs(value) < math.inf for value in part.values()
         ):
             raise ValueError(f"{brief(part)} are no numbers by name")
+        if part.get("fps", 1.0) <= 0:
+            raise ValueError(f"fps is {part['fps']}")
