@@ -88,6 +88,8 @@ class TableFile:
             self._refuse(_seen(self._database))
         except BaseException:
             self.close()
+            if not exists and path.exists() and path.stat().st_size == 0:  # a disk that is full, say
+                path.unlink(missing_ok=True)
             raise
 
     @property

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import random
+import re
 import resource
 import signal
 import sqlite3
@@ -237,6 +238,11 @@ def kinds_of_failure(
     a file of that size may, is a failure.
     """
     failed, held = Counter[str](), Counter[str]()
+    first: dict[str, int] = {}
+
+    def fail(kind: str, number: int) -> None:
+        failed[f"{kind} [case {first.setdefault(kind, number)}]"] += 1
+
     with contextlib.suppress(*typed):
         read(content)
     for number in range(count):
@@ -250,15 +256,16 @@ def kinds_of_failure(
             held["read"] += 1
         except typed as error:
             if len(str(error)) > 4000:
-                failed[f"a message of {len(str(error))} characters"] += 1
+                fail("a message that is too long", number)
             held["refused"] += 1
         except _TooLong:
-            failed["hang"] += 1
+            fail("hang", number)
         except Exception as error:
-            failed[f"{type(error).__name__}: {str(error)[:60]} [case {number}]"] += 1
+            told = re.sub("[0-9]+", "N", " ".join(str(error).split()))
+            fail(f"{type(error).__name__}: {told[:50]}", number)
         grown = _memory_mb() - before
         if grown > max(_SPARE_MB, 10 * len(changed) / 2**20):
-            failed[f"memory: {grown:.0f} MiB of {len(changed)} bytes [case {number}]"] += 1
+            fail("memory beyond ten times the file", number)
     return failed, held
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from smcp_fx.cli import compile as compile_cli
@@ -19,6 +20,7 @@ from smcp_fx.cli import table as table_cli
 from smcp_fx.cli import train as train_cli
 from smcp_fx.cli.common import consoles, guarded
 from smcp_fx.compiler import CompileSettings
+from smcp_fx.compiler.data import call_factory, image_folder, load_data
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.files import locked
@@ -310,3 +312,31 @@ def test_locale_c_and_no_home(here: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
     assert done.returncode == 2
     assert b"no text in ascii" in done.stderr and done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("damage", ["text", "cut", "empty"])
+def test_a_damaged_image_is_named(tmp_path: Path, damage: str) -> None:
+    """By itself, not as a disk that is full."""
+    from PIL import Image
+
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        noise = Image.effect_noise((32, 32), 90)
+        noise.save(tmp_path / part / "a" / "1.png")
+    file = tmp_path / "train" / "a" / "1.png"
+    whole = file.read_bytes()
+    file.write_bytes({"text": b"no image", "cut": whole[: len(whole) // 2], "empty": b""}[damage])
+    data = image_folder(tmp_path, 16)
+    assert data.test[0][0].shape == (3, 16, 16)
+    with pytest.raises(InputError, match=r"1\.png is no image that can be read, or a damaged one"):
+        data.train[0]
+
+
+def test_relative_paths_begin_where_the_command_was_given(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factory that changes the directory does not change what the other options name."""
+    monkeypatch.chdir("/")
+    assert isinstance(call_factory("file.py:build", here), torch.nn.Module)
+    with pytest.raises(InputError, match=r"file\.py:nothing: samples must be"):
+        load_data("file.py:nothing", here)
