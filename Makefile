@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: compile test test-gpu check install clean
 
 compile: $(VENV)/installed  ## the main job: ResNet-18 on the digits, 40 % of its latency; ARGS="--help" for more
-	$(BIN)/python tools/compile.py $(ARGS)
+	$(BIN)/python tools/compile.py --model torchvision:resnet18 --data digits $(ARGS)
 
 test: $(VENV)/installed  ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(ARGS)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 from smcp_fx.backends.base import (
@@ -17,7 +18,7 @@ from smcp_fx.backends.base import (
 )
 from smcp_fx.backends.comparing import CompareConfig, RelativeLatency, compare
 from smcp_fx.backends.timing import Measurement, TimingConfig
-from smcp_fx.errors import BackendError
+from smcp_fx.errors import BackendError, InputError
 
 __all__ = [
     "Backend",
@@ -50,6 +51,10 @@ _BACKENDS = {
 }
 
 
+#: Threads that a runtime is started with at most, where the machine has not more cores.
+_MOST_THREADS = 64
+
+
 def backend_names() -> tuple[str, ...]:
     """Return the names that `get_backend` knows."""
     return tuple(sorted(_BACKENDS))
@@ -62,6 +67,11 @@ def get_backend(name: str, **options: Any) -> Backend:
     """
     if name not in _BACKENDS:
         raise BackendError(f"unknown backend {name!r}; there are: {', '.join(backend_names())}")
+    most = max(_MOST_THREADS, os.cpu_count() or 1)
+    if isinstance(options.get("threads"), int) and options["threads"] > most:
+        raise InputError(
+            f"threads = {options['threads']}: at most {most} on this machine of {os.cpu_count()} cores"
+        )
     module, attribute, install = _BACKENDS[name]
     try:
         factory = getattr(importlib.import_module(module), attribute)

@@ -57,7 +57,7 @@ class Fingerprint:
             settings = tuple(sorted((str(k), str(v)) for k, v in dict(values["settings"]).items()))
             return cls(**{**values, "settings": settings})
         except (KeyError, TypeError, ValueError) as error:
-            raise TableError(f"not a device fingerprint: {dict(values)!r} ({error})") from error
+            raise TableError(f"not a device fingerprint: {repr(values)[:200]} ({error})") from error
 
     def key(self) -> str:
         """Return 16 hex digits that stand for this fingerprint."""

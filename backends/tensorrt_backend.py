@@ -40,7 +40,7 @@ from smcp_fx.backends.tensorrt_answers import OPSET, ROW_TIMING, fingerprint_of,
 from smcp_fx.backends.tensorrt_engine import TensorRTEngine
 from smcp_fx.backends.tensorrt_worker.building import PRECISIONS, BuildOptions
 from smcp_fx.backends.tensorrt_worker.client import InProcess, Worker, WorkerProcess, archive
-from smcp_fx.backends.tensorrt_worker.problems import WorkerError
+from smcp_fx.backends.tensorrt_worker.problems import WorkerError, cache_folder
 from smcp_fx.backends.tensorrt_worker.serving import description
 from smcp_fx.backends.timing import TimingConfig
 from smcp_fx.errors import BackendError, InputError
@@ -93,7 +93,7 @@ class TensorRTBackend(Backend):
             version_compatible=version_compatible, lean=lean, tactic_sources_off=tuple(tactic_sources_off),
         )  # fmt: skip
         self.scratch = Path(tempfile.mkdtemp(prefix="smcp_fx-tensorrt-"))
-        self._cache = Path(folder) if folder is not None else Path.home() / ".cache" / "smcp_fx"
+        self._cache = Path(folder) if folder is not None else cache_folder()
         command = shlex.split(worker_python or "") or [sys.executable]
         command += [str(self.scratch / "worker.pyz"), "--serve", "--gpu", str(gpu)]
         self._workers: list[Worker] = []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smcp_fx import latency_values as values
 from smcp_fx.backends.base import BlockLatency, Fingerprint
 from smcp_fx.backends.onnx_blocks import BlockModels
 from smcp_fx.backends.onnx_export import write_model
@@ -20,8 +21,9 @@ from smcp_fx.backends.tensorrt_worker.building import BuildOptions
 from smcp_fx.backends.tensorrt_worker.client import archive
 from smcp_fx.backends.tensorrt_worker.main import FORMAT, read_requests
 from smcp_fx.backends.tensorrt_worker.problems import WorkerError
+from smcp_fx.backends.timing import Measurement
 from smcp_fx.errors import BackendError, TableError
-from smcp_fx.files import write_texts
+from smcp_fx.files import brief, parse_json, write_texts
 from smcp_fx.latency_store import Row
 from smcp_fx.latency_table import RUN_SIGNATURE
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from smcp_fx.latency_blocks import Block
 
 WORKER = "worker.pyz"
+_AGAIN = "Take it from the device again, or delete it there and here to have it measured again"
 _ALONE, _ROW = "run-alone", "run-in-a-row"
 
 
@@ -97,21 +100,21 @@ def _answer(folder: Path, number: str) -> Path:
 
 def _read_answer(file: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        answer = parse_json(file.read_text(encoding="utf-8"))
+        if not isinstance(answer, dict):
+            raise TypeError("no JSON object")
     except (OSError, ValueError, TypeError) as error:
         raise _unreadable(file, error) from error
+    return answer
 
 
 def _unreadable(file: Path, error: Exception) -> TableError:
-    return TableError(
-        f"{file} is no answer, or was cut off: {type(error).__name__}: {error}. Take it from the device again, or "
-        "delete it there and here to have it measured again"
-    )
+    return TableError(f"{file} is no answer, or was cut off: {type(error).__name__}: {error}. {_AGAIN}")
 
 
 def _number(folder: Path, point_id: str, jobs: dict[str, dict[str, Any]], retry_failed: bool) -> str:
     """Return the name of a point's request; a failed one is taken out of ``jobs`` where it is to be tried again."""
-    tries = [number for number in jobs if number.split("-")[0] == point_id]
+    tries = [number for number in jobs if re.fullmatch(rf"{point_id}(-[0-9]{{1,6}})?", number)]
     number = tries[-1] if tries else point_id
     if not retry_failed or not _answer(folder, number).exists():
         return number
@@ -134,24 +137,25 @@ def read_answers(folder: Path) -> Answers:
             continue
         answer = _read_answer(file)
         try:
-            here = fingerprint_of(answer["about"], BuildOptions.from_json(job["options"]))
-            latency = BlockLatency(measurement(answer["measured"])) if "measured" in answer else None
-            reason = None if latency else str(answer["error"])
-            finished = float(answer["finished"])
+            here = _fingerprint(answer["about"], BuildOptions.from_json(job["options"]))
+            latency = BlockLatency(_measured(answer["measured"])) if "measured" in answer else None
+            reason = None if latency else values.text(answer["error"], "its error")
+            finished = values.moment(answer["finished"], "its time")
             if answer["id"] != job["id"] or answer.get("build", job)["options"] != job["options"]:
                 raise ValueError("it answers another request")
+            if "signature" in job:
+                block, signature = (
+                    values.text(job[name], f"the request's {name}") for name in ("block", "signature")
+                )
+                rows.append(
+                    Row(block, signature, values.widths(job["widths"]), here, latency, reason, finished)
+                )
         except (ValueError, KeyError, TypeError, WorkerError) as error:
             raise _unreadable(file, error) from error
-        if latency and not 0 < latency.hot.median_ms < math.inf:
-            raise _unreadable(file, ValueError(f"{latency.hot.median_ms} ms"))
         if fingerprint is not None and here != fingerprint:
             raise TableError(f"{file} is of {here.describe()}, others of {fingerprint.describe()}: not mixed")
         fingerprint = here
         found[job["id"]] = answer
-        if "signature" in job:
-            rows.append(
-                Row(job["block"], job["signature"], tuple(job["widths"]), here, latency, reason, finished)
-            )
     rows += _run_row(found, fingerprint)
     return Answers(tuple(rows), unanswered, fingerprint)
 
@@ -162,9 +166,23 @@ def device_of(folder: Path, options: BuildOptions) -> Fingerprint | None:
     if not file.exists():
         return None
     try:
-        return fingerprint_of(json.loads(file.read_text(encoding="utf-8")), replace(options, block=True))
+        return _fingerprint(parse_json(file.read_text(encoding="utf-8")), replace(options, block=True))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TableError(f"{file} is damaged ({error}); take it from the device again") from error
+
+
+def _fingerprint(about: Any, options: BuildOptions) -> Fingerprint:
+    return values.fingerprint(fingerprint_of(about, options).as_dict())
+
+
+def _measured(measured: Any) -> Measurement:
+    """Return a measurement that a file tells of; `ValueError` where it is none."""
+    stable = measured["stable"]
+    given = (*(measured[name] for name in ("median_ms", "q1_ms", "q3_ms", "repeats")), int(stable is True))
+    found = values.measurement(given, "hot")
+    if found is None or not isinstance(stable, bool) or found.median_ms <= 0:
+        raise ValueError(f"{brief(measured)} is no measurement")
+    return found
 
 
 def _run_row(found: dict[str, dict[str, Any]], fingerprint: Fingerprint | None) -> list[Row]:

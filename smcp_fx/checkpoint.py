@@ -1,16 +1,17 @@
 """Checkpoints of a training run: all that a resumed run needs to go on as if nothing had happened.
 
-One safetensors file holds the tensors and, in its header, a manifest in JSON. It is written beside its place and
-renamed, so that a run that is killed at any moment leaves the last whole checkpoint. No code is stored and
-nothing is unpickled.
+One safetensors file holds the tensors and, in its header, a manifest in JSON with a checksum of the whole file. It is
+written beside its place and renamed, so that a run that is killed at any moment leaves the last whole checkpoint. No
+code is stored and nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,12 +27,18 @@ from smcp_fx import generators, ranks
 from smcp_fx.errors import CheckpointError
 from smcp_fx.prepared import PreparedModel, unwrapped
 from smcp_fx.solve import Solve
-from smcp_fx.tensor_file import TensorWriter, raw, restore, write_together
+from smcp_fx.tensor_file import TensorWriter, restore, write_together
 from smcp_fx.value_codec import decode_value, encode_value
 from smcp_fx.versions import library_versions, saved_with
 
 FORMAT = "smcp_fx.checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+#: The checksum as a header has it, JSON within JSON; the file's own is of it with zeros in this place.
+_SUM = re.compile(rb'\\"sha256\\": \\"([0-9a-f]{64})\\"')
+_NO_SUM = "0" * 64
+_NO_SUM_PLACE = rb"\"sha256\": \"" + _NO_SUM.encode() + rb"\""
+#: Bytes read at once.
+_CHUNK = 1 << 20
 
 
 class Stateful(Protocol):
@@ -185,27 +192,42 @@ def _content(
         "extras": encoder.items(extras, "extras"),
     }
     manifest = {
+        "sha256": _NO_SUM,
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "libraries": library_versions(),
         "kinds": kinds,
         "values": {"dict": [[key, value] for key, value in values.items()]},
         "tensors": encoder.writer.entries,
-        "sha256": _digest(encoder.writer.stored),
         "generators": generator_states,
     }
     try:
-        return safetensors.torch.save(encoder.writer.stored, {FORMAT: json.dumps(manifest, allow_nan=False)})
+        content = safetensors.torch.save(
+            encoder.writer.stored, {FORMAT: json.dumps(manifest, allow_nan=False)}
+        )
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the tensors cannot be written as safetensors: {error}") from error
+    start, header = content.index(_NO_SUM.encode()), 8 + int.from_bytes(content[:8], "little")
+    rest = memoryview(content)
+    checksum = _checksum([content[:header], rest[header:]]).encode()
+    return b"".join((rest[:start], checksum, rest[start + len(_NO_SUM) :]))
 
 
-def _digest(stored: Mapping[str, Tensor]) -> str:
+def _checksum(parts: Iterable[bytes | memoryview]) -> str:
+    """Return the SHA-256 of a file given in parts, the first of which holds the header."""
     hasher = hashlib.sha256()
-    for name, tensor in sorted(stored.items()):
-        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        hasher.update(raw(tensor))
+    for number, part in enumerate(parts):
+        hasher.update(part if number else _SUM.sub(_NO_SUM_PLACE, part, count=1))
     return hasher.hexdigest()
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    """Yield a file's content: its header, then chunks."""
+    with open(path, "rb") as file:
+        length = file.read(8)
+        yield length + file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
+        while part := file.read(_CHUNK):
+            yield part
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -219,9 +241,11 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 f"{path} is of version {manifest['version']!r}; this smcp_fx reads {FORMAT_VERSION}: load it with "
                 f"the one that wrote it {saved_with(manifest)}"
             )
+        if _checksum(_parts(path)) != manifest["sha256"]:
+            raise CheckpointError(
+                f"{path} is damaged: its content is not what was saved; delete it and start from an earlier one"
+            )
         stored = safetensors.torch.load_file(path)
-        if _digest(stored) != manifest["sha256"]:
-            raise CheckpointError(f"{path} is damaged: its tensors are not those that were saved")
         return restore(stored, manifest["tensors"], torch.device("cpu")), manifest
     except CheckpointError:
         raise

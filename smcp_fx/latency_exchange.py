@@ -9,22 +9,24 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smcp_fx import latency_values as values
 from smcp_fx.backends.base import BlockLatency, Fingerprint
 from smcp_fx.backends.timing import Measurement
 from smcp_fx.errors import InputError, TableError
-from smcp_fx.files import write_texts
+from smcp_fx.files import brief, parse_json, read_json, write_texts
 from smcp_fx.latency_store import LatencyStore, Row
+from smcp_fx.latency_table import RUN_SIGNATURE
 
 FORMAT = "smcp_fx latency table"
 VERSION = 1
 _MEASUREMENT = ("ms", "q1_ms", "q3_ms", "repeats", "stable")
+_NEEDED = ("name", "widths", "hot_ms", "fingerprint", "signature")
 _COLUMNS = (
     "name",
     "widths",
@@ -100,14 +102,13 @@ def import_rows(path: Path, target: Path) -> Exchanged:
     Rows without a latency and an error are skipped. `TableError` names the line that does not fit.
     """
     kind = _kind(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise TableError(f"there is no file {path}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise TableError(f"cannot read {path}: {error}") from error
-    records = _from_json(text, path) if kind == "json" else _from_csv(text, path)
-    rows = [row for number, record in records if (row := _row(record, f"{path}, {number}")) is not None]
+    if not path.exists():
+        raise TableError(f"there is no file {path}")
+    rows, prints = list[Row](), dict[str, Fingerprint]()
+    for place, record in _from_json(path) if kind == "json" else _from_csv(path):
+        row = _row(record, f"{path}, {place}", prints)
+        if row is not None:
+            rows.append(row)
     if not rows:
         raise TableError(f"{path} has no row with a latency; fill in hot_ms (and cold_ms where it is known)")
     return _insert(target, rows)
@@ -134,27 +135,19 @@ def check(path: Path) -> list[Finding]:
 
     `TableError` for files that are missing, foreign, of another version, or too damaged to be read.
     """
-    store = LatencyStore(path, create=False)
+    store = LatencyStore(path, read_only=True)
+    findings, prints = list[Finding](), set[str]()
     try:
-        findings = [Finding(f"damaged: {line}", True) for line in store.damage()]
-        rows = store.rows()
+        findings += [Finding(f"damaged: {line}", True) for line in store.damage()]
+        for row in store.looked_through():
+            if isinstance(row, TableError):
+                findings.append(Finding(str(row), True))
+            else:
+                findings += _of_row(row)
+                prints.add(row.fingerprint.key())
         alive, left = store.claimed()
     finally:
         store.close()
-    for row in rows:
-        where = f"{row.name} at {_join(row.widths) or 'its only size'}"
-        if row.latency is None:
-            findings.append(Finding(f"failed: {where}: {row.error}", True))
-            continue
-        for state, found in (("hot", row.latency.hot), ("cold", row.latency.cold)):
-            if found is None:
-                continue
-            if not (math.isfinite(found.median_ms) and found.median_ms > 0):
-                findings.append(Finding(f"impossible: {where}: {state} {found.median_ms} ms", True))
-            elif not found.stable:
-                told = f"unstable: {where}: {state} {found.median_ms:.4g} ms, spread {found.spread:.0%}"
-                findings.append(Finding(told, False))
-    prints = {row.fingerprint.key() for row in rows}
     if len(prints) > 1:
         findings.append(Finding(f"rows of {len(prints)} fingerprints, each used by itself", False))
     if left:
@@ -166,11 +159,28 @@ def check(path: Path) -> list[Finding]:
     return findings
 
 
+def _of_row(row: Row) -> list[Finding]:
+    """What is wrong with a row: it failed, or was not steady, or took no time, which is a clock that says nothing."""
+    where = f"{row.name} at {_join(row.widths) or 'its only size'}"
+    if row.latency is None:
+        return [Finding(f"failed: {where}: {row.error}", True)]
+    found = []
+    for state, one in (("hot", row.latency.hot), ("cold", row.latency.cold)):
+        if one is None:
+            continue
+        if one.median_ms <= 0 and row.signature != RUN_SIGNATURE:
+            found.append(Finding(f"impossible: {where}: {state} {one.median_ms:g} ms", True))
+        elif not one.stable:
+            told = f"unstable: {where}: {state} {one.median_ms:.4g} ms, spread {one.spread:.0%}"
+            found.append(Finding(told, True))
+    return found
+
+
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
 def _rows(path: Path) -> list[Row]:
-    store = LatencyStore(path, create=False)
+    store = LatencyStore(path, read_only=True)
     try:
         return store.rows()
     finally:
@@ -178,11 +188,17 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _insert(target: Path, rows: Sequence[Row]) -> Exchanged:
+    new = not target.exists()
     store = LatencyStore(target)
     try:
-        return Exchanged(len(rows), store.insert(rows))
-    finally:
+        taken = store.insert(rows)
+    except BaseException:
         store.close()
+        if new:
+            target.unlink(missing_ok=True)
+        raise
+    store.close()
+    return Exchanged(len(rows), taken)
 
 
 def _kind(path: Path) -> str:
@@ -236,63 +252,89 @@ def _join(widths: tuple[int, ...]) -> str:
     return "x".join(map(str, widths))
 
 
-def _from_json(text: str, path: Path) -> list[tuple[str, dict[str, Any]]]:
-    try:
-        whole = json.loads(text)
-    except ValueError as error:
-        raise TableError(f"{path} is no JSON, or was cut off: {error}") from error
+def _from_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    whole = read_json(path, TableError, "export it again")
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise TableError(f"{path} is no exported latency table (its format is not {FORMAT!r})")
     if whole.get("version") != VERSION:
-        raise TableError(f"{path} is of version {whole.get('version')}, this library reads {VERSION}")
-    found = []
-    for number, record in enumerate(whole.get("rows") or [], 1):
+        raise TableError(f"{path} is of version {brief(whole.get('version'))}, this library reads {VERSION}")
+    rows, prints = whole.get("rows") or [], whole.get("fingerprints") or {}
+    if not isinstance(rows, list) or not isinstance(prints, dict):
+        raise TableError(f"{path} is no exported latency table: rows must be a list, fingerprints an object")
+    for number, record in enumerate(rows, 1):
         key = record.get("fingerprint") if isinstance(record, dict) else None
-        if key not in whole.get("fingerprints", {}):
-            raise TableError(f"{path}, row {number}: its fingerprint {key!r} is not in the file")
-        found.append((f"row {number}", {**record, "fingerprint": whole["fingerprints"][key]}))
-    return found
+        if not isinstance(key, str) or key not in prints:
+            raise TableError(f"{path}, row {number}: its fingerprint {brief(key)} is not in the file")
+        yield f"row {number}", {**record, "fingerprint": prints[key]}
 
 
-def _from_csv(text: str, path: Path) -> list[tuple[str, dict[str, Any]]]:
-    reader = csv.DictReader(io.StringIO(text))
-    missing = [name for name in ("name", "widths", "hot_ms", "fingerprint", "signature") if name not in (
-        reader.fieldnames or ())]  # fmt: skip
-    if missing:
-        raise TableError(f"{path} is no exported latency table: it has no columns {', '.join(missing)}")
-    found = []
-    for record in reader:
-        where = f"line {reader.line_num}"
-        values: dict[str, Any] = {key: None if value == "" else value for key, value in record.items()}
-        try:
-            values["widths"] = [int(w) for w in (values["widths"] or "").split("x") if w]
-            values["fingerprint"] = json.loads(values["fingerprint"] or "")
-        except ValueError as error:
-            raise TableError(f"{path}, {where}: {error}; was the file cut off?") from error
-        found.append((where, values))
-    return found
+def _from_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the records of a CSV file with numbers in place of their texts; empty cells are None."""
+    line = 0
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.reader(file)
+            columns = next(reader, [])
+            missing = [name for name in _NEEDED if name not in columns]
+            if missing:
+                raise TableError(
+                    f"{path} is no exported latency table: it has no columns {', '.join(missing)}"
+                )
+            for cells in reader:
+                line = reader.line_num
+                if not cells:
+                    continue
+                if len(cells) != len(columns):
+                    raise ValueError(f"{len(cells)} cells in a file of {len(columns)} columns")
+                record = dict(zip(columns, (cell or None for cell in cells), strict=True))
+                yield f"line {line}", {name: _of_cell(name, cell) for name, cell in record.items()}
+    except (OSError, ValueError, csv.Error) as error:
+        raise TableError(f"{path}, line {line or 1}: {error}; was the file cut off?") from error
 
 
-def _row(record: Mapping[str, Any], where: str) -> Row | None:
-    """Return the row of a record; None when it holds neither a latency nor an error."""
+def _of_cell(column: str, cell: str | None) -> Any:
+    """Return what a cell stands for."""
+    if column == "widths":
+        return [int(width) for width in (cell or "").split("x") if width]
+    if column == "fingerprint":
+        return cell or ""
+    if cell is None or column in ("name", "signature", "error"):
+        return cell
+    if column.endswith("_stable"):
+        return {"1": True, "true": True, "0": False, "false": False}.get(cell.lower(), cell)
+    if column.endswith("_repeats"):
+        return int(cell)
+    return float(cell) if column in _COLUMNS else cell
+
+
+def _row(record: Mapping[str, Any], where: str, prints: dict[str, Fingerprint]) -> Row | None:
+    """Return the row of a record; None when it holds neither a latency nor an error.
+
+    ``prints``: the fingerprints met so far, by what the file has: a file of many rows has few.
+    """
     try:
         hot, cold = (_measurement(record, state) for state in ("hot", "cold"))
         error = record.get("error")
         if hot is None and not error:
             return None
+        told = record["fingerprint"]
+        known = told if isinstance(told, str) else json.dumps(told)
+        if known not in prints:
+            prints[known] = values.fingerprint(parse_json(known))
+        measured_at = record.get("measured_at")
         return Row(
-            str(record["name"]),
-            str(record["signature"]),
-            tuple(int(width) for width in record["widths"]),
-            Fingerprint.from_dict(record["fingerprint"]),
+            values.text(record["name"], "name"),
+            values.text(record["signature"], "signature"),
+            values.widths(record["widths"]),
+            prints[known],
             BlockLatency(hot, cold) if hot is not None else None,
-            None if hot is not None else str(error),
-            float(record.get("measured_at") or time.time()),
+            None if hot is not None else values.text(error, "error"),
+            values.moment(measured_at, "measured_at") if measured_at else time.time(),
         )
-    except TableError as error:
+    except KeyError as error:
+        raise TableError(f"{where}: it has no {error}") from error
+    except ValueError as error:
         raise TableError(f"{where}: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise TableError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def _measurement(record: Mapping[str, Any], state: str) -> Measurement | None:
@@ -300,10 +342,9 @@ def _measurement(record: Mapping[str, Any], state: str) -> Measurement | None:
     median, q1, q3, repeats, stable = (record.get(f"{state}_{name}") for name in _MEASUREMENT)
     if median is None:
         return None
-    ms = float(median)
-    if not (math.isfinite(ms) and ms > 0):
-        raise ValueError(f"{state}_ms is {median}; a latency is a positive number of ms")
-    steady = stable is None or str(stable).lower() in ("1", "true")
-    return Measurement(
-        ms, ms if q1 is None else float(q1), ms if q3 is None else float(q3), int(repeats or 1), steady
-    )
+    low, high = (median if quartile is None else quartile for quartile in (q1, q3))
+    steady = 1 if stable is None else int(stable) if isinstance(stable, bool) else stable
+    found = values.measurement((median, low, high, 1 if repeats is None else repeats, steady), state)
+    if found is not None and found.median_ms == 0 and record.get("signature") != RUN_SIGNATURE:
+        raise ValueError(f"{state}_ms is 0; a latency is a positive number of ms")
+    return found

@@ -17,37 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smcp_fx import latency_values as values
 from smcp_fx.backends.base import BlockLatency, Fingerprint
 from smcp_fx.backends.timing import Measurement
 from smcp_fx.errors import TableError
+from smcp_fx.files import brief, parse_json
+from smcp_fx.latency_file import TableFile
 from smcp_fx.latency_surface import Point
 
-_APPLICATION_ID = 0x534D4350  # "SMCP"
-FORMAT_VERSION = 1
 #: A claim from another machine, whose process cannot be looked up, is given up after this long.
 _REMOTE_CLAIM_SECONDS = 600.0
 #: A row that took its process down this often is marked as failed.
 MAX_ATTEMPTS = 3
 
-_SCHEMA = """
-CREATE TABLE fingerprint (id INTEGER PRIMARY KEY, key TEXT UNIQUE NOT NULL, fields TEXT NOT NULL);
-CREATE TABLE block (id INTEGER PRIMARY KEY, signature TEXT UNIQUE NOT NULL, name TEXT NOT NULL);
-CREATE TABLE latency (
-  fingerprint INTEGER NOT NULL REFERENCES fingerprint (id),
-  block INTEGER NOT NULL REFERENCES block (id),
-  widths TEXT NOT NULL,
-  state TEXT NOT NULL CHECK (state IN ('claimed', 'measured', 'failed')),
-  owner TEXT NOT NULL,
-  attempts INTEGER NOT NULL,
-  changed REAL NOT NULL,
-  hot_ms REAL, hot_q1_ms REAL, hot_q3_ms REAL, hot_repeats INTEGER, hot_stable INTEGER,
-  cold_ms REAL, cold_q1_ms REAL, cold_q3_ms REAL, cold_repeats INTEGER, cold_stable INTEGER,
-  error TEXT,
-  PRIMARY KEY (fingerprint, block, widths)
-) WITHOUT ROWID;
-"""
 _HOT = "hot_ms, hot_q1_ms, hot_q3_ms, hot_repeats, hot_stable"
 _COLD = _HOT.replace("hot", "cold")
+_FINGERPRINTS = "SELECT id, key, fields FROM fingerprint ORDER BY id"
+_BLOCKS = "SELECT id, name, signature FROM block ORDER BY id"
 
 
 @dataclass(frozen=True)
@@ -64,78 +50,91 @@ class Row:
 
 
 class LatencyStore:
-    """The SQLite file of a latency table. Errors: `TableError`, which names the file."""
+    """The SQLite file of a latency table. Errors: `TableError`, which names the file, and the row that is no row.
 
-    def __init__(self, path: Path | str, *, create: bool = True) -> None:
+    ``read_only``: a table that is there, which nothing is written to, nor beside it.
+    """
+
+    def __init__(self, path: Path | str, *, create: bool = True, read_only: bool = False) -> None:
         self.path = Path(path)
-        existed = self.path.exists() and self.path.stat().st_size > 0
-        if not existed and not create:
-            raise TableError(f"there is no latency table {self.path}: measure one first")
         self._owner = _process_name(os.getpid())
         with self._reported():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(self.path, timeout=30.0, isolation_level=None)
-            try:
-                self._open()
-            except BaseException:
-                self._database.close()
-                raise
+            existed = self.path.exists() and self.path.stat().st_size > 0
+            if not existed and (read_only or not create):
+                raise TableError(f"there is no latency table {self.path}: measure one first")
+            self._file = TableFile(self.path, read_only=read_only)
 
     def close(self) -> None:
         """Close the file."""
-        self._database.close()
+        self._file.close()
 
     def fingerprints(self) -> list[Fingerprint]:
         """Return the devices and runtimes that the table has rows of."""
         with self._reported():
-            found = self._database.execute(
-                "SELECT fields FROM fingerprint WHERE id IN (SELECT fingerprint FROM latency) ORDER BY id"
-            ).fetchall()
-        return [Fingerprint.from_dict(json.loads(fields)) for (fields,) in found]
+            used = {number for (number,) in self._file.run("SELECT DISTINCT fingerprint FROM latency")}
+            return [self._fingerprint(*row) for row in self._file.run(_FINGERPRINTS) if row[0] in used]
 
     def measured(self, signature: str, fingerprint: Fingerprint) -> dict[Point, BlockLatency]:
         """Return what is measured of one block, by widths."""
+        found: dict[Point, BlockLatency] = {}
         with self._reported():
-            found = self._database.execute(
-                f"SELECT widths, {_HOT}, {_COLD} FROM latency JOIN block ON block.id = block "
-                "JOIN fingerprint f ON f.id = fingerprint "
-                "WHERE signature = ? AND key = ? AND state = 'measured'",
-                (signature, fingerprint.key()),
-            ).fetchall()
-        return {_widths(row[0]): _latency(row[1:]) for row in found}
+            for row in self._of_block(f"widths, {_HOT}, {_COLD}", "measured", signature, fingerprint):
+                with self._placed(signature, row[0]):
+                    point = values.widths_of_text(row[0])
+                    found[point] = values.latency(row[1:])
+                    values.as_many(point, len(next(iter(found))))
+        return found
 
     def failures(self, signature: str, fingerprint: Fingerprint) -> dict[Point, str]:
         """Return the errors of the measurements that failed of one block, by widths."""
+        found: dict[Point, str] = {}
         with self._reported():
-            found = self._database.execute(
-                "SELECT widths, error FROM latency JOIN block ON block.id = block "
-                "JOIN fingerprint f ON f.id = fingerprint "
-                "WHERE signature = ? AND key = ? AND state = 'failed'",
-                (signature, fingerprint.key()),
-            ).fetchall()
-        return {_widths(widths): str(error) for widths, error in found}
+            for row in self._of_block("widths, error", "failed", signature, fingerprint):
+                with self._placed(signature, row[0]):
+                    found[values.widths_of_text(row[0])] = values.text(row[1], "the error")
+        return found
 
     def rows(self, fingerprint: Fingerprint | None = None) -> list[Row]:
         """Return all rows that are measured or failed, or those of one fingerprint."""
+        found = []
+        for row in self.looked_through():
+            if isinstance(row, TableError):
+                raise row
+            if fingerprint is None or row.fingerprint == fingerprint:
+                found.append(row)
+        return found
+
+    def looked_through(self) -> Iterator[Row | TableError]:
+        """Yield every row that is measured or failed; in place of one that is none, what is wrong with it."""
         with self._reported():
-            found = self._database.execute(
-                f"SELECT name, signature, widths, fields, key, error, changed, state, {_HOT}, {_COLD} "
-                "FROM latency JOIN block ON block.id = block JOIN fingerprint f ON f.id = fingerprint "
-                "WHERE state != 'claimed' ORDER BY block.id, changed"
-            ).fetchall()
-        return [
-            Row(
-                name,
-                signature,
-                _widths(widths),
-                Fingerprint.from_dict(json.loads(fields)),
-                _latency(values) if state == "measured" else None,
-                error,
-                changed,
+            prints: dict[int, Fingerprint | TableError] = {}
+            for row in self._file.run(_FINGERPRINTS):
+                try:
+                    prints[row[0]] = self._fingerprint(*row)
+                except TableError as error:
+                    prints[row[0]] = error
+            blocks = {number: (name, signature) for number, name, signature in self._file.run(_BLOCKS)}
+            rows = self._file.run(
+                f"SELECT fingerprint, block, widths, state, error, changed, owner, attempts, {_HOT}, {_COLD} "
+                "FROM latency ORDER BY block, changed"
             )
-            for name, signature, widths, fields, key, error, changed, state, *values in found
-            if fingerprint is None or key == fingerprint.key()
-        ]
+            dimensions: dict[int, int] = {}
+            for row in rows:
+                here = prints.get(row[0])
+                if here is None or row[1] not in blocks:
+                    continue  # refers to nothing, which `damage` tells
+                try:
+                    if isinstance(here, TableError):
+                        raise here
+                    with self._placed(blocks[row[1]][0], row[2]):
+                        found = _row(here, *blocks[row[1]], *row[2:])
+                        if found is not None:
+                            values.as_many(found.widths, dimensions.setdefault(row[1], len(found.widths)))
+                except TableError as error:
+                    yield error
+                else:
+                    if found is not None:
+                        yield found
 
     def claim(
         self, name: str, signature: str, fingerprint: Fingerprint, points: Sequence[Point]
@@ -143,14 +142,14 @@ class LatencyStore:
         """Claim the first of ``points`` that is neither known nor claimed; None when there is none."""
         with self._transaction() as run:
             key = (self._fingerprint_id(fingerprint), self._block_id(name, signature))
-            taken = {
-                widths: (state, owner, attempts, changed)
-                for widths, state, owner, attempts, changed in run(
-                    "SELECT widths, state, owner, attempts, changed FROM latency "
-                    "WHERE fingerprint = ? AND block = ?",
-                    key,
-                )
-            }
+            taken = {}
+            for widths, state, owner, attempts, changed in run(
+                "SELECT widths, state, owner, attempts, changed FROM latency WHERE fingerprint = ? AND block = ?",
+                key,
+            ):
+                with self._placed(name, widths):
+                    tried = values.whole(attempts, "the number of attempts", 0)
+                    taken[widths] = state, owner, tried, values.moment(changed, "its time")
             for point in points:
                 widths = json.dumps(point)
                 state, owner, attempts, changed = taken.get(widths, ("free", "", 0, 0.0))
@@ -179,9 +178,9 @@ class LatencyStore:
         columns = [f"{name} = ?" for name in f"{_HOT}, {_COLD}".split(", ")]
         with self._transaction() as run:
             for point, result in results.items():
-                values: list[float | int | None] = [None] * 10
+                times: list[float | int | None] = [None] * 10
                 if isinstance(result, BlockLatency):
-                    values = [*_columns(result.hot), *_columns(result.cold)]
+                    times = [*_columns(result.hot), *_columns(result.cold)]
                 run(
                     f"UPDATE latency SET state = ?, error = ?, changed = ?, {', '.join(columns)} "
                     "WHERE fingerprint = (SELECT id FROM fingerprint WHERE key = ?) "
@@ -190,7 +189,7 @@ class LatencyStore:
                         "measured" if isinstance(result, BlockLatency) else "failed",
                         None if isinstance(result, BlockLatency) else result,
                         time.time(),
-                        *values,
+                        *times,
                         fingerprint.key(),
                         signature,
                         json.dumps(point),
@@ -206,6 +205,11 @@ class LatencyStore:
         with self._transaction() as run:
             for row in rows:
                 key = (self._fingerprint_id(row.fingerprint), self._block_id(row.name, row.signature))
+                (other,) = run("SELECT max(widths) FROM latency WHERE block = ?", key[1:]).fetchone()
+                with self._placed(row.name, json.dumps(row.widths)):
+                    values.as_many(
+                        row.widths, len(values.widths_of_text(other)) if other else len(row.widths)
+                    )
                 found = run(
                     "SELECT state, hot_stable, cold_stable FROM latency "
                     "WHERE fingerprint = ? AND block = ? AND widths = ?",
@@ -236,17 +240,15 @@ class LatencyStore:
     def claimed(self) -> tuple[int, int]:
         """Return how many rows are under way: claimed by processes that live, and left by those that do not."""
         with self._reported():
-            owners = self._database.execute(
-                "SELECT owner, changed FROM latency WHERE state = 'claimed'"
-            ).fetchall()
+            owners = self._file.run("SELECT owner, changed FROM latency WHERE state = 'claimed'").fetchall()
         alive = sum(self._alive(owner, changed) for owner, changed in owners)
         return alive, len(owners) - alive
 
     def damage(self) -> list[str]:
         """Return what SQLite finds wrong with the file; nothing for a sound one."""
         with self._reported():
-            found = [row[0] for row in self._database.execute("PRAGMA integrity_check").fetchall()]
-            orphans = self._database.execute("PRAGMA foreign_key_check").fetchall()
+            found = [row[0] for row in self._file.run("PRAGMA integrity_check").fetchall()]
+            orphans = self._file.run("PRAGMA foreign_key_check").fetchall()
         return [str(line) for line in found if line != "ok"] + [
             f"a row of table {row[0]} refers to nothing" for row in orphans
         ]
@@ -272,54 +274,54 @@ class LatencyStore:
                 (fingerprint.key(), signature),
             ).rowcount
 
-    def _open(self) -> None:
-        run = self._database.execute
-        run("PRAGMA journal_mode = WAL")
-        run("PRAGMA synchronous = NORMAL")
-        run("BEGIN IMMEDIATE")  # two processes may create the file at the same moment
+    def _of_block(
+        self, columns: str, state: str, signature: str, fingerprint: Fingerprint
+    ) -> Iterator[tuple[Any, ...]]:
+        return self._file.run(
+            f"SELECT {columns} FROM latency JOIN block ON block.id = block JOIN fingerprint f ON f.id = fingerprint "
+            "WHERE signature = ? AND key = ? AND state = ?",
+            (signature, fingerprint.key(), state),
+        )
+
+    def _fingerprint(self, number: int, key: Any, fields: Any) -> Fingerprint:
+        with self._placed("fingerprint", number):
+            found = values.fingerprint(parse_json(values.text(fields, "its fields")))
+            if found.key() != key:
+                raise ValueError(f"its key is {brief(key)}, its fields have {found.key()}")
+        return found
+
+    @contextmanager
+    def _placed(self, name: Any, at: Any) -> Iterator[None]:
+        """Say of which row of the file a value is that is none."""
         try:
-            application = run("PRAGMA application_id").fetchone()[0]
-            version = run("PRAGMA user_version").fetchone()[0]
-            empty = run("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-            if empty and application == 0:
-                for statement in _SCHEMA.split(";"):
-                    run(statement)
-                run(f"PRAGMA application_id = {_APPLICATION_ID}")
-                run(f"PRAGMA user_version = {FORMAT_VERSION}")
-                application, version = _APPLICATION_ID, FORMAT_VERSION
-            run("COMMIT")
-        except BaseException:
-            if self._database.in_transaction:
-                run("ROLLBACK")
-            raise
-        if application != _APPLICATION_ID:
-            raise TableError(f"{self.path} is a database, but no latency table; choose another file")
-        if version != FORMAT_VERSION:
+            yield
+        except ValueError as error:
             raise TableError(
-                f"{self.path} is a latency table of format {version}, this version reads {FORMAT_VERSION}; "
-                "measure into a new file"
-            )
+                f"{self.path} is damaged: {brief(name)} at {brief(at)}: {error}. Measure into another table, or take "
+                "a sound copy"
+            ) from error
 
     def _fingerprint_id(self, fingerprint: Fingerprint) -> int:
-        self._database.execute(
+        self._file.run(
             "INSERT OR IGNORE INTO fingerprint (key, fields) VALUES (?, ?)",
             (fingerprint.key(), json.dumps(fingerprint.as_dict(), sort_keys=True)),
         )
-        found = self._database.execute("SELECT id FROM fingerprint WHERE key = ?", (fingerprint.key(),))
+        found = self._file.run("SELECT id FROM fingerprint WHERE key = ?", (fingerprint.key(),))
         return int(found.fetchone()[0])
 
     def _block_id(self, name: str, signature: str) -> int:
-        self._database.execute(
-            "INSERT OR IGNORE INTO block (signature, name) VALUES (?, ?)", (signature, name)
-        )
-        found = self._database.execute("SELECT id FROM block WHERE signature = ?", (signature,))
+        self._file.run("INSERT OR IGNORE INTO block (signature, name) VALUES (?, ?)", (signature, name))
+        found = self._file.run("SELECT id FROM block WHERE signature = ?", (signature,))
         return int(found.fetchone()[0])
 
-    def _alive(self, owner: str, claimed: float) -> bool:
+    def _alive(self, owner: Any, claimed: Any) -> bool:
         """Whether the process that claimed a row is still there; this process's own old claims are not."""
-        host, pid, _ = owner.rsplit("/", 2)
+        host, _, rest = str(owner).partition("/")
+        pid = rest.partition("/")[0]
+        if not pid.isdecimal():
+            return False
         if host != socket.gethostname():
-            return time.time() - claimed < _REMOTE_CLAIM_SECONDS
+            return isinstance(claimed, float) and 0 <= time.time() - claimed < _REMOTE_CLAIM_SECONDS
         return owner != self._owner and _process_name(int(pid)) == owner
 
     @contextmanager
@@ -329,7 +331,10 @@ class LatencyStore:
         except sqlite3.OperationalError as error:
             advice = "; free space, or measure into another folder" if "full" in str(error) else ""
             raise TableError(f"the latency table {self.path} cannot be used: {error}{advice}") from error
-        except sqlite3.DatabaseError as error:
+        except (
+            sqlite3.DatabaseError,
+            UnicodeDecodeError,
+        ) as error:  # SQLite's own words may hold what is damaged
             raise TableError(
                 f"{self.path} is no latency table, or a damaged one ({error}); move it away and measure anew"
             ) from error
@@ -340,15 +345,8 @@ class LatencyStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
-        with self._reported():
-            self._database.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._database.execute
-                self._database.execute("COMMIT")
-            except BaseException:
-                if self._database.in_transaction:  # SQLite rolls back by itself where the disk is full
-                    self._database.execute("ROLLBACK")
-                raise
+        with self._reported(), self._file.transaction() as run:
+            yield run
 
 
 def _process_name(pid: int) -> str:
@@ -358,10 +356,6 @@ def _process_name(pid: int) -> str:
     except (OSError, IndexError):
         started = "0"
     return f"{socket.gethostname()}/{pid}/{started}"
-
-
-def _widths(text: str) -> Point:
-    return tuple(int(w) for w in json.loads(text))
 
 
 def _columns(measurement: Measurement | None) -> list[float | int | None]:
@@ -376,8 +370,28 @@ def _rank(measured: bool, stable: Sequence[Any]) -> int:
     return (1 + all(flag != 0 for flag in stable)) if measured else 0
 
 
-def _latency(values: Sequence[float]) -> BlockLatency:
-    def measurement(columns: Sequence[float]) -> Measurement:
-        return Measurement(columns[0], columns[1], columns[2], int(columns[3]), bool(columns[4]))
-
-    return BlockLatency(measurement(values[:5]), measurement(values[5:]) if values[5] is not None else None)
+def _row(
+    fingerprint: Fingerprint,
+    name: Any,
+    signature: Any,
+    widths: Any,
+    state: Any,
+    error: Any,
+    changed: Any,
+    owner: Any,
+    attempts: Any,
+    *times: Any,
+) -> Row | None:
+    """Return a row of the file, checked; None for one that is under way. `ValueError` says what is wrong with it."""
+    point = values.widths_of_text(widths)
+    name, signature = values.text(name, "the block's name"), values.text(signature, "the block's signature")
+    at = values.moment(changed, "its time")
+    values.text(owner, "its owner")
+    values.whole(attempts, "the number of attempts", 0)
+    if state == "claimed":
+        return None
+    if state == "measured":
+        return Row(name, signature, point, fingerprint, values.latency(times), None, at)
+    if state != "failed":
+        raise ValueError(f"its state is {brief(state)}, not claimed, measured or failed")
+    return Row(name, signature, point, fingerprint, None, values.text(error, "the error"), at)

@@ -88,6 +88,7 @@ class LatencyTable:
     ``cold_share``: how the two states of a row are weighed where a backend tells them apart: 0 for weights
     that are in cache when the block runs (a small network), 1 for weights that come from memory (a large
     one). None leaves it to the network's size (`LatencyCost`); a block by itself is then priced in cache.
+    ``read_only``: a file that is there, which nothing is written to.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class LatencyTable:
         path: Path | str,
         *,
         create: bool = True,
+        read_only: bool = False,
         sampling: SamplingConfig | None = None,
         cold_share: float | None = None,
     ) -> None:
@@ -102,7 +104,7 @@ class LatencyTable:
             raise InputError(f"cold_share = {cold_share}: from 0 (weights in cache) to 1 (weights in memory)")
         self.sampling = sampling or SamplingConfig()
         self.cold_share = cold_share
-        self.store = LatencyStore(path, create=create)
+        self.store = LatencyStore(path, create=create, read_only=read_only)
 
     @property
     def path(self) -> Path:

@@ -20,6 +20,17 @@ _FLAGS = {"fp16": "FP16", "bf16": "BF16"}
 _LAYOUTS = {"fp32": ("LINEAR", "HWC", "CHW32"), "fp16": ("LINEAR", "HWC8"), "bf16": ("LINEAR", "HWC8")}
 _PRODUCTS = ("CONVOLUTION", "DECONVOLUTION", "MATRIX_MULTIPLY", "FULLY_CONNECTED")
 
+_NOTHING = type(None)
+#: What a request may give for each option.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "precision": (str, "text"),
+    "batch": ((tuple, _NOTHING), "a list of whole numbers"),
+    "workspace_mib": ((int, _NOTHING), "a whole number"),
+    "optimization_level": ((int, _NOTHING), "a whole number"),
+    "tactic_sources_off": (tuple, "a list of names"),
+    **dict.fromkeys(("tf32", "block", "version_compatible", "lean"), (bool, "true or false")),
+}
+
 
 @dataclass(frozen=True)
 class BuildOptions:
@@ -47,13 +58,21 @@ class BuildOptions:
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise WorkerError(
-                f"this worker knows no build options {', '.join(unknown)}: use the one of that version"
+                f"this worker knows no build options {', '.join(unknown)[:200]}: use the one of that version"
             )
         lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
         options = cls(**{**values, **lists})
+        for name, (kind, told) in _KINDS.items():
+            value = getattr(options, name)
+            if isinstance(value, bool) is not (kind is bool) or not isinstance(value, kind):
+                raise WorkerError(f"{name} {repr(value)[:80]}: must be {told}")
+        if not all(isinstance(name, str) for name in options.tactic_sources_off):
+            raise WorkerError("tactic_sources_off: must be names")
         if options.precision not in PRECISIONS:
-            raise WorkerError(f"precision {options.precision!r}: choose from {', '.join(PRECISIONS)}")
+            raise WorkerError(f"precision {options.precision[:80]!r}: choose from {', '.join(PRECISIONS)}")
         batch = options.batch
+        if batch is not None and not all(type(size) is int for size in batch):
+            raise WorkerError(f"batch {repr(list(batch))[:80]}: give [least, usual, largest], whole numbers")
         if batch is not None and (len(batch) != 3 or sorted(batch) != list(batch) or batch[0] < 1):
             raise WorkerError(f"batch {list(batch)}: give [least, usual, largest], each at least 1")
         return options

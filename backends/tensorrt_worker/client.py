@@ -87,9 +87,11 @@ class WorkerProcess:
             raise self._death(f"ended while it was asked to {op}")
         try:
             answer = json.loads(line)
-        except ValueError:
+        except (RecursionError, ValueError):
+            answer = None
+        if not isinstance(answer, dict):
             process.kill()
-            raise self._death(f"answered {op!r} with {line[:80]!r}") from None
+            raise self._death(f"answered {op!r} with {line[:80]!r}")
         return _checked(answer)
 
     def close(self) -> None:

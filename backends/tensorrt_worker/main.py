@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import sys
 import threading
 import time
@@ -20,18 +21,24 @@ from typing import Any
 from . import PROTOCOL
 from .building import PRECISIONS
 from .client import WorkerProcess
-from .problems import WorkerDied, WorkerError
+from .problems import WorkerDied, WorkerError, cache_folder, read_object
 from .serving import _write, serve
 
 FORMAT = "smcp_fx tensorrt requests"
+#: What names a request's answer and engine.
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NEEDED = {"id": str, "onnx": str, "options": dict}
+_OPTIONAL = {"engine": str, "name": str, "timing": dict, "nodes": list}
 #: Engines that each of several builders makes before they are measured: an interrupted run has lost no more.
 _AHEAD = 8
+_MOST_BUILDERS, _LONGEST_S = 64, 1e6
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="smcp-trt-worker",
+        allow_abbrev=False,
         description="Build and measure TensorRT engines of the ONNX files that FOLDER/requests.json names. Needs "
         "Python 3.10 or newer, numpy, tensorrt and cuda-bindings, nothing else.",
     )
@@ -69,8 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = (arguments.folder, arguments.engine, arguments.onnx)
     if not arguments.about and not any(files):
         parser.error("give the folder of requests, --onnx FILE, --engine FILE, or --about")
-    if arguments.builders < 1 or arguments.timeout <= 0:
-        parser.error("--builders must be at least 1, --timeout positive")
+    if not 1 <= arguments.builders <= _MOST_BUILDERS or not 0 < arguments.timeout <= _LONGEST_S:
+        parser.error(
+            f"--builders must be from 1 to {_MOST_BUILDERS}, --timeout positive and at most {_LONGEST_S:g}"
+        )
     command = [*_itself(), "--serve", "--gpu", str(arguments.gpu)] + (["--lean"] if arguments.lean else [])
     workers = [WorkerProcess(command, arguments.timeout) for _ in range(arguments.builders)]
     try:
@@ -138,26 +147,51 @@ def work_off(
 def read_requests(folder: Path) -> dict[str, Any]:
     """Return the folder's requests; `WorkerError` where they are missing, damaged or of another version."""
     file = folder / "requests.json"
-    try:
-        requests = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise WorkerError(f"there is no {file}: smcp-table measure --emit-requests writes it") from error
-    except (OSError, ValueError) as error:
-        raise WorkerError(f"{file} cannot be read, or was cut off: {error}") from error
-    if (
-        not isinstance(requests, dict)
-        or requests.get("format") != FORMAT
-        or requests.get("version") != PROTOCOL
-    ):
+    if not file.exists():
+        raise WorkerError(f"there is no {file}: smcp-table measure --emit-requests writes it")
+    requests = read_object(file, "it cannot be read, or was cut off; write it again")
+    if requests.get("format") != FORMAT or requests.get("version") != PROTOCOL:
         raise WorkerError(
             f"{file} is no file of requests of version {PROTOCOL}; write it with this version of smcp_fx"
         )
     jobs = requests.get("jobs")
+    names = set[str]()
     for number, job in enumerate(jobs if isinstance(jobs, list) else [None]):
-        kinds = {"id": str, "onnx": str, "options": dict}
-        if not isinstance(job, dict) or not all(isinstance(job.get(name), k) for name, k in kinds.items()):
-            raise WorkerError(f"{file}: request {number} is none (id, onnx and options): write it again")
+        wrong = _wrong_with(folder, job)
+        if not wrong and job["id"] in names:
+            wrong = f"another has the id {job['id']!r}, too"
+        if wrong:
+            raise WorkerError(f"{file}: request {number} is none ({wrong}): write it again")
+        names.add(job["id"])
     return requests
+
+
+def _wrong_with(folder: Path, job: Any) -> str:
+    """Return why something is no request; nothing where it is one. Its files must lie in the folder."""
+    if not isinstance(job, dict) or not all(
+        isinstance(job.get(name), kind) for name, kind in _NEEDED.items()
+    ):
+        return ", ".join(list(_NEEDED)[:-1]) + f" and {list(_NEEDED)[-1]}"
+    for name, kind in _OPTIONAL.items():
+        if not isinstance(job.get(name), (kind, type(None))):
+            return f"{name} is {repr(job[name])[:80]}"
+    if not _ID.fullmatch(job["id"]):
+        return f"the id {job['id'][:80]!r} may hold letters, digits, '.', '_' and '-' only"
+    if job.get("engine") and not job["engine"].endswith(".engine"):
+        return f"engine {job['engine'][:80]!r} must end in .engine"
+    try:
+        for file in (folder / job["onnx"], _engine_file(folder, job), _answer_file(folder, job)):
+            _inside(folder, file)
+    except (WorkerError, OSError, ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def _inside(folder: Path, file: Path) -> Path:
+    """Return a file of the folder; `WorkerError` where it lies elsewhere, links followed."""
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise WorkerError(f"{str(file)[:200]} lies outside of {folder}")
+    return file
 
 
 def _measure(folder: Path, job: dict[str, Any], worker: WorkerProcess, prebuilt: bool) -> dict[str, Any]:
@@ -187,7 +221,7 @@ def _measure(folder: Path, job: dict[str, Any], worker: WorkerProcess, prebuilt:
 def _build_file(onnx: Path, precision: str, batch: int, worker: WorkerProcess) -> dict[str, Any]:
     """Build the engine of an ONNX file beside it, and measure it and its layers."""
     engine, options = onnx.with_suffix(".engine"), {"precision": precision, "batch": [batch] * 3}
-    cache = Path.home() / ".cache" / "smcp_fx"
+    cache = cache_folder()
     build = worker.ask("build", onnx=str(onnx), options=options, engine=str(engine), cache=str(cache))[
         "build"
     ]
@@ -212,7 +246,8 @@ def _measure_file(engine: Path, worker: WorkerProcess) -> dict[str, Any]:
 def _build(folder: Path, job: dict[str, Any], worker: WorkerProcess, key: str | None) -> dict[str, Any]:
     keep = key is None or job.get("engine")
     return worker.ask(
-        "build", onnx=str(folder / job["onnx"]), options=job["options"], key=key, cache=str(folder / "cache"),
+        "build", onnx=str(_inside(folder, folder / job["onnx"])), options=job["options"], key=key,
+        cache=str(_inside(folder, folder / "cache")),
         engine=str(_engine_file(folder, job)) if keep else None,
     )  # fmt: skip
 
@@ -254,14 +289,9 @@ def _one_device(folder: Path, about: dict[str, Any]) -> None:
     file = folder / "device.json"
     fixed = ("tensorrt", "device", "compute_capability", "driver")
     if file.exists():
-        try:
-            before = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise WorkerError(
-                f"{file} is damaged ({error}): delete it if all answers in {folder} are this device's"
-            ) from error
+        before = read_object(file, f"delete it if all answers in {folder} are this device's")
         other = [
-            f"{name}: {before.get(name)}, here {about[name]}"
+            f"{name}: {str(before.get(name))[:200]}, here {about[name]}"
             for name in fixed
             if before.get(name) != about[name]
         ]
@@ -274,17 +304,20 @@ def _one_device(folder: Path, about: dict[str, Any]) -> None:
 
 
 def _answer_file(folder: Path, job: dict[str, Any]) -> Path:
-    return folder / "answers" / f"{job['id']}.json"
+    return _inside(folder, folder / "answers" / f"{job['id']}.json")
 
 
 def _engine_file(folder: Path, job: dict[str, Any]) -> Path:
-    return folder / str(job.get("engine") or f"engines/{job['id']}.engine")
+    return _inside(folder, folder / str(job.get("engine") or f"engines/{job['id']}.engine"))
 
 
 def _forget_engine(folder: Path, job: dict[str, Any]) -> None:
     file = _engine_file(folder, job)
     for path in (file, file.with_name(f"{file.name}.json")):
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise WorkerError(f"cannot delete {path}: {error.strerror or error}") from error
 
 
 def _itself() -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
+import tempfile
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +22,20 @@ class WorkerError(Exception):
 
 class WorkerDied(WorkerError):  # noqa: N818
     """The worker's process is gone: killed, crashed, out of memory, or too slow."""
+
+
+def read_object(file: Path, advice: str) -> dict[str, Any]:
+    """Return the object that a JSON file holds; `WorkerError` names a file that holds none, with ``advice``."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        json.dumps(found, ensure_ascii=False).encode()  # half a pair of surrogates cannot be printed
+    except RecursionError:
+        raise WorkerError(f"{file} is damaged (nested too deep): {advice}") from None
+    except (OSError, ValueError) as error:
+        raise WorkerError(f"{file} is damaged ({error}): {advice}") from error
+    if not isinstance(found, dict):
+        raise WorkerError(f"{file} is damaged (it holds no object): {advice}")
+    return found
 
 
 def import_tensorrt(lean: bool = False) -> ModuleType:
@@ -43,6 +60,14 @@ def import_cuda() -> Any:
         f"cuda-bindings is not installed for {sys.executable}: pip install cuda-bindings, of a version not newer "
         "than the driver's CUDA (nvidia-smi tells it; 'cuda-bindings<13' for CUDA 12)"
     )
+
+
+def cache_folder() -> Path:
+    """Return where timing caches are kept: in the user's home, or among temporary files where there is none."""
+    try:
+        return Path.home() / ".cache" / "smcp_fx"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / "smcp_fx"
 
 
 def major_minor(version: str) -> tuple[int, int]:

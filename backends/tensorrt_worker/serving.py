@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from . import PROTOCOL
 from .building import Builder, BuildOptions, make_logger
 from .device import Device
 from .inspecting import count_types, is_reformat, nodes_of, wrong_precision
-from .problems import WorkerError, import_tensorrt, major_minor
+from .problems import WorkerError, import_tensorrt, major_minor, read_object
 from .running import LoadedEngine, Timing
 
 #: What must be equal for an engine file to be loaded.
@@ -248,24 +249,22 @@ def _description_of(engine: Path) -> dict[str, Any]:
     file = description(engine)
     if not file.exists():
         return {}
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WorkerError(f"{file} is damaged ({error}): copy it again, or delete it") from error
-    if not isinstance(record, dict):
+    record = read_object(file, "copy it again, or delete it")
+    if not isinstance(record.get("options", {}), dict):
         raise WorkerError(f"{file} is no engine's description: copy it again, or delete it")
     return record
 
 
 def _write(path: Path, content: Any) -> None:
     """Write a file beside its place and rename it, so that it is whole or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(content)
         os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            part.unlink()
         raise WorkerError(f"cannot write {path}: {error.strerror or error}; free space there") from error
 
 
@@ -279,6 +278,8 @@ def serve(gpu: int = 0, lean: bool = False) -> int:
             if session is None:
                 session = Session(gpu, lean)
             found = session.answer(json.loads(line))
+        except (RecursionError, ValueError) as error:
+            found = {"ok": False, "error": f"the request is no JSON: {error}"}
         except WorkerError as error:  # without TensorRT or a GPU every answer says so
             found = {"ok": False, "error": str(error)}
         print(json.dumps(found), file=answers, flush=True)

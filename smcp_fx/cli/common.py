@@ -1,20 +1,70 @@
-"""What the command lines share: consoles, and errors told in one paragraph."""
+"""What the command lines share: how arguments are read, consoles, and errors told in one paragraph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import NoReturn
 
 from rich.console import Console
+from rich.text import Text
 
 from smcp_fx.errors import SmcpError
 
+#: What a disk that is full, or not to be written to, is told by.
+_NO_PLACE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+#: The exit code of a command whose reader went away, as the shell has it for SIGPIPE.
+_BROKEN_PIPE = 141
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that takes no abbreviations, knows --version, and tells what is wrong in one sentence."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        options.setdefault("allow_abbrev", False)
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        if " " not in self.prog:  # not the parser of a subcommand
+            told = f"%(prog)s {version('smcp_fx')}"
+            self.add_argument("--version", action="version", version=told, help="print the version and end")
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and end with 2."""
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+
+    def parsed(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Parse ``argv`` (the process's own arguments by default)."""
+        _tell_any_text()
+        given = sys.argv[1:] if argv is None else list(argv)
+        for text in given:
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                self.error(
+                    f"{text!r} is no text in {sys.getfilesystemencoding()}: runtimes cannot open such names; rename "
+                    "the file or folder, or set a UTF-8 locale (LC_ALL=C.UTF-8)"
+                )
+            if "\0" in text:
+                self.error(f"{text!r} holds a null character")
+        return self.parse_args(given)
+
 
 def consoles() -> tuple[Console, Console]:
-    """Return the consoles for results (stdout) and for problems (stderr)."""
+    """Return the consoles for results (stdout) and for problems (stderr); they print texts as they are."""
     return (
-        Console(highlight=False, soft_wrap=True, emoji=False),
-        Console(stderr=True, highlight=False, soft_wrap=True, emoji=False),
+        _Console(highlight=False, soft_wrap=True, emoji=False, markup=False),
+        _Console(stderr=True, highlight=False, soft_wrap=True, emoji=False, markup=False),
     )
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to `guarded`; `rich` would end the process as one that failed."""
+        raise
 
 
 def guarded(
@@ -23,32 +73,83 @@ def guarded(
     problems: Console,
     *,
     debug: bool,
-    interrupted: str = "",
+    interrupted: str | Callable[[], str] = "",
     advice: str = "Free space, or give another place.",
 ) -> int:
     """Run a command; tell what goes wrong in one paragraph and return the exit code.
 
     With ``debug`` errors are raised as they are. ``interrupted`` is added to the word on Ctrl-C, ``advice`` to
-    what the operating system refuses.
+    what the operating system refuses to write.
     """
     try:
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
-        problems.print(f"\nInterrupted. {interrupted}".rstrip())
+        more = interrupted if isinstance(interrupted, str) else interrupted()
+        problems.print(f"\nInterrupted. {more}".rstrip())
         return 130
+    except BrokenPipeError:  # `| head` has read what it wanted
+        _give_up_stdout()
+        return _BROKEN_PIPE
     except SmcpError as error:
         if debug:
             raise
-        problems.print(f"[red]{command}:[/red] {escaped(error)}", markup=True)
+        tell(problems, command, error)
         return error.exit_code
     except OSError as error:
         if debug:
             raise
-        what = f"{error.strerror or error}: {error.filename or ''}"
-        problems.print(f"[red]{command}:[/red] {escaped(what)}. {advice}", markup=True)
+        if (
+            not error.filename
+        ):  # perhaps standard output's: what is left in its buffer cannot be written either
+            _give_up_stdout()
+        where = f": {error.filename}" if error.filename else ""
+        more = f". {advice}" if error.errno in _NO_PLACE else ""
+        tell(problems, command, f"{error.strerror or error}{where}{more}")
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if debug or not _is_out_of_memory(error):
+            raise
+        tell(
+            problems,
+            command,
+            "there is not enough memory: take a smaller batch or smaller images, or another machine",
+        )
         return 2
 
 
-def escaped(message: object) -> str:
-    """Return a message as one line of text that rich prints as it is."""
-    return " ".join(str(message).split()).replace("[", "\\[")
+def tell(problems: Console, command: str, message: object) -> None:
+    """Print what is wrong as one paragraph."""
+    problems.print(Text.assemble((f"{command}:", "red"), " ", line(message)))
+
+
+def line(text: object) -> str:
+    """Return a text from elsewhere as one line, without what would steer a terminal."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("not enough memory", "can't allocate memory", "out of memory")
+    )
+
+
+def _tell_any_text() -> None:
+    """Let standard output and error print what their encoding lacks, as escapes: texts come from anywhere."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _give_up_stdout() -> None:
+    """Let the interpreter find nothing left to write at its end, where that would fail again."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        try:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+        except (OSError, ValueError):  # a stream of its own, which has no number
+            return

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from smcp_fx.cli.common import consoles, guarded
+from smcp_fx.cli.common import CommandParser, consoles, guarded, tell
 from smcp_fx.config import PruningConfig
 
 #: Measured this far above the target (a fraction of the dense latency), the run counts as missed.
 MISSED = 0.03
 
 _EXAMPLES = """examples:
-  smcp-compile                                        ResNet-18 on the digits, 40 %% of its latency
+  smcp-compile --model torchvision:resnet18 --data digits                     40 % of its latency, on the digits
   smcp-compile --model torchvision:mobilenet_v2 --target 0.5 --epochs 10
   smcp-compile --model model.py:build --weights model.safetensors --data data.py:load --target '12 ms' --batch 1
   smcp-compile --model torchvision:resnet50 --backend tensorrt --precision fp16 --batch 256
@@ -65,12 +65,11 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line, derived from the settings' dataclasses."""
     from smcp_fx.compiler.settings import CompileSettings
 
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="smcp-compile",
         description="Make a convolutional network as fast as asked: train it (or take weights), measure what its "
         "layers cost, prune it while it trains, and emit a smaller ONNX file whose measured latency is the target.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser.add_argument_group("the run"), CompileSettings)
     add_options(parser.add_argument_group("the method"), PruningConfig)
@@ -80,23 +79,34 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    arguments = vars(build_parser().parse_args(argv))
+    parser = build_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return 2
+    arguments = vars(parser.parsed(argv))
     debug = arguments.pop("debug")
     console, problems = consoles()
+    where = {"state": "runs/"}
 
     def run() -> int:
         from smcp_fx.compiler import CompileSettings, compile_model
+        from smcp_fx.compiler.folder import placed
 
-        settings = CompileSettings(**{f.name: _as_field(arguments[f.name]) for f in fields(CompileSettings)})
+        settings = placed(
+            CompileSettings(**{f.name: _as_field(arguments[f.name]) for f in fields(CompileSettings)})
+        )
+        where["state"] = str(settings.folder / "state")
         config = PruningConfig(**{f.name: _as_field(arguments[f.name]) for f in fields(PruningConfig)})
         report = compile_model(settings, config, console)
         above = report["measured_fraction"] - report["target_fraction"]
         judged = report["cost"] == "ms" and not report["table"]["foreign"]
         if judged and above > MISSED and not settings.allow_missed:
-            problems.print(
-                f"[red]smcp-compile:[/red] the target was missed: asked for {report['target_fraction']:.1%} of the "
-                f"dense latency, measured {report['measured_fraction']:.1%}. The files are written; run again on a "
-                "quieter machine, or ask for less."
+            tell(
+                problems,
+                "smcp-compile",
+                f"the target was missed: asked for {report['target_fraction']:.1%} of the dense latency, measured "
+                f"{report['measured_fraction']:.1%}. The files are written; run again on a quieter machine, or ask "
+                "for less.",
             )
             return 3
         return 0
@@ -106,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run,
         problems,
         debug=debug,
-        interrupted=f"Go on with the same command and --resume (state in {arguments['out']}/state).",
+        interrupted=lambda: f"Go on with the same command and --resume (state in {where['state']}).",
         advice="Free space or give another --out.",
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from smcp_fx.cli.common import consoles, guarded
+from smcp_fx.cli.common import CommandParser, consoles, guarded
 from smcp_fx.errors import InputError
 
 _NO_WRAP = 100_000
@@ -26,12 +26,11 @@ _EXAMPLES = """examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="smcp-inspect",
         description="Show the channel graph of a model: which channels must be kept or removed together, how many "
         "may be kept, and what must stay and why.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", help="torchvision:NAME, timm:NAME, or path/to/file.py:factory")
     parser.add_argument(
@@ -62,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    arguments = build_parser().parse_args(argv)
+    arguments = build_parser().parsed(argv)
     console, problems = consoles()
 
     def run() -> int:

@@ -58,7 +58,7 @@ def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
 
     from smcp_fx.blocks import cut
     from smcp_fx.channels import build
-    from smcp_fx.compiler.models import build_model
+    from smcp_fx.compiler.models import build_model, example_images
     from smcp_fx.tracing import trace
 
     if arguments.batch < 1 or arguments.multiple < 1:
@@ -67,7 +67,7 @@ def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
     first = next((m for m in model.modules() if isinstance(m, torch.nn.Conv2d)), None)
     channels = 3 if first is None else first.in_channels
     shape = _size(arguments.input_size, channels)
-    traced = trace(model, (torch.randn(arguments.batch, *shape),))
+    traced = trace(model, (example_images(arguments.batch, *shape),))
     return cut(traced, build(traced.module, traced.values, multiple=arguments.multiple))
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from smcp_fx.cli.common import consoles, escaped, guarded
+from smcp_fx.cli.common import CommandParser, consoles, guarded, line
 from smcp_fx.cli.networks import add_network_options, backend_of, blocks_of
 from smcp_fx.errors import InputError
 
@@ -37,12 +38,11 @@ _EXAMPLES = """examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="smcp-table",
         description="Latency tables: what the blocks of networks cost on a device. A table is one SQLite file; every "
         "row is kept as it is measured, and several processes may fill one table.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     measure = commands.add_parser("measure", help="measure what a model needs and the table lacks")
@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 1 where ``check`` found something bad, 2 for errors."""
-    arguments = build_parser().parse_args(argv)
+    arguments = build_parser().parsed(argv)
     console, problems = consoles()
     commands = {"measure": _measure, "show": _show, "merge": _merge, "export": _export, "import": _import,
                 "check": _check}  # fmt: skip
@@ -114,7 +114,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     backend, blocks = backend_of(arguments), blocks_of(arguments)
     with LatencyTable(arguments.table) as table:
         mine = unique_blocks(blocks, shard, shards)
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"),
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[left]}"),
                    TimeElapsedColumn())  # fmt: skip
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("measuring", total=1.0, left="")
@@ -123,7 +123,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
                 progress.update(
                     task,
                     completed=state.fraction,
-                    description=f"{state.measured} rows, {escaped(state.block)}",
+                    description=f"{state.measured} rows, {line(state.block)}",
                     left=f"about {_duration(state.remaining_seconds)} left,",
                 )
 
@@ -139,7 +139,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
         f"in {_duration(report.seconds)}, for {len(mine)} blocks"
         + (f" (shard {arguments.shard})" if shards > 1 else "")
     )
-    console.print(f"  on {escaped(backend.fingerprint().describe())}")
+    console.print(f"  on {line(backend.fingerprint().describe())}")
     if error.points:
         console.print(
             f"  interpolation at {error.points} points it does not rest on: off by {error.median:.1%} in the "
@@ -158,7 +158,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
             f"  {len(report.unstable)} of the rows in use are unstable; --retry-unstable measures them again"
         )
     for name, widths, why in report.failed:
-        console.print(f"  failed: {escaped(name)} at {widths}: {escaped(why)}")
+        console.print(f"  failed: {line(name)} at {widths}: {line(why)}")
     return 1 if report.failed else 0
 
 
@@ -174,8 +174,8 @@ def _show(arguments: argparse.Namespace, console: Console) -> int:
         failed = sum(row.latency is None for row in of_print)
         unstable = sum(row.latency is not None and not row.latency.stable for row in of_print)
         fingerprint = of_print[0].fingerprint
-        console.print(f"[bold]{key}[/bold]  {escaped(fingerprint.describe())}")
-        console.print("  " + escaped(", ".join(f"{name} {value}" for name, value in fingerprint.settings)))
+        console.print(Text.assemble((key, "bold"), f"  {line(fingerprint.describe())}"))
+        console.print("  " + line(", ".join(f"{name} {value}" for name, value in fingerprint.settings)))
         console.print(
             f"  {len(of_print)} rows, measured {first} to {last}; {failed} failed, {unstable} unstable"
         )
@@ -188,7 +188,7 @@ def _show(arguments: argparse.Namespace, console: Console) -> int:
         console.print(found)
         for row in of_print if arguments.block else ():
             if row.latency is None:
-                console.print(f"  failed: {escaped(row.name)} at {_sizes(row)}: {escaped(row.error)}")
+                console.print(f"  failed: {line(row.name)} at {_sizes(row)}: {line(row.error)}")
     return 0
 
 
@@ -212,7 +212,7 @@ def _blocks_table(rows: Sequence[Row]) -> Table:
         spans = zip(*(widths for widths, _ in found), strict=True)
         times = [latency.hot.median_ms for _, latency in found]
         table.add_row(
-            escaped(members[0].name),
+            line(members[0].name),
             str(len(members)),
             " x ".join(f"{min(span)}..{max(span)}" for span in spans),
             *(f"{pick(times):.4g} ms" if times else "failed" for pick in (min, max)),
@@ -244,7 +244,7 @@ def _rows_table(rows: Sequence[Row]) -> Table:
     for row in rows:
         states = (row.latency.hot, row.latency.cold) if row.latency else ()
         cells = [cell for state in states for cell in _state_cells(state)] or ["failed", *[""] * 5]
-        table.add_row(escaped(row.name), _sizes(row), *cells, _when(row.measured_at))
+        table.add_row(line(row.name), _sizes(row), *cells, _when(row.measured_at))
     return table
 
 
@@ -327,7 +327,7 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     findings = check(arguments.table)
     if arguments.model:
         fingerprint = backend_of(arguments).fingerprint()
-        with LatencyTable(arguments.table, create=False) as table:
+        with LatencyTable(arguments.table, read_only=True) as table:
             holes = table.wanted(blocks_of(arguments), fingerprint)
         findings += [
             Finding(f"missing: {block.name} at {', '.join('x'.join(map(str, p)) for p in points[:6])}"
@@ -335,7 +335,8 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
             for block, points in holes
         ]  # fmt: skip
     for finding in findings:
-        console.print(f"{'[red]bad[/red] ' if finding.bad else 'note'} {escaped(finding.what)}")
+        mark = ("bad ", "red") if finding.bad else ("note", "")
+        console.print(Text.assemble(mark, f" {line(finding.what)}"))
     bad = sum(finding.bad for finding in findings)
     console.print(f"{arguments.table}: {f'{bad} problems' if bad else 'sound'}")
     return 1 if bad else 0
@@ -347,7 +348,7 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
 def _read(path: Path) -> list[Row]:
     from smcp_fx.latency_store import LatencyStore
 
-    store = LatencyStore(path, create=False)
+    store = LatencyStore(path, read_only=True)
     try:
         return store.rows()
     finally:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from smcp_fx.cli.common import escaped
+from smcp_fx.cli.common import line
 from smcp_fx.cli.networks import blocks_of
 from smcp_fx.errors import InputError
 
@@ -50,7 +50,7 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
                 f"{answers.unanswered} requests have no answer"
             )
             for row in [row for row in answers.rows if row.latency is None][:5]:
-                console.print(f"  failed: {escaped(row.name)} at {row.widths}: {escaped(row.error)}")
+                console.print(f"  failed: {line(row.name)} at {row.widths}: {line(row.error)}")
             fingerprint = answers.fingerprint or fingerprint
         folder: Path | None = arguments.emit_requests
         if folder is not None:

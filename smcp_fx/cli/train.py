@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from smcp_fx.cli.common import consoles, guarded
+from smcp_fx.cli.common import CommandParser, consoles, guarded
 from smcp_fx.cli.compile import add_options
 
 _EXAMPLES = """examples:
@@ -25,12 +25,11 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line, derived from the settings' dataclass."""
     from smcp_fx.recipes.settings import RunSettings
 
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="smcp-train",
         description="Run an experiment of the paper from its recipe: train, prune while training, convert, evaluate, "
         "and write the smaller network with a record of the run. Under torchrun on several GPUs.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", nargs="?", help="name of a recipe (--list), or a file that ends in .toml")
     parser.add_argument("--list", action="store_true", help="list the recipes")
@@ -43,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    arguments = vars(build_parser().parse_args(argv))
+    arguments = vars(build_parser().parsed(argv))
     debug = arguments.pop("debug")
     console, problems = consoles()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +57,19 @@ def _fit(images: Tensor, channels: int, size: int, labels: Tensor) -> tuple[Tens
     return images.contiguous(), labels
 
 
-def load_data(spec: str) -> ImageData:
-    """Load ``digits``, ``imagefolder:PATH`` or ``path/to/file.py:factory``; `InputError` says what is wrong."""
+def load_data(spec: str, base: Path | None = None) -> ImageData:
+    """Load ``digits``, ``imagefolder:PATH`` or ``path/to/file.py:factory``; `InputError` says what is wrong.
+
+    ``base``: the folder that relative paths begin at (default: the working directory).
+    """
     if spec == "digits":
         return _digits()
     kind, _, rest = spec.partition(":")
     if kind == "imagefolder" and rest:
-        return image_folder(Path(rest))
+        found = image_folder((base or Path()) / rest)
+        return replace(found, name=spec)
     if spec.rpartition(":")[0].endswith(".py"):
-        return _from_factory(spec)
+        return _from_factory(spec, base)
     raise InputError(
         f"unknown data {spec!r}: give digits, imagefolder:PATH (with train/ and val/ or test/ below it), or "
         "path/to/file.py:factory"
@@ -116,8 +120,8 @@ def image_folder(root: Path, size: int = 224) -> ImageData:
     )
     test_transform = v2.Compose([v2.Resize(size * 8 // 7, antialias=True), v2.CenterCrop(size), *normalise])
     try:
-        train = ImageFolder(str(root / "train"), train_transform)
-        test = ImageFolder(str(test_folder), test_transform)
+        train = ImageFolder(str(root / "train"), train_transform, loader=_read_image)
+        test = ImageFolder(str(test_folder), test_transform, loader=_read_image)
     except FileNotFoundError as error:
         raise InputError(f"imagefolder:{root}: {error}") from error
     if train.classes != test.classes:
@@ -127,17 +131,32 @@ def image_folder(root: Path, size: int = 224) -> ImageData:
     return ImageData(f"imagefolder:{root}", train, test, len(train.classes), 3, size)
 
 
-def _from_factory(spec: str) -> ImageData:
-    result = call_factory(spec)
+def _read_image(path: str) -> Any:
+    """Return an image file's picture; `InputError` names a file that holds none."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InputError(f"{path} is no image that can be read, or a damaged one: {error}") from error
+
+
+def _from_factory(spec: str, base: Path | None) -> ImageData:
+    result = call_factory(spec, base)
     if not (isinstance(result, tuple) and len(result) == 2):
         raise InputError(f"{spec} must return (train, test), two datasets of (image, label)")
     train, test = result
     try:
         image, _ = train[0]
         labels = {int(train[i][1]) for i in range(min(len(train), 10_000))}
-    except (TypeError, ValueError, IndexError, KeyError) as error:
+        if min(labels) < 0:
+            raise ValueError(f"a label is {min(labels)}")
+    except InputError:
+        raise
+    except Exception as error:  # whatever a data set of one's own throws
         raise InputError(
-            f"{spec}: samples must be (image tensor [C, H, W], integer label): {error}"
+            f"{spec}: samples must be (image tensor [C, H, W], integer label): {type(error).__name__}: {error}"
         ) from error
     if not isinstance(image, Tensor) or image.dim() != 3 or image.shape[1] != image.shape[2]:
         raise InputError(
@@ -146,10 +165,10 @@ def _from_factory(spec: str) -> ImageData:
     return ImageData(spec, train, test, max(labels) + 1, image.shape[0], image.shape[1])
 
 
-def call_factory(spec: str) -> Any:
-    """Call ``path/to/file.py:factory`` without arguments and return what it returns."""
+def call_factory(spec: str, base: Path | None = None) -> Any:
+    """Call ``path/to/file.py:factory`` without arguments and return what it returns; ``base`` as in `load_data`."""
     file, _, name = spec.rpartition(":")
-    path = Path(file)
+    path = (base or Path()) / file
     if not path.is_file():
         raise InputError(f"{spec}: there is no file {path}")
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -158,12 +177,18 @@ def call_factory(spec: str) -> Any:
     sys.modules.setdefault(path.stem, module)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
-        raise InputError(f"{spec}: importing {path} failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{spec}: importing {path} failed: {_told(error)}") from error
     factory = getattr(module, name, None)
     if not callable(factory):
         raise InputError(f"{spec}: {path} defines no function {name!r}")
     try:
         return factory()
-    except Exception as error:
-        raise InputError(f"{spec}: {name}() failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{spec}: {name}() failed: {_told(error)}") from error
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error.code!r})"
+    return f"{type(error).__name__}: {error}"

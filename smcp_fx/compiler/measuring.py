@@ -17,7 +17,7 @@ from smcp_fx.backends import Backend, CompareConfig, Engine, Measurement, Relati
 from smcp_fx.compiler.data import ImageData
 from smcp_fx.compiler.models import FittedModel
 from smcp_fx.errors import CheckpointError
-from smcp_fx.files import write_texts
+from smcp_fx.files import brief, read_json, write_texts
 from smcp_fx.prepare import PreparedModel, sliced
 from smcp_fx.solve import Solve
 
@@ -87,10 +87,10 @@ class Corrector:
         """Take up the comparisons that were made up to the optimiser step that training goes on from."""
         if not self.file.exists():
             return
+        records = read_json(self.file, CheckpointError, "start without --resume")
         try:
-            records = json.loads(self.file.read_text(encoding="utf-8"))
             found = [_comparison(record) for record in records]
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(
                 f"{self.file} is damaged or of another version ({type(error).__name__}: {error}); "
                 "start without --resume"
@@ -180,9 +180,21 @@ def aim_for(asked: float, tried: Sequence[tuple[float, float]]) -> float:
 
 
 def _comparison(record: dict[str, Any]) -> Comparison:
+    """Return a comparison that a file tells of; `ValueError`, `TypeError` or `KeyError` where it is none."""
     measured = record["measured"]
     sides = {side: Measurement(**measured[side]) for side in ("dense", "pruned")}
-    return Comparison(**{**record, "measured": RelativeLatency(**{**measured, **sides})})
+    found = Comparison(**{**record, "measured": RelativeLatency(**{**measured, **sides})})
+    latency = found.measured
+    told = [latency.fraction, latency.q1, latency.q3, latency.error]
+    told += [
+        ms for side in (latency.dense, latency.pruned) for ms in (side.median_ms, side.q1_ms, side.q3_ms)
+    ]
+    for number in (*told, 0.0 if found.predicted_ms is None else found.predicted_ms):
+        if type(number) not in (int, float) or not 0 <= number < math.inf:
+            raise ValueError(f"{brief(number)} is no measured number")
+    if type(found.step) is not int or type(found.name) is not str:
+        raise ValueError(f"{brief((found.name, found.step))} are no name and step")
+    return found
 
 
 def accuracy_of(engine: Engine, data: ImageData, fitted: FittedModel, batch: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from smcp_fx.compiler.data import ImageData, call_factory
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.tracing import run_eager
 
+#: Of a batch of images: 4 GiB.
+_MOST_VALUES = 2**30
 _SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299)
 
 
@@ -28,8 +31,12 @@ class FittedModel:
     notes: tuple[str, ...]
 
 
-def load_model(spec: str, data: ImageData, weights: str | None = None) -> FittedModel:
+def load_model(
+    spec: str, data: ImageData, weights: str | None = None, base: Path | None = None
+) -> FittedModel:
     """Build ``torchvision:NAME``, ``timm:NAME`` or ``path/to/file.py:factory`` for the data's classes.
+
+    ``base``: the folder that relative paths begin at (default: the working directory).
 
     Images smaller than the model takes are enlarged to the smallest size that works; a grey image is repeated
     over the model's input channels. A torchvision ResNet on images up to 64 pixels gets a 3x3 stem of stride 1
@@ -49,7 +56,7 @@ def load_model(spec: str, data: ImageData, weights: str | None = None) -> Fitted
     elif kind == "timm" and name:
         model = _timm(name, data)
     else:
-        model = _from_factory(spec)
+        model = _from_factory(spec, base)
     channels, size = _fit(model, spec, data)
     if channels != data.channels:
         notes.append(
@@ -58,7 +65,7 @@ def load_model(spec: str, data: ImageData, weights: str | None = None) -> Fitted
     if size != data.size:
         notes.append(f"images resized from {data.size} to {size} pixels, the smallest size the model takes")
     if weights is not None:
-        load_weights(model, weights)
+        load_weights(model, str((base or Path()) / weights))
     return FittedModel(model, name if kind in ("torchvision", "timm") else spec, channels, size, tuple(notes))
 
 
@@ -90,6 +97,17 @@ def build_model(spec: str, **options: Any) -> nn.Module:
 
         return build_network(name, **options)
     return _from_factory(spec)
+
+
+def example_images(batch: int, *sizes: int) -> Tensor:
+    """Return random images; `InputError` where they are more than any network takes."""
+    values = batch * math.prod(sizes)
+    if values > _MOST_VALUES:
+        shape = "x".join(map(str, (batch, *sizes)))
+        raise InputError(
+            f"images of {shape} hold more than {_MOST_VALUES} numbers: take a smaller batch or smaller images"
+        )
+    return torch.randn(batch, *sizes)
 
 
 def load_weights(model: nn.Module, path: str) -> None:
@@ -151,12 +169,12 @@ def _create_timm(name: str, **options: Any) -> nn.Module:
     return model
 
 
-def _from_factory(spec: str) -> nn.Module:
+def _from_factory(spec: str, base: Path | None = None) -> nn.Module:
     if not spec.rpartition(":")[0].endswith(".py"):
         raise InputError(
             f"unknown model {spec!r}: give torchvision:NAME, timm:NAME, or path/to/file.py:factory"
         )
-    model = call_factory(spec)
+    model = call_factory(spec, base)
     if not isinstance(model, nn.Module):
         raise InputError(f"{spec} must return an nn.Module, not {type(model).__name__}")
     return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,19 +16,22 @@ from smcp_fx.backends import Backend, Fingerprint, compare, get_backend
 from smcp_fx.backends.tensorrt_engine import TensorRTEngine
 from smcp_fx.backends.tensorrt_layers import blocks_beside_layers
 from smcp_fx.compiler.data import ImageData, load_data
+from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.compiler.measuring import Corrector, accuracy_of, converted_full
-from smcp_fx.compiler.models import FittedModel, load_model
+from smcp_fx.compiler.models import FittedModel, example_images, load_model
 from smcp_fx.compiler.reporting import Measured, build_report
+from smcp_fx.compiler.saving import WEIGHTS, why_unsavable
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.training import EpochResult, Trainer
 from smcp_fx.config import PruningConfig
-from smcp_fx.errors import CheckpointError, InputError, TableError, TraceError
+from smcp_fx.errors import CheckpointError, TableError, TraceError
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_exchange import differences
 from smcp_fx.latency_filling import Progress as TableProgress
 from smcp_fx.latency_table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, prepare
 from smcp_fx.report import summary_table, write_report
+from smcp_fx.serialization import save
 
 
 def compile_model(
@@ -40,7 +42,7 @@ def compile_model(
     Raises the library's errors for whatever does not fit; what was finished stays in ``--out`` and a run with
     ``resume`` goes on from there.
     """
-    run = _Run(settings, config or PruningConfig(), console or Console())
+    run = _Run(placed(settings), config or PruningConfig(), console or Console())
     return run.go()
 
 
@@ -51,20 +53,37 @@ class _Run:
         self.console = console
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
+        self.folder = RunFolder(settings, as_record(settings, config))
+        self.base = Path.cwd()  # where relative paths begin, whatever a factory of data or models changes
+        self.unsaved = ""  # why the weights' own file cannot be written
 
     def go(self) -> dict[str, Any]:
         settings = self.settings
         backend = get_backend(settings.backend, **settings.backend_options)
-        self._open_folder()
+        self.folder.look()
         torch.manual_seed(settings.seed)
-        data = load_data(settings.data)
-        fitted = load_model(settings.model, data, settings.weights)
+        data = load_data(settings.data, self.base)
+        settings.schedule(data.steps_per_epoch(settings.train_batch))  # one that does not fit is told now
+        fitted = load_model(settings.model, data, settings.weights, self.base)
         self.notes += fitted.notes
         for note in fitted.notes:
-            self.console.print(f"  {note}")
-        inputs = (torch.randn(settings.batch, fitted.channels, fitted.size, fitted.size),)
+            self._say(note)
+        inputs = (example_images(settings.batch, fitted.channels, fitted.size, fitted.size),)
         self._check_early(fitted, backend, inputs)
-        cost = self._cost(backend)  # a damaged or foreign table is refused before anything is trained
+        with self.folder.held():
+            cost = self._cost(backend)  # a damaged or foreign table is refused before anything is trained
+            self.folder.begin()
+            return self._train_and_emit(data, fitted, backend, inputs, cost)
+
+    def _train_and_emit(
+        self,
+        data: ImageData,
+        fitted: FittedModel,
+        backend: Backend,
+        inputs: tuple[torch.Tensor, ...],
+        cost: str | LatencyCost,
+    ) -> dict[str, Any]:
+        settings = self.settings
         dense_results = self._train_dense(fitted, data)
         prepared = self._prepare(fitted, data, inputs, cost)
         folder = settings.folder
@@ -78,7 +97,7 @@ class _Run:
         trainer = self._prune(prepared, fitted, data, corrector, cost)
         with self._stage("emitting"):
             smaller = convert(prepared)
-            self._save(smaller, prepared, folder / "pruned.safetensors")
+            self._save(smaller, prepared, folder / WEIGHTS)
             pruned = backend.compile(smaller, inputs, pruned_path)
         with self._stage("measuring dense and pruned in turns"):
             measured = compare(dense, pruned)
@@ -96,43 +115,11 @@ class _Run:
             predicted = {block["name"]: block["pruned_ms"] for block in report["blocks"]}
             report["engine_layers"] = blocks_beside_layers(cost.blocks, predicted, pruned.layers())
         write_report(report, folder)
-        self.console.print(summary_table(report))
-        self.console.print(f"Files in {folder}: {', '.join(report['files'].values())}")
+        self.console.print(summary_table(report), markup=False)
+        self.console.print(f"Files in {folder}: {', '.join(report['files'].values())}", markup=False)
         return report
 
     # ---- stages -----------------------------------------------------------------------------------------
-
-    def _open_folder(self) -> None:
-        folder = self.settings.folder
-        state = folder / "state"
-        record_file = state / "settings.json"
-        record = as_record(self.settings, self.config)
-        try:
-            if self.settings.resume and not record_file.exists():
-                raise CheckpointError(f"there is no run to resume in {folder}; start it without --resume")
-            state.mkdir(parents=True, exist_ok=True)
-            if self.settings.resume:
-                try:
-                    before = json.loads(record_file.read_text(encoding="utf-8"))
-                except ValueError as error:
-                    raise CheckpointError(f"{record_file} is damaged; start without --resume") from error
-                if before != record:
-                    changed = [
-                        f"{key}: {before.get(part, {}).get(key)!r} -> {value!r}"
-                        for part in record
-                        for key, value in record[part].items()
-                        if before.get(part, {}).get(key) != value
-                    ]
-                    raise CheckpointError(
-                        f"the run in {folder} was started with other settings ({'; '.join(changed)}); resume it "
-                        "with the same, or start afresh without --resume"
-                    )
-                return
-            for old in (*state.glob("*.safetensors"), *state.glob("comparisons.json")):
-                old.unlink()
-            record_file.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot write to {folder}: {error}") from error
 
     def _check_early(self, fitted: FittedModel, backend: Backend, inputs: tuple[torch.Tensor, ...]) -> None:
         """Find out first whether the model can be prepared and written, and an exact target reached."""
@@ -151,8 +138,10 @@ class _Run:
                 "(smcp_fx.prepare), but what this command emits is one graph."
             )
         trial.pruner.check_target()
+        full = converted_full(trial)
         with self._stage("trying the export"):
-            backend.try_export(converted_full(trial), inputs)
+            backend.try_export(full, inputs)
+        self._note_unsaved(why_unsavable(full))
 
     def _train_dense(self, fitted: FittedModel, data: ImageData) -> list[EpochResult]:
         settings = self.settings
@@ -173,14 +162,14 @@ class _Run:
             trainer.load()
         with self._stage("training the dense model"), self._bar("training the dense model") as tick:
             trainer.run(tick)
-        self.console.print(f"  dense test accuracy {trainer.results[-1].accuracy:.2%}")
+        self._say(f"dense test accuracy {trainer.results[-1].accuracy:.2%}")
         return trainer.results
 
     def _cost(self, backend: Backend) -> str | LatencyCost:
         if self.settings.cost != "latency":
             return self.settings.cost
         default = self.settings.folder.parent / "table.sqlite"
-        table = LatencyTable(Path(self.settings.table) if self.settings.table else default)
+        table = LatencyTable(self.base / self.settings.table if self.settings.table else default)
         foreign = self._foreign(table, backend.fingerprint()) if self.settings.table else None
         return LatencyCost(table, backend, fingerprint=foreign)
 
@@ -234,8 +223,8 @@ class _Run:
                 config=self.config,
             )
         channels = prepared.channels
-        self.console.print(
-            f"  {len(channels.groups)} groups, {channels.free_share:.0%} of the input channels free; unpruned cost "
+        self._say(
+            f"{len(channels.groups)} groups, {channels.free_share:.0%} of the input channels free; unpruned cost "
             f"{prepared.pruner.full_cost:.5g} {prepared.pruner.cost.unit}"
         )
         return prepared
@@ -288,26 +277,40 @@ class _Run:
         return trainer
 
     def _save(self, smaller: torch.nn.Module, prepared: PreparedModel, path: Path) -> None:
-        from smcp_fx.serialization import save
+        """Save the network's weights; where it cannot be, its ONNX file is all the same, and the report says so."""
+        metadata = {
+            "model": self.settings.model,
+            "target": self.settings.target,
+            "kept": prepared.pruner.counts,
+        }
+        try:
+            save(smaller, path, metadata=metadata)
+        except CheckpointError as error:
+            self._note_unsaved(str(error))
+            for old in (path, path.with_suffix(".json")):  # of a run that this one replaces
+                old.unlink(missing_ok=True)
 
-        save(smaller, path, metadata={"model": self.settings.model, "target": self.settings.target,
-                                      "kept": prepared.pruner.counts})  # fmt: skip
+    def _note_unsaved(self, why: str) -> None:
+        if why and not self.unsaved:
+            self.unsaved = why
+            self.notes.append(f"the weights get no file of their own ({WEIGHTS}), only the ONNX file: {why}")
+            self._say(self.notes[-1])
 
     # ---- what the user sees -----------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
-        self.console.print(f"  {text}")
+        self.console.print(f"  {text}", markup=False)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        self.console.print(f"[bold]{name}[/bold]")
+        self.console.print(name, markup=False, style="bold")
         began = time.monotonic()
         yield
         self.seconds[name] = time.monotonic() - began
 
     def _progress(self) -> Progress:
         return Progress(
-            TextColumn("  {task.description}"),
+            TextColumn("  {task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f} %"),
             TimeElapsedColumn(),

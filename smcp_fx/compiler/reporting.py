@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, cast
 
 from torch import fx
@@ -14,6 +15,7 @@ from smcp_fx.backends import Backend, RelativeLatency
 from smcp_fx.compiler.data import ImageData
 from smcp_fx.compiler.measuring import Corrector, layer_counts
 from smcp_fx.compiler.models import FittedModel
+from smcp_fx.compiler.saving import WEIGHTS
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.surfaces import surfaces
 from smcp_fx.compiler.training import EpochResult
@@ -155,8 +157,7 @@ def build_report(
         "files": {
             "dense": "dense.onnx",
             "pruned": "pruned.onnx",
-            "weights": "pruned.safetensors",
-            "manifest": "pruned.json",
+            **_weight_files(settings),
             "report": "report.html",
             "data": "report.json",
             **_engine_files(backend, settings),
@@ -172,6 +173,13 @@ def _engine_files(backend: Backend, settings: CompileSettings) -> dict[str, str]
         for side in ("dense", "pruned")
         for file in backend.files(settings.folder / f"{side}.onnx")[1:]
     }
+
+
+def _weight_files(settings: CompileSettings) -> dict[str, str]:
+    """The weights and their manifest; none of a network that cannot be saved."""
+    if not (settings.folder / WEIGHTS).exists():
+        return {}
+    return {"weights": WEIGHTS, "manifest": Path(WEIGHTS).with_suffix(".json").name}
 
 
 def _blocks(cost: LatencyCost, counts: Mapping[str, int]) -> list[dict[str, Any]]:

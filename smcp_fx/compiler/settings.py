@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,12 @@ from smcp_fx.config import PruningConfig, option
 from smcp_fx.costs import absolute_target
 from smcp_fx.errors import InputError
 from smcp_fx.schedule import Schedule
+
+_MOST_BUILDERS, _MOST_EPOCHS = 64, 1e6
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -68,17 +75,36 @@ class CompileSettings:
     allow_fingerprint: bool = option(
         False, "use the rows of --table although they are of another device, runtime or version"
     )
-    out: str = option("runs/compile", "folder for the files")
+    out: str | None = option(
+        None, "folder for the files (default: runs/compile, or the next free one of runs/compile-2 and so on)"
+    )
     seed: int = option(0, "seed of everything random")
-    resume: bool = option(False, "go on with an interrupted run in --out")
+    resume: bool = option(False, "go on with an interrupted run in --out (default: the last one in runs/)")
+    overwrite: bool = option(False, "replace the run that is in --out")
     allow_missed: bool = option(False, "exit with success although the measured target was missed")
 
     def __post_init__(self) -> None:
-        for name in ("threads", "batch", "train_batch"):
+        for name in ("threads", "batch", "train_batch", "builders"):
             if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        if self.epochs <= 0 or self.dense_epochs < 0 or self.lr <= 0:
-            raise InputError("--epochs and --lr must be positive, --dense-epochs at least 0")
+                raise InputError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
+        if self.builders > _MOST_BUILDERS:
+            raise InputError(f"--builders must be at most {_MOST_BUILDERS}, not {self.builders}")
+        for name in ("epochs", "dense_epochs", "warmup", "ramp", "cooldown"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= _MOST_EPOCHS:
+                raise InputError(f"{_flag(name)} must be from 0 to {_MOST_EPOCHS:g} epochs, not {value}")
+        if not 0 < self.lr < math.inf or self.epochs == 0 or not 0 <= self.weight_decay < math.inf:
+            raise InputError(
+                "--epochs and --lr must be positive, --weight-decay at least 0, and all of them finite"
+            )
+        if self.every is not None and self.every < 1:
+            raise InputError(f"--every must be at least 1 step, not {self.every}")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"--seed must be from 0 to {2**32 - 1}, not {self.seed}")
+        if self.out is not None and not self.out.strip():
+            raise InputError("--out is empty: give a folder")
+        if self.resume and self.overwrite:
+            raise InputError("--resume goes on with a run and --overwrite replaces it: give one of them")
         # What can be known to be wrong before anything is measured: a full cost of 1 stands for the real one.
         absolute_target(
             self.wanted, 1.0, {"latency": "ms", "flops": "FLOPs", "params": "parameters"}[self.cost]
@@ -104,7 +130,7 @@ class CompileSettings:
     @property
     def folder(self) -> Path:
         """The output folder."""
-        return Path(self.out)
+        return Path(self.out or "runs/compile")
 
     def schedule(self, steps_per_epoch: int) -> Schedule:
         """The pruning schedule for data of this many steps an epoch."""
@@ -120,7 +146,7 @@ class CompileSettings:
 
 
 #: Settings that may change between a run and its resumption without changing its result.
-_FREE = {"resume", "out", "allow_missed"}
+_FREE = {"resume", "overwrite", "out", "allow_missed"}
 
 
 def as_record(settings: CompileSettings, config: PruningConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from smcp_fx.channels import ChannelGraph, build
 from smcp_fx.channels.graph import Group
 from smcp_fx.channels.trail import Layer
-from smcp_fx.compiler.models import build_model
+from smcp_fx.compiler.models import build_model, example_images
 from smcp_fx.errors import InputError
 from smcp_fx.prepare import trace_parts
 from smcp_fx.tracing import default_inputs, run_eager
@@ -59,7 +59,7 @@ def inspect_model(
 def _inputs(model: nn.Module, size: str | None) -> tuple[Any, ...]:
     first = next((m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d))), None)
     if size is not None:
-        return (torch.randn(_shape(size, first)),)
+        return (example_images(*_shape(size, first)),)
     if first is None or getattr(model, "example_input_array", None) is not None:
         return default_inputs(model)
     rank = len(first.kernel_size)

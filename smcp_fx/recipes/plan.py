@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from smcp_fx.allocation import allocate
-from smcp_fx.cli.common import escaped
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs import FlopsCost
 from smcp_fx.errors import InfeasibleBudgetError
@@ -87,15 +86,20 @@ def listed_epochs(timeline: Timeline) -> Iterator[int]:
     return (epoch for epoch in range(epochs) if epoch % stride == 0 or epoch in begins)
 
 
+def _say(console: Console, what: RenderableType) -> None:
+    """Print names as they are, not as markup."""
+    console.print(what, markup=False)
+
+
 def print_dense_plan(timeline: Timeline, console: Console) -> None:
     """Print how the unpruned network would be trained."""
     _print_run(timeline, console)
-    console.print("The unpruned network is trained: no masks, no targets.")
+    _say(console, "The unpruned network is trained: no masks, no targets.")
     lines = _table("epoch", "learning rate")
     for epoch in listed_epochs(timeline):
         step = epoch * timeline.schedule.steps_per_epoch
         lines.add_row(str(epoch + 1), f"{timeline.rate(step):.3g}")
-    console.print(lines)
+    _say(console, lines)
 
 
 def print_plan(
@@ -105,25 +109,26 @@ def print_plan(
     pruner, schedule, channels = prepared.pruner, timeline.schedule, prepared.channels
     unit, full, final = pruner.cost.unit, pruner.full_cost, pruner.target
     _print_run(timeline, console)
-    console.print(
+    _say(
+        console,
         f"Pruning      warm-up to step {schedule.first_step}, ramp to {schedule.ramp_end}, refinement to "
         f"{schedule.last_step}, cooldown to {schedule.total_steps}; every {schedule.every} steps, "
-        f"{timeline.solves} solves"
+        f"{timeline.solves} solves",
     )
     where = (
-        f", {escaped(cost.fingerprint.describe())}, table {cost.table.path}"
-        if isinstance(cost, LatencyCost)
-        else ""
+        f", {cost.fingerprint.describe()}, table {cost.table.path}" if isinstance(cost, LatencyCost) else ""
     )
     batch = f" at batch {timeline.recipe.latency.batch}" if isinstance(cost, LatencyCost) else ""
-    console.print(f"Cost         {_cost(full, unit)} unpruned{batch}{where}")
-    console.print(
-        f"Target       {percent(timeline.recipe.pruning.target, trim=True)} of it: {_cost(final, unit)}"
+    _say(console, f"Cost         {_cost(full, unit)} unpruned{batch}{where}")
+    _say(
+        console,
+        f"Target       {percent(timeline.recipe.pruning.target, trim=True)} of it: {_cost(final, unit)}",
     )
     free = [group for group in channels.groups if group.free]
-    console.print(
+    _say(
+        console,
         f"Groups       {len(channels.groups)}, {len(free)} of them free: {percent(channels.free_share)} of the input "
-        "channels\n"
+        "channels\n",
     )
     groups = _table("group", "channels", "permitted counts")
     for group in channels.groups:
@@ -133,8 +138,8 @@ def print_plan(
             if group.free
             else f"stays: {group.pinned[0]}"
         )
-        groups.add_row(escaped(group.name), str(group.size), escaped(shown))
-    console.print(groups)
+        groups.add_row(group.name, str(group.size), shown)
+    _say(console, groups)
     lines = _table("epoch", "masks", "learning rate", "target", "", "solves")
     for epoch in listed_epochs(timeline):
         start = epoch * schedule.steps_per_epoch
@@ -145,10 +150,11 @@ def print_plan(
             str(epoch + 1), phase(timeline, start), f"{timeline.rate(start):.3g}", percent(aim / full),
             _cost(aim, unit), str(solves),
         )  # fmt: skip
-    console.print(lines)
-    console.print(
+    _say(console, lines)
+    _say(
+        console,
         "What the targets come to where importances fall evenly to 0 in every group (an example; the widths of a run "
-        "follow its importances):"
+        "follow its importances):",
     )
     steps = np.linspace(schedule.first_step, schedule.ramp_end, _EXPECTED)
     ways = list(dict.fromkeys(schedule.target(round(step), full, final) for step in steps))
@@ -162,28 +168,31 @@ def print_plan(
             percent(line.target / full), percent(line.share), count(line.flops),
             *([_cost(line.cost, unit)] if latency else []),
         )  # fmt: skip
-    console.print(forecast)
+    _say(console, forecast)
     if not latency:
-        console.print("Latencies: give --table FILE to see them here.")
+        _say(console, "Latencies: give --table FILE to see them here.")
 
 
 def _print_run(timeline: Timeline, console: Console) -> None:
     recipe, schedule = timeline.recipe, timeline.schedule
     training = recipe.training
     scale = f", {timeline.fraction:g} of the recipe's epochs" if timeline.fraction < 1 else ""
-    console.print(f"Recipe       {recipe.name}" + (f", for the paper's {recipe.row}" if recipe.row else ""))
-    console.print(f"Network      {recipe.network} at {recipe.size} x {recipe.size}")
-    console.print(
+    _say(console, f"Recipe       {recipe.name}" + (f", for the paper's {recipe.row}" if recipe.row else ""))
+    _say(console, f"Network      {recipe.network} at {recipe.size} x {recipe.size}")
+    _say(
+        console,
         f"Batch        {training.batch} on each of {timeline.ranks} rank{'s' * (timeline.ranks > 1)}, "
-        f"{timeline.total_batch} in all"
+        f"{timeline.total_batch} in all",
     )
-    console.print(
+    _say(
+        console,
         f"Steps        {schedule.total_steps}: {schedule.epochs:g} epochs of {schedule.steps_per_epoch} steps on "
-        f"{timeline.images} images{scale}"
+        f"{timeline.images} images{scale}",
     )
-    console.print(f"Optimiser    {_optimiser(timeline)}")
-    console.print(
-        f"Precision    {'mixed on a GPU, float32 on a CPU' if training.mixed_precision else 'float32'}"
+    _say(console, f"Optimiser    {_optimiser(timeline)}")
+    _say(
+        console,
+        f"Precision    {'mixed on a GPU, float32 on a CPU' if training.mixed_precision else 'float32'}",
     )
 
 

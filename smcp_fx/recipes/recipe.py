@@ -17,12 +17,15 @@ from typing import Any, Literal
 
 from smcp_fx.config import PruningConfig
 from smcp_fx.errors import InputError
+from smcp_fx.files import brief
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+#: No number of a recipe is larger.
+_LARGEST = 1e12
 _CATALOGUE = Path(__file__).parent / "catalogue"
 
 
@@ -163,16 +166,18 @@ def _merged(path: Path) -> dict[str, Any]:
     """A file's tables, over those of its base."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise InputError(f"the recipe {path} is no TOML: it is nested too deep") from None
+    except OSError as error:
         raise InputError(f"the recipe {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOML's errors are such, and those of text and of numbers of too many digits
         raise InputError(f"the recipe {path} is no TOML: {error}") from error
     base = values.pop("base", None)
     if base is None:
         return values
     bases = sorted(p.stem for p in (_CATALOGUE / "bases").glob("*.toml"))
     if base not in bases:
-        raise InputError(f"the recipe {path} has base {base!r}; there are {', '.join(bases)}")
+        raise InputError(f"the recipe {path} has base {brief(base)}; there are {', '.join(bases)}")
     return _over(_merged(_CATALOGUE / "bases" / f"{base}.toml"), values)
 
 
@@ -191,7 +196,7 @@ def _override(values: dict[str, Any], text: str) -> None:
         raise InputError(f"--set {text!r} must be KEY=VALUE, such as --set training.batch=32")
     try:
         parsed = tomllib.loads(f"value = {value.strip()}")["value"]
-    except tomllib.TOMLDecodeError:  # words need no quotes on a command line
+    except (ValueError, RecursionError):  # words need no quotes on a command line
         parsed = value.strip()
     inner = values
     for part in path[:-1]:
@@ -209,7 +214,7 @@ def _built(kind: Any, values: Mapping[str, Any], where: str, prefix: str) -> Any
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             advice = f"did you mean {prefix}{near[0]}?" if near else f"it may have {', '.join(known)}"
-            raise InputError(f"{where} has no field {prefix}{key}; {advice}")
+            raise InputError(f"{where} has no field {prefix}{key[:80]}; {advice}")
     arguments = {}
     for name, entry in known.items():
         if name in values:
@@ -225,25 +230,29 @@ def _built(kind: Any, values: Mapping[str, Any], where: str, prefix: str) -> Any
 def _typed(value: Any, hint: Any, where: str, name: str) -> Any:
     if is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise InputError(f"{where}: {name} must be a table, not {value!r}")
+            raise InputError(f"{where}: {name} must be a table, not {brief(value)}")
         return _built(hint, value, where, f"{name}.")
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         if not isinstance(value, list):
-            raise InputError(f"{where}: {name} must be a list, not {value!r}")
+            raise InputError(f"{where}: {name} must be a list, not {brief(value)}")
         kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         if len(kinds) != len(value):
-            raise InputError(f"{where}: {name} must be a list of {len(kinds)}, not {value!r}")
+            raise InputError(f"{where}: {name} must be a list of {len(kinds)}, not {brief(value)}")
         return tuple(_typed(v, k, where, name) for v, k in zip(value, kinds, strict=True))
     if origin in (typing.Union, types.UnionType):
         hint = next(kind for kind in inner if kind is not type(None))
     if origin is Literal:
         hint = str
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not -_LARGEST <= value <= _LARGEST:
+            raise InputError(f"{where}: {name} must be a finite number, not {brief(value)}")
         return float(value)
+    if hint is int and isinstance(value, int) and abs(value) > _LARGEST:
+        raise InputError(f"{where}: {name} must be at most {_LARGEST:g}, not {brief(value)}")
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-        raise InputError(f"{where}: {name} must be {names[hint]}, not {value!r}")
+        raise InputError(f"{where}: {name} must be {names[hint]}, not {brief(value)}")
     return value
 
 

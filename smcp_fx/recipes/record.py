@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 
 from smcp_fx.errors import InputError
-from smcp_fx.files import write_texts
+from smcp_fx.files import brief, read_json, write_texts
 from smcp_fx.versions import library_versions
 
 FORMAT = "smcp_fx.experiment"
 VERSION = 1
+_LONGEST_NAME = 500
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,7 @@ def read_records(folder: Path) -> list[Record]:
     """
     found = []
     for path in sorted(folder.glob("*.json")):
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path} is no JSON: {error}") from error
+        content = read_json(path, InputError, "move it away, or run the recipe again")
         if isinstance(content, Mapping) and content.get("format") == FORMAT:
             found.append(_record(dict(content), path))
     return found
@@ -87,15 +86,47 @@ def _record(content: dict[str, Any], path: Path) -> Record:
         raise InputError(f"{path} is a record of another version than {VERSION}: run the recipe again")
     try:
         record = Record(**content)
+        _typed(record)
         _numbers([record.values, record.dense])
     except (TypeError, ValueError) as error:
         raise InputError(f"{path} is a damaged record: {error}") from error
     return record
 
 
+def figures_of(path: Path) -> dict[str, float]:
+    """Return the figures by name that a JSON file holds; `InputError` where it holds something else."""
+    found = read_json(path, InputError, "delete it, and go on without")
+    try:
+        _numbers([found])
+    except ValueError as error:
+        raise InputError(f"{path} is damaged: {error}; delete it, and go on without") from error
+    return dict(found)
+
+
+def _typed(record: Record) -> None:
+    """Raise `ValueError` where a field is of another type than it is printed and reckoned as."""
+    kinds: dict[Any, tuple[str, ...]] = {
+        str: ("row", "cost", "weights", "device"),
+        bool: ("complete",),
+        dict: ("values", "dense", "recipe", "environment"),
+        (int, float): ("fraction", "seconds", "ranks", "total_batch"),
+        (list, tuple): ("overrides", "solves"),
+    }
+    for kind, names in kinds.items():
+        for name in names:
+            value = getattr(record, name)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise ValueError(f"{name} is {brief(value)}")
+    names = [record.row, record.cost, record.weights, record.device, *record.environment.values()]
+    if not all(isinstance(name, str) and len(name) <= _LONGEST_NAME for name in names):
+        raise ValueError(f"names are texts of at most {_LONGEST_NAME} letters")
+
+
 def _numbers(parts: Sequence[Any]) -> None:
     for part in parts:
         if not isinstance(part, dict) or not all(
-            isinstance(value, (int, float)) and not isinstance(value, bool) for value in part.values()
+            type(value) in (int, float) and abs(value) < math.inf for value in part.values()
         ):
-            raise ValueError(f"{part!r} are no numbers by name")
+            raise ValueError(f"{brief(part)} are no numbers by name")
+        if part.get("fps", 1.0) <= 0:
+            raise ValueError(f"fps is {part['fps']}")

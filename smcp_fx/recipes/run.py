@@ -19,7 +19,7 @@ from smcp_fx import ranks
 from smcp_fx.backends import Backend, measure_interleaved
 from smcp_fx.compiler.measuring import converted_full
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.files import write_texts
+from smcp_fx.files import locked, read_json, write_texts
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.prepare import convert, prepare
 from smcp_fx.prepared import PreparedModel
@@ -28,7 +28,7 @@ from smcp_fx.recipes.plan import flops_of, print_dense_plan, print_plan
 from smcp_fx.recipes.pricing import recipe_cost, runtime_here
 from smcp_fx.recipes.processes import joined, world
 from smcp_fx.recipes.recipe import load_recipe
-from smcp_fx.recipes.record import Record, write_record
+from smcp_fx.recipes.record import Record, figures_of, write_record
 from smcp_fx.recipes.settings import RunSettings
 from smcp_fx.recipes.tasks import Task, load_task, torchmetrics
 from smcp_fx.recipes.timeline import Timeline
@@ -39,6 +39,8 @@ from smcp_fx.tensor_file import write_together
 
 #: Settings that may change between a run and its resumption.
 _FREE = {"resume", "out", "workers", "dry_run", "ranks", "data"}
+#: Held while a run works in its folder.
+_LOCK = "lock"
 #: Classes of the data sets of the paper, for a plan without data.
 _CLASSES = {"classification": 1000, "detection": 21}
 
@@ -98,7 +100,11 @@ class _Run:
         print_plan(prepared, timeline, self.cost, self.console)
 
     def go(self) -> Record:
-        """Do it."""
+        """Do it; one run at a time has the folder."""
+        with ExitStack() as self.held:
+            return self._go()
+
+    def _go(self) -> Record:
         settings, recipe = self.settings, self.recipe
         began = time.monotonic()
         if settings.data is None:
@@ -136,6 +142,9 @@ class _Run:
             self._summary(record)
         return record
 
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
     # ---- before training --------------------------------------------------------------------------------
 
     def _open_folder(self) -> None:
@@ -145,14 +154,16 @@ class _Run:
         folder = self.settings.folder
         file, record = folder / "settings.json", self._asked()
         if file.exists():
+            self.held.enter_context(locked(folder / _LOCK, f"another run works in {folder}"))
+        if file.exists():
             if not self.settings.resume:
                 raise CheckpointError(
                     f"{folder} holds a run: go on with it by --resume, or give another --out"
                 )
-            try:
-                before = json.loads(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{file} is damaged; give another --out and start afresh") from error
+            advice = "give another --out and start afresh"
+            before = read_json(file, CheckpointError, advice)
+            if not isinstance(before, dict):
+                raise CheckpointError(f"{file} is damaged: it holds no settings; {advice}")
             changed = [
                 f"{key}: {before.get(key)!r} -> {record[key]!r}"
                 for key in record
@@ -165,6 +176,7 @@ class _Run:
                 )
             return
         write_texts({file: json.dumps(record, indent=1)}, "the run's settings")
+        self.held.enter_context(locked(folder / _LOCK, f"another run works in {folder}"))
 
     def _asked(self) -> dict[str, Any]:
         chosen = {
@@ -206,14 +218,12 @@ class _Run:
         """Take the checkpoint up where there is one; return what the unpruned network is like."""
         file = self.settings.folder / "dense.json"
         if self.settings.resume and trainer.load():
-            self.console.print(
-                f"Going on behind step {trainer.step} of {trainer.timeline.schedule.total_steps}."
-            )
-            return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+            self._say(f"Going on behind step {trainer.step} of {trainer.timeline.schedule.total_steps}.")
+            return figures_of(file) if file.exists() else {}
         if self.dense or self.settings.weights == "none":
             return {}
         values = trainer.evaluate()
-        self.console.print(f"The unpruned network: {_listed(values)}")
+        self._say(f"The unpruned network: {_listed(values)}")
         if ranks.rank() == 0:
             write_texts({file: json.dumps(values)}, "the unpruned network's accuracy")
         return values
@@ -222,7 +232,7 @@ class _Run:
 
     def _tell(self, result: EpochResult) -> None:
         parts = [f"epoch {result.epoch}", f"loss {result.loss:.4g}", f"rate {result.rate:.3g}"]
-        self.console.print(", ".join([*parts, *([_listed(result.values)] if result.values else []),
+        self._say(", ".join([*parts, *([_listed(result.values)] if result.values else []),
                                       f"{result.seconds:.0f} s"]))  # fmt: skip
 
     # ---- after training ---------------------------------------------------------------------------------
@@ -322,20 +332,18 @@ class _Run:
 
     def _summary(self, record: Record) -> None:
         folder, values, dense = self.settings.folder, record.values, record.dense
-        self.console.print(f"Reached      {_listed(values)}")
+        self._say(f"Reached      {_listed(values)}")
         if "flops" in values:
-            self.console.print(
-                f"FLOPs        {percent(values['flops'] / dense['flops'])} of the unpruned network's"
-            )
+            self._say(f"FLOPs        {percent(values['flops'] / dense['flops'])} of the unpruned network's")
         if "predicted_ms" in values:
             share = values["predicted_ms"] / dense["predicted_ms"]
             told = f"{milliseconds(values['predicted_ms'])} by the table, {percent(share)} of the unpruned network's"
             if "latency_ms" in values:
                 share = values["latency_ms"] / dense["latency_ms"]
                 told += f"; measured {milliseconds(values['latency_ms'])}, {percent(share)}"
-            self.console.print(f"Latency      {told}")
-        written = sorted(path.name for path in folder.iterdir())
-        self.console.print(f"Files in {folder}: {', '.join(written)}")
+            self._say(f"Latency      {told}")
+        written = sorted(path.name for path in folder.iterdir() if path.name != _LOCK)
+        self._say(f"Files in {folder}: {', '.join(written)}")
 
 
 def _plain(network: nn.Module) -> nn.Module:

@@ -45,6 +45,10 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.threads < 1 or self.workers < 0:
             raise InputError("--threads must be at least 1, --workers at least 0")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"--seed must be from 0 to {2**32 - 1}, not {self.seed}")
+        if not self.out.strip():
+            raise InputError("--out is empty: give a folder")
         if not 0 < self.fraction <= 1:
             raise InputError(f"--fraction must be in (0, 1], not {self.fraction}")
         if self.ranks is not None and (self.ranks < 1 or not self.dry_run):

@@ -15,7 +15,7 @@ from smcp_fx.backends.tensorrt_requests import device_of, read_answers
 from smcp_fx.backends.tensorrt_worker.building import BuildOptions
 from smcp_fx.backends.tensorrt_worker.client import InProcess
 from smcp_fx.backends.tensorrt_worker.main import FORMAT, _measure, read_requests, work_off
-from smcp_fx.backends.tensorrt_worker.problems import WorkerError
+from smcp_fx.backends.tensorrt_worker.problems import WorkerError, cache_folder
 from smcp_fx.errors import TableError
 
 JOB = {"id": "a", "onnx": "a.onnx", "options": {}}
@@ -108,7 +108,7 @@ def test_engines_of_other_devices_and_versions_are_refused(
     [
         (lambda plan, text: (plan[:-9], text), r"its description says \d+: it was cut off or changed"),
         (lambda plan, text: (plan, text[:30]), "m.engine.json is damaged .* copy it again"),
-        (lambda plan, text: (plan, "[]"), "m.engine.json is no engine's description"),
+        (lambda plan, text: (plan, "[]"), r"m\.engine\.json is damaged \(it holds no object\)"),
     ],
     ids=["engine", "description", "list"],
 )
@@ -153,7 +153,7 @@ def test_the_lean_runtime_runs_version_compatible_engines_only(
     ("requests", "told"),
     [
         (None, "there is no .*requests.json: smcp-table measure --emit-requests"),
-        ([], "no file of requests of version 1"),
+        ([], "requests.json is damaged"),
         ({"version": 2, "jobs": []}, "no file of requests of version 1"),
         ({}, "request 0 is none"),
         ({"jobs": {"a": JOB}}, "request 0 is none"),
@@ -169,6 +169,111 @@ def test_requests_that_are_none_are_refused(requests: Any, told: str, tmp_path: 
         read_requests(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"id": "../../../x"}, "the id '../../../x' may hold letters"),
+        ({"id": "/tmp/x"}, "may hold letters"),
+        ({"id": ".."}, "may hold letters"),
+        ({"id": "a\n"}, "may hold letters"),
+        ({"id": ""}, "may hold letters"),
+        ({"id": "x" * 101}, "may hold letters"),
+        ({"id": "ａ"}, "may hold letters"),
+        ({"onnx": "/etc/hostname"}, "lies outside of"),
+        ({"onnx": "../a.onnx"}, "lies outside of"),
+        ({"onnx": "models/../../a.onnx"}, "lies outside of"),
+        ({"onnx": "link/a.onnx"}, "lies outside of"),
+        ({"onnx": "a\0b"}, "null byte"),
+        ({"engine": "/tmp/a.engine"}, "lies outside of"),
+        ({"engine": "../a.engine"}, "lies outside of"),
+        ({"engine": "link/a.engine"}, "lies outside of"),
+        ({"engine": "requests.json"}, "must end in .engine"),
+        ({"engine": 3}, "engine is 3"),
+        ({"name": []}, r"name is \[\]"),
+        ({"timing": "fast"}, "timing is 'fast'"),
+        ({"nodes": {}}, "nodes is {}"),
+    ],
+    ids=str,
+)
+def test_requests_reach_nothing_outside_of_their_folder(
+    change: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "todo"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path)
+    requests = {"format": FORMAT, "version": 1, "jobs": [JOB, {**JOB, "id": "b", **change}]}
+    (folder / "requests.json").write_text(json.dumps(requests))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(WorkerError, match=f"request 1 is none .*{told}"):
+        work_off(folder, [], ABOUT, print)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["answers", "engines", "cache"])
+def test_links_of_the_folder_are_followed_before_anything_is_written(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch)
+    folder, outside = tmp_path / "todo", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    (folder / name).symlink_to(outside)
+    small_model(folder / "a.onnx")
+    (folder / "requests.json").write_text(json.dumps({"format": FORMAT, "version": 1, "jobs": [JOB]}))
+    worker = InProcess()
+    about = {key: value for key, value in worker.ask("about").items() if key != "ok"}
+    if name == "cache":
+        assert work_off(folder, [worker], about, print) == 1
+        assert "lies outside of" in json.loads((folder / "answers" / "a.json").read_text())["error"]
+    else:
+        with pytest.raises(WorkerError, match="lies outside of"):
+            work_off(folder, [worker], about, print)
+    assert not list(outside.iterdir())
+
+
+def test_two_requests_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "requests.json").write_text(json.dumps({"format": FORMAT, "version": 1, "jobs": [JOB, JOB]}))
+    with pytest.raises(WorkerError, match=r"request 1 is none .*another has the id 'a', too"):
+        read_requests(tmp_path)
+
+
+def test_an_answer_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch)
+    small_model(tmp_path / "a.onnx")
+    (tmp_path / "answers").write_text("a file where the folder belongs")
+    (tmp_path / "requests.json").write_text(json.dumps({"format": FORMAT, "version": 1, "jobs": [JOB]}))
+    with pytest.raises(WorkerError, match=r"cannot write .*answers"):
+        work_off(tmp_path, [InProcess()], ABOUT, print)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"precision": []}, "precision"),
+        ({"tf32": 1}, "tf32"),
+        ({"batch": 3}, "batch"),
+        ({"batch": [1, "2", 3]}, "batch"),
+        ({"workspace_mib": True}, "workspace_mib"),
+        ({"optimization_level": "5"}, "optimization_level"),
+        ({"tactic_sources_off": [1]}, "tactic_sources_off"),
+    ],
+    ids=str,
+)
+def test_options_of_another_type_are_named(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(WorkerError, match=told):
+        BuildOptions.from_json(options)
+
+
+def test_timing_caches_are_kept_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert cache_folder() == tmp_path / "smcp_fx"
+
+
 @pytest.mark.parametrize("content", ["{", "[1]", "3"])
 def test_a_damaged_device_file_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "requests.json").write_text(json.dumps({"format": FORMAT, "version": 1, "jobs": []}))
@@ -182,8 +287,8 @@ def test_a_damaged_device_file_is_named(content: str, tmp_path: Path) -> None:
     [
         ({"measured": {"median_ms": 1.0}}, "KeyError"),
         ({"measured": None}, "TypeError"),
-        ({"measured": {**MEASURED, "median_ms": float("nan")}}, "nan ms"),
-        ({"finished": None}, "TypeError"),
+        ({"measured": {**MEASURED, "median_ms": float("nan")}}, "hot_ms is nan"),
+        ({"finished": None}, "its time is None"),
         ({"about": []}, "TypeError"),
         ({"id": "b"}, "it answers another request"),
         ({"build": {"options": {"precision": "fp32"}}}, "it answers another request"),

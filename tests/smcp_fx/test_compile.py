@@ -211,6 +211,59 @@ def test_what_cannot_work_is_refused_before_training(
     assert not list((tmp_path / "out").rglob("*.safetensors"))
 
 
+WANDERING = """
+import os
+import torch
+from torch import nn
+
+class Noise(torch.utils.data.Dataset):
+    def __len__(self):
+        return 128
+
+    def __getitem__(self, i):
+        return torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(i)), i % 2
+
+def data():
+    os.chdir("/")
+    return Noise(), Noise()
+
+def unsavable():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2),
+    )
+    model[2].place = os.stat("/")  # what no file of ours holds
+    model[0].register_forward_hook(lambda module, inputs, output: None)
+    return model
+"""
+
+
+def test_a_model_that_cannot_be_saved_and_a_factory_that_changes_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `save` refuses is told before training, and the ONNX file is written into the folder that was named."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(WANDERING)
+    flags = ["--model", "own.py:unsavable", "--data", "own.py:data", "--out", "a [/b] ü", "--cost", "flops",
+             "--target", "0.6", "--epochs", "1", "--dense-epochs", "0", "--every", "1", "--batch", "4",
+             "--train-batch", "16"]  # fmt: skip
+    assert main(flags) == 0, capsys.readouterr().err
+    shown, out = " ".join(capsys.readouterr().out.split()), tmp_path / "a [/b] ü"
+    told = shown.index("the weights get no file of their own (pruned.safetensors), only the ONNX file:")
+    assert told < shown.index("pruning while training") and "a [/b] ü" in shown
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert any("only the ONNX file" in note for note in report["notes"])
+    assert "weights" not in report["files"] and "manifest" not in report["files"]
+    assert sorted(path.name for path in out.iterdir()) == sorted([*report["files"].values(), "state"])
+
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert main(flags) == 2
+    assert "--resume, replace it by --overwrite" in " ".join(capsys.readouterr().err.split())
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
 def test_unknown_backends_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--backend", "abacus"])

@@ -1,0 +1,127 @@
+"""The folder of a compile run: what stands there is not lost unless that is asked for, and one run has it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from smcp_fx.compiler.settings import CompileSettings
+from smcp_fx.errors import CheckpointError, InputError
+from smcp_fx.files import brief, locked, read_json, write_texts
+
+#: Where a run goes that no --out is given for: here, or to the next number.
+_DEFAULT = Path("runs/compile")
+_WRITTEN = ("dense.onnx", "pruned.onnx", "pruned.safetensors", "pruned.json", "report.json", "report.html")
+
+
+def placed(settings: CompileSettings) -> CompileSettings:
+    """Return the settings with the absolute folder of their run, whatever the working directory will be.
+
+    Without ``out`` it is runs/compile, or the next number that is free (runs/compile-2); to resume, the last.
+    """
+    if settings.out is not None:
+        return replace(settings, out=str(Path(settings.out).absolute()))
+    taken = {}
+    for folder in [_DEFAULT, *_DEFAULT.parent.glob(f"{_DEFAULT.name}-*")]:
+        number = folder.name.removeprefix(_DEFAULT.name).removeprefix("-") or "1"
+        with contextlib.suppress(OSError):
+            if number.isascii() and number.isdigit() and any(folder.iterdir()):
+                taken[int(number)] = folder
+    last = max(taken, default=0)
+    if settings.resume and taken:
+        folder = taken[last]
+    else:
+        folder = _DEFAULT.with_name(f"{_DEFAULT.name}-{last + 1}") if last else _DEFAULT
+    return replace(settings, out=str(folder.absolute()))
+
+
+class RunFolder:
+    """The folder that ``settings`` name (`placed` before), of a run with this ``record`` of what it was asked for."""
+
+    def __init__(self, settings: CompileSettings, record: Mapping[str, Any]) -> None:
+        self.folder, self.state = settings.folder, settings.folder / "state"
+        self._resume, self._overwrite, self._record = settings.resume, settings.overwrite, record
+        self._file = self.state / "settings.json"
+        self._begun = False
+
+    def look(self) -> None:
+        """Raise `CheckpointError` where a run would be lost, or is not there to be resumed; nothing is changed."""
+        try:
+            if self._resume:
+                self._compare()
+                return
+            there = [name for name in _WRITTEN if (self.folder / name).exists()]
+            there += [f"state/{file.name}" for file in sorted(self.state.glob("*.safetensors"))]
+        except OSError as error:
+            raise InputError(f"cannot read {self.folder}: {error.strerror or error}") from error
+        if there and not self._overwrite:
+            raise CheckpointError(
+                f"{self.folder} holds a run ({', '.join(there[:4])}{', ...' if len(there) > 4 else ''}): go on with "
+                "it by --resume, replace it by --overwrite, or give another --out"
+            )
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Make the folder and keep other runs out of it; what was made is gone again where nothing was begun."""
+        new = [path for path in (self.state, self.folder, *self.folder.parents) if not path.exists()]
+        try:
+            self.state.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot write to {self.folder}: {error.strerror or error}") from error
+        lock = self.state / "lock"
+        known = lock.exists()
+        try:
+            with locked(lock, f"another run works in {self.folder}"):
+                try:
+                    yield
+                finally:
+                    if not self._begun and not known:
+                        lock.unlink(missing_ok=True)
+        finally:
+            if not self._begun:
+                with contextlib.suppress(OSError):  # not empty: it is somebody's
+                    for path in new:
+                        path.rmdir()
+
+    def begin(self) -> None:
+        """Note what a new run was asked for; what an earlier one left to go on from is deleted."""
+        self._begun = True
+        if self._resume:
+            return
+        try:
+            for old in (*self.state.glob("*.safetensors"), *self.state.glob("comparisons.json")):
+                old.unlink()
+        except OSError as error:
+            raise InputError(f"cannot write to {self.folder}: {error.strerror or error}") from error
+        write_texts({self._file: json.dumps(self._record, indent=1)}, "the run's settings")
+
+    def _compare(self) -> None:
+        """Raise `CheckpointError` where the run that is to go on was started with other settings."""
+        if not self._file.exists():
+            raise CheckpointError(f"there is no run to resume in {self.folder}; start it without --resume")
+        before = read_json(
+            self._file, CheckpointError, "start without --resume, in another --out or with --overwrite"
+        )
+        if not isinstance(before, dict) or not all(
+            isinstance(before.get(part), dict) for part in self._record
+        ):
+            raise CheckpointError(
+                f"{self._file} is damaged: it holds no settings; start without --resume, in another --out or with "
+                "--overwrite"
+            )
+        changed = [
+            f"{key}: {brief(before[part].get(key))} -> {value!r}"
+            for part in self._record
+            for key, value in self._record[part].items()
+            if before[part].get(key) != value
+        ]
+        if changed or before != self._record:
+            told = "; ".join(changed) or "fields that this version does not have"
+            raise CheckpointError(
+                f"the run in {self.folder} was started with other settings ({told[:600]}); resume it with the same, "
+                "or start afresh in another --out"
+            )

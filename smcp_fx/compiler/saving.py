@@ -1,0 +1,24 @@
+"""Whether the network that comes out can be saved: asked before it is trained."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from torch import nn
+
+from smcp_fx.errors import CheckpointError
+from smcp_fx.serialization import save
+
+#: The file of the weights, beside the ONNX files.
+WEIGHTS = "pruned.safetensors"
+
+
+def why_unsavable(model: nn.Module) -> str:
+    """Return why `smcp_fx.save` refuses a model; nothing where it does not."""
+    with tempfile.TemporaryDirectory(prefix="smcp_fx-save-") as folder:
+        try:
+            save(model, Path(folder) / WEIGHTS)
+        except CheckpointError as error:
+            return str(error)
+    return ""

@@ -1,0 +1,265 @@
+"""Opening a latency table's SQLite file: what it is, is looked at before anything in it or beside it is changed.
+
+SQLite keeps the last changes in a file beside (-wal) until all have closed the table. A process that was killed
+leaves it, and whatever file is then copied to the table's name would be read as a mixture of both. So a table has a
+mark, new with every process that opens it and writes; every change writes the mark, too, and the file's own and that
+of the changes beside it must be the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sqlite3
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from smcp_fx.errors import TableError
+
+_APPLICATION_ID = 0x534D4350  # "SMCP"
+FORMAT_VERSION = 1
+_BUSY_SECONDS = 30.0
+#: How often a table is looked at before it is told to be two.
+_LOOKS = 4
+
+_SCHEMA = """
+CREATE TABLE fingerprint (id INTEGER PRIMARY KEY, key TEXT UNIQUE NOT NULL, fields TEXT NOT NULL);
+CREATE TABLE block (id INTEGER PRIMARY KEY, signature TEXT UNIQUE NOT NULL, name TEXT NOT NULL);
+CREATE TABLE latency (
+  fingerprint INTEGER NOT NULL REFERENCES fingerprint (id),
+  block INTEGER NOT NULL REFERENCES block (id),
+  widths TEXT NOT NULL,
+  state TEXT NOT NULL CHECK (state IN ('claimed', 'measured', 'failed')),
+  owner TEXT NOT NULL,
+  attempts INTEGER NOT NULL,
+  changed REAL NOT NULL,
+  hot_ms REAL, hot_q1_ms REAL, hot_q3_ms REAL, hot_repeats INTEGER, hot_stable INTEGER,
+  cold_ms REAL, cold_q1_ms REAL, cold_q3_ms REAL, cold_repeats INTEGER, cold_stable INTEGER,
+  error TEXT,
+  PRIMARY KEY (fingerprint, block, widths)
+) WITHOUT ROWID;
+"""
+_TABLES = {"fingerprint", "block", "latency"}
+#: Tables of earlier versions lack it, and get it when they are next written to.
+_MARK = """
+CREATE TABLE IF NOT EXISTS mark (id INTEGER PRIMARY KEY CHECK (id = 1), now TEXT, before TEXT, changes INTEGER);
+INSERT OR IGNORE INTO mark VALUES (1, NULL, NULL, 0);
+"""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a database is, by itself or with the changes that lie beside it."""
+
+    application: int
+    version: int
+    objects: dict[str, str]
+    mark: tuple[Any, Any] | None
+
+
+class TableFile:
+    """A table's file, open. ``run`` executes a statement; `TableError` for what is no table of this format.
+
+    ``read_only``: nothing is written, neither into it nor beside it, and it may lie on a medium that takes nothing.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self.path = path
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        self._mark: str | None = None  # None: not asked for yet; empty: others have the table open
+        exists = path.exists() and path.stat().st_size > 0
+        if exists or read_only:
+            self._database = self._connect_to_read()
+        if not read_only:
+            if exists:
+                self._database.close()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._database = _connect(path, "mode=rwc")
+        try:
+            if not read_only:
+                self._create()
+            self._refuse(_seen(self._database))
+        except BaseException:
+            self.close()
+            if not exists and path.exists() and path.stat().st_size == 0:  # a disk that is full, say
+                path.unlink(missing_ok=True)
+            raise
+
+    @property
+    def run(self) -> Callable[..., sqlite3.Cursor]:
+        """Executes a statement and returns its cursor."""
+        return self._database.execute
+
+    def close(self) -> None:
+        """Close it."""
+        self._database.close()
+        if self._copy is not None:
+            self._copy.cleanup()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
+        """Run statements all or none."""
+        if self._mark is None:
+            self._mark = self._new_mark()
+        self.run("BEGIN IMMEDIATE")
+        try:
+            yield self.run
+            for statement in _MARK.split(";"):
+                self.run(statement)
+            # From then on the file itself is known to have this mark, and a file with the one before is another.
+            before = "CASE now WHEN ? THEN now ELSE before END"
+            self.run(f"UPDATE mark SET changes = changes + 1, before = {before}", (self._mark,))
+            self.run("COMMIT")
+        except BaseException:
+            if self._database.in_transaction:  # SQLite rolls back by itself where the disk is full
+                self.run("ROLLBACK")
+            raise
+
+    def _new_mark(self) -> str:
+        """Give the table a new mark, in the file itself, and return it; empty while others use the table."""
+        mark = uuid.uuid4().hex
+        self.run("PRAGMA busy_timeout = 0")
+        try:
+            if not self._all_in_file():
+                return ""
+            self.run("BEGIN IMMEDIATE")
+            for statement in _MARK.split(";"):
+                self.run(statement)
+            self.run("UPDATE mark SET before = now, now = ?", (mark,))
+            self.run("COMMIT")
+            return mark if self._all_in_file() else ""
+        except sqlite3.OperationalError as error:
+            if self._database.in_transaction:
+                self.run("ROLLBACK")
+            if "locked" not in str(error) and "busy" not in str(error):
+                raise
+            return ""
+        finally:
+            self.run(f"PRAGMA busy_timeout = {round(1000 * _BUSY_SECONDS)}")
+
+    def _all_in_file(self) -> bool:
+        """Write what lies beside the file into it; tell whether all is there."""
+        return bool(self.run("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0)
+
+    def _connect_to_read(self) -> sqlite3.Connection:
+        """Return a connection that changes nothing; what is no table, or two tables mixed, is refused."""
+        database = _connect(self.path, "immutable=1")
+        beside = self.path.with_name(f"{self.path.name}-wal")
+        try:
+            alone = _seen(database)
+            if alone.objects or alone.application:  # else it is just being made, and all of it lies beside
+                self._refuse(alone)
+            if not beside.exists() or beside.stat().st_size == 0:
+                return database
+        except BaseException:
+            database.close()
+            raise
+        database.close()
+        database = self._with_changes(beside)
+        try:
+            for attempt in range(_LOOKS):  # other processes may give marks between two looks
+                found = _seen(database)
+                if alone.mark is None or found.mark is None or alone.mark[0] in found.mark:
+                    return database
+                time.sleep(0.05 * attempt)
+                other = _connect(self.path, "immutable=1")
+                alone = _seen(other)
+                other.close()
+            raise TableError(
+                f"{self.path} and {beside.name} beside it are of two tables: another file was copied over a table "
+                f"whose last changes lie there. Move {beside.name} and {self.path.name}-shm away to use the copied "
+                "one"
+            )
+        except BaseException:
+            database.close()
+            raise
+
+    def _with_changes(self, beside: Path) -> sqlite3.Connection:
+        """Return a connection that reads the changes that lie beside the table, too."""
+        with contextlib.ExitStack() as undo, contextlib.suppress(sqlite3.OperationalError):
+            database = _connect(self.path, "mode=ro")
+            undo.callback(database.close)
+            _seen(database)
+            undo.pop_all()
+            return database
+        # SQLite must write beside a table to read what lies there: elsewhere, where that cannot be.
+        if self._copy is None:
+            self._copy = tempfile.TemporaryDirectory(prefix="smcp_fx-table-")
+        copied = Path(self._copy.name) / "table.sqlite"
+        shutil.copyfile(self.path, copied)
+        shutil.copyfile(beside, copied.with_name(f"{copied.name}-wal"))
+        return _connect(copied, "mode=rw")
+
+    def _refuse(self, seen: _Seen) -> None:
+        """Raise `TableError` for what is no table of this format."""
+        if not seen.objects and not seen.application:
+            raise TableError(f"{self.path} is an empty database: measure a table first")
+        if seen.application != _APPLICATION_ID:
+            raise TableError(f"{self.path} is a database, but no latency table; choose another file")
+        if seen.version != FORMAT_VERSION:
+            raise TableError(
+                f"{self.path} is a latency table of format {seen.version}, this version reads {FORMAT_VERSION}; "
+                "measure into a new file"
+            )
+        missing = sorted(_TABLES - set(seen.objects))
+        other = sorted(name for name, kind in seen.objects.items() if kind != "table")
+        if missing or other:
+            told = f"it lacks {', '.join(missing)}" if missing else f"it holds {', '.join(other)[:200]}"
+            raise TableError(f"{self.path} is a damaged latency table: {told}; move it away and measure anew")
+
+    def _create(self) -> None:
+        """Make the tables where there are none."""
+        self.run("PRAGMA journal_mode = WAL")
+        self.run("PRAGMA synchronous = NORMAL")
+        if _seen(self._database).objects:
+            return
+        self.run("BEGIN IMMEDIATE")  # two processes may create the file at the same moment
+        try:
+            seen = _seen(self._database)
+            if not seen.objects and not seen.application:
+                for statement in (_SCHEMA + _MARK).split(";"):
+                    self.run(statement)
+                self.run(f"PRAGMA application_id = {_APPLICATION_ID}")
+                self.run(f"PRAGMA user_version = {FORMAT_VERSION}")
+            self.run("COMMIT")
+        except BaseException:
+            if self._database.in_transaction:
+                self.run("ROLLBACK")
+            raise
+
+
+def _connect(path: Path, how: str) -> sqlite3.Connection:
+    place = f"file:{quote(os.fsencode(path.absolute()))}?{how}"
+    database = sqlite3.connect(place, timeout=_BUSY_SECONDS, isolation_level=None, uri=True)
+    database.text_factory = _decoded
+    return database
+
+
+def _decoded(content: bytes) -> str:
+    """Text that is none is looked at like any other value, not raised on in the middle of a query."""
+    return content.decode("utf-8", "surrogateescape")
+
+
+def _seen(database: sqlite3.Connection) -> _Seen:
+    run = database.execute
+    application, version = (
+        int(run(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")
+    )
+    objects = {
+        str(name): str(kind)
+        for name, kind in run("SELECT name, type FROM sqlite_master WHERE name NOT LIKE 'sqlite_autoindex%'")
+    }
+    mark: Any = None
+    if objects.get("mark") == "table":
+        with contextlib.suppress(
+            sqlite3.OperationalError
+        ):  # other columns: damaged, which what reads rows will tell
+            mark = run("SELECT now, before FROM mark").fetchone()
+    return _Seen(application, version, objects, None if mark is None or mark[0] is None else mark)
