@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx import shape_tracer
 from smcp_fx.channels.trail import OPAQUE, TensorInfo
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.shape_tracer import ShapeTracer, plain_lists
 from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
 from smcp_fx.trace_modes import one_graph
 from smcp_fx.trace_rewrites import drop_expansions, normalise
+from smcp_fx.trace_sentences import is_ours
 
 #: max |eager - traced| may reach this share of the output's scale: both run the same kernels in the same order.
 _SAME = 1e-6
@@ -130,6 +130,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
                 f"an example input is empty, of shape {tuple(given.shape)}: pass at least one image, since what "
                 "has no elements does not tell how channels go through the network"
             )
+    before = [(module, _attributes(module)) for module in model.modules()]
     try:
         expected = run_eager(model, inputs)
     except Exception as error:
@@ -137,6 +138,8 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             f"{type(model).__name__} does not run on the example inputs {_describe(inputs)}: "
             f"{_first_line(error)} Pass inputs of the shape the model was made for."
         ) from error
+    for module, attributes in before:  # what forward keeps for the next call of this size would be traced as it is
+        _restore_attributes(module, attributes, constants=False)
     training = model.training
     why = {path: f"{path!r} is left as it is" for path in leaves}
     while True:
@@ -233,13 +236,12 @@ def _trace_in_mode(
         graph = tracer.trace(model)
         written |= written_in(model, graph)
     except Exception as error:
-        ours = {Path(__file__), Path(shape_tracer.__file__)}
         where = next(
             (
                 f"{frame.filename}:{frame.lineno} ({frame.line})"
                 for frame in reversed(traceback.extract_tb(error.__traceback__))
                 if Path(torch.__file__).parent not in Path(frame.filename).parents
-                and Path(frame.filename) not in ours
+                and not is_ours(frame.filename)
             ),
             "its forward",
         )
@@ -268,14 +270,14 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+def _restore_attributes(module: nn.Module, attributes: dict[str, Any], constants: bool = True) -> None:
     """Undo what forward did to the module while it was traced: a cache would hold proxies now.
 
-    The constants that the tracer adds stay: the graph reads them.
+    The ``constants`` that the tracer adds stay: the graph reads them.
     """
     for name, value in list(vars(module).items()):
         if name not in attributes:
-            if not isinstance(value, Tensor):
+            if not (constants and isinstance(value, Tensor)):
                 del vars(module)[name]
         elif isinstance(value, (list, dict)) and type(value) is type(attributes[name]):
             value.clear()  # the same object, since others may hold it

@@ -1,0 +1,149 @@
+"""Functions that give a number of their own, and so would freeze a size, stood in for while a model is traced.
+
+`torch.zeros(x.shape[0], 3)` and `torch.finfo(x.dtype).min` become nodes, and in the files of the model's own modules
+`int(h / 2)`, `float(h)` and `len(x)`. Without a proxy among their arguments, they just run.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.proxy import Proxy
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from smcp_fx.shape_tracer import ShapeTracer
+
+_FACTORIES = (
+    "zeros ones full empty arange linspace rand randn eye tensor as_tensor full_like meshgrid".split()
+)
+_NUMBERS = ("int", "float", "len")
+#: Where a type is only looked at, and a stand-in does as well.
+_LOOKS = {"isinstance", "issubclass"}
+
+
+class StandIns:
+    """A context in which they stand in; what was there is put back at its end."""
+
+    def __init__(self, tracer: ShapeTracer, model: nn.Module) -> None:
+        self.tracer = tracer
+        self._put: list[tuple[dict[str, Any], str, Any]] = []
+        self._wanted = [
+            *((vars(torch), name, self._factory(getattr(torch, name))) for name in _FACTORIES),
+            *((vars(torch), name, self._limits(getattr(torch, name))) for name in ("finfo", "iinfo")),
+        ]
+        self._wanted.append((vars(torch), "is_tensor", self._is_tensor))
+        numbers = {"int": self._type(int, self._int), "float": self._type(float, self._float), "len": self._len}
+        for namespace in _namespaces(model):
+            called = _called(str(namespace.get("__name__")))
+            self._wanted += [(namespace, name, numbers[name]) for name in called if name not in namespace]
+
+    def __enter__(self) -> None:
+        for namespace, name, value in self._wanted:
+            self._put.append((namespace, name, namespace.get(name, self)))
+            namespace[name] = value
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        while self._put:
+            namespace, name, value = self._put.pop()
+            if value is self:
+                del namespace[name]
+            else:
+                namespace[name] = value
+
+    def _factory(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def factory(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
+                return self.tracer.create_proxy("call_function", function, args, kwargs)
+            return function(*args, **kwargs)
+
+        return factory
+
+    def _is_tensor(self, value: Any) -> bool:
+        return issubclass(self.tracer.kind(value) if isinstance(value, Proxy) else type(value), Tensor)
+
+    def _limits(self, kind: type) -> type:
+        return self._type(kind, lambda p: self.tracer.create_proxy("call_function", kind, (p,), {}))
+
+    def _int(self, proxy: Proxy) -> Any:
+        value = self.tracer.value(proxy.node)
+        if type(value) is float:
+            return self.tracer.create_proxy("call_function", math.trunc, (proxy,), {})
+        return proxy if type(value) is int else int(proxy)  # type: ignore[call-overload]
+
+    def _float(self, proxy: Proxy) -> Any:
+        value = self.tracer.value(proxy.node)
+        if type(value) is int:
+            return self.tracer.create_proxy("call_function", operator.truediv, (proxy, 1), {})
+        return proxy if type(value) is float else float(proxy)  # type: ignore[arg-type]
+
+    def _len(self, value: Any) -> Any:
+        if isinstance(value, Proxy) and isinstance(self.tracer.value(value.node), Tensor):
+            return self.tracer.create_proxy("call_method", "size", (value, 0), {})
+        return len(value)
+
+    def _type(self, kind: type, record: Callable[[Proxy], Any]) -> type:
+        """A type that passes for ``kind``, and records a call with a proxy."""
+        tracer = self.tracer
+
+        class StandIn(type):
+            def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+                traced = len(args) == 1 and not kwargs and isinstance(args[0], Proxy)
+                return record(args[0]) if traced else kind(*args, **kwargs)
+
+            def __instancecheck__(cls, value: Any) -> bool:
+                return issubclass(tracer.kind(value) if isinstance(value, Proxy) else type(value), kind)
+
+            def __subclasscheck__(cls, other: type) -> bool:
+                return issubclass(other, kind)
+
+            def __getattr__(cls, name: str) -> Any:
+                return getattr(kind, name)
+
+        return StandIn(kind.__name__, (), {})
+
+
+def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """The globals of the files that the model's modules come from, and of what these import of their own package."""
+    found: dict[int, dict[str, Any]] = {}
+    for name in {type(module).__module__ for module in model.modules()}:
+        package = name.partition(".")[0]
+        if package in ("torch", "smcp_fx") or name not in sys.modules:
+            continue
+        namespace = vars(sys.modules[name])
+        found[id(namespace)] = namespace
+        for value in list(namespace.values()):
+            if isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] == package:
+                found[id(value.__globals__)] = value.__globals__
+    yield from found.values()
+
+
+@functools.cache
+def _called(module: str) -> tuple[str, ...]:
+    """Which of `int`, `float` and `len` a file calls, and uses for nothing else (`dtype=int` needs the type itself)."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return ()
+    called, looked, hints = set[str](), set[int](), set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called.add(node.func.id)
+            looked.add(id(node.func))
+            for argument in node.args if node.func.id in _LOOKS else ():
+                looked |= {id(part) for part in ast.walk(argument)}
+        for hint in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            hints |= {id(part) for part in ast.walk(hint)} if isinstance(hint, ast.AST) else set()
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    other = {node.id for node in names if id(node) not in looked | hints}
+    return tuple(name for name in _NUMBERS if name in called and (name == "len" or name not in other))

@@ -1,0 +1,181 @@
+"""Writes into a part of a tensor, as new tensors where nobody could tell the difference.
+
+    before   x[:, :4] = y                       after   x = cat([y.type_as(x), x[:, 4:]], 1)
+    before   x[x < 0] = 0                       after   x = x.masked_fill(x < 0, 0)
+
+A write into what others hold too (an input, a parameter, a view that is read later) stays the write it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels.operations import MOVES, may_be_operand, operation_name
+
+Value = Callable[[fx.Node], Any]
+
+
+def functional_writes(graph: fx.Graph, model: nn.Module, value: Value, known: dict[fx.Node, Any]) -> None:
+    """Rewrite the graph's writes by index.
+
+    ``value`` gives a traced node's value on the example; ``known`` holds those that it has worked out, new nodes' too.
+    """
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is operator.setitem:
+            write = _Write(graph, model, value, node)
+            result = write.rewritten()
+            if result is not None:
+                known[result] = value(write.target)
+                write.put(result)
+
+
+class _Write:
+    """One `target[index] = source`."""
+
+    def __init__(self, graph: fx.Graph, model: nn.Module, value: Value, node: fx.Node) -> None:
+        self.graph, self.model, self.node = graph, model, node
+        self.value = value
+        self.place = {other: index for index, other in enumerate(graph.nodes)}
+        self.target: Any = node.args[0]
+        self.index: Any = node.args[1]
+        self.source: Any = node.args[2]
+
+    def rewritten(self) -> fx.Node | None:
+        """The new tensor; None where the write stays."""
+        if not isinstance(self.target, fx.Node) or self._is_shared(self.target):
+            return None
+        last = self.node.prev
+        with self.graph.inserting_before(self.node):
+            result = self._masked() if _is_mask(self._example(self.index)) else self._parts()
+        new = last.next
+        while new is not self.node:
+            new.meta, new = dict(self.node.meta), new.next
+        return result
+
+    def put(self, result: fx.Node) -> None:
+        """Put the new tensor in the target's place, for those who read it later."""
+        after = self.place[self.node]
+        for user in [user for user in self.target.users if self.place.get(user, -1) > after]:
+            user.replace_input_with(self.target, result)
+        self.graph.erase_node(self.node)
+
+    # ---- who else would see the write -------------------------------------------------------------------
+
+    def _is_shared(self, target: fx.Node) -> bool:
+        """Does anyone who reads later, or the caller, hold the target's memory under another name?"""
+        known, todo = {target}, [target]
+        while todo:
+            node = todo.pop()
+            if node.op in ("placeholder", "get_attr"):
+                return True
+            upward = [n for n in node.all_input_nodes[:1] if self._may_alias(node)]
+            downward = [user for user in node.users if user.args and user.args[0] is node and self._may_alias(user)]
+            for other in (*upward, *downward):
+                if other not in known:
+                    known.add(other)
+                    todo.append(other)
+        after = self.place[self.node]
+        return any(self.place[user] > after for node in known - {target} for user in node.users)
+
+    def _may_alias(self, node: fx.Node) -> bool:
+        """May the node's result be its first operand's memory?"""
+        if node.op not in ("call_function", "call_method", "call_module") or node.target is operator.setitem:
+            return False
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(self.value(node))):
+            return False  # a size
+        module = self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        name = operation_name(node, module)
+        return name is None or name in MOVES or name == "getattr" or may_be_operand(node, self.model)
+
+    # ---- the new tensor ---------------------------------------------------------------------------------
+
+    def _masked(self) -> fx.Node | None:
+        """`x[mask] = number`, and `x[mask] = y[mask]`."""
+        tensor, mask, source = self._example(self.target), self.index, self.source
+        picked = source if isinstance(source, fx.Node) and source.target is operator.getitem else None
+        other = picked.args[0] if picked is not None and picked.args[1] is mask else None
+        same = isinstance(other, fx.Node) and self._example(other).shape == tensor.shape
+        if not same and not isinstance(source, (int, float)):
+            return None
+        for _ in range(tensor.dim() - self._example(mask).dim()):
+            mask = self.graph.call_method("unsqueeze", (mask, -1))
+        if not same:
+            return self.graph.call_method("masked_fill", (self.target, mask, source))
+        other = self.graph.call_method("type_as", (other, self.target))
+        return self.graph.call_function(torch.where, (mask, other, self.target))
+
+    def _parts(self) -> fx.Node | None:
+        """`x[:, 2:4] = y`: y between the parts of x that stay."""
+        tensor = self._example(self.target)
+        index = _full_index(self.index, tensor.dim())
+        if index is None:
+            return None
+        cut = [(dim, *_edges(part)) for dim, part in enumerate(index) if part != slice(None)]
+        if any(_edges(part) is None for part in index):
+            return None
+        return self._within(self.target, cut, [dim for dim, part in enumerate(index) if type(part) is int], tensor)
+
+    def _within(self, whole: fx.Node, cut: list[Any], gone: list[int], tensor: Tensor) -> fx.Node:
+        if not cut:
+            return self._fitted(whole, gone, tensor)
+        dim, start, stop = cut[0]
+        ahead = [slice(None)] * dim
+
+        def part(first: int | None, last: int | None) -> fx.Node:
+            return self.graph.call_function(operator.getitem, (whole, (*ahead, slice(first, last))))
+
+        inner_shape = tensor[(*ahead, slice(start, stop))]
+        pieces = [] if start in (None, 0) else [part(None, start)]
+        pieces.append(self._within(part(start, stop), cut[1:], gone, inner_shape))
+        pieces += [] if stop is None else [part(stop, None)]
+        return self.graph.call_function(torch.cat, (pieces, dim)) if len(pieces) > 1 else pieces[0]
+
+    def _fitted(self, region: fx.Node, gone: list[int], tensor: Tensor) -> fx.Node:
+        """What is written, in the region's shape and type."""
+        source = self.source
+        if not isinstance(source, fx.Node) or not isinstance(self._example(source), Tensor):
+            return self.graph.call_function(torch.full_like, (region, source))
+        shape = list(self._example(source).shape)
+        left = tensor.dim() - len(gone) - len(shape)  # dimensions that broadcasting adds in front
+        for dim in gone:
+            if dim - sum(other < dim for other in gone) >= left and shape:
+                source = self.graph.call_method("unsqueeze", (source, dim - max(left, 0)))
+                shape.insert(dim - max(left, 0), 1)
+        source = self.graph.call_method("expand_as", (source, region))  # tells what does not fit, as the write does
+        return self.graph.call_method("type_as", (source, region))
+
+    def _example(self, node: Any) -> Any:
+        return self.value(node) if isinstance(node, fx.Node) else node
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.bool
+
+
+def _full_index(index: Any, rank: int) -> list[Any] | None:
+    """One entry a dimension: slices and integers that are known; None for other indices."""
+    parts = list(index) if isinstance(index, (tuple, list)) else [index]
+    if isinstance(index, list) or any(type(part) not in (int, slice, type(...)) for part in parts):
+        return None
+    if ... in parts:
+        place = parts.index(...)
+        parts[place : place + 1] = [slice(None)] * (rank - len(parts) + 1)
+    return parts + [slice(None)] * (rank - len(parts)) if len(parts) <= rank else None
+
+
+def _edges(part: Any) -> tuple[int | None, int | None] | None:
+    """Where a part starts and stops, where these are numbers that keep their order at any size."""
+    if type(part) is int:
+        return part, None if part == -1 else part + 1
+    start, stop = part.start, part.stop
+    if part.step not in (None, 1) or any(type(edge) not in (int, type(None)) for edge in (start, stop)):
+        return None
+    if start is not None and stop is not None and ((start < 0) != (stop < 0) or start >= stop):
+        return None
+    return start, stop
