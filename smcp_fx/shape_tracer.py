@@ -12,6 +12,7 @@ input for which it does not hold. What depends on the values in a tensor is refu
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -24,11 +25,12 @@ from torch.fx.proxy import TraceError as FxTraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from smcp_fx.trace_attributes import Assignments, held_tensors
+from smcp_fx.trace_attributes import Assignments, Attributes, held_tensors
 from smcp_fx.trace_builtins import StandIns
+from smcp_fx.trace_gradients import Checkpoints, GradientQuestions
 from smcp_fx.trace_lengths import may_vary
 from smcp_fx.trace_proxies import ValueProxy
-from smcp_fx.trace_sentences import AGAIN, INFIX, TAKEN, express, place
+from smcp_fx.trace_sentences import AGAIN, INFIX, TAKEN, asking_line, express
 from smcp_fx.trace_writes import functional_writes
 
 #: What asks for a tensor's values, whatever kind of number it returns.
@@ -41,6 +43,7 @@ class ShapeTracer(fx.Tracer):
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         super().__init__()
         self.inputs = inputs
+        self.gradients = GradientQuestions()
         self.assumptions: list[str] = []
         self._known: set[str] = set()
         self._asked: dict[tuple[fx.Node, CodeType, int], tuple[str, fx.Node]] = {}
@@ -55,12 +58,29 @@ class ShapeTracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace, with torch's factories of tensors and Python's types of numbers taking proxies."""
         model = root if isinstance(root, nn.Module) else nn.Module()
+        before = Attributes(model)
+        graph = self._traced(root, model, concrete_args)
+        if self.gradients.asked and not self.gradients.answer:
+            after = Attributes(model)
+            before.restore(constants=False)
+            other = copy.copy(self)
+            ShapeTracer.__init__(other, self.inputs)
+            other.gradients = GradientQuestions(answer=True)
+            kept = other.trace(root, concrete_args)
+            self.gradients.compare((graph, self._constants()), (kept, other._constants()))
+            after.restore(constants=False)
+        return graph
+
+    def _traced(self, root: Any, model: nn.Module, concrete_args: dict[str, Any] | None) -> fx.Graph:
         self._held = dict(held_tensors(model))
-        with StandIns(self, model), Assignments(self._held):
+        with StandIns(self, model), Assignments(self._held), Checkpoints():
             graph = super().trace(root, concrete_args)
         functional_writes(graph, model, self.value, self._values)
         _drop_constant_questions(graph)
         return graph
+
+    def _constants(self) -> dict[str, Tensor]:
+        return {name: value for value, name in self.tensor_attrs.items() if isinstance(value, Tensor)}
 
     def proxy(self, node: fx.Node) -> Proxy:
         """Every node's proxy knows how to answer."""
@@ -85,7 +105,7 @@ class ShapeTracer(fx.Tracer):
         return function, arguments
 
     def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Modules called while a value is worked out just run; those that are no part of the model are looked into."""
+        """Modules called while a value is worked out just run; those outside the model are looked into."""
         if self._evaluating:
             return forward(*args, **kwargs)
         if isinstance(m, nn.Module) and self.submodule_paths and m not in self.submodule_paths:
@@ -205,10 +225,14 @@ class ShapeTracer(fx.Tracer):
             value = self.inputs[place] if place < len(self.inputs) else node.args[0]
             return pytree.tree_map(self._faked, value)
         if node.op == "get_attr":
-            value: Any = self._held.get(str(node.target), self.root)  # forward may have put a proxy in its place
+            value: Any = self._held.get(
+                str(node.target), self.root
+            )  # forward may have put a proxy in its place
             for name in str(node.target).split(".") if value is self.root else ():
                 value = getattr(value, name)
             return pytree.tree_map(self._faked, value)
+        if self.gradients.asks(node):
+            return self.gradients.answered(node, asking_line())
         args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__))
         try:
             if node.op == "call_module":
@@ -237,10 +261,10 @@ class ShapeTracer(fx.Tracer):
         return self._fake.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
 
     def _assume(self, obj: Proxy, condition: Proxy, sentence: str) -> None:
-        if sentence in self._known:
+        if sentence in self._known or self.gradients.tell(obj.node):
             return
         self._known.add(sentence)
-        message = f"{TAKEN}{sentence} ({place()})"
+        message = f"{TAKEN}{sentence} ({asking_line()})"
         self.assumptions.append(message)
         self.create_proxy("call_function", torch._assert, (condition, message + AGAIN), {})
 
@@ -270,6 +294,6 @@ def _refuse_state(module: nn.Module) -> None:
     held = next(iter([*module.named_parameters(), *module.named_buffers()]), None)
     if held is not None:
         raise FxTraceError(
-            f"a {type(module).__name__} that is called is no submodule of the model, so that its {held[0]!r} is not in "
-            "the state dict: make it in __init__, and keep it as an attribute or in an nn.ModuleList"
+            f"a {type(module).__name__} that is called is no submodule of the model, so that its {held[0]!r} is not "
+            "in the state dict: make it in __init__, and keep it as an attribute or in an nn.ModuleList"
         )

@@ -1,10 +1,11 @@
 """What modules hold as attributes, and what forward assigns to them while it is traced.
 
-    self.mean = self.mean.type_as(x)      the attribute is the traced tensor for the rest of the call, and no longer
+self.mean = self.mean.type_as(x)      the attribute is the traced tensor for the rest of the call, and no longer
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,19 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Proxy
 
-_CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous", "detach"}
+_CASTS = {
+    "to",
+    "type",
+    "type_as",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "cpu",
+    "cuda",
+    "contiguous",
+    "detach",
+}
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -21,6 +34,44 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, value in (*module._buffers.items(), *vars(module).items()):
             if isinstance(value, Tensor):
                 yield f"{path}.{name}" if path else name, value
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes; lists and dicts copied, since forward may add to them."""
+    return {
+        name: copy.copy(value) if isinstance(value, (list, dict)) else value
+        for name, value in vars(module).items()
+    }
+
+
+def _restore_attributes(module: nn.Module, attributes: dict[str, Any], constants: bool = True) -> None:
+    """Undo what forward did to the module while it was traced: a cache would hold proxies now.
+
+    The ``constants`` that the tracer adds stay: the graph reads them.
+    """
+    for name, value in list(vars(module).items()):
+        if name not in attributes:
+            if not (constants and isinstance(value, Tensor)):
+                del vars(module)[name]
+        elif isinstance(value, (list, dict)) and type(value) is type(attributes[name]):
+            value.clear()  # the same object, since others may hold it
+            value.extend(attributes[name]) if isinstance(value, list) else value.update(attributes[name])
+        else:
+            vars(module)[name] = attributes[name]
+    for name in attributes.keys() - vars(module).keys():
+        vars(module)[name] = attributes[name]
+
+
+class Attributes:
+    """The attributes of a model's modules, to be put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [(module, _attributes_of(module)) for module in model.modules()]
+
+    def restore(self, constants: bool = True) -> None:
+        """Undo what was assigned since."""
+        for module, attributes in self._held:
+            _restore_attributes(module, attributes, constants)
 
 
 class Assignments:

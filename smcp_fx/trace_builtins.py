@@ -12,6 +12,7 @@ import inspect
 import math
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx.proxy import Proxy
 from torch.utils import _pytree as pytree
+
+from smcp_fx.trace_sentences import asking_line, in_library
 
 if TYPE_CHECKING:
     from smcp_fx.shape_tracer import ShapeTracer
@@ -43,7 +46,12 @@ class StandIns:
             *((vars(torch), name, self._limits(getattr(torch, name))) for name in ("finfo", "iinfo")),
         ]
         self._wanted.append((vars(torch), "is_tensor", self._is_tensor))
-        numbers = {"int": self._type(int, self._int), "float": self._type(float, self._float), "len": self._len}
+        self._wanted.append((vars(torch), "is_grad_enabled", self._is_grad_enabled(torch.is_grad_enabled)))
+        numbers = {
+            "int": self._type(int, self._int),
+            "float": self._type(float, self._float),
+            "len": self._len,
+        }
         for namespace in _namespaces(model):
             called = _called(str(namespace.get("__name__")))
             self._wanted += [(namespace, name, numbers[name]) for name in called if name not in namespace]
@@ -71,6 +79,15 @@ class StandIns:
 
     def _is_tensor(self, value: Any) -> bool:
         return issubclass(self.tracer.kind(value) if isinstance(value, Proxy) else type(value), Tensor)
+
+    def _is_grad_enabled(self, function: Callable[[], bool]) -> Callable[[], bool]:
+        thread = threading.get_ident()
+
+        def enabled() -> bool:
+            ours = threading.get_ident() == thread and not in_library(sys._getframe(1))
+            return function() and (not ours or self.tracer.gradients.enabled(asking_line()))
+
+        return enabled
 
     def _limits(self, kind: type) -> type:
         return self._type(kind, lambda p: self.tracer.create_proxy("call_function", kind, (p,), {}))
@@ -130,7 +147,10 @@ def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 @functools.cache
 def _called(module: str) -> tuple[str, ...]:
-    """Which of `int`, `float` and `len` a file calls, and uses for nothing else (`dtype=int` needs the type itself)."""
+    """Which of `int`, `float` and `len` a file calls, and uses for nothing else.
+
+    (`dtype=int` needs the type itself.)
+    """
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError, SyntaxError):

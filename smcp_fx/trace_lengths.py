@@ -1,7 +1,7 @@
 """How many parts `split`, `unbind` and their like give: fixed by the model, or by the example's sizes?
 
-    q, k, v = qkv.reshape(b, n, 3, h, d).permute(2, 0, 3, 1, 4).unbind(0)     three, whatever the input
-    for tile in x.split(8, dim=3)                                             as many as the width holds
+q, k, v = qkv.reshape(b, n, 3, h, d).permute(2, 0, 3, 1, 4).unbind(0)     three, whatever the input
+for tile in x.split(8, dim=3)                                             as many as the width holds
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CONVOLUTIONS = {f"conv{rank}d" for rank in (1, 2, 3)} | {f"convtranspose{rank}d
 
 
 def may_vary(node: fx.Node, model: nn.Module, value: Callable[[fx.Node], Any]) -> bool:
-    """May the node give another number of parts for an input of other sizes? ``value`` tells nodes' example values."""
+    """May the node give another number of parts for other sizes? ``value`` tells nodes' values on the example."""
     name = _name(node, model)
     source = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("tensor"))
     if name not in _SPLITS or not isinstance(source, fx.Node):
@@ -52,12 +52,19 @@ def _is_fixed(node: fx.Node, dim: int, model: nn.Module, value: Callable[[fx.Nod
         name = _name(node, model)
         source = node.args[0] if node.args else None
         if name in ("linear", "embedding"):
-            return dim == value(node).dim() - 1 or (name == "linear" and _is_fixed_in(source, dim, model, value))
+            return dim == value(node).dim() - 1 or (
+                name == "linear" and _is_fixed_in(source, dim, model, value)
+            )
         if name in _CONVOLUTIONS:
             return dim == value(node).dim() - int(name[-2]) - 1
         if name in ("view", "reshape"):
             sizes = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
-            return isinstance(sizes, (tuple, list)) and dim < len(sizes) and type(sizes[dim]) is int and sizes[dim] > 0
+            return (
+                isinstance(sizes, (tuple, list))
+                and dim < len(sizes)
+                and type(sizes[dim]) is int
+                and sizes[dim] > 0
+            )
         if not isinstance(source, fx.Node):
             return False
         rank = value(source).dim() if isinstance(value(source), Tensor) else 0
@@ -66,7 +73,11 @@ def _is_fixed(node: fx.Node, dim: int, model: nn.Module, value: Callable[[fx.Nod
             if not all(type(place) is int for place in order):
                 return False
             dim = order[dim] % rank  # type: ignore[operator]
-        elif name == "transpose" and all(type(place) is int for place in node.args[1:3]) and len(node.args) == 3:
+        elif (
+            name == "transpose"
+            and all(type(place) is int for place in node.args[1:3])
+            and len(node.args) == 3
+        ):
             pair = [place % rank for place in node.args[1:3]]  # type: ignore[operator]
             dim = pair[1 - pair.index(dim)] if dim in pair else dim
         elif name not in _SAME_SIZES:

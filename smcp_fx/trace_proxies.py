@@ -20,7 +20,7 @@ from torch.fx.proxy import Attribute, Proxy
 from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
-from smcp_fx.trace_sentences import express
+from smcp_fx.trace_sentences import express, in_library
 
 if TYPE_CHECKING:
     from smcp_fx.shape_tracer import ShapeTracer
@@ -34,7 +34,6 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "equal": operator.eq, "not_equal": operator.ne,
 }  # fmt: skip
 _FLOATS = {"ceil", "floor", "trunc"}
-_LIBRARY = ("torch", "smcp_fx")
 
 
 class Answers(Proxy):
@@ -45,7 +44,7 @@ class Answers(Proxy):
     @property
     def __class__(self) -> type:  # type: ignore[override]
         """What `isinstance` asks for: the type of the value. The libraries' own code sees the proxy."""
-        return type(self) if _in_library(sys._getframe(1)) else self.tracer.kind(self)
+        return type(self) if in_library(sys._getframe(1)) else self.tracer.kind(self)
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(Tensor, name):  # `hasattr(x, "tensors")` is False of a tensor
@@ -57,7 +56,7 @@ class Answers(Proxy):
         return ValueAttribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(Tensor, name) and not _in_library(sys._getframe(1)):
+        if hasattr(Tensor, name) and not in_library(sys._getframe(1)):
             raise FxTraceError(
                 f"{express(self.node)}.{name} is assigned, which a graph does not do; write into the tensor "
                 "(`x.copy_(...)`), or use another name"
@@ -75,10 +74,12 @@ class Answers(Proxy):
 
     def __hash__(self) -> int:
         frame = sys._getframe(1)
-        if _in_library(frame) or self.tracer.is_tensor(self):
+        if in_library(frame) or self.tracer.is_tensor(self):
             return object.__hash__(self)
         if _calls(frame):  # functools.lru_cache would keep what was traced, and give it to others
-            raise TypeError(f"a number of the traced graph cannot be hashed here: write int({express(self.node)})")
+            raise TypeError(
+                f"a number of the traced graph cannot be hashed here: write int({express(self.node)})"
+            )
         return hash(self.tracer.number(self))
 
     def __int__(self) -> int:
@@ -117,7 +118,12 @@ class Answers(Proxy):
 
         plain = [value.item() if isinstance(value, numpy.generic) else value for value in inputs]
         name = {"true_divide": "divide"}.get(function.__name__, function.__name__)
-        if name in _OF_NUMBERS and method == "__call__" and not kwargs and not any(isinstance(v, numpy.ndarray) for v in plain):
+        if (
+            name in _OF_NUMBERS
+            and method == "__call__"
+            and not kwargs
+            and not any(isinstance(v, numpy.ndarray) for v in plain)
+        ):
             result = self.tracer.create_proxy("call_function", _OF_NUMBERS[name], tuple(plain), {})
             return result * 1.0 if name in _FLOATS else result
         return getattr(function, method)(*self._numbers(inputs), **self._numbers(kwargs))
@@ -151,10 +157,6 @@ class ValueAttribute(Answers, Attribute):
 
 def _is_tensor_type(value: Any) -> bool:
     return isinstance(value, type(torch.FloatTensor)) and isinstance(value, type)
-
-
-def _in_library(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARY
 
 
 def _calls(frame: FrameType) -> bool:

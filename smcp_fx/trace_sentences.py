@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import fx
@@ -55,7 +56,12 @@ def is_ours(filename: str) -> bool:
     return "torch/fx" in filename or path.parent == Path(__file__).parent
 
 
-def place() -> str:
+def in_library(frame: FrameType) -> bool:
+    """Does the frame run code of torch or of this library, and not of the model?"""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "smcp_fx")
+
+
+def asking_line() -> str:
     """The line of the model's code that asked."""
     for frame in reversed(traceback.extract_stack()):
         if not is_ours(frame.filename):

@@ -24,7 +24,7 @@ Value = Callable[[fx.Node], Any]
 def functional_writes(graph: fx.Graph, model: nn.Module, value: Value, known: dict[fx.Node, Any]) -> None:
     """Rewrite the graph's writes by index.
 
-    ``value`` gives a traced node's value on the example; ``known`` holds those that it has worked out, new nodes' too.
+    ``value`` gives a traced node's value on the example; ``known`` holds those that it has told.
     """
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is operator.setitem:
@@ -75,7 +75,9 @@ class _Write:
             if node.op in ("placeholder", "get_attr"):
                 return True
             upward = [n for n in node.all_input_nodes[:1] if self._may_alias(node)]
-            downward = [user for user in node.users if user.args and user.args[0] is node and self._may_alias(user)]
+            downward = [
+                user for user in node.users if user.args and user.args[0] is node and self._may_alias(user)
+            ]
             for other in (*upward, *downward):
                 if other not in known:
                     known.add(other)
@@ -119,7 +121,9 @@ class _Write:
         cut = [(dim, *_edges(part)) for dim, part in enumerate(index) if part != slice(None)]
         if any(_edges(part) is None for part in index):
             return None
-        return self._within(self.target, cut, [dim for dim, part in enumerate(index) if type(part) is int], tensor)
+        return self._within(
+            self.target, cut, [dim for dim, part in enumerate(index) if type(part) is int], tensor
+        )
 
     def _within(self, whole: fx.Node, cut: list[Any], gone: list[int], tensor: Tensor) -> fx.Node:
         if not cut:
@@ -147,7 +151,9 @@ class _Write:
             if dim - sum(other < dim for other in gone) >= left and shape:
                 source = self.graph.call_method("unsqueeze", (source, dim - max(left, 0)))
                 shape.insert(dim - max(left, 0), 1)
-        source = self.graph.call_method("expand_as", (source, region))  # tells what does not fit, as the write does
+        source = self.graph.call_method(
+            "expand_as", (source, region)
+        )  # tells what does not fit, as the write does
         return self.graph.call_method("type_as", (source, region))
 
     def _example(self, node: Any) -> Any:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels.trail import OPAQUE, TensorInfo
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.shape_tracer import ShapeTracer, plain_lists
+from smcp_fx.trace_attributes import Attributes
 from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
 from smcp_fx.trace_modes import one_graph
 from smcp_fx.trace_rewrites import drop_expansions, normalise
@@ -130,7 +131,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
                 f"an example input is empty, of shape {tuple(given.shape)}: pass at least one image, since what "
                 "has no elements does not tell how channels go through the network"
             )
-    before = [(module, _attributes(module)) for module in model.modules()]
+    before = Attributes(model)
     try:
         expected = run_eager(model, inputs)
     except Exception as error:
@@ -138,8 +139,9 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             f"{type(model).__name__} does not run on the example inputs {_describe(inputs)}: "
             f"{_first_line(error)} Pass inputs of the shape the model was made for."
         ) from error
-    for module, attributes in before:  # what forward keeps for the next call of this size would be traced as it is
-        _restore_attributes(module, attributes, constants=False)
+    before.restore(
+        constants=False
+    )  # what forward keeps for the next call of this size would be traced as it is
     training = model.training
     why = {path: f"{path!r} is left as it is" for path in leaves}
     while True:
@@ -228,7 +230,7 @@ class _Tracer(ShapeTracer):
 def _trace_in_mode(
     model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...]
 ) -> tuple[fx.Graph, list[str]]:
-    before = [(module, _attributes(module)) for module in model.modules()]
+    before = Attributes(model)
     model.train(training)
     tracer = _Tracer(inputs, leaves)
     buffers, written = Buffers(model), set[str]()
@@ -255,37 +257,10 @@ def _trace_in_mode(
         ) from error
     finally:
         written |= buffers.restore()
-        for module, attributes in before:
-            _restore_attributes(module, attributes)
+        before.restore()
     if written:
         raise WritesBuffersError(written)
     return graph, tracer.assumptions
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes; lists and dicts copied, since forward may add to them."""
-    return {
-        name: copy.copy(value) if isinstance(value, (list, dict)) else value
-        for name, value in vars(module).items()
-    }
-
-
-def _restore_attributes(module: nn.Module, attributes: dict[str, Any], constants: bool = True) -> None:
-    """Undo what forward did to the module while it was traced: a cache would hold proxies now.
-
-    The ``constants`` that the tracer adds stay: the graph reads them.
-    """
-    for name, value in list(vars(module).items()):
-        if name not in attributes:
-            if not (constants and isinstance(value, Tensor)):
-                del vars(module)[name]
-        elif isinstance(value, (list, dict)) and type(value) is type(attributes[name]):
-            value.clear()  # the same object, since others may hold it
-            value.extend(attributes[name]) if isinstance(value, list) else value.update(attributes[name])
-        else:
-            vars(module)[name] = attributes[name]
-    for name in attributes.keys() - vars(module).keys():
-        vars(module)[name] = attributes[name]
 
 
 def _restore_flags(model: nn.Module, traced: fx.GraphModule) -> None:
