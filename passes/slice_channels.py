@@ -105,8 +105,9 @@ class SliceChannels(GraphPass):
         called = [str(node.target) for node in module.graph.nodes if node.op == "call_module"]
         # Modules that were traced through (a subclass of a convolution) still say how large their weights are.
         held = [name.rpartition(".")[0] for name in self._indices(sliced)]
-        for path in dict.fromkeys(called + held):
-            target = module.get_submodule(path)
+        modules = dict(module.named_modules(remove_duplicate=False))
+        for path in dict.fromkeys(path for path in called + held if path in modules):
+            target = modules[path]
             before = target.extra_repr()
             _resize(target)
             if target.extra_repr() != before:

@@ -31,7 +31,7 @@ from smcp_fx.trace_gradients import Checkpoints, GradientQuestions
 from smcp_fx.trace_lengths import may_vary
 from smcp_fx.trace_proxies import ValueProxy
 from smcp_fx.trace_sentences import AGAIN, INFIX, TAKEN, asking_line, express
-from smcp_fx.trace_writes import functional_writes
+from smcp_fx.trace_writes import functional_writes, own_constants
 
 #: What asks for a tensor's values, whatever kind of number it returns.
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "any", "all", "is_nonzero", "data_ptr"}
@@ -75,7 +75,8 @@ class ShapeTracer(fx.Tracer):
         self._held = dict(held_tensors(model))
         with StandIns(self, model), Assignments(self._held), Checkpoints():
             graph = super().trace(root, concrete_args)
-        functional_writes(graph, model, self.value, self._values)
+        own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
+        functional_writes(graph, model, self.value, self._adopt)
         _drop_constant_questions(graph)
         return graph
 
@@ -183,6 +184,11 @@ class ShapeTracer(fx.Tracer):
         equal = self.create_proxy("call_function", operator.eq, (size, count), {})
         self._assume(obj, equal, f"len({express(obj.node)}) == {count}")
         return count
+
+    def _adopt(self, node: fx.Node) -> None:
+        """Know a node that was put into the graph afterwards, with its value."""
+        self._order[node] = len(self._order)
+        self.value(node)
 
     def value(self, node: fx.Node) -> Any:
         """The value of a node on (fake tensors like) the example inputs."""

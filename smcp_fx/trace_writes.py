@@ -9,30 +9,61 @@ A write into what others hold too (an input, a parameter, a view that is read la
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.operations import MOVES, may_be_operand, operation_name
+from smcp_fx.channels.operations import MOVES, may_be_operand, operation_name, writes_in_place
+from smcp_fx.trace_lengths import is_fixed, is_fixed_number
 
 Value = Callable[[fx.Node], Any]
 
 
-def functional_writes(graph: fx.Graph, model: nn.Module, value: Value, known: dict[fx.Node, Any]) -> None:
+def functional_writes(
+    graph: fx.Graph, model: nn.Module, value: Value, adopt: Callable[[fx.Node], None]
+) -> None:
     """Rewrite the graph's writes by index.
 
-    ``value`` gives a traced node's value on the example; ``known`` holds those that it has told.
+    ``value`` gives a traced node's value on the example; ``adopt`` makes a new node known to it.
     """
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is operator.setitem:
             write = _Write(graph, model, value, node)
+            last = node.prev
             result = write.rewritten()
+            while last.next is not node:
+                last = last.next
+                last.meta = dict(node.meta)
+                adopt(last)
             if result is not None:
-                known[result] = value(write.target)
                 write.put(result)
+
+
+def own_constants(
+    graph: fx.Graph, model: nn.Module, names: Iterable[str], adopt: Callable[[fx.Node], None]
+) -> None:
+    """Let every call write into copies of its own of the tensors that forward made, and that are constants now."""
+    for node in graph.nodes:
+        if node.op == "call_method" and node.target == "__setitem__":
+            node.op, node.target = "call_function", operator.setitem
+    for name in names:
+        nodes = [node for node in graph.nodes if node.op == "get_attr" and node.target == name]
+        users = [(node, user) for node in nodes for user in node.users]
+        if not any(
+            user.args and user.args[0] is node and writes_in_place(user, model) for node, user in users
+        ):
+            continue
+        with graph.inserting_after(nodes[0]):
+            copied = graph.call_method("clone", (nodes[0],))
+        copied.meta = dict(nodes[0].meta)
+        adopt(copied)
+        for node, user in users:
+            user.replace_input_with(node, copied)
+        for node in nodes[1:]:
+            graph.erase_node(node)
 
 
 class _Write:
@@ -45,18 +76,14 @@ class _Write:
         self.target: Any = node.args[0]
         self.index: Any = node.args[1]
         self.source: Any = node.args[2]
+        self.fixed = False  # are the dimensions that the index cuts of one size for every input?
 
     def rewritten(self) -> fx.Node | None:
         """The new tensor; None where the write stays."""
         if not isinstance(self.target, fx.Node) or self._is_shared(self.target):
             return None
-        last = self.node.prev
         with self.graph.inserting_before(self.node):
-            result = self._masked() if _is_mask(self._example(self.index)) else self._parts()
-        new = last.next
-        while new is not self.node:
-            new.meta, new = dict(self.node.meta), new.next
-        return result
+            return self._masked() if _is_mask(self._example(self.index)) else self._parts()
 
     def put(self, result: fx.Node) -> None:
         """Put the new tensor in the target's place, for those who read it later."""
@@ -118,12 +145,48 @@ class _Write:
         index = _full_index(self.index, tensor.dim())
         if index is None:
             return None
-        cut = [(dim, *_edges(part)) for dim, part in enumerate(index) if part != slice(None)]
-        if any(_edges(part) is None for part in index):
+        cut, self.fixed = [], True
+        for dim, part in enumerate(index):
+            if isinstance(part, slice) and part == slice(None):
+                continue
+            fixed = is_fixed(self.target, dim, self.model, self.value)
+            edges = self._edges(part, tensor.shape[dim], fixed)
+            if edges is None:
+                return None
+            cut.append((dim, *edges))
+            self.fixed &= fixed
+        gone = [dim for dim, part in enumerate(index) if not isinstance(part, slice)]
+        return self._within(self.target, cut, gone, tensor)
+
+    def _edges(self, part: Any, size: int, fixed: bool) -> tuple[Any, Any] | None:
+        """Where a part starts and stops; None where that is not told, or may be another order at another size."""
+        if isinstance(part, slice) and part.step not in (None, 1):
             return None
-        return self._within(
-            self.target, cut, [dim for dim, part in enumerate(index) if type(part) is int], tensor
-        )
+        start, stop = (part.start, part.stop) if isinstance(part, slice) else (part, _next(part))
+        start, stop = (self._number(edge) for edge in (start, stop))
+        known = [self._example(edge) for edge in (start, stop)]
+        if any(type(edge) not in (int, type(None)) for edge in known):
+            return None
+        first, last, _ = slice(*known).indices(size)
+        if first >= last or (type(known[0]) is int and known[0] < -size):
+            return None
+        if fixed:
+            return first or None, None if last == size else last
+        signs = {edge < 0 for edge in known if edge is not None}
+        moving = any(isinstance(edge, fx.Node) for edge in (start, stop)) and None not in (start, stop)
+        if (
+            moving
+            or len(signs) > 1
+            or (first == 0 and start not in (None, 0))
+            or (last == size and stop is not None)
+        ):
+            return None
+        return start, stop
+
+    def _number(self, edge: Any) -> Any:
+        """A node's number, where no input changes it."""
+        told = isinstance(edge, fx.Node) and is_fixed_number(edge, self.model, self.value)
+        return self.value(edge) if told else edge
 
     def _within(self, whole: fx.Node, cut: list[Any], gone: list[int], tensor: Tensor) -> fx.Node:
         if not cut:
@@ -134,7 +197,7 @@ class _Write:
         def part(first: int | None, last: int | None) -> fx.Node:
             return self.graph.call_function(operator.getitem, (whole, (*ahead, slice(first, last))))
 
-        inner_shape = tensor[(*ahead, slice(start, stop))]
+        inner_shape = tensor[(*ahead, slice(self._example(start), self._example(stop)))]
         pieces = [] if start in (None, 0) else [part(None, start)]
         pieces.append(self._within(part(start, stop), cut[1:], gone, inner_shape))
         pieces += [] if stop is None else [part(stop, None)]
@@ -151,9 +214,8 @@ class _Write:
             if dim - sum(other < dim for other in gone) >= left and shape:
                 source = self.graph.call_method("unsqueeze", (source, dim - max(left, 0)))
                 shape.insert(dim - max(left, 0), 1)
-        source = self.graph.call_method(
-            "expand_as", (source, region)
-        )  # tells what does not fit, as the write does
+        if tuple(shape) != tuple(tensor.shape) or not self.fixed:  # at other sizes: tells what does not fit
+            source = self.graph.call_method("expand_as", (source, region))
         return self.graph.call_method("type_as", (source, region))
 
     def _example(self, node: Any) -> Any:
@@ -165,7 +227,7 @@ def _is_mask(value: Any) -> bool:
 
 
 def _full_index(index: Any, rank: int) -> list[Any] | None:
-    """One entry a dimension: slices and integers that are known; None for other indices."""
+    """One entry a dimension: slices and integers; None for other indices."""
     parts = list(index) if isinstance(index, (tuple, list)) else [index]
     if isinstance(index, list) or any(type(part) not in (int, slice, type(...)) for part in parts):
         return None
@@ -175,13 +237,5 @@ def _full_index(index: Any, rank: int) -> list[Any] | None:
     return parts + [slice(None)] * (rank - len(parts)) if len(parts) <= rank else None
 
 
-def _edges(part: Any) -> tuple[int | None, int | None] | None:
-    """Where a part starts and stops, where these are numbers that keep their order at any size."""
-    if type(part) is int:
-        return part, None if part == -1 else part + 1
-    start, stop = part.start, part.stop
-    if part.step not in (None, 1) or any(type(edge) not in (int, type(None)) for edge in (start, stop)):
-        return None
-    if start is not None and stop is not None and ((start < 0) != (stop < 0) or start >= stop):
-        return None
-    return start, stop
+def _next(place: int) -> int | None:
+    return None if place == -1 else place + 1
