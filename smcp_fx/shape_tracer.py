@@ -105,6 +105,12 @@ class ShapeTracer(fx.Tracer):
                 self.graph.erase_node(node)
         return function, arguments
 
+    def create_arg(self, a: Any) -> Any:
+        """Numbers of numpy are plain ones in a graph."""
+        return super().create_arg(
+            a.item() if type(a).__module__ == "numpy" and getattr(a, "ndim", 1) == 0 else a
+        )
+
     def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Modules called while a value is worked out just run; those outside the model are looked into."""
         if self._evaluating:
@@ -190,6 +196,11 @@ class ShapeTracer(fx.Tracer):
         self._order[node] = len(self._order)
         self.value(node)
 
+    def check_parts(self, obj: Proxy) -> None:
+        """Where a fixed number of parts is unpacked of a tensor that was split: there are as many."""
+        if obj.node.op in ("call_function", "call_method") and may_vary(obj.node, self.root, self.value):
+            self.length(obj)
+
     def value(self, node: fx.Node) -> Any:
         """The value of a node on (fake tensors like) the example inputs."""
         wanted, stack = {node}, [node]
@@ -210,7 +221,9 @@ class ShapeTracer(fx.Tracer):
     def kind(self, obj: Proxy) -> type:
         """The type of what a proxy stands for."""
         value = self.value(obj.node)
-        return Tensor if isinstance(value, Tensor) else type(value)
+        if isinstance(value, Tensor):
+            return nn.Parameter if isinstance(self._held.get(str(obj.node.target)), nn.Parameter) else Tensor
+        return type(value)
 
     def is_tensor(self, obj: Proxy) -> bool:
         """Does a proxy stand for a tensor, or for what only a tensor's values tell?"""

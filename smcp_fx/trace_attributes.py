@@ -29,9 +29,9 @@ _CASTS = {
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that modules hold as buffers and as plain attributes, by path."""
+    """The tensors that modules hold as parameters, as buffers and as plain attributes, by path."""
     for path, module in model.named_modules():
-        for name, value in (*module._buffers.items(), *vars(module).items()):
+        for name, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
             if isinstance(value, Tensor):
                 yield f"{path}.{name}" if path else name, value
 

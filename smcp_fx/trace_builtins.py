@@ -133,7 +133,9 @@ class StandIns:
 def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
     """The globals of the files that the model's modules come from, and of what these import of their own package."""
     found: dict[int, dict[str, Any]] = {}
-    for name in {type(module).__module__ for module in model.modules()}:
+    held = [value for module in model.modules() for value in vars(module).values()]
+    called = {value.__module__ for value in held if isinstance(value, FunctionType)}
+    for name in {type(module).__module__ for module in model.modules()} | called:
         package = name.partition(".")[0]
         if package in ("torch", "smcp_fx") or name not in sys.modules:
             continue

@@ -38,8 +38,6 @@ def may_vary(node: fx.Node, model: nn.Module, value: Callable[[fx.Node], Any]) -
     asked = _argument(node, 1, "chunks", "split_size", "split_size_or_sections", "sections")
     if name != "unbind" and isinstance(asked, (tuple, list)):
         return False
-    if name in ("chunk", "unsafechunk") and asked == len(value(node)):
-        return False  # a larger dimension gives no more, and where a smaller one does, a part that is missing is told
     dim = _argument(node, 1 if name == "unbind" else 2, "dim")
     tensor = value(source)
     place = {"hsplit": 1, "vsplit": 0, "dsplit": 2}.get(name, 0 if dim is None else dim)

@@ -6,11 +6,13 @@ as the example answers them; `x[:, :4] = y` becomes a node. What a graph cannot 
 
 from __future__ import annotations
 
+import ast
 import dis
+import linecache
 import math
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,8 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "equal": operator.eq, "not_equal": operator.ne,
 }  # fmt: skip
 _FLOATS = {"ceil", "floor", "trunc"}
+#: Methods by which a key is looked up.
+_LOOKUPS = {"get", "add", "setdefault", "pop", "discard", "remove"}
 
 
 class Answers(Proxy):
@@ -44,7 +48,10 @@ class Answers(Proxy):
     @property
     def __class__(self) -> type:  # type: ignore[override]
         """What `isinstance` asks for: the type of the value. The libraries' own code sees the proxy."""
-        return type(self) if in_library(sys._getframe(1)) else self.tracer.kind(self)
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == "__instancecheck__":  # of `nn.Parameter`: on behalf of who asks
+            frame = frame.f_back or frame
+        return type(self) if in_library(frame) else self.tracer.kind(self)
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(Tensor, name):  # `hasattr(x, "tensors")` is False of a tensor
@@ -76,7 +83,7 @@ class Answers(Proxy):
         frame = sys._getframe(1)
         if in_library(frame) or self.tracer.is_tensor(self):
             return object.__hash__(self)
-        if _calls(frame):  # functools.lru_cache would keep what was traced, and give it to others
+        if not _looks_up(frame):  # functools.lru_cache would keep what was traced, and give it to others
             raise TypeError(
                 f"a number of the traced graph cannot be hashed here: write int({express(self.node)})"
             )
@@ -98,8 +105,33 @@ class Answers(Proxy):
         arguments = (self,) if digits is None else (self, digits)
         return self.tracer.create_proxy("call_function", round, arguments, {})
 
-    def __copy__(self) -> Answers:
-        return self
+    def __divmod__(self, other: Any) -> tuple[Proxy, Proxy]:
+        return self // other, self % other
+
+    def __iter__(self) -> Iterator[Any]:
+        instruction = _instruction(sys._getframe(1))
+        if instruction is None or instruction.opname != "UNPACK_SEQUENCE":
+            return self.tracer.iter(self)
+        self.tracer.check_parts(self)
+        return iter([self[place] for place in range(instruction.argval)])  # type: ignore[index]
+
+    def __str__(self) -> str:
+        plain = (torch.dtype, torch.device, torch.layout, str)
+        if in_library(sys._getframe(1)) or not issubclass(self.tracer.kind(self), plain):
+            return repr(self)
+        return str(self.tracer.number(self))
+
+    def __format__(self, form: str) -> str:
+        return format(str(self), form)
+
+    def __copy__(self) -> Proxy:
+        """A copy shares the memory, and no gradient goes through it."""
+        detached = self.tracer.is_tensor(self)
+        return self.tracer.create_proxy("call_method", "detach", (self,), {}) if detached else self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Proxy:
+        detached = self.tracer.is_tensor(self)
+        return self.__copy__().clone() if detached else self
 
     @classmethod
     def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Proxy:
@@ -116,22 +148,21 @@ class Answers(Proxy):
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         import numpy
 
-        plain = [value.item() if isinstance(value, numpy.generic) else value for value in inputs]
         name = {"true_divide": "divide"}.get(function.__name__, function.__name__)
         if (
             name in _OF_NUMBERS
             and method == "__call__"
             and not kwargs
-            and not any(isinstance(v, numpy.ndarray) for v in plain)
+            and not any(isinstance(v, numpy.ndarray) for v in inputs)
         ):
-            result = self.tracer.create_proxy("call_function", _OF_NUMBERS[name], tuple(plain), {})
+            result = self.tracer.create_proxy("call_function", _OF_NUMBERS[name], inputs, {})
             return result * 1.0 if name in _FLOATS else result
-        return getattr(function, method)(*self._numbers(inputs), **self._numbers(kwargs))
+        return _plain(getattr(function, method)(*self._numbers(inputs), **self._numbers(kwargs)))
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if function.__name__ == "prod" and len(args) == 1 and not kwargs:
             return self.tracer.create_proxy("call_function", math.prod, args, {})
-        return function(*self._numbers(args), **self._numbers(kwargs))
+        return _plain(function(*self._numbers(args), **self._numbers(kwargs)))
 
     def _numbers(self, tree: Any) -> Any:
         return pytree.tree_map(lambda v: self.tracer.number(v) if isinstance(v, Proxy) else v, tree)
@@ -155,12 +186,38 @@ class ValueAttribute(Answers, Attribute):
         return super().__call__(*args, **kwargs)
 
 
+def _plain(value: Any) -> Any:
+    import numpy
+
+    return value.item() if isinstance(value, numpy.generic) else value
+
+
 def _is_tensor_type(value: Any) -> bool:
     return isinstance(value, type(torch.FloatTensor)) and isinstance(value, type)
 
 
-def _calls(frame: FrameType) -> bool:
-    """Does the frame's instruction call something, and not look up a key itself?"""
-    instructions = (i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
-    found = next(instructions, None)
-    return found is None or found.opname.startswith("CALL")
+def _instruction(frame: FrameType) -> dis.Instruction | None:
+    """What the frame is at."""
+    return next((i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti), None)
+
+
+def _looks_up(frame: FrameType) -> bool:
+    """Does the frame look up a key itself, or by a method of dicts, sets and lists; and calls nothing else?"""
+    instruction = _instruction(frame)
+    if instruction is None or not instruction.opname.startswith("CALL"):
+        return instruction is not None
+    place = getattr(instruction, "positions", None)  # as of Python 3.11
+    if place is None or place.lineno is None or place.lineno != place.end_lineno:
+        return False
+    line = linecache.getline(frame.f_code.co_filename, place.lineno).encode()[
+        place.col_offset : place.end_col_offset
+    ]
+    try:
+        called = ast.parse(line.decode().strip(), mode="eval").body
+    except SyntaxError:
+        return False
+    return (
+        isinstance(called, ast.Call)
+        and isinstance(called.func, ast.Attribute)
+        and called.func.attr in _LOOKUPS
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import fx
 
 INFIX = {
@@ -16,7 +17,12 @@ INFIX = {
     operator.floordiv: "//", operator.truediv: "/", operator.pow: "**", operator.and_: "&",
     operator.or_: "|",
 }  # fmt: skip
-_CALLS = ("size", "dim", "numel", "split", "unbind", "chunk", "tensor_split", "type")
+_CALLS = frozenset(
+    """
+size dim numel split unbind chunk tensor_split type is_floating_point is_complex is_contiguous stride element_size
+storage_offset startswith endswith
+""".split()
+)
 #: What every assumption starts with, and how it ends when an input breaks it.
 TAKEN, AGAIN = "traced for inputs where ", "; prepare the model again with an example input like this one"
 
@@ -51,9 +57,9 @@ def express(node: Any, depth: int = 0) -> str:
 
 
 def is_ours(filename: str) -> bool:
-    """Is this a file of the tracer, or of torch.fx, and not of the model?"""
+    """Is this a file of the tracer, or of torch, and not of the model?"""
     path = Path(filename)
-    return "torch/fx" in filename or path.parent == Path(__file__).parent
+    return path.parent == Path(__file__).parent or Path(torch.__file__).parent in path.parents
 
 
 def in_library(frame: FrameType) -> bool:
