@@ -13,8 +13,8 @@ import math
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from types import FunctionType, TracebackType
+from collections.abc import Callable
+from types import FunctionType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.fx.proxy import Proxy
 from torch.utils import _pytree as pytree
 
-from smcp_fx.trace_sentences import asking_line, in_library
+from smcp_fx.trace_frames import in_library
+from smcp_fx.trace_sentences import asking_line
 
 if TYPE_CHECKING:
     from smcp_fx.shape_tracer import ShapeTracer
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
 _FACTORIES = (
     "zeros ones full empty arange linspace rand randn eye tensor as_tensor full_like meshgrid".split()
 )
-_NUMBERS = ("int", "float", "len")
+_TOLD = ("int", "float", "len", "isinstance")
 #: Where a type is only looked at, and a stand-in does as well.
 _LOOKS = {"isinstance", "issubclass"}
+_CACHED = functools._lru_cache_wrapper
 
 
 class StandIns:
@@ -40,34 +42,41 @@ class StandIns:
 
     def __init__(self, tracer: ShapeTracer, model: nn.Module) -> None:
         self.tracer = tracer
-        self._put: list[tuple[dict[str, Any], str, Any]] = []
-        self._wanted = [
-            *((vars(torch), name, self._factory(getattr(torch, name))) for name in _FACTORIES),
-            *((vars(torch), name, self._limits(getattr(torch, name))) for name in ("finfo", "iinfo")),
+        self._put: list[tuple[Any, str, Any]] = []
+        torch_wide = {
+            **{name: self._factory(getattr(torch, name)) for name in _FACTORIES},
+            **{name: self._limits(getattr(torch, name)) for name in ("finfo", "iinfo")},
+            "is_tensor": self._is_tensor,
+            "is_grad_enabled": self._is_grad_enabled(torch.is_grad_enabled),
+        }
+        self._wanted: list[tuple[Any, str, Any]] = [
+            (torch, name, value) for name, value in torch_wide.items()
         ]
-        self._wanted.append((vars(torch), "is_tensor", self._is_tensor))
-        self._wanted.append((vars(torch), "is_grad_enabled", self._is_grad_enabled(torch.is_grad_enabled)))
-        numbers = {
+        told = {
             "int": self._type(int, self._int),
             "float": self._type(float, self._float),
             "len": self._len,
+            "isinstance": self._isinstance,
         }
-        for namespace in _namespaces(model):
-            called = _called(str(namespace.get("__name__")))
-            self._wanted += [(namespace, name, numbers[name]) for name in called if name not in namespace]
+        for space in _spaces(model):
+            if isinstance(space, ModuleType):
+                called = _called(space.__name__)
+                self._wanted += [(space, name, told[name]) for name in called if name not in vars(space)]
+            cached = [(name, value) for name, value in vars(space).items() if isinstance(value, _CACHED)]
+            self._wanted += [(space, name, _uncached(value)) for name, value in cached]
 
     def __enter__(self) -> None:
-        for namespace, name, value in self._wanted:
-            self._put.append((namespace, name, namespace.get(name, self)))
-            namespace[name] = value
+        for space, name, value in self._wanted:
+            self._put.append((space, name, vars(space).get(name, self)))
+            setattr(space, name, value)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         while self._put:
-            namespace, name, value = self._put.pop()
+            space, name, value = self._put.pop()
             if value is self:
-                del namespace[name]
+                delattr(space, name)
             else:
-                namespace[name] = value
+                setattr(space, name, value)
 
     def _factory(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def factory(*args: Any, **kwargs: Any) -> Any:
@@ -76,6 +85,13 @@ class StandIns:
             return function(*args, **kwargs)
 
         return factory
+
+    def _isinstance(self, value: Any, kinds: Any) -> bool:
+        return (
+            issubclass(self.tracer.kind(value), kinds)
+            if isinstance(value, Proxy)
+            else isinstance(value, kinds)
+        )
 
     def _is_tensor(self, value: Any) -> bool:
         return issubclass(self.tracer.kind(value) if isinstance(value, Proxy) else type(value), Tensor)
@@ -130,26 +146,42 @@ class StandIns:
         return StandIn(kind.__name__, (), {})
 
 
-def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """The globals of the files that the model's modules come from, and of what these import of their own package."""
-    found: dict[int, dict[str, Any]] = {}
+def _uncached(function: Any) -> Callable[..., Any]:
+    """A function behind `functools.lru_cache`, which would keep what is traced and give it to others."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        traced = any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
+        return (function.__wrapped__ if traced else function)(*args, **kwargs)
+
+    return call
+
+
+def _spaces(model: nn.Module) -> list[ModuleType | type]:
+    """The classes of the model's modules, their files, and the files of its package whose functions they import."""
+    classes = [
+        cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)
+    ]
     held = [value for module in model.modules() for value in vars(module).values()]
-    called = {value.__module__ for value in held if isinstance(value, FunctionType)}
-    for name in {type(module).__module__ for module in model.modules()} | called:
-        package = name.partition(".")[0]
-        if package in ("torch", "smcp_fx") or name not in sys.modules:
-            continue
-        namespace = vars(sys.modules[name])
-        found[id(namespace)] = namespace
-        for value in list(namespace.values()):
-            if isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] == package:
-                found[id(value.__globals__)] = value.__globals__
-    yield from found.values()
+    names = [cls.__module__ for cls in classes]
+    names += [value.__module__ for value in held if isinstance(value, FunctionType)]
+    found: dict[ModuleType | type, None] = dict.fromkeys(cls for cls in classes if _is_models(cls.__module__))
+    for name in filter(_is_models, dict.fromkeys(names)):
+        found[sys.modules[name]] = None
+        for value in list(vars(sys.modules[name]).values()):
+            near = str(getattr(value, "__module__", "")).partition(".")[0] == name.partition(".")[0]
+            if near and isinstance(value, (FunctionType, _CACHED)) and _is_models(value.__module__):
+                found[sys.modules[value.__module__]] = None
+    return list(found)
+
+
+def _is_models(name: str) -> bool:
+    return name in sys.modules and name.partition(".")[0] not in ("torch", "smcp_fx", "builtins")
 
 
 @functools.cache
 def _called(module: str) -> tuple[str, ...]:
-    """Which of `int`, `float` and `len` a file calls, and uses for nothing else.
+    """Which of `int`, `float`, `len` and `isinstance` a file calls, and uses for nothing else.
 
     (`dtype=int` needs the type itself.)
     """
@@ -168,4 +200,4 @@ def _called(module: str) -> tuple[str, ...]:
             hints |= {id(part) for part in ast.walk(hint)} if isinstance(hint, ast.AST) else set()
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     other = {node.id for node in names if id(node) not in looked | hints}
-    return tuple(name for name in _NUMBERS if name in called and (name == "len" or name not in other))
+    return tuple(name for name in _TOLD if name in called and name not in other)

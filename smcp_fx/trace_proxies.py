@@ -6,9 +6,6 @@ as the example answers them; `x[:, :4] = y` becomes a node. What a graph cannot 
 
 from __future__ import annotations
 
-import ast
-import dis
-import linecache
 import math
 import operator
 import sys
@@ -17,12 +14,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.proxy import Attribute, Proxy
 from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
-from smcp_fx.trace_sentences import express, in_library
+from smcp_fx.trace_frames import asks_for_type, in_library, instruction_of, looks_up
+from smcp_fx.trace_sentences import express
 
 if TYPE_CHECKING:
     from smcp_fx.shape_tracer import ShapeTracer
@@ -36,8 +34,6 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "equal": operator.eq, "not_equal": operator.ne,
 }  # fmt: skip
 _FLOATS = {"ceil", "floor", "trunc"}
-#: Methods by which a key is looked up.
-_LOOKUPS = {"get", "add", "setdefault", "pop", "discard", "remove"}
 
 
 class Answers(Proxy):
@@ -47,13 +43,19 @@ class Answers(Proxy):
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        """What `isinstance` asks for: the type of the value. The libraries' own code sees the proxy."""
-        frame = sys._getframe(1)
-        if frame.f_code.co_name == "__instancecheck__":  # of `nn.Parameter`: on behalf of who asks
-            frame = frame.f_back or frame
-        return type(self) if in_library(frame) else self.tracer.kind(self)
+        """What `isinstance` asks for: the type of the value.
+
+        Only where the model itself asks: code in C that looks whether this is a tensor would take it for one.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name == "__instancecheck__":
+            frame = frame.f_back
+        asked = frame is not None and not in_library(frame) and asks_for_type(frame)
+        return self.tracer.kind(self) if asked else type(self)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_is_param":  # asked by `isinstance(x, nn.Parameter)`
+            return issubclass(self.tracer.kind(self), nn.Parameter)
         if not hasattr(Tensor, name):  # `hasattr(x, "tensors")` is False of a tensor
             if name.startswith("__"):
                 raise AttributeError(name)
@@ -83,7 +85,7 @@ class Answers(Proxy):
         frame = sys._getframe(1)
         if in_library(frame) or self.tracer.is_tensor(self):
             return object.__hash__(self)
-        if not _looks_up(frame):  # functools.lru_cache would keep what was traced, and give it to others
+        if not looks_up(frame):  # functools.lru_cache would keep what was traced, and give it to others
             raise TypeError(
                 f"a number of the traced graph cannot be hashed here: write int({express(self.node)})"
             )
@@ -109,20 +111,22 @@ class Answers(Proxy):
         return self // other, self % other
 
     def __iter__(self) -> Iterator[Any]:
-        instruction = _instruction(sys._getframe(1))
+        instruction = instruction_of(sys._getframe(1))
         if instruction is None or instruction.opname != "UNPACK_SEQUENCE":
             return self.tracer.iter(self)
         self.tracer.check_parts(self)
         return iter([self[place] for place in range(instruction.argval)])  # type: ignore[index]
 
     def __str__(self) -> str:
-        plain = (torch.dtype, torch.device, torch.layout, str)
-        if in_library(sys._getframe(1)) or not issubclass(self.tracer.kind(self), plain):
-            return repr(self)
-        return str(self.tracer.number(self))
+        return repr(self) if in_library(sys._getframe(1)) else self._text()
 
     def __format__(self, form: str) -> str:
-        return format(str(self), form)
+        return format(repr(self) if in_library(sys._getframe(1)) else self._text(), form)
+
+    def _text(self) -> str:
+        """What a type or a device is called; a size is not fixed for a message's sake."""
+        named = issubclass(self.tracer.kind(self), (torch.dtype, torch.device, torch.layout, str))
+        return str(self.tracer.number(self)) if named else f"<{express(self.node)} of the traced graph>"
 
     def __copy__(self) -> Proxy:
         """A copy shares the memory, and no gradient goes through it."""
@@ -194,30 +198,3 @@ def _plain(value: Any) -> Any:
 
 def _is_tensor_type(value: Any) -> bool:
     return isinstance(value, type(torch.FloatTensor)) and isinstance(value, type)
-
-
-def _instruction(frame: FrameType) -> dis.Instruction | None:
-    """What the frame is at."""
-    return next((i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti), None)
-
-
-def _looks_up(frame: FrameType) -> bool:
-    """Does the frame look up a key itself, or by a method of dicts, sets and lists; and calls nothing else?"""
-    instruction = _instruction(frame)
-    if instruction is None or not instruction.opname.startswith("CALL"):
-        return instruction is not None
-    place = getattr(instruction, "positions", None)  # as of Python 3.11
-    if place is None or place.lineno is None or place.lineno != place.end_lineno:
-        return False
-    line = linecache.getline(frame.f_code.co_filename, place.lineno).encode()[
-        place.col_offset : place.end_col_offset
-    ]
-    try:
-        called = ast.parse(line.decode().strip(), mode="eval").body
-    except SyntaxError:
-        return False
-    return (
-        isinstance(called, ast.Call)
-        and isinstance(called.func, ast.Attribute)
-        and called.func.attr in _LOOKUPS
-    )

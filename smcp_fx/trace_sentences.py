@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import traceback
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -60,11 +59,6 @@ def is_ours(filename: str) -> bool:
     """Is this a file of the tracer, or of torch, and not of the model?"""
     path = Path(filename)
     return path.parent == Path(__file__).parent or Path(torch.__file__).parent in path.parents
-
-
-def in_library(frame: FrameType) -> bool:
-    """Does the frame run code of torch or of this library, and not of the model?"""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "smcp_fx")
 
 
 def asking_line() -> str:

@@ -108,6 +108,8 @@ class _Recorder(fx.Interpreter):
         self.values[n.name] = pytree.tree_map(
             lambda v: TensorInfo(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v, result
         )
+        if isinstance(result, (torch.finfo, torch.iinfo)):
+            self.values[n.name] = None  # cannot be copied, and no size follows from it
         return result
 
 
@@ -125,6 +127,12 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     the graph computes something else than the model does on the inputs (naming the first module that
     differs).
     """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{f'module {path!r}' if path else 'the model'} is compiled by torch.jit: it has no Python to trace; "
+                "prepare the model that it was made from, and compile what convert returns."
+            )
     for given in inputs:
         if isinstance(given, Tensor) and not given.numel():
             raise InputError(
