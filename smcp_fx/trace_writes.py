@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.operations import MOVES, may_be_operand, operation_name, writes_in_place
@@ -80,7 +81,12 @@ class _Write:
 
     def rewritten(self) -> fx.Node | None:
         """The new tensor; None where the write stays."""
-        if not isinstance(self.target, fx.Node) or self._is_shared(self.target):
+        try:
+            for node in self.node.all_input_nodes:
+                self.value(node)
+            if not isinstance(self.target, fx.Node) or self._is_shared(self.target):
+                return None
+        except FxTraceError:  # shapes that only values tell: it stays the write it is
             return None
         with self.graph.inserting_before(self.node):
             return self._masked() if _is_mask(self._example(self.index)) else self._parts()
@@ -96,28 +102,30 @@ class _Write:
 
     def _is_shared(self, target: fx.Node) -> bool:
         """Does anyone who reads later, or the caller, hold the target's memory under another name?"""
-        known, todo = {target}, [target]
+        known, todo, after = {target}, [target], self.place[self.node]
         while todo:
             node = todo.pop()
             if node.op in ("placeholder", "get_attr"):
                 return True
-            upward = [n for n in node.all_input_nodes[:1] if self._may_alias(node)]
-            downward = [
-                user for user in node.users if user.args and user.args[0] is node and self._may_alias(user)
+            upward = [source for source in node.all_input_nodes if self._may_alias(node, source)]
+            earlier = [
+                user for user in node.users if self.place[user] < after and self._may_alias(user, node)
             ]
-            for other in (*upward, *downward):
+            for other in (*upward, *earlier):
                 if other not in known:
                     known.add(other)
                     todo.append(other)
-        after = self.place[self.node]
         return any(self.place[user] > after for node in known - {target} for user in node.users)
 
-    def _may_alias(self, node: fx.Node) -> bool:
-        """May the node's result be its first operand's memory?"""
+    def _may_alias(self, node: fx.Node, source: fx.Node) -> bool:
+        """May the node's result be memory of this operand?"""
         if node.op not in ("call_function", "call_method", "call_module") or node.target is operator.setitem:
             return False
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(self.value(node))):
-            return False  # a size
+        held = _storages(self.value(node))
+        if not held.isdisjoint(_storages(self.value(source))):
+            return True
+        if not held or node.all_input_nodes[0] is not source:
+            return False
         module = self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
         name = operation_name(node, module)
         return name is None or name in MOVES or name == "getattr" or may_be_operand(node, self.model)
@@ -220,6 +228,11 @@ class _Write:
 
     def _example(self, node: Any) -> Any:
         return self.value(node) if isinstance(node, fx.Node) else node
+
+
+def _storages(value: Any) -> set[int]:
+    """Whose memory the tensors of a value are; none of a size."""
+    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
 
 
 def _is_mask(value: Any) -> bool:

@@ -127,12 +127,12 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     the graph computes something else than the model does on the inputs (naming the first module that
     differs).
     """
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise InputError(
-                f"{f'module {path!r}' if path else 'the model'} is compiled by torch.jit: it has no Python to trace; "
-                "prepare the model that it was made from, and compile what convert returns."
-            )
+    compiler = "torch.jit" if isinstance(model, torch.jit.ScriptModule) else "torch.compile"
+    if compiler == "torch.jit" or isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise InputError(
+            f"the model is compiled by {compiler}, and has no Python to trace: prepare the model that it was "
+            "made from, and compile what convert returns."
+        )
     for given in inputs:
         if isinstance(given, Tensor) and not given.numel():
             raise InputError(
