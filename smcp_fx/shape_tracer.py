@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.trace_attributes import Assignments, Attributes, held_tensors
 from smcp_fx.trace_builtins import StandIns
 from smcp_fx.trace_gradients import Checkpoints, GradientQuestions
-from smcp_fx.trace_lengths import may_vary
+from smcp_fx.trace_lengths import Sizes
 from smcp_fx.trace_proxies import ValueProxy
 from smcp_fx.trace_sentences import AGAIN, INFIX, TAKEN, asking_line, express
 from smcp_fx.trace_writes import functional_writes, own_constants
@@ -73,6 +73,7 @@ class ShapeTracer(fx.Tracer):
 
     def _traced(self, root: Any, model: nn.Module, concrete_args: dict[str, Any] | None) -> fx.Graph:
         self._held = dict(held_tensors(model))
+        self._sizes = Sizes(model, self.value)
         with StandIns(self, model), Assignments(self._held), Checkpoints():
             graph = super().trace(root, concrete_args)
         own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
@@ -183,8 +184,8 @@ class ShapeTracer(fx.Tracer):
         count = len(value)
         if isinstance(value, Tensor):
             size = self.create_proxy("call_method", "size", (obj, 0), {})
-        elif may_vary(obj.node, self.root, self.value):
-            size = self.create_proxy("call_function", len, (obj,), {})
+        elif self._sizes.may_vary(obj.node):
+            size = self._sizes.number_of_parts(obj.node, self.proxy)
         else:
             return count  # the structure of the graph's own values follows from what made them
         equal = self.create_proxy("call_function", operator.eq, (size, count), {})
@@ -198,7 +199,7 @@ class ShapeTracer(fx.Tracer):
 
     def check_parts(self, obj: Proxy) -> None:
         """Where a fixed number of parts is unpacked of a tensor that was split: there are as many."""
-        if obj.node.op in ("call_function", "call_method") and may_vary(obj.node, self.root, self.value):
+        if obj.node.op in ("call_function", "call_method") and self._sizes.may_vary(obj.node):
             self.length(obj)
 
     def value(self, node: fx.Node) -> Any:

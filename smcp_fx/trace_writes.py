@@ -18,7 +18,7 @@ from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.operations import MOVES, may_be_operand, operation_name, writes_in_place
-from smcp_fx.trace_lengths import is_fixed, is_fixed_number
+from smcp_fx.trace_lengths import Sizes
 
 Value = Callable[[fx.Node], Any]
 
@@ -73,6 +73,7 @@ class _Write:
     def __init__(self, graph: fx.Graph, model: nn.Module, value: Value, node: fx.Node) -> None:
         self.graph, self.model, self.node = graph, model, node
         self.value = value
+        self.sizes = Sizes(model, value)
         self.place = {other: index for index, other in enumerate(graph.nodes)}
         self.target: Any = node.args[0]
         self.index: Any = node.args[1]
@@ -157,7 +158,7 @@ class _Write:
         for dim, part in enumerate(index):
             if isinstance(part, slice) and part == slice(None):
                 continue
-            fixed = is_fixed(self.target, dim, self.model, self.value)
+            fixed = self.sizes.is_fixed(self.target, dim)
             edges = self._edges(part, tensor.shape[dim], fixed)
             if edges is None:
                 return None
@@ -193,7 +194,7 @@ class _Write:
 
     def _number(self, edge: Any) -> Any:
         """A node's number, where no input changes it."""
-        told = isinstance(edge, fx.Node) and is_fixed_number(edge, self.model, self.value)
+        told = isinstance(edge, fx.Node) and self.sizes.is_fixed_number(edge)
         return self.value(edge) if told else edge
 
     def _within(self, whole: fx.Node, cut: list[Any], gone: list[int], tensor: Tensor) -> fx.Node:

@@ -79,7 +79,6 @@ def _function_names() -> dict[int, str]:
             if callable(value) and not isinstance(value, type) and not name.startswith("__"):
                 names.setdefault(id(value), normal_name(name))
     names[id(getattr)] = "getattr"
-    names[id(len)] = "len"
     return names
 
 
