@@ -102,13 +102,16 @@ class SliceChannels(GraphPass):
 
     def _resize_modules(self, module: fx.GraphModule, sliced: Sliced) -> list[str]:
         report = []
-        for node in module.graph.nodes:
-            if node.op == "call_module":
-                target = module.get_submodule(str(node.target))
-                before = target.extra_repr()
-                _resize(target)
-                if target.extra_repr() != before:
-                    report.append(f"{node.target}: {before} -> {target.extra_repr()}")
+        called = [str(node.target) for node in module.graph.nodes if node.op == "call_module"]
+        # Modules that were traced through (a subclass of a convolution) still say how large their weights are.
+        held = [name.rpartition(".")[0] for name in self._indices(sliced)]
+        modules = dict(module.named_modules(remove_duplicate=False))
+        for path in dict.fromkeys(path for path in called + held if path in modules):
+            target = modules[path]
+            before = target.extra_repr()
+            _resize(target)
+            if target.extra_repr() != before:
+                report.append(f"{path}: {before} -> {target.extra_repr()}")
         nodes = {node.name: node for node in module.graph.nodes}
         for name, (groups, labels) in self.channels.trail.grouped.items():
             left = sliced.positions(labels).numel()

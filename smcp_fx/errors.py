@@ -17,6 +17,10 @@ class InputError(SmcpError, ValueError):
     """An argument does not fit: a shape, a name, a range, a file of the wrong kind."""
 
 
+class AssumptionError(InputError, AssertionError):
+    """An input is of another kind than the example that a prepared model was traced for."""
+
+
 class TraceError(SmcpError):
     """The model cannot be turned into a graph that computes the same."""
 

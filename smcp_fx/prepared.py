@@ -12,12 +12,13 @@ from torch import Tensor, fx, nn
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import NetworkCost
-from smcp_fx.errors import CheckpointError
+from smcp_fx.errors import AssumptionError, CheckpointError
 from smcp_fx.masking import STATE
 from smcp_fx.pruner import Pruner
 from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.state import PruningState
+from smcp_fx.trace_sentences import TAKEN
 from smcp_fx.tracing import Traced
 
 
@@ -75,6 +76,15 @@ class PreparedModel(nn.Module):
         and pinned groups.
         """
         self.smcp.set_masks(masks)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As usual; raises `AssumptionError` for an input of another kind than the example."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except AssertionError as error:
+            if str(error).startswith(TAKEN):
+                raise AssumptionError(str(error)) from None
+            raise
 
     def __reduce__(self) -> Any:
         raise CheckpointError(

@@ -12,74 +12,29 @@ input for which it does not hold. What depends on the values in a tensor is refu
 
 from __future__ import annotations
 
+import copy
 import operator
-import sys
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.fx.proxy import Attribute, Proxy
+from torch import Tensor, fx, nn
+from torch.fx.proxy import Proxy
 from torch.fx.proxy import TraceError as FxTraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-_FACTORIES = (
-    "zeros ones full empty arange linspace rand randn eye tensor as_tensor full_like meshgrid".split()
-)
-_INFIX = {
-    operator.gt: ">", operator.ge: ">=", operator.lt: "<", operator.le: "<=", operator.eq: "==",
-    operator.ne: "!=", operator.add: "+", operator.sub: "-", operator.mul: "*", operator.mod: "%",
-    operator.floordiv: "//", operator.truediv: "/", operator.pow: "**", operator.and_: "&",
-    operator.or_: "|",
-}  # fmt: skip
+from smcp_fx.trace_attributes import Assignments, Attributes, held_tensors
+from smcp_fx.trace_builtins import StandIns
+from smcp_fx.trace_gradients import Checkpoints, GradientQuestions
+from smcp_fx.trace_lengths import Sizes
+from smcp_fx.trace_proxies import ValueProxy
+from smcp_fx.trace_sentences import AGAIN, INFIX, TAKEN, asking_line, express
+from smcp_fx.trace_writes import functional_writes, own_constants
+
 #: What asks for a tensor's values, whatever kind of number it returns.
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "any", "all", "is_nonzero", "data_ptr"}
-
-
-class _Answers(Proxy):
-    """Python's questions, answered by the node's value on the example inputs."""
-
-    tracer: ShapeTracer
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "type" and getattr(self, "attr", None) == "device":
-            return self.tracer.value(self.node).type  # a string that contexts such as autocast want
-        return _ValueAttribute(self, name)
-
-    def __int__(self) -> int:
-        return int(self.tracer.number(self))
-
-    def __index__(self) -> int:
-        return operator.index(self.tracer.index(self, sys._getframe(1)))
-
-    @classmethod
-    def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Proxy:
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, _Answers):
-                leaf.tracer.keep_symbolic(leaf, sys._getframe(1))
-        return super().__torch_function__(orig_method, types, args, kwargs)
-
-    def __float__(self) -> float:
-        return float(self.tracer.number(self))
-
-    def __len__(self) -> int:
-        return self.tracer.length(self)
-
-    def __round__(self, digits: int | None = None) -> Proxy:
-        arguments = (self,) if digits is None else (self, digits)
-        return self.tracer.create_proxy("call_function", round, arguments, {})
-
-
-class ValueProxy(_Answers):
-    """The proxy of a node."""
-
-
-class _ValueAttribute(_Answers, Attribute):
-    """The proxy of a node's attribute, whose own node is made when it is needed."""
 
 
 class ShapeTracer(fx.Tracer):
@@ -88,6 +43,7 @@ class ShapeTracer(fx.Tracer):
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         super().__init__()
         self.inputs = inputs
+        self.gradients = GradientQuestions()
         self.assumptions: list[str] = []
         self._known: set[str] = set()
         self._asked: dict[tuple[fx.Node, CodeType, int], tuple[str, fx.Node]] = {}
@@ -95,15 +51,38 @@ class ShapeTracer(fx.Tracer):
         self._order: dict[fx.Node, int] = {}
         self._evaluating = False
         self._fake: Any = None
+        self._held: dict[str, Tensor] = {}
 
     # ---- what fx asks of a tracer -----------------------------------------------------------------------
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Trace, with torch's factories of tensors taking sizes that are proxies."""
-        with _SymbolicFactories(self):
+        """Trace, with torch's factories of tensors and Python's types of numbers taking proxies."""
+        model = root if isinstance(root, nn.Module) else nn.Module()
+        before = Attributes(model)
+        graph = self._traced(root, model, concrete_args)
+        if self.gradients.asked and not self.gradients.answer:
+            after = Attributes(model)
+            before.restore(constants=False)
+            other = copy.copy(self)
+            ShapeTracer.__init__(other, self.inputs)
+            other.gradients = GradientQuestions(answer=True)
+            kept = other.trace(root, concrete_args)
+            self.gradients.compare((graph, self._constants()), (kept, other._constants()))
+            after.restore(constants=False)
+        return graph
+
+    def _traced(self, root: Any, model: nn.Module, concrete_args: dict[str, Any] | None) -> fx.Graph:
+        self._held = dict(held_tensors(model))
+        self._sizes = Sizes(model, self.value)
+        with StandIns(self, model), Assignments(self._held), Checkpoints():
             graph = super().trace(root, concrete_args)
+        own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
+        functional_writes(graph, model, self.value, self._adopt)
         _drop_constant_questions(graph)
         return graph
+
+    def _constants(self) -> dict[str, Tensor]:
+        return {name: value for value, name in self.tensor_attrs.items() if isinstance(value, Tensor)}
 
     def proxy(self, node: fx.Node) -> Proxy:
         """Every node's proxy knows how to answer."""
@@ -127,9 +106,20 @@ class ShapeTracer(fx.Tracer):
                 self.graph.erase_node(node)
         return function, arguments
 
+    def create_arg(self, a: Any) -> Any:
+        """Numbers of numpy are plain ones in a graph."""
+        return super().create_arg(
+            a.item() if type(a).__module__ == "numpy" and getattr(a, "ndim", 1) == 0 else a
+        )
+
     def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Modules called while a value is worked out just run."""
-        return forward(*args, **kwargs) if self._evaluating else super().call_module(m, forward, args, kwargs)
+        """Modules called while a value is worked out just run; those outside the model are looked into."""
+        if self._evaluating:
+            return forward(*args, **kwargs)
+        if isinstance(m, nn.Module) and self.submodule_paths and m not in self.submodule_paths:
+            _refuse_state(m)
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """So do they read their parameters."""
@@ -139,11 +129,14 @@ class ShapeTracer(fx.Tracer):
         """The branch taken."""
         value = bool(self._plain(obj, "a branch"))
         self._assume(obj, obj if value else obj.tracer.create_proxy("call_function", operator.not_, (obj,), {}),
-                     _express(obj.node) if value else f"not {_express(obj.node)}")  # fmt: skip
+                     express(obj.node) if value else f"not {express(obj.node)}")  # fmt: skip
         return value
 
     def iter(self, obj: Proxy) -> Iterator[Any]:
-        """The parts, as many as there are in the example."""
+        """The parts, as many as there are in the example; the keys of a dict."""
+        value = self.value(obj.node)
+        if isinstance(value, dict):
+            return iter(list(value))
         return iter([obj[index] for index in range(self.length(obj))])  # type: ignore[index]
 
     def keys(self, obj: Proxy) -> Any:
@@ -166,7 +159,7 @@ class ShapeTracer(fx.Tracer):
         """The number a proxy stands for; what follows from it is fixed in the graph."""
         value = self._plain(obj, "a number")
         equal = self.create_proxy("call_function", operator.eq, (obj, value), {})
-        self._assume(obj, equal, f"{_express(obj.node)} == {value}")
+        self._assume(obj, equal, f"{express(obj.node)} == {value}")
         return value
 
     def index(self, obj: Proxy, asker: FrameType) -> Any:
@@ -200,11 +193,23 @@ class ShapeTracer(fx.Tracer):
         count = len(value)
         if isinstance(value, Tensor):
             size = self.create_proxy("call_method", "size", (obj, 0), {})
+        elif self._sizes.may_vary(obj.node):
+            size = self._sizes.number_of_parts(obj.node, self.proxy)
         else:
             return count  # the structure of the graph's own values follows from what made them
         equal = self.create_proxy("call_function", operator.eq, (size, count), {})
-        self._assume(obj, equal, f"len({_express(obj.node)}) == {count}")
+        self._assume(obj, equal, f"len({express(obj.node)}) == {count}")
         return count
+
+    def _adopt(self, node: fx.Node) -> None:
+        """Know a node that was put into the graph afterwards, with its value."""
+        self._order[node] = len(self._order)
+        self.value(node)
+
+    def check_parts(self, obj: Proxy) -> None:
+        """Where a fixed number of parts is unpacked of a tensor that was split: there are as many."""
+        if obj.node.op in ("call_function", "call_method") and self._sizes.may_vary(obj.node):
+            self.length(obj)
 
     def value(self, node: fx.Node) -> Any:
         """The value of a node on (fake tensors like) the example inputs."""
@@ -223,10 +228,24 @@ class ShapeTracer(fx.Tracer):
             self._evaluating = False
         return self._values[node]
 
+    def kind(self, obj: Proxy) -> type:
+        """The type of what a proxy stands for."""
+        value = self.value(obj.node)
+        if isinstance(value, Tensor):
+            return nn.Parameter if isinstance(self._held.get(str(obj.node.target)), nn.Parameter) else Tensor
+        return type(value)
+
+    def is_tensor(self, obj: Proxy) -> bool:
+        """Does a proxy stand for a tensor, or for what only a tensor's values tell?"""
+        try:
+            return isinstance(self.value(obj.node), Tensor)
+        except FxTraceError:
+            return True
+
     def _plain(self, obj: Proxy, what: str) -> Any:
         value = self.value(obj.node)
         if isinstance(value, Tensor):
-            raise FxTraceError(f"{what} depends on the values in a tensor ({_express(obj.node)})")
+            raise FxTraceError(f"{what} depends on the values in a tensor ({express(obj.node)})")
         return value
 
     def _evaluate(self, node: fx.Node) -> Any:
@@ -235,10 +254,14 @@ class ShapeTracer(fx.Tracer):
             value = self.inputs[place] if place < len(self.inputs) else node.args[0]
             return pytree.tree_map(self._faked, value)
         if node.op == "get_attr":
-            value = self.root
-            for name in str(node.target).split("."):
+            value: Any = self._held.get(
+                str(node.target), self.root
+            )  # forward may have put a proxy in its place
+            for name in str(node.target).split(".") if value is self.root else ():
                 value = getattr(value, name)
             return pytree.tree_map(self._faked, value)
+        if self.gradients.asks(node):
+            return self.gradients.answered(node, asking_line())
         args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__))
         try:
             if node.op == "call_module":
@@ -251,9 +274,9 @@ class ShapeTracer(fx.Tracer):
             else:
                 result = node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
-            raise FxTraceError(f"{_express(node)} cannot be told from shapes alone ({error})") from error
+            raise FxTraceError(f"{express(node)} cannot be told from shapes alone ({error})") from error
         if str(getattr(node.target, "__name__", node.target)) in _READS and isinstance(args[0], Tensor):
-            raise FxTraceError(f"{_express(node)} depends on the values in a tensor")
+            raise FxTraceError(f"{express(node)} depends on the values in a tensor")
         return result
 
     def _fake_mode(self) -> Any:
@@ -267,13 +290,12 @@ class ShapeTracer(fx.Tracer):
         return self._fake.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
 
     def _assume(self, obj: Proxy, condition: Proxy, sentence: str) -> None:
-        if sentence in self._known:
+        if sentence in self._known or self.gradients.tell(obj.node):
             return
         self._known.add(sentence)
-        message = f"traced for inputs where {sentence} ({_place()})"
+        message = f"{TAKEN}{sentence} ({asking_line()})"
         self.assumptions.append(message)
-        advice = f"{message}; prepare the model again with an example input like this one"
-        self.create_proxy("call_function", torch._assert, (condition, advice), {})
+        self.create_proxy("call_function", torch._assert, (condition, message + AGAIN), {})
 
 
 def plain_lists(tree: Any) -> Any:
@@ -286,69 +308,21 @@ def plain_lists(tree: Any) -> Any:
     return tree
 
 
-class _SymbolicFactories:
-    """While tracing, `torch.zeros(x.shape[0], 3)` becomes a node; without a proxy among them, it just runs."""
-
-    def __init__(self, tracer: ShapeTracer) -> None:
-        self.tracer = tracer
-        self.originals = {name: getattr(torch, name) for name in _FACTORIES}
-
-    def __enter__(self) -> None:
-        for name, function in self.originals.items():
-            setattr(torch, name, self._wrapped(function))
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for name, function in self.originals.items():
-            setattr(torch, name, function)
-
-    def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def factory(*args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
-                return self.tracer.create_proxy("call_function", function, args, kwargs)
-            return function(*args, **kwargs)
-
-        return factory
-
-
 def _drop_constant_questions(graph: fx.Graph) -> None:
     """Comparisons that were made for Python's sake and that no assertion needs."""
     for node in reversed(list(graph.nodes)):
         asked = node.op == "call_function" and (
-            node.target in _INFIX or node.target in (operator.not_, getattr)
+            node.target in INFIX or node.target in (operator.not_, getattr)
         )
         if asked and not node.users:
             graph.erase_node(node)
 
 
-def _express(node: Any, depth: int = 0) -> str:
-    """How a reader would write what a node computes, back to the tensors it asks about."""
-    if isinstance(node, slice):
-        start, stop = ("" if edge is None else _express(edge, depth) for edge in (node.start, node.stop))
-        return f"{start}:{stop}"
-    if not isinstance(node, fx.Node):
-        return repr(node)
-    if depth > 12:
-        return node.name
-    parts = [_express(arg, depth + 1) for arg in node.args]
-    if node.op == "call_function":
-        if node.target is getattr:
-            return f"{parts[0]}.{node.args[1]}"
-        if node.target is operator.getitem:
-            return f"{parts[0]}[{parts[1]}]"
-        if node.target in _INFIX and len(parts) == 2:
-            text = f"{parts[0]} {_INFIX[node.target]} {parts[1]}"
-            return text if depth == 0 else f"({text})"
-        if node.target is round or getattr(node.target, "__module__", "") == "math":
-            return f"{node.target.__name__}({', '.join(parts)})"  # type: ignore[union-attr]
-    if node.op == "call_method" and node.target in ("size", "dim", "numel"):
-        return f"{parts[0]}.{node.target}({', '.join(parts[1:])})"
-    return node.name
-
-
-def _place() -> str:
-    """The line of the model's code that asked."""
-    here = Path(__file__)
-    for frame in reversed(traceback.extract_stack()):
-        if "torch/fx" not in frame.filename and Path(frame.filename) != here:
-            return f"{Path(frame.filename).name}, line {frame.lineno}"
-    return "unknown place"
+def _refuse_state(module: nn.Module) -> None:
+    """A module that forward makes, or keeps where `nn.Module` does not look, may hold no tensors of its own."""
+    held = next(iter([*module.named_parameters(), *module.named_buffers()]), None)
+    if held is not None:
+        raise FxTraceError(
+            f"a {type(module).__name__} that is called is no submodule of the model, so that its {held[0]!r} is not "
+            "in the state dict: make it in __init__, and keep it as an attribute or in an nn.ModuleList"
+        )

@@ -21,14 +21,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx import shape_tracer
 from smcp_fx.channels.trail import OPAQUE, TensorInfo
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.modes import ALWAYS, conditions, is_by_mode
 from smcp_fx.shape_tracer import ShapeTracer, plain_lists
+from smcp_fx.trace_attributes import Attributes
 from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
 from smcp_fx.trace_modes import ModeTrace, ReadsOfTraining, both_modes, differ_in_flags
 from smcp_fx.trace_rewrites import drop_expansions, normalise
+from smcp_fx.trace_sentences import is_ours
 
 #: max |eager - traced| may reach this share of the output's scale: both run the same kernels in the same order.
 _SAME = 1e-6
@@ -119,6 +120,8 @@ class Recorder(fx.Interpreter):
         self.values[n.name] = pytree.tree_map(
             lambda v: TensorInfo(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v, result
         )
+        if isinstance(result, (torch.finfo, torch.iinfo)):
+            self.values[n.name] = None  # cannot be copied, and no size follows from it
         return result
 
 
@@ -149,17 +152,14 @@ def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Buffers, attributes that forward sets, and the random generator are left as they were."""
-    before = [(part, _attributes(part)) for part in module.modules()]
+    before = Attributes(module)
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = sorted({buffer.device.index or 0 for buffer in module.buffers() if buffer.is_cuda})
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        for part, attributes in before:
-            for name in vars(part).keys() - attributes.keys():
-                del vars(part)[name]
-            _restore_attributes(part, attributes)
+        before.restore(constants=False)
         with torch.no_grad():
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):  # a write would count as a change
@@ -174,12 +174,19 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     the graph computes something else than the model does on the inputs (naming the first module that
     differs).
     """
+    compiler = "torch.jit" if isinstance(model, torch.jit.ScriptModule) else "torch.compile"
+    if compiler == "torch.jit" or isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise InputError(
+            f"the model is compiled by {compiler}, and has no Python to trace: prepare the model that it was "
+            "made from, and compile what convert returns."
+        )
     for given in inputs:
         if isinstance(given, Tensor) and not given.numel():
             raise InputError(
                 f"an example input is empty, of shape {tuple(given.shape)}: pass at least one image, since what "
                 "has no elements does not tell how channels go through the network"
             )
+    before = Attributes(model)
     try:
         expected = run_eager(model, inputs)
     except Exception as error:
@@ -187,6 +194,9 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             f"{type(model).__name__} does not run on the example inputs {_describe(inputs)}: "
             f"{_first_line(error)} Pass inputs of the shape the model was made for."
         ) from error
+    before.restore(
+        constants=False
+    )  # what forward keeps for the next call of this size would be traced as it is
     training = model.training
     why = {path: f"{path!r} is left as it is" for path in leaves}
     while True:
@@ -295,7 +305,7 @@ class _Tracer(ShapeTracer):
 def _trace_in_mode(
     model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...]
 ) -> tuple[ModeTrace, list[str]]:
-    before = [(module, _attributes(module)) for module in model.modules()]
+    before = Attributes(model)
     model.train(training)
     tracer = _Tracer(inputs, leaves)
     buffers, written = Buffers(model), set[str]()
@@ -305,13 +315,12 @@ def _trace_in_mode(
             graph = tracer.trace(model)
         written |= written_in(model, graph)
     except Exception as error:
-        ours = {Path(__file__), Path(shape_tracer.__file__)}
         where = next(
             (
                 f"{frame.filename}:{frame.lineno} ({frame.line})"
                 for frame in reversed(traceback.extract_tb(error.__traceback__))
                 if Path(torch.__file__).parent not in Path(frame.filename).parents
-                and Path(frame.filename) not in ours
+                and not is_ours(frame.filename)
             ),
             "its forward",
         )
@@ -325,37 +334,10 @@ def _trace_in_mode(
         ) from error
     finally:
         written |= buffers.restore()
-        for module, attributes in before:
-            _restore_attributes(module, attributes)
+        before.restore()
     if written:
         raise WritesBuffersError(written)
     return ModeTrace(graph, tracer.place, reads.found), tracer.assumptions
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes; lists and dicts copied, since forward may add to them."""
-    return {
-        name: copy.copy(value) if isinstance(value, (list, dict)) else value
-        for name, value in vars(module).items()
-    }
-
-
-def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Undo what forward did to the module while it was traced: a cache would hold proxies now.
-
-    The constants that the tracer adds stay: the graph reads them.
-    """
-    for name, value in list(vars(module).items()):
-        if name not in attributes:
-            if not isinstance(value, Tensor):
-                del vars(module)[name]
-        elif isinstance(value, (list, dict)) and type(value) is type(attributes[name]):
-            value.clear()  # the same object, since others may hold it
-            value.extend(attributes[name]) if isinstance(value, list) else value.update(attributes[name])
-        else:
-            vars(module)[name] = attributes[name]
-    for name in attributes.keys() - vars(module).keys():
-        vars(module)[name] = attributes[name]
 
 
 def _restore_flags(model: nn.Module, traced: fx.GraphModule) -> None:

@@ -65,6 +65,8 @@ def move(run: Propagation, call: Call) -> Any:
     result = pytree.tree_map(
         lambda t: compress(t) if isinstance(t, Tensor) else t, execute(call, args, kwargs)
     )
+    if call.name == "expandas":
+        _tie_expanded(run, source, args[1])
     if call.name in _PARTS:
         run.trail.parts.append(call.node.name)
     if call.name in _CHAIN:
@@ -72,6 +74,17 @@ def move(run: Propagation, call: Call) -> Any:
         if call.name in ("view", "reshape", "flatten", "unflatten"):
             _refuse_batch(run, call, source, result)
     return result
+
+
+def _tie_expanded(run: Propagation, source: Tensor, other: Tensor) -> None:
+    """What is expanded to another tensor's shape has its channels where it is of that size already."""
+    labels = other
+    for _ in range(other.dim() - source.dim()):
+        labels = labels.narrow(0, 0, 1).squeeze(0)
+    for dim, size in enumerate(source.shape):
+        if size == 1:
+            labels = labels.narrow(dim, 0, 1)
+    run.tie(source, labels)
 
 
 def attribute(run: Propagation, call: Call) -> Any:

@@ -82,8 +82,8 @@ def test_an_input_that_breaks_the_assumption_is_refused_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("question", "sentence"),
     [
-        (lambda h: h * int(h.shape[2]), "stem.shape[2] == 8"),
-        (lambda h: h * float(h.shape[2]), "stem.shape[2] == 8"),
+        (lambda h: h * int(h.shape[2]), None),
+        (lambda h: h * float(h.shape[2]), None),
         (lambda h: h * [1, 2, 3][h.shape[0]], "stem.shape[0] == 2"),
         (lambda h: h if h.size(1) != 8 else -h, "not stem.size(1) != 8"),
         (lambda h: h * 2 if h.shape[-2:] == (8, 8) else h, "stem.shape[-2:] == (8, 8)"),

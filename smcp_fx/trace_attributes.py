@@ -1,0 +1,107 @@
+"""What modules hold as attributes, and what forward assigns to them while it is traced.
+
+self.mean = self.mean.type_as(x)      the attribute is the traced tensor for the rest of the call, and no longer
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.fx.proxy import Proxy
+
+_CASTS = {
+    "to",
+    "type",
+    "type_as",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "cpu",
+    "cuda",
+    "contiguous",
+    "detach",
+}
+
+
+def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that modules hold as parameters, as buffers and as plain attributes, by path."""
+    for path, module in model.named_modules():
+        for name, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
+            if isinstance(value, Tensor):
+                yield f"{path}.{name}" if path else name, value
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes; lists and dicts copied, since forward may add to them."""
+    return {
+        name: copy.copy(value) if isinstance(value, (list, dict)) else value
+        for name, value in vars(module).items()
+    }
+
+
+def _restore_attributes(module: nn.Module, attributes: dict[str, Any], constants: bool = True) -> None:
+    """Undo what forward did to the module while it was traced: a cache would hold proxies now.
+
+    The ``constants`` that the tracer adds stay: the graph reads them.
+    """
+    for name, value in list(vars(module).items()):
+        if name not in attributes:
+            if not (constants and isinstance(value, Tensor)):
+                del vars(module)[name]
+        elif isinstance(value, (list, dict)) and type(value) is type(attributes[name]):
+            value.clear()  # the same object, since others may hold it
+            value.extend(attributes[name]) if isinstance(value, list) else value.update(attributes[name])
+        else:
+            vars(module)[name] = attributes[name]
+    for name in attributes.keys() - vars(module).keys():
+        vars(module)[name] = attributes[name]
+
+
+class Attributes:
+    """The attributes of a model's modules, to be put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [(module, _attributes_of(module)) for module in model.modules()]
+
+    def restore(self, constants: bool = True) -> None:
+        """Undo what was assigned since."""
+        for module, attributes in self._held:
+            _restore_attributes(module, attributes, constants)
+
+
+class Assignments:
+    """A context in which a buffer may be assigned what it is in another type or on another device.
+
+    The module's own dict shadows the buffer then; who traces takes the entry away again.
+    """
+
+    def __init__(self, held: dict[str, Tensor]) -> None:
+        self.held = held
+        self._original = nn.Module.__setattr__
+
+    def __enter__(self) -> None:
+        original, held = self._original, self.held
+
+        def assign(module: nn.Module, name: str, value: Any) -> None:
+            buffer = vars(module).get("_buffers", {}).get(name)
+            if isinstance(value, Proxy) and buffer is not None and _cast_of(value.node, held) is buffer:
+                vars(module)[name] = value
+            else:
+                original(module, name, value)
+
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        nn.Module.__setattr__ = self._original  # type: ignore[method-assign]
+
+
+def _cast_of(node: Any, held: dict[str, Tensor]) -> Tensor | None:
+    """The tensor that the node gives in another type."""
+    while isinstance(node, fx.Node) and node.op == "call_method" and node.target in _CASTS:
+        node = node.args[0]
+    return held.get(str(node.target)) if isinstance(node, fx.Node) and node.op == "get_attr" else None

@@ -1,0 +1,126 @@
+"""Models that ask whether gradients are kept: `if x.requires_grad: x = checkpoint(block, x)`.
+
+A graph does not ask. The model is traced with either answer; where both give one graph, the question is no matter.
+Checkpointed parts are traced as if they were called: what they compute is the same, and what they save is not saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.proxy import Proxy
+from torch.fx.proxy import TraceError as FxTraceError
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torch_checkpoint
+
+_ASKED = {"requires_grad": True, "is_leaf": False}  # and whether the answer is that gradients are kept
+
+
+#: A graph, and the tensors that are constants in it, by the names of their nodes' targets.
+Traced = tuple[fx.Graph, dict[str, Tensor]]
+
+
+class GradientQuestions:
+    """What was asked while one graph was traced, and answered with ``answer``."""
+
+    def __init__(self, answer: bool = False) -> None:
+        self.answer = answer
+        self.asked: list[str] = []
+        self._nodes: set[fx.Node] = set()
+
+    @staticmethod
+    def asks(node: fx.Node) -> bool:
+        """Does the node ask a tensor whether gradients are kept?"""
+        return node.op == "call_function" and node.target is getattr and node.args[1] in _ASKED
+
+    def answered(self, node: fx.Node, where: str) -> bool:
+        """The answer, put down with the line that asked."""
+        self._nodes.add(node)
+        self.asked.append(where)
+        return self.answer is _ASKED[str(node.args[1])]
+
+    def enabled(self, where: str) -> bool:
+        """The same for `torch.is_grad_enabled()`."""
+        self.asked.append(where)
+        return self.answer
+
+    def tell(self, node: fx.Node) -> bool:
+        """Does the node's value follow from such an answer?"""
+        todo, known = [node], {node}
+        while todo and self._nodes:
+            for source in todo.pop().all_input_nodes:
+                if source not in known:
+                    known.add(source)
+                    todo.append(source)
+        return not known.isdisjoint(self._nodes)
+
+    def compare(self, without: Traced, kept: Traced) -> None:
+        """Refuse a model that computes something else where gradients are kept."""
+        left, right = (list(graph.nodes) for graph, _ in (without, kept))
+        twin = dict(zip(right, left, strict=False))
+        same = len(left) == len(right)
+        for a, b in zip(left, right, strict=False):
+            (one, spec), (other, other_spec) = (
+                pytree.tree_flatten(_tuples((n.args, n.kwargs))) for n in (a, b)
+            )
+            told = [twin.get(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in other]
+            same &= a.op == b.op and spec == other_spec and list(map(repr, one)) == list(map(repr, told))
+            first, second = (graph[1].get(str(n.target)) for graph, n in ((without, a), (kept, b)))
+            if a.op == "get_attr" and first is not None and second is not None:
+                same &= _equal(first, second)
+            else:
+                same &= a.target == b.target
+        if not same:
+            raise FxTraceError(
+                f"it computes something else where gradients are kept (asked at {self.asked[0]}), and a graph "
+                "does not ask: branch on self.training"
+            )
+
+
+def _tuples(tree: Any) -> Any:
+    """Lists as tuples: a function that is called by way of a checkpoint gets one for the other."""
+    if isinstance(tree, (tuple, list)):
+        return tuple(map(_tuples, tree))
+    return {key: _tuples(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    return first is second or (
+        first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
+    )
+
+
+class Checkpoints:
+    """A context in which `torch.utils.checkpoint` just calls what it is given, where that is being traced."""
+
+    def __enter__(self) -> None:
+        space = vars(torch_checkpoint)
+        self._held = {name: space[name] for name in ("CheckpointFunction", _GENERATOR)}
+        reentrant, generator = self._held.values()
+
+        class Called:
+            @staticmethod
+            def apply(function: Any, preserve: bool, *args: Any) -> Any:
+                return function(*args) if _traced(args) else reentrant.apply(function, preserve, *args)
+
+        def called(*args: Any, **kwargs: Any) -> Iterator[None]:
+            if not _traced((args, kwargs)):
+                return (yield from generator(*args, **kwargs))
+            yield
+            return None
+
+        space.update({"CheckpointFunction": Called, _GENERATOR: called})
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        vars(torch_checkpoint).update(self._held)
+
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+
+
+def _traced(tree: Any) -> bool:
+    return any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves(tree))

@@ -1,0 +1,69 @@
+"""How messages speak of a trace: what a node computes, as a reader would write it, and the line that asked."""
+
+from __future__ import annotations
+
+import operator
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+INFIX = {
+    operator.gt: ">", operator.ge: ">=", operator.lt: "<", operator.le: "<=", operator.eq: "==",
+    operator.ne: "!=", operator.add: "+", operator.sub: "-", operator.mul: "*", operator.mod: "%",
+    operator.floordiv: "//", operator.truediv: "/", operator.pow: "**", operator.and_: "&",
+    operator.or_: "|",
+}  # fmt: skip
+_CALLS = frozenset(
+    """
+size dim numel split unbind chunk tensor_split type is_floating_point is_complex is_contiguous stride element_size
+storage_offset startswith endswith
+""".split()
+)
+#: What every assumption starts with, and how it ends when an input breaks it.
+TAKEN, AGAIN = "traced for inputs where ", "; prepare the model again with an example input like this one"
+
+
+def express(node: Any, depth: int = 0) -> str:
+    """How a reader would write what a node computes, back to the tensors it asks about."""
+    if isinstance(node, slice):
+        start, stop = ("" if edge is None else express(edge, depth) for edge in (node.start, node.stop))
+        return f"{start}:{stop}"
+    if not isinstance(node, fx.Node):
+        return repr(node)
+    if depth > 12:
+        return node.name
+    parts = [express(arg, depth + 1) for arg in node.args]
+    named = [f"{name}={express(value, depth + 1)}" for name, value in node.kwargs.items()]
+    if node.op == "call_function":
+        if node.target is getattr:
+            return f"{parts[0]}.{node.args[1]}"
+        if node.target is operator.getitem:
+            return f"{parts[0]}[{parts[1]}]"
+        if node.target is operator.contains:
+            return f"{parts[1]} in {parts[0]}"
+        if node.target in INFIX and len(parts) == 2:
+            text = f"{parts[0]} {INFIX[node.target]} {parts[1]}"
+            return text if depth == 0 else f"({text})"
+        name = getattr(node.target, "__name__", "")
+        if getattr(node.target, "__module__", "") in ("math", "builtins") or name in _CALLS:
+            return f"{name}({', '.join(parts + named)})"
+    if node.op == "call_method" and node.target in _CALLS:
+        return f"{parts[0]}.{node.target}({', '.join(parts[1:] + named)})"
+    return node.name
+
+
+def is_ours(filename: str) -> bool:
+    """Is this a file of the tracer, or of torch, and not of the model?"""
+    path = Path(filename)
+    return path.parent == Path(__file__).parent or Path(torch.__file__).parent in path.parents
+
+
+def asking_line() -> str:
+    """The line of the model's code that asked."""
+    for frame in reversed(traceback.extract_stack()):
+        if not is_ours(frame.filename):
+            return f"{Path(frame.filename).name}, line {frame.lineno}"
+    return "unknown place"
