@@ -42,7 +42,7 @@ def convolution(run: Propagation, call: Call) -> Any:
         in_dim, out_dim = (0, 1) if transposed else (1, 0)
         if shared:
             known = run.trail.slots[weight.name][out_dim]
-            outputs = known.repeat(groups) if transposed and groups > 1 else known
+            outputs = _renamed(run, call, known.repeat(groups) if transposed and groups > 1 else known)
         else:
             outputs = run.fresh(call.node.name, out_channels)
         inputs = _inputs(run, call, inputs)
@@ -92,9 +92,8 @@ def dense(
                 run.fix_parameter(parameter, call.node.name, "mixes along a dimension without channels")
         return narrow_uniform(labels).expand(*labels.shape[:-1], 1).expand(call.shape)
     inputs = _inputs(run, call, channel_labels(run, labels, last))
-    outputs = run.trail.slots.get(weight.name, {}).get(out_dim)
-    if outputs is None:
-        outputs = run.fresh(call.node.name, call.shape[-1])
+    known = run.trail.slots.get(weight.name, {}).get(out_dim)
+    outputs = run.fresh(call.node.name, call.shape[-1]) if known is None else _renamed(run, call, known)
     run.slot(weight.name, in_dim, inputs)
     run.slot(weight.name, out_dim, outputs)
     if bias is not None:

@@ -116,6 +116,18 @@ class Shuffle:
     through: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Spread:
+    """An operand of size 1 along a dimension of what it meets, which varies along others: tied, or pinned, at the end.
+
+    ``merged``: labels of what it meets; ``operand``: its own, of as many dimensions; ``reason``: for the pin.
+    """
+
+    merged: Tensor
+    operand: Tensor
+    reason: int
+
+
 @dataclass
 class Trail:
     """What a propagation leaves behind, for the solver."""
@@ -124,6 +136,7 @@ class Trail:
     ties: list[Tensor] = field(default_factory=list)  # each [2, n]
     pins: list[tuple[Tensor, int]] = field(default_factory=list)  # labels, index of reason
     reasons: list[tuple[str, str]] = field(default_factory=list)  # (node, why)
+    spread: list[Spread] = field(default_factory=list)
     slots: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dim -> labels
     elements: dict[str, Tensor] = field(default_factory=dict)  # parameter -> labels of its shape
     layers: list[Layer] = field(default_factory=list)
