@@ -5,7 +5,7 @@
              conv1 = forward_with_weight(get_attr[conv1], masked, x)
 
 Calls that share a weight share its mask, where they read it along the same dimension; a weight that a convolution and
-a transposed one share has two masks, one along each of its dimensions. (SMCP section 3.1: masks live on input channels.)
+a transposed one share has two masks, one along each dimension. (SMCP section 3.1: masks live on input channels.)
 """
 
 from __future__ import annotations

@@ -86,7 +86,11 @@ def moved(b: Builder) -> None:
     to: dict[str, tuple[int, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
         "pixels": (c // 4, lambda x: F.pixel_shuffle(x, 2), lambda y: F.max_pool2d(y, 2)),
         "shuffle": (c, shuffled, lambda y: y),
-        "unshuffle": (c, lambda x: F.pixel_unshuffle(x, 2)[:, ::4], lambda y: F.interpolate(y, scale_factor=2.0)),
+        "unshuffle": (
+            c,
+            lambda x: F.pixel_unshuffle(x, 2)[:, ::4],
+            lambda y: F.interpolate(y, scale_factor=2.0),
+        ),
         "windows": (
             c,
             lambda x: x.view(x.shape[0], c, 2, 4, 2, 4).permute(0, 2, 4, 3, 5, 1).reshape(-1, 16, c),
@@ -153,7 +157,9 @@ def parameters(b: Builder) -> None:
     """A parameter in one of the shapes that broadcasting allows."""
     source = b.pick(4, 2)
     c = b.channels[source]
-    kind = b.random.choice(["c11", "1c11", "c last", "c", "c1", "view", "none", "two", "bias", "half", "einsum"])
+    kind = b.random.choice(
+        ["c11", "1c11", "c last", "c", "c1", "view", "none", "two", "bias", "half", "einsum"]
+    )
     options: dict[str, tuple[Function, tuple[int, ...]]] = {
         "c11": (lambda s, x: x * s.w, (c, 1, 1)),
         "1c11": (lambda s, x: s.w * x + s.w, (1, c, 1, 1)),
@@ -311,7 +317,19 @@ def tied(b: Builder) -> None:
     """One weight, read by two layers: along the same dimension, or along both."""
     source = b.pick(most=16)
     c, inner = b.channels[source], b.width()
-    kinds = ["conv", "modules", "linear", "matmul", "conv1d", "conv3d", "grouped", "same", "back", "view", "deep"]
+    kinds = [
+        "conv",
+        "modules",
+        "linear",
+        "matmul",
+        "conv1d",
+        "conv3d",
+        "grouped",
+        "same",
+        "back",
+        "view",
+        "deep",
+    ]
     kind = b.random.choice(kinds)
     held: dict[str, Any] = {"between": nn.Conv2d(inner, inner, 1)}
     between = b.random.random() < 0.6

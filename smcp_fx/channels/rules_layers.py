@@ -35,16 +35,21 @@ def convolution(run: Propagation, call: Call) -> Any:
     if groups == channels and channels > 1:
         outputs = _renamed(run, call, inputs.repeat_interleave(out_channels // channels))
         per_slot = inputs if transposed else outputs
-        run.slot(weight.name, 0, per_slot)
-        kind, in_dim, out_dim, in_slots, out_slots = "depthwise", 0, 0, inputs, per_slot
+        first = weight.place(0)
+        if first is None:
+            return run.unknown(call, "a weight that lacks a dimension for its channels")
+        run.slot(weight.name, first, per_slot)
+        kind, in_dim, out_dim, in_slots, out_slots = "depthwise", first, first, inputs, per_slot
     else:
-        shared = weight.name in run.trail.slots
-        in_dim, out_dim = (0, 1) if transposed else (1, 0)
-        if shared:
-            known = run.trail.slots[weight.name][out_dim]
-            outputs = _renamed(run, call, known.repeat(groups) if transposed and groups > 1 else known)
-        else:
+        places = [weight.place(dim) for dim in ((0, 1) if transposed else (1, 0))]
+        if None in places:
+            return run.unknown(call, "a weight that lacks a dimension for its channels")
+        in_dim, out_dim = (place for place in places if place is not None)
+        known = run.trail.slots.get(weight.name, {}).get(out_dim)
+        if known is None:
             outputs = run.fresh(call.node.name, out_channels)
+        else:
+            outputs = _renamed(run, call, known.repeat(groups) if transposed and groups > 1 else known)
         inputs = _inputs(run, call, inputs)
         in_slots, out_slots = inputs, outputs
         if groups > 1:
@@ -80,8 +85,15 @@ def dense(
     *,
     in_dim: int,
     out_dim: int,
-) -> Tensor:
-    """A product of the last dimension with a matrix of parameters: `linear`, or `x @ weight`."""
+) -> Any:
+    """A product of the last dimension with a matrix of parameters: `linear`, or `x @ weight`.
+
+    ``in_dim``, ``out_dim``: the matrix's own dimensions, whatever parameter it is a view of.
+    """
+    places = weight.place(in_dim), weight.place(out_dim)
+    if places[0] is None or places[1] is None:
+        return run.unknown(call, "a weight that lacks a dimension for its channels")
+    in_dim, out_dim = places[0], places[1]
     labels = run.of(call.argument(0, "input"))
     last = labels.dim() - 1
     varied = run.varied(labels)
@@ -137,7 +149,7 @@ def _record(
             in_shape=shape,
             out_shape=call.shape,
             transposed="transpose" in (call.name or ""),
-            weight_shape=weight.shape,
+            weight_shape=weight.base.shape,
         )
     )
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from smcp_fx.channels.weight_views import Dims
+
 # What a graph tells of its nodes in their ``meta``:
 #: On a placeholder or the output: where the tensors come from, or why they stay, in place of the usual words.
 ORIGIN = "smcp_origin"
@@ -32,6 +34,36 @@ class ParameterRef:
 
     name: str
     shape: tuple[int, ...]
+
+    @property
+    def base(self) -> ParameterRef:
+        """The parameter itself."""
+        return self
+
+    def place(self, dim: int) -> int | None:
+        """The parameter's dimension that a dimension is; None for one of size 1 that the parameter lacks."""
+        return dim
+
+    def size(self, dim: int | None = None) -> int | tuple[int, ...]:
+        """What a tensor of the shape would say."""
+        return self.shape if dim is None else self.shape[dim]
+
+
+@dataclass(frozen=True)
+class ParameterView(ParameterRef):
+    """A parameter seen with its dimensions moved, which a layer reads as its weight: see `weight_views`."""
+
+    parameter: ParameterRef
+    dims: Dims
+
+    @property
+    def base(self) -> ParameterRef:
+        """The parameter itself."""
+        return self.parameter
+
+    def place(self, dim: int) -> int | None:
+        """The parameter's dimension that a dimension is; None for one of size 1 that the parameter lacks."""
+        return self.dims[dim]
 
 
 @dataclass(frozen=True)
@@ -118,7 +150,7 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class Spread:
-    """An operand of size 1 along a dimension of what it meets, which varies along others: tied, or pinned, at the end.
+    """An operand of size 1 along a dimension in which what it meets varies, not along others: tied, or pinned, at last.
 
     ``merged``: labels of what it meets; ``operand``: its own, of as many dimensions; ``reason``: for the pin.
     """

@@ -151,7 +151,7 @@ def _stays(spread: Spread, units: Units) -> bool:
 
 
 def _bind(left: Tensor, right: Tensor, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """The pairs of labels, of tensors of one shape, that are not of one unit yet; what meets a fixed one is pinned."""
+    """Pairs of labels, of tensors of one shape, that are not of one unit yet; what meets a fixed one is pinned."""
     a, b = left.reshape(-1), right.reshape(-1)
     for one, other in ((a, b), (b, a)):
         met = (one > 0) & (other < 0)
