@@ -150,7 +150,7 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class Spread:
-    """An operand of size 1 along a dimension in which what it meets varies, not along others: tied, or pinned, at last.
+    """An operand of size 1 along some of the dimensions in which what it meets varies: at last tied to it, or pinned.
 
     ``merged``: labels of what it meets; ``operand``: its own, of as many dimensions; ``reason``: for the pin.
     """
