@@ -151,7 +151,7 @@ def _of_units(found: smcp_fx.PreparedModel, path: str, masks: dict[str, Tensor])
 
 def test_importance_sums_over_both_uses() -> None:
     """|sum W * dL/dW| over each slice of the weight that a unit has, in every layer that reads it."""
-    model, found, _, image = masked(TIED["convolution"])
+    _, found, _, image = masked(TIED["convolution"])
     found.set_masks({g.name: torch.ones(g.size, dtype=torch.bool) for g in found.channels.groups})
     found.train()
     found(image).square().mean().backward()
