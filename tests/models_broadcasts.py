@@ -127,3 +127,37 @@ def rows_times_columns() -> nn.Module:
         return s.out((s.rows(x).unsqueeze(1) * s.columns(x).unsqueeze(2)).flatten(1, 2))  # type: ignore[no-any-return]
 
     return Net(wiring, rows=conv(3, 8), columns=conv(3, 3), out=conv(24, 4))
+
+
+def _spread(how: Any) -> nn.Module:
+    """A gate of one channel, spread over the channels that it gates."""
+    return between(lambda s, h: h * how(torch.sigmoid(s.gate(h)), h), gate=nn.Conv2d(8, 1, 1))
+
+
+@awkward(1.0)
+def gate_repeated_by_interleaving() -> nn.Module:
+    return _spread(lambda g, h: g.repeat_interleave(8, 1))
+
+
+@awkward(1.0)
+def gate_tiled() -> nn.Module:
+    return _spread(lambda g, h: torch.tile(g, (1, h.shape[1], 1, 1)))
+
+
+@awkward(1.0)
+def gate_joined_with_itself() -> nn.Module:
+    return _spread(lambda g, h: torch.cat([g] * 8, 1))
+
+
+@awkward(1.0)
+def gate_spread_before_what_is_done_to_it() -> nn.Module:
+    return _spread(lambda g, h: 1 + torch.tanh(2 * g.expand_as(h)))
+
+
+@awkward(1.0)
+def two_gates_that_have_the_shape_together() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        channels = s.channels_of(h.mean((2, 3)))[:, :, None, None].expand_as(h)
+        return h * (1 + torch.sigmoid(channels * s.places(h).expand_as(h)))
+
+    return between(wiring, channels_of=nn.Linear(8, 8), places=nn.Conv2d(8, 1, 1))
