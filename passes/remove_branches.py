@@ -284,7 +284,8 @@ def _drop_uncalled(module: fx.GraphModule, gone: list[fx.Node]) -> list[str]:
     """Delete the modules and parameters that only these nodes used."""
     used = {str(node.target) for node in module.graph.nodes if node.op in ("call_module", "get_attr")}
     report = []
-    for target in {str(node.target) for node in gone if node.op in ("call_module", "get_attr")}:
+    targets = {str(node.target) for node in gone if node.op in ("call_module", "get_attr")}
+    for target in sorted(targets, key=lambda name: (-name.count("."), name)):  # a module after its parameters
         parts = target.split(".")
         inside = {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
         if inside & used:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, fx
 
-from smcp_fx.channels.weight_views import weight_view
+from smcp_fx.channels.weight_views import weight_of, weight_view
 from smcp_fx.errors import PassError
 from smcp_fx.masking import META, STATE, Mark, forward_with_weight, mark_of
 from smcp_fx.passes.base import GraphPass, PassResult
@@ -57,8 +57,12 @@ def _read(use: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     """
     if use.op == "call_module":
         return use, None
-    module, weight = use.graph.owning_module, use.args[1] if len(use.args) > 1 else use.kwargs["weight"]
-    assert isinstance(weight, fx.Node) and module is not None
+    module, weight = use.graph.owning_module, weight_of(use)
+    if weight is None:  # computed from parameters
+        given = use.args[1] if len(use.args) > 1 else use.kwargs["weight"]
+        assert isinstance(given, fx.Node)
+        return use, given
+    assert module is not None
     view = weight_view(module, weight)
     return (use, weight) if view is None else (view.chain[0], view.source)
 

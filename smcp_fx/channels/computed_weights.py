@@ -39,7 +39,7 @@ def computed_weights(
         while isinstance(weight, fx.Node) and weight.target in transparent:
             weight = weight.args[0]
         if isinstance(weight, fx.Node) and weight not in found:
-            if weight_view(module, weight, transparent) is not None:
+            if weight_view(module, weight) is not None:
                 continue
             computed = _computed(module, weight, transparent)
             if computed is not None:

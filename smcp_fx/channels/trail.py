@@ -127,6 +127,7 @@ class Layer:
     out_shape: tuple[int, ...]
     transposed: bool
     weight_shape: tuple[int, ...]
+    axis: int  # of the output's channels
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,14 @@ TIED: dict[str, Callable[[], Net]] = {
         lambda s, x: F.conv2d(x, s.w.weight[:, :, None, None], s.w.bias),
         lambda s, z: F.conv_transpose2d(z, s.w.weight.view(INNER, 8, 1, 1)),
     ),
+    "matrix on the left": lambda: matrix(
+        lambda s, x: (s.w.weight @ x.flatten(2)).unflatten(2, (8, 8)),
+        lambda s, z: (s.w.weight.T @ z.flatten(2)).unflatten(2, (8, 8)),
+    ),
+    "einsum": lambda: matrix(
+        lambda s, x: torch.einsum("bchw,oc->bohw", x, s.w.weight),
+        lambda s, z: torch.einsum("oc, bohw -> bchw", s.w.weight, z),
+    ),
     "views": lambda: autoencoder(
         lambda s, x: first(F.linear(last(x), s.w.weight.flatten(1), s.w.bias)),
         lambda s, z: first(F.linear(last(z), s.w.weight.view(s.w.weight.size(0), -1).permute(1, 0))),
