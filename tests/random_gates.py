@@ -322,6 +322,8 @@ def tied(b: Builder) -> None:
         "modules",
         "linear",
         "matmul",
+        "left",
+        "einsum",
         "conv1d",
         "conv3d",
         "grouped",
@@ -357,6 +359,10 @@ def tied(b: Builder) -> None:
             return F.conv1d(x.flatten(2), s.w, padding=1).unflatten(2, (SIDE, SIDE))
         if kind == "conv3d":
             return F.conv3d(x.unsqueeze(2), s.w, padding=(0, 1, 1)).squeeze(2)
+        if kind == "left":
+            return (w @ x.flatten(2)).unflatten(2, (SIDE, SIDE))
+        if kind == "einsum":
+            return torch.einsum("bchw,oc->bohw", x, w)
         if kind in ("linear", "matmul", "view"):
             return image(F.linear(lines(x), w, s.layer.bias))
         return s.layer(x)  # type: ignore[no-any-return]
@@ -375,6 +381,10 @@ def tied(b: Builder) -> None:
             return image(F.linear(lines(y), w.t()))
         if kind == "matmul":
             return image(lines(y) @ w)
+        if kind == "left":
+            return torch.matmul(w.mT, y.flatten(2)).view(y.shape[0], -1, SIDE, SIDE)
+        if kind == "einsum":
+            return torch.einsum("oc,bohw->bchw", w, y)
         if kind == "view":
             return F.conv_transpose2d(y, w[:, :, None, None])
         if kind == "grouped":
@@ -392,7 +402,7 @@ def tied(b: Builder) -> None:
         return s.last(z) if norm else z
 
     held["layer"] = nn.Conv2d(c, inner, 3, padding=1, groups=2 if kind == "grouped" else 1)
-    if kind in ("linear", "matmul", "view"):
+    if kind in ("linear", "matmul", "left", "einsum", "view"):
         held["layer"] = nn.Linear(c, inner)
     if kind == "modules":
         held["other"] = nn.ConvTranspose2d(inner, c, 3, padding=1)
