@@ -75,9 +75,8 @@ class Constants:
 
     def _bias(self, layer: Layer) -> Tensor:
         """What a convolution or linear writes when it reads nothing."""
-        rank = len(layer.out_shape)
-        shape = [1] * rank
-        shape[rank - max(len(layer.weight_shape) - 1, 1)] = layer.output_channels.numel()
+        shape = [1] * len(layer.out_shape)
+        shape[layer.axis] = layer.output_channels.numel()
         weight = self._held(layer.weight)
         bias = weight.new_zeros(shape) if layer.bias is None else self._held(layer.bias)
         assert isinstance(bias, Tensor)

@@ -4,7 +4,8 @@
     after    masked = soft_mask(get_attr[conv1.weight], get_attr[smcp.mask_conv1])
              conv1 = forward_with_weight(get_attr[conv1], masked, x)
 
-A weight that several calls share is masked once. (SMCP section 3.1: masks live on input channels.)
+Calls that share a weight share its mask, where they read it along the same dimension; a weight that a convolution and
+a transposed one share has two masks, one along each dimension. (SMCP section 3.1: masks live on input channels.)
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ def mask_name(layer: Layer) -> str:
 
 
 def masked_layers(channels: ChannelGraph) -> list[Layer]:
-    """Dense layers with at least one input channel that may go, each weight once, in the order they run."""
-    found: dict[str, Layer] = {}
+    """Dense layers with at least one input channel that may go, in the order they run.
+
+    Each weight once for each dimension along which it is read.
+    """
+    found: dict[tuple[str, int], Layer] = {}
     for layer in channels.layers:
-        if layer.kind == "dense" and layer.weight not in found and channels.has_choice(layer.in_labels):
-            found[layer.weight] = layer
+        read = layer.weight, layer.in_dim
+        if layer.kind == "dense" and read not in found and channels.has_choice(layer.in_labels):
+            found[read] = layer
     return list(found.values())
 
 
@@ -49,7 +54,8 @@ class InsertSoftMasks(GraphPass):
         nodes = {node.name: node for node in module.graph.nodes}
         report = []
         for layer in masked_layers(self.channels):
-            uses = [nodes[use.node] for use in self.channels.layers if use.weight == layer.weight]
+            read = layer.weight, layer.in_dim
+            uses = [nodes[use.node] for use in self.channels.layers if (use.weight, use.in_dim) == read]
             if insert_product(module.graph, uses, layer.weight, mask_name(layer), self.mask, "mask"):
                 report.append(f"{layer.path}: {layer.in_labels.numel()} input channels masked")
         return PassResult(module, bool(report), tuple(report))

@@ -284,10 +284,18 @@ def _drop_uncalled(module: fx.GraphModule, gone: list[fx.Node]) -> list[str]:
     """Delete the modules and parameters that only these nodes used."""
     used = {str(node.target) for node in module.graph.nodes if node.op in ("call_module", "get_attr")}
     report = []
-    for target in {str(node.target) for node in gone if node.op in ("call_module", "get_attr")}:
+    targets = {str(node.target) for node in gone if node.op in ("call_module", "get_attr")}
+    for target in sorted(targets, key=lambda name: (-name.count("."), name)):  # a module after its parameters
         parts = target.split(".")
         inside = {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
-        if inside & used or any(name.startswith(f"{target}.") for name in used):
+        if inside & used:
+            continue
+        if any(name.startswith(f"{target}.") for name in used):  # another call reads its weight
+            held = module.get_submodule(target)
+            for name, _ in list(held.named_parameters(recurse=False)):
+                if f"{target}.{name}" not in used:
+                    setattr(held, name, None)
+                    report.append(f"{target}.{name}: removed")
             continue
         if delete(module, target):
             report.append(f"{target}: removed")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from smcp_fx.channels.labels import compress, varied_dims
 from smcp_fx.channels.operations import operation_name
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.channels.rules_movement import known_values, move, perform
-from smcp_fx.channels.trail import ParameterRef
+from smcp_fx.channels.trail import ParameterRef, ParameterView
 from smcp_fx.errors import PassError
 from smcp_fx.passes.movement_rewrites import REWRITES, SIZES, numbers
 from smcp_fx.passes.original_numbers import OriginalNumbers, recomputed
 from smcp_fx.passes.sliced_labels import Sliced
+
+#: Movements of a weight that say its sizes, or depend on which of them are 1.
+_SHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze"}
 
 
 def rewrite_graph(module: fx.GraphModule, sliced: Sliced) -> list[str]:
@@ -61,7 +65,13 @@ class _Rewriter:
             return
         if node.op == "get_attr":
             labels = self.trail.elements.get(old.name) if isinstance(old, ParameterRef) else old
-            self.new[name] = self.sliced.slice(labels) if isinstance(labels, Tensor) else old
+            if isinstance(labels, Tensor):
+                self.new[name] = self.sliced.slice(labels)
+            else:
+                self.new[name] = self._of_size(old) if isinstance(old, ParameterRef) else old
+            return
+        if isinstance(old, ParameterView):
+            self._weight_view(node, old)
             return
         if name in self.trail.virtual and self._is_thinned(node):
             self.new[name] = None  # unseen by anyone once its chain is replaced
@@ -86,6 +96,27 @@ class _Rewriter:
             self._crop(node)
         else:
             self._freeze_numbers(node)
+
+    # ---- weights ----------------------------------------------------------------------------------------
+
+    def _of_size(self, weight: ParameterRef) -> ParameterRef:
+        """The parameter that a layer reads, or a view of one, in the shape that its kept channels leave it."""
+        slots = self.trail.slots.get(weight.name, {})
+        left = {dim: self.sliced.positions(labels).numel() for dim, labels in slots.items()}
+        places = enumerate(weight.shape)
+        return replace(weight, shape=tuple(left.get(_known(weight.place(dim)), size) for dim, size in places))
+
+    def _weight_view(self, node: fx.Node, old: ParameterView) -> None:
+        """Sizes written into the view of a weight become those it has now."""
+        new = self.new[node.name] = self._of_size(old)
+        if new.shape != old.shape and operation_name(node, None) in _SHAPES:
+            node.op, node.target, node.args, node.kwargs = (
+                "call_method",
+                "reshape",
+                (node.args[0], *new.shape),
+                {},
+            )
+            self.report.append(f"{node.name}: now of shape {new.shape}")
 
     # ---- numbers ----------------------------------------------------------------------------------------
 
@@ -241,6 +272,10 @@ class _Rewriter:
             if other != dim:
                 moved = moved.narrow(other, 0, 1)
         return moved.reshape(-1)
+
+
+def _known(dim: int | None) -> int:
+    return -1 if dim is None else dim
 
 
 def _set_second(node: fx.Node, name: str, value: Any) -> None:

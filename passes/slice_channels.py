@@ -102,16 +102,12 @@ class SliceChannels(GraphPass):
 
     def _resize_modules(self, module: fx.GraphModule, sliced: Sliced) -> list[str]:
         report = []
-        called = [str(node.target) for node in module.graph.nodes if node.op == "call_module"]
-        # Modules that were traced through (a subclass of a convolution) still say how large their weights are.
-        held = [name.rpartition(".")[0] for name in self._indices(sliced)]
-        modules = dict(module.named_modules(remove_duplicate=False))
-        for path in dict.fromkeys(path for path in called + held if path in modules):
-            target = modules[path]
-            before = target.extra_repr()
+        # Modules that are not called, too: the graph may read their weights alone, as of a convolution's subclass.
+        for path, target in module.named_modules():
+            before = _sizes(target)
             _resize(target)
-            if target.extra_repr() != before:
-                report.append(f"{path}: {before} -> {target.extra_repr()}")
+            if _sizes(target) != before:
+                report.append(f"{path}: {before} -> {_sizes(target)}")
         nodes = {node.name: node for node in module.graph.nodes}
         for name, (groups, labels) in self.channels.trail.grouped.items():
             left = sliced.positions(labels).numel()
@@ -168,6 +164,11 @@ def _owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
             canonical = first.setdefault(id(tensor), name)
             owners.setdefault(canonical, []).append((module.get_submodule(path), attribute))
     return owners
+
+
+def _sizes(module: nn.Module) -> dict[str, int]:
+    """The fields that `_resize` may set, and others of their type."""
+    return {name: value for name, value in vars(module).items() if type(value) is int}
 
 
 def _resize(module: nn.Module) -> None:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, fx
 
+from smcp_fx.channels.weight_views import weight_of, weight_view
 from smcp_fx.errors import PassError
 from smcp_fx.masking import META, STATE, Mark, forward_with_weight, mark_of
 from smcp_fx.passes.base import GraphPass, PassResult
@@ -35,28 +36,44 @@ def insert_product(
     kind: Literal["mask", "scale"],
 ) -> bool:
     """Let ``uses``, in order, take function(weight, buffer ``factor`` of the state); False if they do already."""
-    if mark_of(uses[0]) is not None:
+    reads = dict(_read(use) for use in uses)  # calls that read one view of the weight read it together
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    readers = sorted(reads, key=place.__getitem__)
+    if mark_of(readers[0]) is not None:
         return False
-    with graph.inserting_before(uses[0]):
-        original = _weight_of(uses[0]) or graph.create_node("get_attr", weight)
+    with graph.inserting_before(readers[0]):
+        original = reads[readers[0]] or graph.create_node("get_attr", weight)
         other = graph.create_node("get_attr", f"{STATE}.{factor}")
         product = graph.call_function(function, (original, other))
-    for use in uses:
-        _redirect(graph, use, product, kind)
+    for reader in readers:
+        _redirect(graph, reader, reads[reader], product, kind)
     return True
 
 
-def _weight_of(use: fx.Node) -> fx.Node | None:
-    """The node that reads the weight of a functional call; None for a module's call."""
+def _read(use: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """Which node reads the weight itself, the use or the first movement of its weight, and the node of the weight.
+
+    No node of the weight where a module's call reads it.
+    """
     if use.op == "call_module":
-        return None
-    weight = use.args[1] if len(use.args) > 1 else use.kwargs["weight"]
-    assert isinstance(weight, fx.Node)
-    return weight
+        return use, None
+    module, weight = use.graph.owning_module, weight_of(use)
+    if weight is None:  # computed from parameters
+        given = use.args[1] if len(use.args) > 1 else use.kwargs["weight"]
+        assert isinstance(given, fx.Node)
+        return use, given
+    assert module is not None
+    view = weight_view(module, weight)
+    return (use, weight) if view is None else (view.chain[0], view.source)
 
 
-def _redirect(graph: fx.Graph, use: fx.Node, product: fx.Node, kind: Literal["mask", "scale"]) -> None:
-    original = _weight_of(use)
+def _redirect(
+    graph: fx.Graph,
+    use: fx.Node,
+    original: fx.Node | None,
+    product: fx.Node,
+    kind: Literal["mask", "scale"],
+) -> None:
     if original is None:
         path = str(use.target)
         with graph.inserting_before(use):
@@ -89,7 +106,7 @@ class FoldProducts(GraphPass):
                 tensor = _attribute(module, weight)
                 tensor.mul_(_attribute(module, factor).to(tensor.dtype))
             for use in list(node.users):
-                _restore(graph, use, weight)
+                _restore(graph, use, node, weight)
             for dead in (node, factor, weight):
                 if not dead.users:
                     graph.erase_node(dead)
@@ -110,14 +127,12 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> Tensor:
     return value
 
 
-def _restore(graph: fx.Graph, use: fx.Node, original: fx.Node) -> None:
+def _restore(graph: fx.Graph, use: fx.Node, product: fx.Node, original: fx.Node) -> None:
     """Turn a `forward_with_weight` node back into the module call (or functional call) it was made from."""
     mark = mark_of(use)
     assert mark is not None
     if mark.path is None:
-        replaced = _weight_of(use)
-        assert replaced is not None
-        use.replace_input_with(replaced, original)
+        use.replace_input_with(product, original)
     else:
         owner = use.args[0]
         use.op, use.target = "call_module", mark.path

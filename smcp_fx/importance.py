@@ -31,6 +31,7 @@ class TaylorImportance:
     def __init__(self, channels: ChannelGraph, state: PruningState, rule: ImportanceRule) -> None:
         self.rule = rule
         self.layers = masked_layers(channels)
+        self._free = [group for group in channels.groups if group.free]
         self._state = state
         places = [state.layer_places(layer) for layer in self.layers]
         every = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
@@ -48,6 +49,12 @@ class TaylorImportance:
         Nothing is read back from the device. Raises `TrainingError` when no weight has a gradient.
         """
         if not self.layers:
+            unread = ", ".join(repr(group.name) for group in self._free[:4])
+            if unread:
+                raise TrainingError(
+                    f"no layer reads the channels that are free (of {unread}), which have no importance, so there is "
+                    "nothing to prune: take out the layers whose outputs the network does not use"
+                )
             raise TrainingError(
                 "no channel of this network is free, so there is nothing to prune; prepared.channels.groups says "
                 "what pins each group"

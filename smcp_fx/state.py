@@ -172,12 +172,29 @@ class PruningState(nn.Module):
         padded = torch.cat([self.keep, self.keep.new_ones(1)])  # place -1 reads the last: always kept
         for name, places, line in self._masked:
             getattr(self, name).copy_(padded[places.to(padded.device)].reshape(line))
+        padded = torch.cat([self._of_use(), self.keep.new_ones(1)])
         for name, inputs, source in self._scaled:
             buffer = getattr(self, name)
             shares = [padded[places.to(padded.device)].to(buffer.dtype).mean() for places in inputs]
             table = torch.stack([*shares, torch.ones_like(buffer[0])])  # source -1 reads the last: scale 1
             buffer.copy_(table[source.to(buffer.device)])
         self._derived = _version(self.keep)
+
+    def _of_use(self) -> Tensor:
+        """``keep``, less the groups that hold nothing but constants when those that keep nothing are gone.
+
+        A batch norm behind them takes a constant to another one while it trains than afterwards, unless it is scaled
+        by 0. (Solves choose no such masks; masks set by hand may.)
+        """
+        branches = self._channels.branches
+        if branches is None:
+            return self.keep
+        counts = {name: int(self.keep[part].any()) for name, part in self._slices.items()}
+        keep = self.keep.clone()
+        for name, count in branches.closed(counts).items():
+            if count < counts[name]:
+                keep[self._slices[name]] = False
+        return keep
 
     def train(self, mode: bool = True) -> PruningState:
         """As usual; masks follow where ``keep`` was written to from outside, as averages of models do."""

@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from smcp_fx.channels.operations import operation_name
+from smcp_fx.channels.operations import operation_name, writes_in_place
 from smcp_fx.channels.trail import TensorInfo
 
-_EXPANSIONS = {"expand", "expandas", "broadcastto", "repeat"}
+_EXPANSIONS = {"expand", "expandas", "broadcastto", "cat", "repeat", "repeatinterleave", "tile"}
+#: What is done to each value on its own, before or after it is spread over the channels.
+_ALONE = set(
+    """
+clamp exp gelu hardsigmoid hardswish hardtanh leakyrelu neg pow relu relu6 sigmoid silu softplus square sqrt tanh
+""".split()
+)
 #: Methods that change their tensor's shape, and do what they do out of place, too.
 _RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "swapdims_", "t_"}
 
@@ -73,32 +79,73 @@ def _is_first(function: Callable[..., Any], name: str) -> bool:
 def drop_expansions(traced: fx.GraphModule, values: dict[str, Any]) -> None:
     """Leave the spreading of one value over the channels to the arithmetic that reads it.
 
-    before   gate.expand_as(x) * x      after   gate * x
+    before   gate.expand_as(x).sigmoid() * x      after   gate.sigmoid() * x
 
     An expanded gate would need as many channels as ``x`` keeps; one that broadcasts needs nothing.
     """
     changed = False
     for node in list(traced.graph.nodes):
-        name = None if node.op == "call_module" else operation_name(node, None)
-        source = node.args[0] if node.args else None
-        info, held = values.get(node.name), values.get(source.name) if isinstance(source, fx.Node) else None
-        if name not in _EXPANSIONS or not isinstance(info, TensorInfo) or not isinstance(held, TensorInfo):
+        source, info = _spread(node), values.get(node.name)
+        held = values.get(source.name) if source is not None else None
+        if source is None or not isinstance(info, TensorInfo) or not isinstance(held, TensorInfo):
             continue
         padded = (1,) * (len(info.shape) - len(held.shape)) + held.shape
         spread = all(a in (1, b) for a, b in zip(padded, info.shape, strict=True))
-        if spread and node.users and all(_broadcasts(user, node, info.shape, values) for user in node.users):
-            assert isinstance(source, fx.Node)
+        alone: dict[str, TensorInfo] = {}
+        if spread and _waits(traced, node, held, info, values, alone):
             node.replace_all_uses_with(source)
             traced.graph.erase_node(node)
+            values.update(alone)
             changed = True
     if changed:
         traced.recompile()
 
 
-def _broadcasts(user: fx.Node, node: fx.Node, shape: tuple[int, ...], values: dict[str, Any]) -> bool:
-    """Does the user's arithmetic give the same when ``node`` is not spread to ``shape`` before?"""
-    if user.op == "call_module" or operation_name(user, None) not in ("add", "sub", "mul", "div"):
-        return False
-    others = [values.get(n.name) for n in user.all_input_nodes if n is not node]
-    in_place = str(getattr(user.target, "__name__", user.target)).endswith("_") and user.args[0] is node
-    return not in_place and any(isinstance(other, TensorInfo) and other.shape == shape for other in others)
+def _spread(node: fx.Node) -> fx.Node | None:
+    """What the node spreads or repeats; of a concat, the one tensor that it joins with itself."""
+    name = None if node.op == "call_module" else operation_name(node, None)
+    source = node.args[0] if node.args and name in _EXPANSIONS else None
+    if name == "cat" and isinstance(source, (list, tuple)) and source:
+        source = source[0] if all(part is source[0] for part in source) else None
+    return source if isinstance(source, fx.Node) else None
+
+
+def _waits(
+    traced: fx.GraphModule,
+    node: fx.Node,
+    held: TensorInfo,
+    info: TensorInfo,
+    values: dict[str, Any],
+    alone: dict[str, TensorInfo],
+) -> bool:
+    """Does all that reads the node, spread from ``held`` to ``info``, give the same when it is spread there?
+
+    ``alone`` gets the values that are smaller then.
+    """
+    for user in node.users:
+        module = traced.get_submodule(str(user.target)) if user.op == "call_module" else None
+        name, value = operation_name(user, module), values.get(user.name)
+        if writes_in_place(user, traced):
+            return False
+        others = [values.get(n.name) for n in user.all_input_nodes if n is not node]
+        arithmetic = module is None and name in ("add", "sub", "mul", "div")
+        if arithmetic and _broadcast([held, *others]) == info.shape:
+            continue
+        on_its_own = name in _ALONE or (arithmetic and not others)
+        if not on_its_own or user.all_input_nodes != [node] or not isinstance(value, TensorInfo):
+            return False
+        smaller = alone[user.name] = TensorInfo(held.shape, value.dtype)
+        if value.shape != info.shape or not _waits(traced, user, smaller, value, values, alone):
+            return False
+    return bool(node.users)
+
+
+def _broadcast(values: list[Any]) -> tuple[int, ...] | None:
+    """The shape that these values have together; None where one of them is no tensor or number."""
+    if not all(isinstance(value, (TensorInfo, int, float)) for value in values):
+        return None
+    shapes = [value.shape for value in values if isinstance(value, TensorInfo)]
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None

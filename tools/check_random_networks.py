@@ -33,6 +33,9 @@ def main() -> int:
         action="store_true",
         help="more branches, which may go as a whole; masks twice a network",
     )
+    parser.add_argument(
+        "--gates", action="store_true", help="more gates, parameters and tied weights in unusual places"
+    )
     options = parser.parse_args()
     import smcp_fx  # noqa: F401  (before tests/ is on the path, which has a folder of that name)
 
@@ -46,7 +49,7 @@ def main() -> int:
         seeds = [seed for seed in range(first, min(first + options.step, options.last)) if seed not in done]
         if not seeds:
             continue
-        line = run(seeds, options.layer_pruning)
+        line = run(seeds, options.layer_pruning, options.gates)
         failed += len(line["failures"])
         with options.record.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -56,7 +59,7 @@ def main() -> int:
     return int(failed > 0)
 
 
-def run(seeds: list[int], layer_pruning: bool = False) -> dict[str, Any]:
+def run(seeds: list[int], layer_pruning: bool = False, gates: bool = False) -> dict[str, Any]:
     """Check each seed; failures are collected."""
     import torch
     from models import check_slicing
@@ -67,7 +70,7 @@ def run(seeds: list[int], layer_pruning: bool = False) -> dict[str, Any]:
     failures, free = [], []
     started = time.monotonic()
     for seed in seeds:
-        network = random_network(seed, branches=layer_pruning)
+        network = random_network(seed, branches=layer_pruning, gates=gates)
         try:
             prepared = check_slicing(
                 network,

@@ -13,18 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
-LAYERS: tuple[Callable[..., object], ...] = (
-    F.conv1d,
-    F.conv2d,
-    F.conv3d,
-    F.conv_transpose1d,
-    F.conv_transpose2d,
-    F.conv_transpose3d,
-    F.linear,
-)
+from smcp_fx.channels.weight_views import LAYERS, weight_view
 
 
 @dataclass(frozen=True)
@@ -48,6 +39,8 @@ def computed_weights(
         while isinstance(weight, fx.Node) and weight.target in transparent:
             weight = weight.args[0]
         if isinstance(weight, fx.Node) and weight not in found:
+            if weight_view(module, weight) is not None:
+                continue
             computed = _computed(module, weight, transparent)
             if computed is not None:
                 found[weight] = computed

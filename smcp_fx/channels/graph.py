@@ -241,11 +241,11 @@ def _groups(trail: Trail, units: Units, multiple: int) -> tuple[list[Group], Uni
     count = _count(units)
     table = _Slots(count)
     produced = torch.zeros(count, dtype=torch.bool)
-    seen: set[str] = set()
+    seen: set[tuple[str, int]] = set()
     for layer in trail.layers:
-        if layer.weight in seen:
+        if (layer.weight, layer.in_dim) in seen:
             continue
-        seen.add(layer.weight)
+        seen.add((layer.weight, layer.in_dim))
         if layer.kind != "dense":
             table.add((layer.path, "carry"), units.of(layer.output_channels))
             continue

@@ -28,9 +28,11 @@ from smcp_fx.channels.trail import (
     Call,
     ConstantRef,
     ParameterRef,
+    ParameterView,
     TensorInfo,
     Trail,
 )
+from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.modes import is_by_mode
 
 Rule = Callable[["Propagation", Call], Any]
@@ -71,6 +73,10 @@ class Propagation:
             self.trail.count = earlier[0].count
             self._seen = earlier[1]
         self._names = _canonical_names(module)
+        self._views: dict[str, tuple[str, Dims]] = {}  # nodes that move a weight's dimensions
+        for view in weight_views(module).values():
+            places = zip(view.chain, view.dims, strict=True)
+            self._views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
         self._computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter it passes for
         self._hidden: set[str] = set()  # nodes on the way to one: the rules do not see them
         for found in computed_weights(module):
@@ -147,6 +153,11 @@ class Propagation:
         ``along``: the parameter's dimensions (from the last, -1) that can hold channels, where it is known that
         the others cannot: a position embedding added to tokens has a label a channel, not one an element.
         """
+        if isinstance(value, ParameterView):
+            held = self.of(value.base)
+            moved = [dim for dim in value.dims if dim is not None]
+            left = [dim for dim in range(held.dim()) if dim not in moved]  # of size 1
+            return held.permute(*moved, *left).reshape(value.shape)
         if not isinstance(value, ParameterRef):
             assert isinstance(value, Tensor)
             return value
@@ -196,6 +207,10 @@ class Propagation:
             return self.filled(value, source)
         if node.op == "get_attr":
             return self._attribute(str(node.target), value)
+        if node.name in self._views:
+            path, dims = self._views[node.name]
+            weight = ParameterRef(self.parameter(path), tuple(self.module.get_parameter(path).shape))
+            return ParameterView(weight.name, value.shape, weight, dims)
         if node.name in self._computed:
             return ParameterRef(self._computed[node.name], value.shape)
         if node.name in self._hidden:
@@ -299,6 +314,7 @@ class Propagation:
 
     def fix_parameter(self, parameter: ParameterRef, node: str, why: str) -> None:
         """Keep all of a parameter, without labelling its elements."""
+        parameter = parameter.base
         for labels in self.trail.slots.get(parameter.name, {}).values():
             self.pin(labels, node, why)
         if parameter.name in self.trail.elements:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compress, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
-from smcp_fx.channels.trail import Call, ParameterRef, TensorInfo
+from smcp_fx.channels.trail import Call, ParameterRef, Spread, TensorInfo
 
 _ELEMENTWISE = """
 abs acos acosh add addcdiv addcmul alphadropout asin asinh atan atan2 atanh bfloat16 bitwiseand
@@ -35,8 +35,7 @@ softmax logsoftmax softmin normalize cumsum cumprod logcumsumexp
 def elementwise(run: Propagation, call: Call) -> Any:
     """Broadcast the operands and tie what they bring together.
 
-    An operand of size 1 where another varies is read by all of those channels and must stay: it is pinned,
-    not tied (a spatial attention map times a feature map).
+    An operand of size 1 where another varies is read by all of those channels: see `bring_together`.
     """
     shape = call.shape
     leaves = tensor_leaves((call.args, call.kwargs))
@@ -51,28 +50,37 @@ def elementwise(run: Propagation, call: Call) -> Any:
 
 
 def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Labels of the shape for what broadcasting brings together: operands tied, spread ones pinned."""
+    """Labels of the shape for what broadcasting brings together: operands tied, spread ones tied later or pinned.
+
+    An operand of size 1 wherever another varies is read by every channel, and stays (a spatial attention map times a
+    feature map). One of size 1 along some of these dimensions goes with the result if this can be told apart along
+    the others in the end, and stays if it is told apart where the operand has size 1: a gate of [c, 1] times [c, k],
+    a gate behind a pixel shuffle, rows times columns.
+    """
     padded = [labels.reshape((1,) * (len(shape) - labels.dim()) + labels.shape) for labels in operands]
     varied = {dim for labels in padded for dim in varied_dims(labels)}
-    taking_part = []
+    why = f"one value read by every channel in {call.node.name!r}"
+    full, spread = [], []
     for labels in padded:
-        if any(labels.shape[dim] == 1 and shape[dim] > 1 for dim in varied):
-            run.pin(labels, call.node.name, f"one value read by every channel in {call.node.name!r}")
+        if all(labels.shape[dim] == shape[dim] for dim in varied):
+            full.append(labels)
+        elif any(labels.shape[dim] > 1 for dim in varied):
+            spread.append(labels)
         else:
-            taking_part.append(labels.expand(shape))
-    if not taking_part:
-        why = f"every operand of {call.node.name!r} is spread over the others' channels"
-        run.unknown(call, why)
-        return uniform(run.fixed(call.node.name, why), shape)
-    if len(taking_part) == 1:
-        return taking_part[0]
-    cores = [_core(labels, varied) for labels in taking_part]
-    size = torch.broadcast_shapes(*(core.shape for core in cores))  # type: ignore[no-untyped-call]
-    count = torch.Size(size).numel()
-    merged = run.fresh(call.node.name, count).reshape(size)
-    for core in cores:
-        run.tie(merged, core)
-    return merged.expand(shape)
+            run.pin(labels, call.node.name, why)
+    if len(full) == 1:
+        merged = full[0].expand(shape)
+    else:
+        cores = [_core(labels, varied) for labels in full]
+        size = [shape[dim] if dim in varied else 1 for dim in range(len(shape))]
+        merged = run.fresh(call.node.name, math.prod(size)).reshape(size)
+        for core in cores:
+            run.tie(merged, core)
+        merged = merged.expand(shape)
+    for labels in spread:
+        cores = [_core(merged, varied), _core(labels, varied)]
+        run.trail.spread.append(Spread(*cores, run.reason(call.node.name, why)))
+    return merged
 
 
 def choice(run: Propagation, call: Call) -> Any:

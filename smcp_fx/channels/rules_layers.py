@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.channels.labels import narrow_uniform
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place
 from smcp_fx.channels.rules_elementwise import mix
 from smcp_fx.channels.trail import Call, Layer, Norm, ParameterRef
@@ -35,16 +34,21 @@ def convolution(run: Propagation, call: Call) -> Any:
     if groups == channels and channels > 1:
         outputs = _renamed(run, call, inputs.repeat_interleave(out_channels // channels))
         per_slot = inputs if transposed else outputs
-        run.slot(weight.name, 0, per_slot)
-        kind, in_dim, out_dim, in_slots, out_slots = "depthwise", 0, 0, inputs, per_slot
+        first = weight.place(0)
+        if first is None:
+            return run.unknown(call, "a weight that lacks a dimension for its channels")
+        run.slot(weight.name, first, per_slot)
+        kind, in_dim, out_dim, in_slots, out_slots = "depthwise", first, first, inputs, per_slot
     else:
-        shared = weight.name in run.trail.slots
-        in_dim, out_dim = (0, 1) if transposed else (1, 0)
-        if shared:
-            known = run.trail.slots[weight.name][out_dim]
-            outputs = known.repeat(groups) if transposed and groups > 1 else known
-        else:
+        places = [weight.place(dim) for dim in ((0, 1) if transposed else (1, 0))]
+        if None in places:
+            return run.unknown(call, "a weight that lacks a dimension for its channels")
+        in_dim, out_dim = (place for place in places if place is not None)
+        known = run.trail.slots.get(weight.name, {}).get(out_dim)
+        if known is None:
             outputs = run.fresh(call.node.name, out_channels)
+        else:
+            outputs = _renamed(run, call, known.repeat(groups) if transposed and groups > 1 else known)
         inputs = _inputs(run, call, inputs)
         in_slots, out_slots = inputs, outputs
         if groups > 1:
@@ -60,7 +64,8 @@ def convolution(run: Propagation, call: Call) -> Any:
     if bias is not None:
         run.slot(bias.name, 0, outputs)
     slots, channel_pair = (in_slots, out_slots), (inputs, outputs)
-    _record(run, call, weight, bias, kind, (in_dim, out_dim), groups, slots, channel_pair, axis)
+    shape, dims = tuple(labels.shape), (in_dim, out_dim)
+    _record(run, call, weight, bias, kind, dims, groups, slots, channel_pair, shape, (axis, axis))
     return place(outputs, call.shape, axis)
 
 
@@ -69,41 +74,47 @@ def linear(run: Propagation, call: Call) -> Any:
     weights = _weights(run, call)
     if weights is None:
         return run.unknown(call, "a linear whose weight is computed, not a parameter")
-    return dense(run, call, *weights, in_dim=1, out_dim=0)
+    return dense(run, call, run.of(call.argument(0, "input")), *weights, dims=(1, 0), axes=(-1, -1))
 
 
 def dense(
     run: Propagation,
     call: Call,
+    labels: Tensor,
     weight: ParameterRef,
     bias: ParameterRef | None,
     *,
-    in_dim: int,
-    out_dim: int,
-) -> Tensor:
-    """A product of the last dimension with a matrix of parameters: `linear`, or `x @ weight`."""
-    labels = run.of(call.argument(0, "input"))
-    last = labels.dim() - 1
+    dims: tuple[int, int],
+    axes: tuple[int, int],
+) -> Any:
+    """A product of one dimension with a matrix of parameters: `linear`, `x @ weight`, `weight @ x`, an einsum.
+
+    ``dims``: the matrix's dimensions of input and output channels, whatever parameter it is a view of; ``axes``:
+    their dimensions in the input and in the output, of which the others keep their order.
+    """
+    places = weight.place(dims[0]), weight.place(dims[1])
+    if places[0] is None or places[1] is None:
+        return run.unknown(call, "a weight that lacks a dimension for its channels")
+    in_dim, out_dim = places[0], places[1]
+    axis, out_axis = axes[0] % labels.dim(), axes[1] % len(call.shape)
     varied = run.varied(labels)
-    if varied and last not in varied:
+    if varied and axis not in varied:
         # Mixes along a uniform dimension (tokens): the channels elsewhere pass, the weight stays whole.
         for parameter in (weight, bias):
             if parameter is not None:
                 run.fix_parameter(parameter, call.node.name, "mixes along a dimension without channels")
-        return narrow_uniform(labels).expand(*labels.shape[:-1], 1).expand(call.shape)
-    inputs = _inputs(run, call, channel_labels(run, labels, last))
-    outputs = run.trail.slots.get(weight.name, {}).get(out_dim)
-    if outputs is None:
-        outputs = run.fresh(call.node.name, call.shape[-1])
+        return labels.narrow(axis, 0, 1).movedim(axis, out_axis).expand(call.shape)
+    inputs = _inputs(run, call, channel_labels(run, labels, axis))
+    known = run.trail.slots.get(weight.name, {}).get(out_dim)
+    outputs = run.fresh(call.node.name, call.shape[out_axis]) if known is None else _renamed(run, call, known)
     run.slot(weight.name, in_dim, inputs)
     run.slot(weight.name, out_dim, outputs)
     if bias is not None:
         run.slot(bias.name, 0, outputs)
-    axis = labels.dim() - 1
-    _record(
-        run, call, weight, bias, "dense", (in_dim, out_dim), 1, (inputs, outputs), (inputs, outputs), axis
-    )
-    return place(outputs, call.shape, -1)
+    channels, shape = (inputs, outputs), tuple(labels.shape)
+    pair = in_dim, out_dim
+    _record(run, call, weight, bias, "dense", pair, 1, channels, channels, shape, (axis, out_axis))
+    return place(outputs, call.shape, out_axis)
 
 
 def _record(
@@ -116,10 +127,10 @@ def _record(
     groups: int,
     slots: tuple[Tensor, Tensor],
     channels: tuple[Tensor, Tensor],
-    axis: int,
+    shape: tuple[int, ...],
+    axes: tuple[int, int],
 ) -> None:
-    """Note a layer. ``dims``, ``slots``, ``channels``: (input, output); ``axis``: of the input's channels."""
-    shape = tuple(run.of(call.argument(0, "input")).shape)
+    """Note a layer. ``dims``, ``slots``, ``channels``, ``axes``: (input, output); ``shape``: of the input."""
     run.trail.layers.append(
         Layer(
             node=call.node.name,
@@ -134,11 +145,12 @@ def _record(
             out_labels=slots[1],
             input_channels=channels[0],
             output_channels=channels[1],
-            images=shape[0] if axis > 0 else 1,
+            images=shape[0] if axes[0] > 0 else 1,
             in_shape=shape,
             out_shape=call.shape,
             transposed="transpose" in (call.name or ""),
-            weight_shape=weight.shape,
+            weight_shape=weight.base.shape,
+            axis=axes[1],
         )
     )
 

@@ -9,7 +9,7 @@ parameter is a dense layer.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,19 +18,22 @@ from smcp_fx.channels.labels import uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.rules_elementwise import bring_together, mix
 from smcp_fx.channels.rules_layers import dense
-from smcp_fx.channels.trail import Call, ParameterRef
+from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
+#: Whether an index of a weight is one of the other operand, and of the result: what is summed over, what is made.
+_READ_AND_MADE = ((True, False), (False, True))
 
 
 def matmul(run: Propagation, call: Call) -> Any:
-    """`a @ b`, in any of its ranks; with a parameter on the right, a linear layer."""
+    """`a @ b`, in any of its ranks; with a matrix of parameters on one side, a linear layer."""
     if len(call.args) < 2 or not all(isinstance(a, (Tensor, ParameterRef)) for a in call.args[:2]):
         return run.unknown(call)
     left, right = call.args[:2]
-    fresh = isinstance(right, ParameterRef) and right.name not in run.trail.elements
-    if fresh and len(right.shape) == 2 and isinstance(left, Tensor) and left.dim() > 1:
-        return dense(run, call, right, None, in_dim=0, out_dim=1)
+    if _is_weight(run, right) and isinstance(left, Tensor) and left.dim() > 1:
+        return dense(run, call, left, right, None, dims=(0, 1), axes=(-1, -1))
+    if _is_weight(run, left) and isinstance(right, Tensor) and right.dim() > 1:
+        return dense(run, call, right, left, None, dims=(1, 0), axes=(-2, -2))
     sides = [len(side.shape) for side in (left, right)]
     names = ["k"] if sides[0] == 1 else [*_LETTERS[26 - sides[0] : 24], "y", "k"]
     others = ["k"] if sides[1] == 1 else [*_LETTERS[26 - sides[1] : 24], "k", "z"]
@@ -53,7 +56,29 @@ def einsum(run: Propagation, call: Call) -> Any:
     left, _, right = inputs.partition(",")
     if any(len(set(names)) != len(names) for names in (left, right, out)):
         return run.unknown(call, "an einsum that takes a diagonal has no channel rule")
+    for names, others, weight, tensor in (
+        (left, right, operands[0], operands[1]),
+        (right, left, operands[1], operands[0]),
+    ):
+        if _is_weight(run, weight) and isinstance(tensor, Tensor):
+            read, made = (
+                next((n for n in names if (n in others, n in out) == of), "") for of in _READ_AND_MADE
+            )
+            kept = [n for n in others if n != read]
+            if read and made and kept == [n for n in out if n != made]:
+                dims, axes = (names.index(read), names.index(made)), (others.index(read), out.index(made))
+                return dense(run, call, tensor, weight, None, dims=dims, axes=axes)
     return _product(run, call, (operands[0], operands[1]), (list(left), list(right)), list(out), call.shape)
+
+
+def _is_weight(run: Propagation, value: Any) -> TypeGuard[ParameterRef]:
+    """A matrix of parameters that nothing has read element by element."""
+    return (
+        isinstance(value, ParameterRef)
+        and not isinstance(value, ConstantRef)
+        and len(value.shape) == 2
+        and value.name not in run.trail.elements
+    )
 
 
 def attention(run: Propagation, call: Call) -> Any:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from smcp_fx.channels.weight_views import Dims
+
 # What a graph tells of its nodes in their ``meta``:
 #: On a placeholder or the output: where the tensors come from, or why they stay, in place of the usual words.
 ORIGIN = "smcp_origin"
@@ -32,6 +34,36 @@ class ParameterRef:
 
     name: str
     shape: tuple[int, ...]
+
+    @property
+    def base(self) -> ParameterRef:
+        """The parameter itself."""
+        return self
+
+    def place(self, dim: int) -> int | None:
+        """The parameter's dimension that a dimension is; None for one of size 1 that the parameter lacks."""
+        return dim
+
+    def size(self, dim: int | None = None) -> int | tuple[int, ...]:
+        """What a tensor of the shape would say."""
+        return self.shape if dim is None else self.shape[dim]
+
+
+@dataclass(frozen=True)
+class ParameterView(ParameterRef):
+    """A parameter seen with its dimensions moved, which a layer reads as its weight: see `weight_views`."""
+
+    parameter: ParameterRef
+    dims: Dims
+
+    @property
+    def base(self) -> ParameterRef:
+        """The parameter itself."""
+        return self.parameter
+
+    def place(self, dim: int) -> int | None:
+        """The parameter's dimension that a dimension is; None for one of size 1 that the parameter lacks."""
+        return self.dims[dim]
 
 
 @dataclass(frozen=True)
@@ -95,6 +127,7 @@ class Layer:
     out_shape: tuple[int, ...]
     transposed: bool
     weight_shape: tuple[int, ...]
+    axis: int  # of the output's channels
 
 
 @dataclass(frozen=True)
@@ -116,6 +149,18 @@ class Shuffle:
     through: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Spread:
+    """An operand of size 1 along some of the dimensions in which what it meets varies: at last tied to it, or pinned.
+
+    ``merged``: labels of what it meets; ``operand``: its own, of as many dimensions; ``reason``: for the pin.
+    """
+
+    merged: Tensor
+    operand: Tensor
+    reason: int
+
+
 @dataclass
 class Trail:
     """What a propagation leaves behind, for the solver."""
@@ -124,6 +169,7 @@ class Trail:
     ties: list[Tensor] = field(default_factory=list)  # each [2, n]
     pins: list[tuple[Tensor, int]] = field(default_factory=list)  # labels, index of reason
     reasons: list[tuple[str, str]] = field(default_factory=list)  # (node, why)
+    spread: list[Spread] = field(default_factory=list)
     slots: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dim -> labels
     elements: dict[str, Tensor] = field(default_factory=dict)  # parameter -> labels of its shape
     layers: list[Layer] = field(default_factory=list)

@@ -1,7 +1,8 @@
 """From ties to units: which channel slots must be kept or removed together, and which must stay.
 
 Labels alone would allow ragged tensors. After the ties are closed, every tensor may vary along one dimension
-at most; where one varies along more, the others are tied and the closure is taken again.
+at most; where one varies along more, the others are tied and the closure is taken again. What broadcasts follows:
+it is tied to the dimension that is left to vary, or stays where it has size 1 there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
-from smcp_fx.channels.trail import Trail
+from smcp_fx.channels.trail import Spread, Trail
 
 
 class Why:
@@ -76,12 +77,15 @@ def close(trail: Trail) -> Units:
         for labels in tensors:
             extra += _rectangular(labels, units, pins)
         if not extra:
+            extra += [pairs for spread in trail.spread for pairs in _follow(spread, units, pins)]
+        if not extra:
             break
         pairs += extra
         units = Units(_components(pairs, trail.count), nothing)
+    pins += [(spread.operand, spread.reason) for spread in trail.spread if _stays(spread, units)]
     trail.ties = pairs
     texts = list(trail.reasons)
-    kept = [torch.unique(units.unit[labels]) for labels, _ in pins]
+    kept = [torch.unique(units.unit[labels[labels > 0]]) for labels, _ in pins]
     reasons = [reason for _, reason in pins]
     for name, labels in _whole(trail):
         known = units.of(labels)
@@ -113,7 +117,7 @@ def _tensors(trail: Trail) -> list[Tensor]:
             for labels in pytree.tree_leaves(tree):
                 if isinstance(labels, Tensor) and len(varied_dims(labels)) > 1:
                     found[id(labels)] = labels
-    for labels in trail.elements.values():
+    for labels in (*trail.elements.values(), *(spread.merged for spread in trail.spread)):
         if len(varied_dims(labels)) > 1:
             found[id(labels)] = labels
     return list(found.values())
@@ -129,21 +133,35 @@ def _rectangular(labels: Tensor, units: Units, pins: list[tuple[Tensor, int]]) -
     kept = max(varied, key=lambda dim: torch.unique(_line(known, dim)).numel())
     ties = []
     for dim in varied:
-        if dim == kept:
-            continue
-        first = core.narrow(dim, 0, 1).expand_as(core)
-        a, b = core.reshape(-1), first.reshape(-1)
-        both = (a > 0) & (b > 0) & (a != b)
-        if bool(both.any()):
-            ties.append(torch.stack([a[both], b[both]]))
-        for one, other in ((a, b), (b, a)):
-            met = (one > 0) & (other < 0)
-            if bool(met.any()):
-                for source in torch.unique(other[met]).tolist():
-                    pins.append((torch.unique(one[met & (other == source)]), -1 - source))
-    merged = torch.cat(ties, dim=1) if ties else torch.empty(2, 0, dtype=torch.int64)
-    same = units.unit[merged[0]] == units.unit[merged[1]]
-    return [merged[:, ~same]] if bool((~same).any()) else []
+        if dim != kept:
+            ties += _bind(core, core.narrow(dim, 0, 1).expand_as(core), units, pins)
+    return ties
+
+
+def _follow(spread: Spread, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:
+    """Ties of an operand that broadcasts to what it meets, unless that varies where the operand has size 1."""
+    if _stays(spread, units):
+        return []
+    return _bind(spread.merged, spread.operand.expand_as(spread.merged), units, pins)
+
+
+def _stays(spread: Spread, units: Units) -> bool:
+    varied = varied_dims(units.of(spread.merged))
+    return any(spread.operand.shape[dim] == 1 for dim in varied)
+
+
+def _bind(left: Tensor, right: Tensor, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:
+    """Pairs of labels, of tensors of one shape, that are not of one unit yet; what meets a fixed one is pinned."""
+    a, b = left.reshape(-1), right.reshape(-1)
+    for one, other in ((a, b), (b, a)):
+        met = (one > 0) & (other < 0)
+        if bool(met.any()):
+            for source in torch.unique(other[met]).tolist():
+                pins.append((torch.unique(one[met & (other == source)]), -1 - source))
+    both = (a > 0) & (b > 0)
+    a, b = a[both], b[both]
+    apart = units.unit[a] != units.unit[b]
+    return [torch.stack([a[apart], b[apart]])] if bool(apart.any()) else []
 
 
 def _line(known: Tensor, dim: int) -> Tensor:

@@ -252,3 +252,29 @@ def test_inserting_needs_the_state(kind: Any) -> None:
     module.smcp = nn.Module()
     with pytest.raises(PassError, match=r"no buffer smcp\."):
         kind(channels)(module)
+
+
+def test_modules_that_are_read_but_not_called_get_their_new_sizes() -> None:
+    """A convolution's subclass is traced through; where it is a region of its own, it is there after slicing."""
+
+    class Shift(nn.Conv2d):
+        def __init__(self) -> None:
+            super().__init__(3, 3, 1)
+            self.requires_grad_(False)
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift, self.out = Shift(), nn.Conv2d(3, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.shift(x)) if float(x.sum()) < 1e9 else x  # type: ignore[no-any-return]
+
+    image = torch.randn(2, 3, 8, 8)
+    prepared = smcp_fx.prepare(Branching().eval(), image)
+    prepared.set_masks(
+        {g.name: torch.tensor([True, False, True]) for g in prepared.channels.groups if g.free}
+    )
+    sliced = smcp_fx.convert(prepared)
+    assert sliced.get_submodule("shift").out_channels == 2
+    assert_close(sliced(image), prepared(image), "slicing")

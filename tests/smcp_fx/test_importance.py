@@ -122,6 +122,16 @@ def test_a_network_without_a_free_channel() -> None:
         prepared.pruner.step()
 
 
+def test_a_network_whose_free_channels_nothing_reads() -> None:
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        y = s.one(x)
+        return y.view(s.unused(y).shape)  # type: ignore[no-any-return]
+
+    prepared = backward(Net(wiring, one=conv(3, 6), unused=conv(6, 6)))
+    with pytest.raises(TrainingError, match="no layer reads .*'unused'"):
+        prepared.pruner.step()
+
+
 # ---- the theorem: Taylor-FO-BN is the importance of the downstream input channels ------------------------
 
 

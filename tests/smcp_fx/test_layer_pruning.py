@@ -287,6 +287,26 @@ def test_random_networks_with_branches(first: int) -> None:
     assert gone > 12
 
 
+def test_masks_by_hand_leave_the_same_network_in_training() -> None:
+    """One group alone keeps nothing; what is behind it then holds constants, which its norm must not stretch."""
+
+    class Behind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(8, 6, 3, padding=1), nn.Conv2d(6, 6, 1)
+            self.third, self.norm = nn.Conv2d(6, 8, 1), nn.BatchNorm2d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.norm(self.third(torch.relu(self.second(torch.relu(self.first(x))))))
+
+    found = prepared(body(Behind()))
+    found.set_masks(random_masks(found, 3, nothing=0.0) | nothing(found, "1.first"))
+    sliced = smcp_fx.convert(found)
+    for mode in (False, True):
+        image = torch.randn(IMAGE.shape, dtype=torch.float64)
+        assert_close(sliced.train(mode)(image), found.train(mode)(image), "slicing", f"training {mode}")
+
+
 # ---- what it costs ----------------------------------------------------------------------------------------------
 
 

@@ -22,3 +22,16 @@ def test_slicing_is_exact(first: int) -> None:
         free.append(prepared.channels.free_share)
     # A library that pinned everything would pass all comparisons.
     assert sum(free) / len(free) > 0.3
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=[pytest.mark.slow] * (first >= 40)) for first in range(0, 400, 20)]
+)
+def test_gates_and_tied_weights_in_unusual_places(first: int) -> None:
+    free = []
+    for seed in range(first, first + 20):
+        network = random_network(seed, gates=True)
+        print(f"random_network({seed}, gates=True): {'; '.join(network.program)}")
+        prepared = check_slicing(network, (torch.randn(2, 3, 8, 8),), seeds=(seed,))
+        free.append(prepared.channels.free_share)
+    assert sum(free) / len(free) > 0.4

@@ -1,0 +1,194 @@
+"""Weights that layers read through a movement of their dimensions: transposed, or with dimensions of size 1.
+
+    F.linear(z, self.encode.weight.t())      F.conv2d(x, self.project.weight[:, :, None, None])
+
+Each element of such a view is the parameter's own, and each of its dimensions is one of the parameter's, or has size
+1: to the channel graph, a layer that reads the view reads the parameter, along other dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from smcp_fx.channels.operations import operation_name
+from smcp_fx.masking import MASKS
+
+LAYERS: tuple[Callable[..., object], ...] = (
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.conv_transpose1d,
+    F.conv_transpose2d,
+    F.conv_transpose3d,
+    F.linear,
+)
+_MOVES = frozenset(
+    """
+contiguous flatten getitem movedim permute reshape squeeze t transpose unflatten unsqueeze view
+""".split()
+)
+_ATTRIBUTES = ("T", "mT")
+_MASKS = tuple(MASKS.values())  # may stand between a parameter and the movements
+_QUESTIONS = ("size", "dim", "numel", "ndim", "shape")
+#: For each dimension of a view, the parameter's dimension that it is; None for one of size 1 that it does not have.
+Dims = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class WeightView:
+    """``chain``: the nodes from the parameter ``source`` on to what a layer reads.
+
+    ``dims``: the dimensions of each node of the chain.
+    """
+
+    source: fx.Node
+    chain: tuple[fx.Node, ...]
+    dims: tuple[Dims, ...]
+
+
+def weight_of(use: fx.Node) -> fx.Node | None:
+    """The node of the weight that a functional call of a layer reads; None for another node's call."""
+    if use.op == "call_function" and use.target in LAYERS:
+        weight = use.args[1] if len(use.args) > 1 else use.kwargs.get("weight")
+        return weight if isinstance(weight, fx.Node) else None
+    operands = _operands(use)
+    return next((operand for operand in reversed(operands) if _leads_to_parameter(operand)), None)
+
+
+def contracted(use: fx.Node, rank: int) -> int:
+    """The dimension of its weight, of ``rank`` dimensions, that a functional call of a layer sums over."""
+    if use.target in LAYERS:
+        return 0 if "transpose" in str(getattr(use.target, "__name__", "")) else 1
+    place = _operands(use).index(weight_of(use))  # type: ignore[arg-type]
+    if operation_name(use, None) == "einsum":
+        inputs, _, out = str(use.args[0]).replace(" ", "").partition("->")
+        names = inputs.split(",")[place]
+        return next((d for d, name in enumerate(names) if name not in out), 0)
+    return rank - 1 if place == 0 else max(rank - 2, 0)
+
+
+def _operands(use: fx.Node) -> list[fx.Node]:
+    """The two factors of a product of tensors; none for another call."""
+    name = operation_name(use, None) if use.op in ("call_function", "call_method") else None
+    if name not in ("matmul", "mm", "bmm", "einsum"):
+        return []
+    given = use.args[1:] if name == "einsum" else use.args
+    if len(given) == 1 and isinstance(given[0], (list, tuple)):
+        given = tuple(given[0])
+    operands = [operand for operand in given if isinstance(operand, fx.Node)]
+    return operands if len(operands) == 2 else []
+
+
+def _leads_to_parameter(node: fx.Node) -> bool:
+    """Is the node a parameter, or one whose dimensions are moved?"""
+    while (_moves(node) or node.target in _MASKS) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.op == "get_attr"
+
+
+def weight_views(module: fx.GraphModule) -> dict[fx.Node, WeightView]:
+    """The views that layers read, by what they read."""
+    found: dict[fx.Node, WeightView] = {}
+    for use in module.graph.nodes:
+        weight = weight_of(use)
+        if weight is not None and weight not in found:
+            view = weight_view(module, weight)
+            if view is not None:
+                found[weight] = view
+    while lost := [end for end, view in found.items() if not _read_alike(view, found)]:
+        for end in lost:
+            del found[end]
+    return found
+
+
+def weight_view(module: fx.GraphModule, weight: fx.Node) -> WeightView | None:
+    """How the node moves the dimensions of a parameter; None where it is the parameter, or more than that happens."""
+    chain: list[fx.Node] = []
+    node = weight
+    while _moves(node) or node.target in _MASKS:
+        if node.target not in _MASKS:
+            chain.insert(0, node)
+        source = node.args[0]
+        if not isinstance(source, fx.Node):
+            return None
+        node = source
+    if node.op != "get_attr" or not chain:
+        return None
+    path, _, name = str(node.target).rpartition(".")
+    held = getattr(module.get_submodule(path), name)
+    if not isinstance(held, nn.Parameter) or held.numel() == 0:
+        return None
+    ruler = torch.empty(held.shape, device="meta")  # its strides tell its dimensions apart
+    known: dict[fx.Node, Any] = {node: ruler}
+    try:
+        dims = [_dims(_evaluated(link, known), ruler) for link in chain]
+    except (LookupError, RuntimeError, TypeError, ValueError):  # by sizes that the parameter does not give
+        return None
+    return WeightView(node, tuple(chain), tuple(dims)) if all(dims) else None
+
+
+def _moves(node: fx.Node) -> bool:
+    if node.target is getattr:
+        return node.args[1] in _ATTRIBUTES
+    called = node.op in ("call_function", "call_method")
+    return called and operation_name(node, None) in _MOVES
+
+
+def _evaluated(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """The node's value on the ruler that ``known`` holds; raises `LookupError` where it needs more than this."""
+    if node in known:
+        return known[node]
+    first = node.args[0] if node.args else None
+    if node.op == "get_attr" and any(node.target == source.target for source in known):
+        return next(known[source] for source in known if node.target == source.target)
+    if not (_moves(node) or _is_question(node) or node.target in _MASKS) or not isinstance(first, fx.Node):
+        raise LookupError(node.name)
+    value = _evaluated(first, known)
+    if node.target not in _MASKS and operation_name(node, None) != "contiguous":
+        args, kwargs = fx.node.map_arg((node.args[1:], node.kwargs), lambda n: _evaluated(n, known))
+        function = getattr(type(value), str(node.target)) if node.op == "call_method" else node.target
+        value = function(value, *args, **kwargs)
+    known[node] = value
+    return value
+
+
+def _dims(view: Tensor, ruler: Tensor) -> Dims | None:
+    """The ruler's dimension of each dimension of a view; None where the view is not made of whole dimensions."""
+    if view.numel() != ruler.numel() or not (view is ruler or view._base is ruler):
+        return None
+    wide = [d for d in range(ruler.dim()) if ruler.shape[d] > 1]
+    thin = [d for d in range(ruler.dim()) if ruler.shape[d] == 1]
+    found: list[int | None] = []
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if size == 1:
+            found.append(thin.pop(0) if thin else None)
+            continue
+        same = [d for d in wide if ruler.shape[d] == size and ruler.stride(d) == stride]
+        if len(same) != 1:
+            return None
+        found.append(same[0])
+    return tuple(found) if all(d in found for d in wide) else None
+
+
+def _read_alike(view: WeightView, views: dict[fx.Node, WeightView]) -> bool:
+    """Is every node of the chain read as the weight of layers alone, and along one dimension of the parameter?"""
+    read: set[int | None] = set()
+    for node, dims in zip(view.chain, view.dims, strict=True):
+        for user in node.users:
+            if weight_of(user) is node and user.all_input_nodes.count(node) == 1 and node in views:
+                read.add(dims[contracted(user, len(dims))])
+            elif not _is_question(user) and not any(user in other.chain for other in views.values()):
+                return False
+    return len(read) == 1
+
+
+def _is_question(node: fx.Node) -> bool:
+    if node.target is getattr:
+        return node.args[1] in _QUESTIONS
+    return node.target in _QUESTIONS
