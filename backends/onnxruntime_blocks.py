@@ -212,7 +212,7 @@ def measure_block(
         if states is None:
             continue
         fastest = min(state.median_ms for state in states)
-        if fastest < least:
+        if fastest + RESOLUTION_MS < least:
             impossible = fastest
             continue
         found = BlockLatency(*states) if found is None else found.steadier(BlockLatency(*states))

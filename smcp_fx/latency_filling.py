@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from smcp_fx.backends.base import Backend, BlockLatency
@@ -52,6 +52,16 @@ class MeasureReport:
     failed: tuple[tuple[str, Point, str], ...] = ()
     unstable: tuple[tuple[str, Point, float], ...] = ()
     repeated: int = 0
+
+    def after(self, first: MeasureReport) -> MeasureReport:
+        """Return what this and a measurement of the same blocks before it did together."""
+        return replace(
+            self,
+            measured=first.measured + self.measured,
+            reused=first.reused,
+            seconds=first.seconds + self.seconds,
+            repeated=first.repeated + self.repeated,
+        )
 
 
 class Filling:
