@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx import shape_tracer
 from smcp_fx.channels.trail import OPAQUE, TensorInfo
 from smcp_fx.errors import InputError, TraceError
+from smcp_fx.multiply_adds import MultiplyAdds
 from smcp_fx.shape_tracer import ShapeTracer, plain_lists
 from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
 from smcp_fx.trace_modes import one_graph
@@ -86,34 +87,57 @@ class Traced:
 
     ``values`` maps node names to recorded outputs, with a `TensorInfo` in place of each tensor.
     ``assumptions`` says what the graph takes for given of its inputs' shapes, and checks when it is called.
+    ``work``: the multiply-adds of each node that has some, in the example run, of ``images`` together (0: not told);
+    ``outside``: those of Python code around the graph.
     """
 
     module: fx.GraphModule
     values: dict[str, Any]
     assumptions: tuple[str, ...] = ()
+    work: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    images: int = 0
+    outside: int = 0
 
 
 class _Recorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.values: dict[str, Any] = {}
+        self.work: dict[str, int] = {}
+        self.counted = MultiplyAdds()
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         """Lists as the generated code has them: functions may write into them."""
         return plain_lists(super().fetch_args_kwargs_from_env(n))
 
     def run_node(self, n: fx.Node) -> Any:
+        before = self.counted.total
         result = super().run_node(n)
+        if self.counted.total > before:
+            self.work[n.name] = self.counted.total - before
         self.values[n.name] = pytree.tree_map(
             lambda v: TensorInfo(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v, result
         )
         return result
 
 
-def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
-    """Run a graph in eval mode and return its output and the values of its nodes, as `Traced` holds them."""
+def record(
+    module: fx.GraphModule, inputs: tuple[Any, ...]
+) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    """Run a graph in eval mode; return its output, and the values and work of its nodes, as `Traced` holds them."""
     recorder = _Recorder(module)
-    return run_eager(module, inputs, recorder.run), recorder.values
+    with recorder.counted:
+        found = run_eager(module, inputs, recorder.run)
+    return found, recorder.values, recorder.work
+
+
+def images_in(inputs: tuple[Any, ...]) -> int:
+    """How many images the example holds; a region's own batch may be something else (boxes, say).
+
+    The length of the first argument: a batch, or a list of images.
+    """
+    first = inputs[0] if inputs else None
+    return len(first) if isinstance(first, (list, tuple, Tensor)) and len(first) else 1
 
 
 def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = ()) -> Traced:
@@ -160,7 +184,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     traced.training = training
     _restore_flags(model, traced)
     try:
-        found, values = record(traced, inputs)
+        found, values, work = record(traced, inputs)
     except Exception as error:
         raise TraceError(
             f"the traced graph of {type(model).__name__} does not run: {_first_line(error)} Something in its forward "
@@ -183,7 +207,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             "(`u += v` on a chunk) is the usual cause; write it out of place."
         )
     drop_expansions(traced, values)
-    return Traced(traced, values, tuple(dict.fromkeys(assumed + also)))
+    return Traced(traced, values, tuple(dict.fromkeys(assumed + also)), work, images_in(inputs))
 
 
 def _keep_constants_out_of_the_state(model: nn.Module, traced: fx.GraphModule) -> None:
