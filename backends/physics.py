@@ -18,7 +18,7 @@ from onnx import TensorProto
 _A_CYCLE = {"avx512f": 32, "avx": 16, "sse2": 8}
 #: On other processors: an outer product of two vectors of 512 bits each cycle (SME).
 _A_CYCLE_ELSEWHERE = 256
-#: Cycles a second: more than any processor on sale reaches. (What a kernel calls the fastest clock may lack the boost.)
+#: Cycles a second: more than any processor on sale reaches. (What the system calls the fastest may lack a boost.)
 _FASTEST_HZ = 6.5e9
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -32,7 +32,9 @@ def least_ms(model: onnx.ModelProto, threads: int) -> float:
 def peak() -> float:
     """Return how many multiply-adds of single precision a core can do in a second at most."""
     flags = _flags(_CPU_INFO.read_text()) if _CPU_INFO.exists() else set()
-    return _FASTEST_HZ * next((count for flag, count in _A_CYCLE.items() if flag in flags), _A_CYCLE_ELSEWHERE)
+    return _FASTEST_HZ * next(
+        (count for flag, count in _A_CYCLE.items() if flag in flags), _A_CYCLE_ELSEWHERE
+    )
 
 
 def _flags(info: str) -> set[str]:

@@ -1,7 +1,7 @@
 """Whether this machine is quiet enough to measure on: asked before hours are spent on rows that mean nothing.
 
 A noisy machine is waited for and averaged out. One on which this thread has its core for less than half of the time
-is another matter: a run of a few ms is interrupted nearly always, an engine's caches are the others', and no number of
+is another matter: a run of a few ms is interrupted nearly always, the caches are the others', and no number of
 repeats brings the true time back. That is so where more processes compute than there are cores, and in a container
 whose limit is less than a core.
 """
@@ -34,8 +34,8 @@ def require_core() -> None:
     while (share := core_share()) < LEAST_SHARE:
         if time.monotonic() >= until:
             raise MachineBusyError(
-                f"this machine is too busy to measure on: for {_PATIENCE_S:.0f} s a thread that only computes had a "
-                f"core for {share:.0%} of the time at last, and at least {LEAST_SHARE:.0%} are needed. Stop what else "
+                f"this machine is too busy to measure on: after {_PATIENCE_S:.0f} s a thread that only computes had "
+                f"a core for {share:.0%} of the time, and at least {LEAST_SHARE:.0%} are needed. Stop what else "
                 "computes on it (or give the container a whole core), and start again: rows that are measured are "
                 "kept, and smcp-table measure --retry-unstable repeats those that were unsteady."
             )

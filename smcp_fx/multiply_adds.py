@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class MultiplyAdds(TorchDispatchMode):
+class MultiplyAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the multiply-adds of matrix products, convolutions, attention and recurrent layers while it is entered.
 
     ``total``: so many so far, of all images together. Element-wise operations, norms and pooling count nothing, as
@@ -24,7 +24,7 @@ class MultiplyAdds(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,28 +44,33 @@ class MultiplyAdds(TorchDispatchMode):
 
 def _product(left: int) -> Callable[[Sequence[Any], Tensor], int]:
     """Of a product of matrices; ``left``: the place of its left factor, whose last dimension is summed over."""
-    return lambda args, result: result.numel() * args[left].shape[-1]
+    return lambda args, result: result.numel() * int(args[left].shape[-1])
 
 
 def _convolution(args: Sequence[Any], result: Tensor) -> int:
-    given, weight = args[0], args[1]
+    given: Tensor = args[0]
+    weight: Tensor = args[1]
     transposed = bool(args[6]) if len(args) > 6 else False
     return (given if transposed else result).numel() * math.prod(weight.shape[1:])
 
 
 def _filtered(args: Sequence[Any], result: Tensor) -> int:
-    return result.numel() * math.prod(args[1].shape[1:])
+    weight: Tensor = args[1]
+    return result.numel() * math.prod(weight.shape[1:])
 
 
 def _attention(args: Sequence[Any], result: Tensor) -> int:
     """softmax(q k^T) v of [..., positions, channels]."""
     query, key, value = args[:3]
-    return math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    count: int = math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    return count
 
 
 def _recurrent(args: Sequence[Any], result: Tensor) -> int:
-    """One layer in one direction: its two weights at every step of [steps, images, channels], or the other way round."""
-    return math.prod(args[0].shape[:-1]) * (args[1].numel() + args[2].numel())
+    """One layer in one direction, of [steps, images, channels] or [images, steps, channels]: two weights a step."""
+    given, one, other = args[:3]
+    count: int = math.prod(given.shape[:-1]) * (one.numel() + other.numel())
+    return count
 
 
 def _trilinear(args: Sequence[Any], result: Tensor) -> int:

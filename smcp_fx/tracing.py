@@ -121,9 +121,7 @@ class _Recorder(fx.Interpreter):
         return result
 
 
-def record(
-    module: fx.GraphModule, inputs: tuple[Any, ...]
-) -> tuple[Any, dict[str, Any], dict[str, int]]:
+def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[str, Any], dict[str, int]]:
     """Run a graph in eval mode; return its output, and the values and work of its nodes, as `Traced` holds them."""
     recorder = _Recorder(module)
     with recorder.counted:

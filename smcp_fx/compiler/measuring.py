@@ -156,11 +156,11 @@ def measured_as_predicted(dense: Engine, predicted_ms: float, table: Path) -> fl
         if measured_ms > 0 and 1 / FAR <= predicted_ms / measured_ms <= FAR:
             return measured_ms
     raise TableError(
-        f"the dense network takes {measured_ms:.4g} ms, and the rows of {table} say {predicted_ms:.4g}: they differ by "
-        f"more than {FAR:g} times, so that nothing is pruned by them. Either the rows or this moment are of a busy "
+        f"the dense network takes {measured_ms:.4g} ms, and the rows of {table} say {predicted_ms:.4g}: they differ "
+        f"by more than {FAR:g} times, so that nothing is pruned by them. The rows or this moment are of a busy "
         "machine. Stop what else computes on it and run the same command with --resume. If the two differ still, the "
-        f"rows are wrong: measure them anew into another file (--table), or the unsteady ones by smcp-table measure "
-        "--retry-unstable."
+        "rows are wrong: have the unsteady ones measured again by smcp-table measure --retry-unstable, or move the "
+        "file away, so that all are."
     )
 
 

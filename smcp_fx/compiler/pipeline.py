@@ -164,7 +164,7 @@ class _Run:
         inputs: tuple[torch.Tensor, ...],
         cost: str | LatencyCost,
     ) -> None:
-        """Fill the table, and hold it against the network as it is, before that is trained: weights take no time."""
+        """Fill the table, and hold it against the network before that is trained: its latency is the same then."""
         if not isinstance(cost, LatencyCost) or cost.foreign or not self._trains_dense:
             return
         trial = self._prepare(fitted, data, inputs, cost)

@@ -169,7 +169,9 @@ def test_what_is_not_known_counts_nothing() -> None:
 @pytest.mark.parametrize(("flags", "cycle"), [("sse2 avx avx512f", 32), ("sse2 avx fma", 16), ("sse2", 8)])
 def test_the_peak_is_that_of_the_widest_vectors(monkeypatch, tmp_path, flags: str, cycle: int) -> None:
     info = tmp_path / "cpuinfo"
-    info.write_text(f"processor\t: 0\nflags\t\t: {flags}\nvmx flags\t: avx512f\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
+    info.write_text(
+        f"processor\t: 0\nflags\t\t: {flags}\nvmx flags\t: avx512f\n\nprocessor\t: 1\nflags\t\t: {flags}\n"
+    )
     monkeypatch.setattr(physics, "_CPU_INFO", info)
     assert physics.peak.__wrapped__() == cycle * 6.5e9
     assert physics.least_ms(convolution(), 2) == pytest.approx(0.5 * physics.least_ms(convolution(), 1))
@@ -201,7 +203,7 @@ def test_a_machine_that_is_too_busy_is_told(monkeypatch: pytest.MonkeyPatch, bac
     clocks = Shared(lambda _: 1 / 6)
     monkeypatch.setattr(quiet, "time", clocks)
     monkeypatch.setattr(quiet, "core_share", core_share)
-    with pytest.raises(MachineBusyError, match="a core for 17% of the time at last, and at least 50% are needed"):
+    with pytest.raises(MachineBusyError, match="a core for 17% of the time, and at least 50% are needed"):
         backend().require_quiet()
     assert 20 <= clocks.now < 23
     assert issubclass(MachineBusyError, smcp_fx.SmcpError)

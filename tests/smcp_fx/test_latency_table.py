@@ -696,7 +696,9 @@ def test_a_machine_that_becomes_busy_ends_measuring_and_the_rows_so_far_are_kept
         assert all(row.latency is not None for row in table.rows())  # none is marked as failed
         backend.busy = lambda n: False
         table.measure([block], backend)
-        assert len(set(backend.log)) == len(backend.log) - 1  # none was lost, and a run's own cost asked for twice
+        assert (
+            len(set(backend.log)) == len(backend.log) - 1
+        )  # none was lost, and a run's own cost asked for twice
         table.price(block, backend.fingerprint())
 
 
