@@ -172,6 +172,12 @@ class Backend(ABC):
         """Return the files that `compile` leaves for ``path``."""
         return [Path(path)]
 
+    def require_quiet(self) -> None:  # noqa: B027
+        """Raise `MachineBusyError` where what is measured now would say more of the machine than of a network.
+
+        Nothing happens by default: a device of its own is as quiet as ever.
+        """
+
     def expect_blocks(self, blocks: Sequence[Block]) -> None:  # noqa: B027 - a hint
         """Get ready to measure these blocks: a chance to do once what all of them need."""
 

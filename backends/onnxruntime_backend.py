@@ -44,6 +44,7 @@ from smcp_fx.backends.onnxruntime_session import (
 )
 from smcp_fx.backends.pace import pace
 from smcp_fx.backends.pages import page_settings
+from smcp_fx.backends.quiet import require_core
 from smcp_fx.backends.timing import QUICK, Sample, Timer, TimingConfig, stopwatch, summarise, take_sample
 from smcp_fx.errors import BackendError, InputError
 
@@ -202,6 +203,11 @@ class OnnxRuntimeBackend(Backend):
     def fading_half_ms(self) -> float:
         """Return after how many ms half of what the outer cache held is gone; inf on CUDA, and where it stays."""
         return fading_half_ms() if self.device == "cpu" else math.inf
+
+    def require_quiet(self) -> None:
+        """Ask for a core that this thread has most of the time; on CUDA for nothing."""
+        if self.device == "cpu":
+            require_core()
 
     def expect_blocks(self, blocks: Sequence[Block]) -> None:
         """Export them together."""

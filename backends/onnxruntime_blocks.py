@@ -35,6 +35,7 @@ from smcp_fx.backends.onnxruntime_overhead import (
 from smcp_fx.backends.onnxruntime_profile import RESOLUTION_MS, NodeTime, Profiler
 from smcp_fx.backends.onnxruntime_twin import add_twin, halves, is_twins
 from smcp_fx.backends.pace import pace
+from smcp_fx.backends.physics import least_ms, multiply_adds
 from smcp_fx.backends.timing import (
     QUICK,
     Measurement,
@@ -47,6 +48,7 @@ from smcp_fx.backends.timing import (
     warm_up,
 )
 from smcp_fx.block_feeding import ACTIVATION, CONVOLUTION, MOVEMENT
+from smcp_fx.errors import BackendError, MachineBusyError
 
 #: Changes with the way blocks are timed: rows of another way are not mixed with these.
 BLOCK_TIMING = "10"
@@ -66,6 +68,9 @@ _ENOUGH, _AGREEING = 11, 0.03
 #: where they agree.
 _COLD_RUNS, _FEW_COLD_RUNS = 3, 2
 _COLD_SPREAD = 3.0
+#: A disturbed run tells of its block where the least that this may have taken is such a share of the most, or where
+#: the rest of the run beside the usual context is so much of that.
+_TELLING, _OF_CONTEXT = 0.8, 0.5
 #: No block is faster than this.
 _LEAST_MS = 1e-4
 _FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, TensorProto.DOUBLE: np.float64}
@@ -198,19 +203,41 @@ def measure_block(
     ``fed_by``: how each was written.
     """
     config = config or QUICK
+    count, least = multiply_adds(model), least_ms(model, threads)
     block = BlockInContext.of(model, read_before, fed_by)
-    found = BlockLatency(*_attempt(block, threads, spinning, config))
-    for _ in range(config.attempts - 1):
+    found: BlockLatency | None = None
+    impossible = 0.0  # a time that it cannot have taken
+    for _ in range(config.attempts):
+        states = _attempt(block, threads, spinning, config)
+        if states is None:
+            continue
+        fastest = min(state.median_ms for state in states)
+        if fastest + RESOLUTION_MS < least:
+            impossible = fastest
+            continue
+        found = BlockLatency(*states) if found is None else found.steadier(BlockLatency(*states))
         if found.stable:
             break
-        found = found.steadier(BlockLatency(*_attempt(block, threads, spinning, config)))
+    if found is None and impossible:
+        raise BackendError(
+            f"{count:,} multiply-adds seemed to take {impossible:.4g} ms, and need {least:.4g} at least on this "
+            "processor: the machine was too busy for its clocks to tell. Measure again when it is idle."
+        )
+    if found is None:
+        raise MachineBusyError(
+            "no run of the block was left alone, or told how much of it others had: the machine is too busy. "
+            "Measure again when it is idle."
+        )
     return replace(found, pace_ms=pace().usual_ms if threads == 1 else 0.0)
 
 
 def _attempt(
     block: BlockInContext, threads: int, spinning: bool, config: TimingConfig
-) -> tuple[Measurement, Measurement]:
-    """Return (hot, cold) of one session: pairs (caches emptied, or not), then hot runs alone."""
+) -> tuple[Measurement, Measurement] | None:
+    """Return (hot, cold) of one session: pairs (caches emptied, or not), then hot runs alone.
+
+    None where no run of a state tells what the block took.
+    """
     node_ms = overhead(threads, spinning).node_ms
     core = pace() if threads == 1 else None
     warm_code = code_warmer(threads, spinning)
@@ -254,13 +281,17 @@ def _attempt(
     still = [n for n, (what, s) in zip(profiles, taken, strict=True) if what == "hot" and not s.disturbed]
     profiler_ms = profiler_beside(still or profiles, node_ms)
     own = [block.ms(nodes, profiler_ms, what) for nodes, (what, _) in zip(profiles, taken, strict=True)]
-    context = float(
-        np.median([sum(n.ms for n in nodes) - ms for nodes, ms in zip(profiles, own, strict=True)])
-    )
-    hot, cold = (
-        [_of_block(ms, context, s) for ms, (what, s) in zip(own, taken, strict=True) if what == state]
-        for state in ("hot", "cold")
-    )
+    beside = [sum(n.ms for n in nodes) - ms for nodes, ms in zip(profiles, own, strict=True)]
+    # By the wall clock, which is the thread's own time in undisturbed runs alone.
+    calm_beside = [ms for ms, (_, sample) in zip(beside, taken, strict=True) if not sample.disturbed]
+    usual = float(np.median(calm_beside)) if calm_beside else None
+    found = [
+        (what, sample_of_block(ms, rest, sample, usual))
+        for ms, rest, (what, sample) in zip(own, beside, taken, strict=True)
+    ]
+    hot, cold = ([sample for what, sample in found if what == state] for state in ("hot", "cold"))
+    if not any(hot) or not any(cold):
+        return None
     limit = config.spread_limit
     # No node takes less than a link of the chain does: the runtime itself needs most of that, whatever the node.
     least = block.ms([replace(node, ms=node_ms) for node in profiles[0]], 0.0, "cold")
@@ -279,22 +310,40 @@ def runs_agree(samples: Sequence[Sample], enough: int = _ENOUGH) -> bool:
     return bool(q3 - q1 <= _AGREEING * median)
 
 
-def _summary(samples: list[Sample], few: int, spread_limit: float, least_ms: float) -> Measurement:
-    """Summarise the undisturbed samples; not stable where most were disturbed.
+def _summary(runs: list[Sample | None], few: int, spread_limit: float, least_ms: float) -> Measurement:
+    """Summarise the undisturbed samples; not stable where most were disturbed. None: of a run that tells nothing.
 
     Among many disturbed ones some pass for undisturbed: of 2,400 measurements of one row those with more than half
     of their samples disturbed were off by over a fifth in 22 % of cases, the others in 2 % at most.
     """
+    samples = [sample for sample in runs if sample]
     found = summarise(calm(samples, few), spread_limit, RESOLUTION_MS)
-    mostly = 2 * sum(sample.disturbed for sample in samples) <= len(samples)
+    mostly = 2 * sum(not sample.disturbed for sample in samples) >= len(runs)
     return replace(found, median_ms=max(found.median_ms, least_ms, _LEAST_MS), stable=found.stable and mostly)
 
 
-def _of_block(ms: float, context_ms: float, sample: Sample) -> Sample:
-    """Return the block's part of a run. Of a disturbed run: at most what its thread computed beside the context."""
-    if sample.disturbed:
-        ms = min(ms, max(sample.ms - context_ms, 0.0))
-    return Sample(ms, sample.disturbed)
+def sample_of_block(
+    ms: float, context_ms: float, sample: Sample, usual_context_ms: float | None
+) -> Sample | None:
+    """Return the block's part of a run, or None where a disturbed run does not tell it.
+
+    ``ms``, ``context_ms``: of the block's nodes and of all others by the wall clock, others' time on the core among
+    it. ``usual_context_ms``: what those others take in undisturbed runs, where there were any.
+
+    Of a disturbed run ``sample.ms`` is what the thread computed. The block took that at most, and what its nodes took
+    by the wall clock; at least it took what the thread computed beyond the context's time, were that its own. The
+    nearer the two are, the more the run tells. Where the usual context is known it bounds the block, too, as well as
+    contexts are alike: badly, where the block is little beside its context.
+    """
+    if not sample.disturbed:
+        return Sample(ms)
+    most, least = min(ms, sample.ms), sample.ms - context_ms
+    if least >= _TELLING * most > 0:
+        return Sample(most, disturbed=True)
+    if usual_context_ms is None:
+        return None
+    told = min(most, max(least, sample.ms - usual_context_ms))
+    return Sample(told, disturbed=True) if told > 0 and told >= _OF_CONTEXT * usual_context_ms else None
 
 
 def block_ms(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, Backend, Engine, Fingerprint, cpu_name, to_arrays
 from smcp_fx.backends.pages import page_settings
+from smcp_fx.backends.quiet import require_core
 from smcp_fx.backends.timing import Timer, stopwatch
 from smcp_fx.errors import BackendError, InputError
 
@@ -214,6 +215,11 @@ class TorchBackend(Backend):
             precision="as in the network",
             settings=tuple(sorted(settings.items())),
         )
+
+    def require_quiet(self) -> None:
+        """Ask for a core that this thread has most of the time; on CUDA for nothing."""
+        if self._device.type == "cpu":
+            require_core()
 
     def compile(
         self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None

@@ -46,6 +46,10 @@ class BackendError(SmcpError):
     """A runtime is missing, refuses the network, or computes something else than PyTorch does."""
 
 
+class MachineBusyError(BackendError):
+    """Others have this machine's cores: what is measured now says more of them than of the network."""
+
+
 class CheckpointError(SmcpError):
     """A saved model or checkpoint is missing, damaged or does not belong to this network."""
 

@@ -6,12 +6,13 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from smcp_fx.backends.base import Backend, BlockLatency
 from smcp_fx.backends.pace import TOLERANCE
 from smcp_fx.backends.timing import TimingConfig
+from smcp_fx.errors import MachineBusyError
 from smcp_fx.latency_blocks import Block
 from smcp_fx.latency_surface import Grids, Point
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 #: So often are unsteady rows measured again, as long as that makes more than this share of them steady.
 _AGAIN, _WORTH = 3, 0.25
+#: Behind an unsteady row it is asked whether the machine is quiet, unless it was within so many seconds.
+_LOOK_AGAIN_S = 10.0
+#: So often is a row tried that a moment of others' work left nothing of.
+_BUSY_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,16 @@ class MeasureReport:
     unstable: tuple[tuple[str, Point, float], ...] = ()
     repeated: int = 0
 
+    def after(self, first: MeasureReport) -> MeasureReport:
+        """Return what this and a measurement of the same blocks before it did together."""
+        return replace(
+            self,
+            measured=first.measured + self.measured,
+            reused=first.reused,
+            seconds=first.seconds + self.seconds,
+            repeated=first.repeated + self.repeated,
+        )
+
 
 class Filling:
     """Measures what a table lacks of ``blocks`` and keeps every row as it comes: complete blocks stay complete."""
@@ -69,14 +84,15 @@ class Filling:
         self._rows: dict[tuple[str, Point], BlockLatency] = {}  # those that may be measured again
         self._pace_ms = 0.0  # of the last measurement
         self._failed: dict[tuple[str, Grids], list[tuple[str, Point, str]]] = {}
-        self._incomplete = [block for block, _ in table.wanted(blocks, self._fingerprint)]
-        self._left = _RowsLeft(blocks, {block.signature for block in self._incomplete})
+        self.incomplete = [block for block, _ in table.wanted(blocks, self._fingerprint)]
+        self._left = _RowsLeft(blocks, {block.signature for block in self.incomplete})
         self._start, self._measured, self._repeated = time.monotonic(), 0, 0
+        self._looked = self._start  # at whether the machine is quiet
 
     def run(self, reused: int, retry_unstable: bool = False) -> MeasureReport:
         """Measure all, then again what is unsure; ``retry_unstable``: of earlier calls, too."""
         blocks = [block for alike in self._blocks.values() for block in alike]
-        self._backend.expect_blocks(self._incomplete)
+        self._backend.expect_blocks(self.incomplete)
         for block in blocks:
             self._fill(block)
         if retry_unstable:
@@ -179,12 +195,26 @@ class Filling:
         self._table.store.write(signature, self._fingerprint, better)
 
     def _measure(self, block: Block, point: Point) -> BlockLatency | str:
-        try:
-            found = self._backend.block_latency(block, point, self._config)
-            self._pace_ms = found.pace_ms
-            return found
-        except Exception as error:  # whatever a runtime throws: this row is marked, the others go on
-            return f"{type(error).__name__}: {error}"
+        """Measure a row, or say why it failed; `MachineBusyError` where none can be measured now."""
+        for left in reversed(range(_BUSY_TRIES)):
+            try:
+                found = self._backend.block_latency(block, point, self._config)
+            except MachineBusyError:
+                self._backend.require_quiet()
+                if not left:
+                    raise
+            except Exception as error:  # whatever a runtime throws: this row is marked, the others go on
+                return f"{type(error).__name__}: {error}"
+            else:
+                break
+        self._pace_ms = found.pace_ms
+        if not found.stable and time.monotonic() - self._looked >= _LOOK_AGAIN_S:
+            self._backend.require_quiet()
+            self._looked = time.monotonic()
+        taken = [state.median_ms for state in (found.hot, found.cold) if state]
+        if not all(0 < ms < math.inf for ms in taken):
+            return f"measured {' and '.join(f'{ms:g}' for ms in taken)} ms, which no block can take"
+        return found
 
     def _tell(self, block: Block, rows: float) -> None:
         if self._progress is None:

@@ -135,16 +135,22 @@ class LatencyTable:
         measurement fails is marked, and the rest goes on. At the end those of the rows measured by this call that are
         unsteady are measured again, and those of moments in which the core was slower than it turned out to be.
         ``retry_failed`` and ``retry_unstable`` measure such rows of earlier calls again, too.
+
+        `MachineBusyError`, before anything is measured or in the middle, where the machine is too busy for a row to
+        mean anything; the rows so far are kept.
         """
         unique = unique_blocks(blocks)
         fingerprint = backend.fingerprint()
-        self._measure_run(backend, fingerprint)
         reused = 0
         for block in unique:
             if retry_failed:
                 self.store.forget_failures(block.signature, fingerprint)
             reused += len(self.store.measured(block.signature, fingerprint))
-        return Filling(self, unique, backend, config, progress).run(reused, retry_unstable)
+        filling = Filling(self, unique, backend, config, progress)
+        if filling.incomplete or retry_unstable:
+            backend.require_quiet()
+        self._measure_run(backend, fingerprint)
+        return filling.run(reused, retry_unstable)
 
     def wanted(
         self, blocks: Iterable[Block], fingerprint: Fingerprint, ahead: bool = False

@@ -19,7 +19,7 @@ from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
 from smcp_fx.prepared import Plan, PreparedGraph, PreparedModel, PreparedRegions, copy_modes, unwrapped
 from smcp_fx.proof import check_converted, check_prepared
-from smcp_fx.regions import Joined, find_regions, images_in, join_regions, run_by_graphs, sharing
+from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs, sharing
 from smcp_fx.schedule import Schedule
 from smcp_fx.state import PruningState
 from smcp_fx.tracing import Traced, as_inputs, default_inputs, trace
@@ -91,8 +91,6 @@ def _prepared(
         channels = build(traced.module, traced.values, multiple=config.multiple, exclude=exclude)
     if config.layer_pruning:
         allow_layer_pruning(traced, channels, config.layer_pruning_in)
-    if joined is not None:
-        channels.trail.layers = [replace(la, images=images_in(inputs)) for la in channels.layers]
     if joined is not None and not any(group.free for group in channels.groups):
         raise TraceError(
             f"{joined.stopped['']} In the parts that can be traced ({', '.join(r.path for r in joined.regions)}) no "
@@ -101,7 +99,7 @@ def _prepared(
     network_cost = bind(cost, traced, channels)
     full = network_cost.cost(network_cost.full_counts)
     plan = Plan(
-        traced=Traced(fx.GraphModule(nn.Module(), fx.Graph()), traced.values, traced.assumptions),
+        traced=replace(traced, module=fx.GraphModule(nn.Module(), fx.Graph())),
         channels=channels,
         cost=network_cost,
         target=absolute_target(target, full, network_cost.unit),

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels.trail import OPAQUE, TensorInfo
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.modes import ALWAYS, conditions, is_by_mode
+from smcp_fx.multiply_adds import MultiplyAdds
 from smcp_fx.shape_tracer import ShapeTracer, plain_lists
 from smcp_fx.trace_attributes import Attributes
 from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
@@ -89,11 +90,16 @@ class Traced:
 
     ``values`` maps node names to recorded outputs, with a `TensorInfo` in place of each tensor.
     ``assumptions`` says what the graph takes for given of its inputs' shapes, and checks when it is called.
+    ``work``: the multiply-adds of each node that has some, in the example run, of ``images`` together (0: not told);
+    ``outside``: those of Python code around the graph.
     """
 
     module: fx.GraphModule
     values: dict[str, Any]
     assumptions: tuple[str, ...] = ()
+    work: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    images: int = 0
+    outside: int = 0
 
 
 class Recorder(fx.Interpreter):
@@ -102,6 +108,8 @@ class Recorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, training: bool) -> None:
         super().__init__(module)
         self.values: dict[str, Any] = {}
+        self.work: dict[str, int] = {}
+        self.counted = MultiplyAdds()
         self.when = conditions(module.graph.nodes)
         self._training = training
 
@@ -113,10 +121,13 @@ class Recorder(fx.Interpreter):
         when = self.when[n]
         if when != ALWAYS and not any(all(side is self._training for _, side in case) for case in when):
             return None
+        before = self.counted.total
         if is_by_mode(n):
             result = fx.node.map_arg(n.args[1 + self._training], self.env.__getitem__)
         else:
             result = super().run_node(n)
+        if self.counted.total > before:
+            self.work[n.name] = self.counted.total - before
         self.values[n.name] = pytree.tree_map(
             lambda v: TensorInfo(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v, result
         )
@@ -125,21 +136,23 @@ class Recorder(fx.Interpreter):
         return result
 
 
-def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
-    """Run a graph in eval mode and return its output and the values of its nodes, as `Traced` holds them.
+def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    """Run a graph in eval mode; return its output, and the values and work of its nodes, as `Traced` holds them.
 
-    What only training runs is run, too, on copies of the inputs; buffers and the random generator are as they were.
+    What only training runs is run, too, for its values, on copies of the inputs; buffers and the random generator are
+    as they were.
     """
     recorder = Recorder(module, False)
     two_modes = any(condition != ALWAYS for condition in recorder.when.values())
     copies = _copies(inputs) if two_modes else inputs
-    output = run_eager(module, inputs, recorder.run)
+    with recorder.counted:
+        output = run_eager(module, inputs, recorder.run)
     if not two_modes:
-        return output, recorder.values
+        return output, recorder.values, recorder.work
     also = Recorder(module, True)
     with unchanged(module):
         run_eager(module, copies, also.run)
-    return output, {node.name: None for node in recorder.when} | also.values | recorder.values
+    return output, {node.name: None for node in recorder.when} | also.values | recorder.values, recorder.work
 
 
 def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -164,6 +177,15 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):  # a write would count as a change
                     buffer.copy_(value)
+
+
+def images_in(inputs: tuple[Any, ...]) -> int:
+    """How many images the example holds; a region's own batch may be something else (boxes, say).
+
+    The length of the first argument: a batch, or a list of images.
+    """
+    first = inputs[0] if inputs else None
+    return len(first) if isinstance(first, (list, tuple, Tensor)) and len(first) else 1
 
 
 def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = ()) -> Traced:
@@ -226,7 +248,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     traced.training = training
     _restore_flags(model, traced)
     try:
-        found, values = record(traced, inputs)
+        found, values, work = record(traced, inputs)
     except Exception as error:
         raise _does_not_run(model, error) from error
     if not same_values(expected, found):
@@ -246,7 +268,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             "(`u += v` on a chunk) is the usual cause; write it out of place."
         )
     drop_expansions(traced, values)
-    return Traced(traced, values, tuple(dict.fromkeys(assumed + also)))
+    return Traced(traced, values, tuple(dict.fromkeys(assumed + also)), work, images_in(inputs))
 
 
 def _values(model: nn.Module, graph: fx.Graph, inputs: tuple[Any, ...]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from smcp_fx.backends import Backend, CompareConfig, Engine, Measurement, RelativeLatency, compare
 from smcp_fx.compiler.data import ImageData
 from smcp_fx.compiler.models import FittedModel
-from smcp_fx.errors import CheckpointError
+from smcp_fx.errors import CheckpointError, TableError
 from smcp_fx.files import brief, read_json, write_texts
 from smcp_fx.prepare import PreparedModel, sliced
 from smcp_fx.solve import Solve
@@ -27,6 +27,9 @@ CLOSE = 0.01
 #: or the second solve met 178 of 252 targets (docs/latency.md); the last ones are for small networks at busy hours,
 #: which measured again differ from themselves by more than a point.
 TRIES = 5
+#: Where table and engine differ by more than this factor about the dense network, the table decides nothing. So often
+#: is the engine asked.
+FAR, _ASKED = 1.5, 3
 #: Predictions that differ by less than this (in logarithms) say nothing about the slope of the measured latency; and
 #: the slopes believed beyond what was measured.
 _APART, _SLOPES = 0.1, (0.4, 1.25)
@@ -141,6 +144,24 @@ class Corrector:
                 "no permitted choice is predicted to be as fast as that asks for: the fastest is sought instead"
             )
         return measured.fraction
+
+
+def measured_as_predicted(dense: Engine, predicted_ms: float, table: Path) -> float:
+    """Measure the dense network, in ms, and raise `TableError` where a table says something else altogether.
+
+    Pruning by such a table would reach its target in the table alone.
+    """
+    for _ in range(_ASKED):
+        measured_ms = dense.latency().median_ms
+        if measured_ms > 0 and 1 / FAR <= predicted_ms / measured_ms <= FAR:
+            return measured_ms
+    raise TableError(
+        f"the dense network takes {measured_ms:.4g} ms, and the rows of {table} say {predicted_ms:.4g}: they differ "
+        f"by more than {FAR:g} times, so that nothing is pruned by them. The rows or this moment are of a busy "
+        "machine. Stop what else computes on it and run the same command with --resume. If the two differ still, the "
+        "rows are wrong: have the unsteady ones measured again by smcp-table measure --retry-unstable, or move the "
+        "file away, so that all are."
+    )
 
 
 def is_met(missed: float, error: float) -> bool:

@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from smcp_fx.backends import Backend, Fingerprint, compare, get_backend
+from smcp_fx.backends import Backend, Engine, Fingerprint, compare, get_backend
 from smcp_fx.backends.tensorrt_engine import TensorRTEngine
 from smcp_fx.backends.tensorrt_layers import blocks_beside_layers
 from smcp_fx.compiler.data import ImageData, load_data
 from smcp_fx.compiler.folder import RunFolder, placed
-from smcp_fx.compiler.measuring import Corrector, accuracy_of, converted_full
+from smcp_fx.compiler.measuring import Corrector, accuracy_of, converted_full, measured_as_predicted
 from smcp_fx.compiler.models import FittedModel, example_images, load_model
 from smcp_fx.compiler.reporting import Measured, build_report
 from smcp_fx.compiler.saving import WEIGHTS, why_unsavable
@@ -27,6 +27,7 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.errors import CheckpointError, TableError, TraceError
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.latency_exchange import differences
+from smcp_fx.latency_filling import MeasureReport
 from smcp_fx.latency_filling import Progress as TableProgress
 from smcp_fx.latency_table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, prepare
@@ -56,6 +57,7 @@ class _Run:
         self.folder = RunFolder(settings, as_record(settings, config))
         self.base = Path.cwd()  # where relative paths begin, whatever a factory of data or models changes
         self.unsaved = ""  # why the weights' own file cannot be written
+        self._filled: MeasureReport | None = None  # what the latency table took, once it is complete
 
     def go(self) -> dict[str, Any]:
         settings = self.settings
@@ -73,6 +75,7 @@ class _Run:
         with self.folder.held():
             cost = self._cost(backend)  # a damaged or foreign table is refused before anything is trained
             self.folder.begin()
+            self._check_table(fitted, data, backend, inputs, cost)
             return self._train_and_emit(data, fitted, backend, inputs, cost)
 
     def _train_and_emit(
@@ -91,8 +94,7 @@ class _Run:
         with self._stage("exporting the dense network"):
             full = converted_full(prepared)
             dense = backend.compile(full, inputs, dense_path)
-        here = not (isinstance(cost, LatencyCost) and cost.foreign)
-        fraction = self._fraction(prepared, dense.latency().median_ms if here else prepared.pruner.full_cost)
+        fraction = self._fraction(prepared, self._dense_ms(prepared, dense, cost))
         corrector = Corrector(prepared, backend, dense, inputs, fraction, folder / "state", self._say)
         trainer = self._prune(prepared, fitted, data, corrector, cost)
         with self._stage("emitting"):
@@ -143,9 +145,36 @@ class _Run:
             backend.try_export(full, inputs)
         self._note_unsaved(why_unsavable(full))
 
+    def _check_table(
+        self,
+        fitted: FittedModel,
+        data: ImageData,
+        backend: Backend,
+        inputs: tuple[torch.Tensor, ...],
+        cost: str | LatencyCost,
+    ) -> None:
+        """Fill the table, and hold it against the network before that is trained: its latency is the same then."""
+        if not isinstance(cost, LatencyCost) or cost.foreign or not self._trains_dense:
+            return
+        trial = self._prepare(fitted, data, inputs, cost)
+        with backend.compile(converted_full(trial), inputs) as dense:
+            self._dense_ms(trial, dense, cost)
+
+    def _dense_ms(self, prepared: PreparedModel, dense: Engine, cost: str | LatencyCost) -> float:
+        """The dense network's latency where the target is for: measured, or that of another device's table."""
+        if not isinstance(cost, LatencyCost):
+            return dense.latency().median_ms
+        if cost.foreign:
+            return prepared.pruner.full_cost
+        return measured_as_predicted(dense, prepared.pruner.full_cost, cost.table.path)
+
+    @property
+    def _trains_dense(self) -> bool:
+        return self.settings.weights is None and self.settings.dense_epochs > 0
+
     def _train_dense(self, fitted: FittedModel, data: ImageData) -> list[EpochResult]:
         settings = self.settings
-        if settings.weights is not None or settings.dense_epochs == 0:
+        if not self._trains_dense:
             return []
         trainer = Trainer(
             fitted.model,
@@ -203,7 +232,7 @@ class _Run:
         schedule = self.settings.schedule(data.steps_per_epoch(self.settings.train_batch))
         wanted = self.settings.wanted
         latency = isinstance(cost, LatencyCost)
-        name = "measuring the latency table" if latency else "analysing the network"
+        name = "measuring the latency table" if latency and not self._filled else "analysing the network"
         with self._stage(name), self._progress() as progress:
             if isinstance(cost, LatencyCost):
                 task = progress.add_task("measuring the latency table", total=1.0)
@@ -222,6 +251,11 @@ class _Run:
                 schedule=schedule,
                 config=self.config,
             )
+        if isinstance(cost, LatencyCost) and cost.report is not None:
+            if self._filled is not None:
+                cost.report = cost.report.after(self._filled)
+                return prepared  # what follows was said then
+            self._filled = cost.report
         channels = prepared.channels
         self._say(
             f"{len(channels.groups)} groups, {channels.free_share:.0%} of the input channels free; unpruned cost "
@@ -306,7 +340,7 @@ class _Run:
         self.console.print(name, markup=False, style="bold")
         began = time.monotonic()
         yield
-        self.seconds[name] = time.monotonic() - began
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
 
     def _progress(self) -> Progress:
         return Progress(

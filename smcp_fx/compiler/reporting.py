@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +23,6 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.costs import bind
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.prepare import PreparedModel
-from smcp_fx.tracing import Traced
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def build_report(
     pruner = prepared.pruner
     counts, unit = pruner.counts, pruner.cost.unit
     full_counts = pruner.cost.full_counts
-    traced = Traced(cast(fx.GraphModule, prepared), prepared.plan.traced.values)
+    traced = replace(prepared.plan.traced, module=cast(fx.GraphModule, prepared))
     others = {name: bind(name, traced, prepared.channels) for name in ("flops", "params")}
     predicted = {"dense": pruner.full_cost, "pruned": pruner.present_cost}
     latency, sides = measured.latency, {}

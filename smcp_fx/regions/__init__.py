@@ -21,7 +21,7 @@ does not read a tensor that went straight from one region to the next. The examp
 where the model takes the inputs there (detection models do, when targets are among them).
 """
 
-from smcp_fx.regions.finding import Region, find_regions, images_in
+from smcp_fx.regions.finding import Region, find_regions
 from smcp_fx.regions.joining import Joined, join_regions
 from smcp_fx.regions.running import run_by_graphs, runs_in_regions, sharing
 
@@ -29,7 +29,6 @@ __all__ = [
     "Joined",
     "Region",
     "find_regions",
-    "images_in",
     "join_regions",
     "run_by_graphs",
     "runs_in_regions",

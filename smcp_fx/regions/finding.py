@@ -109,15 +109,6 @@ def find_regions(
     return Split(tuple(_unshared(model, found, stopped)), stopped)
 
 
-def images_in(inputs: tuple[Any, ...]) -> int:
-    """How many images the example holds; a region's own batch may be something else (boxes, say).
-
-    The length of the first argument: a batch, or a list of images.
-    """
-    first = inputs[0] if inputs else None
-    return len(first) if isinstance(first, (list, tuple, Tensor)) and len(first) else 1
-
-
 def _children(module: nn.Module, path: str) -> list[str]:
     parts = (
         (name, part) for name, part in module.named_children() if not isinstance(part, torch.jit.ScriptModule)

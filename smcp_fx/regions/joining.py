@@ -11,10 +11,11 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels.trail import ORIGIN, PASSED_ON
 from smcp_fx.errors import TraceError
 from smcp_fx.modes import with_branches
+from smcp_fx.multiply_adds import MultiplyAdds
 from smcp_fx.regions.finding import Region, Split
 from smcp_fx.regions.running import CALL, sharing
 from smcp_fx.regions.wiring import Source, observe
-from smcp_fx.tracing import Traced, record, same_values
+from smcp_fx.tracing import Traced, images_in, record, run_eager, same_values
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
     graph.lint()
     with_branches(graph)
     module = sharing(model, graph)
-    found, values = record(module, tuple(given))
+    found, values, work = record(module, tuple(given))
+    with MultiplyAdds() as counted:
+        run_eager(model, inputs)
     passed_on, index = [], 0
     for number, call in enumerate(wiring.calls):
         results = [leaf for leaf in pytree.tree_leaves(found[number]) if isinstance(leaf, Tensor)]
@@ -88,7 +91,8 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
         split.stopped,
     )
     said = dict.fromkeys(sentence for region in regions for sentence in region.assumptions)
-    return Traced(module, values, tuple(said)), joined
+    outside = max(counted.total - sum(work.values()), 0)
+    return Traced(module, values, tuple(said), work, images_in(inputs), outside), joined
 
 
 def _copy(graph: fx.Graph, region: Region, starts: list[fx.Node], number: int) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 import smcp_fx
+from smcp_fx.backends import Measurement
+from smcp_fx.backends.base import BlockLatency
+from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeBackend
 from smcp_fx.cli.compile import build_parser, main
 from smcp_fx.cli.table import main as table_main
-from smcp_fx.compiler import CompileSettings, training
+from smcp_fx.compiler import CompileSettings, measuring, training
 from smcp_fx.compiler.data import load_data
 
 MODEL = """
@@ -57,6 +61,12 @@ class Bessel(nn.Module):
     def forward(self, x):
         return torch.special.i1(x)
 """
+
+
+@pytest.fixture(autouse=True)
+def _timed_badly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network this small is timed badly beside other tests, which is not judged but where it is meant."""
+    monkeypatch.setattr(measuring, "FAR", math.inf)
 
 
 @pytest.fixture
@@ -123,6 +133,25 @@ def test_the_whole_way(
     )
     assert report["pruned"]["accuracy"] == pytest.approx(right / 719)
     assert labels.numel() == 64
+
+
+def test_a_table_of_a_busy_machine_is_told_before_anything_is_trained(
+    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rows are many times what the network takes."""
+    out, flags = tmp_path / "out", ("--target", "0.95", "--epochs", "1", "--allow-missed")
+    monkeypatch.setattr(measuring, "FAR", 1.5)
+    row = Measurement(10.0, 10.0, 10.0, 3, stable=True)
+
+    def untrained(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("trained")
+
+    monkeypatch.setattr(OnnxRuntimeBackend, "block_latency", lambda *_: BlockLatency(row, row))
+    monkeypatch.setattr(training.Trainer, "run", untrained)
+    assert main(arguments(f"{model_file}:build", out, *flags)) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "differ by more than 1.5 times" in said
+    assert "table.sqlite" in said
 
 
 def test_an_interrupted_run_is_resumed_to_the_same_end(

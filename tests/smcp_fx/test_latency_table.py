@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from smcp_fx.backends.base import Backend, BlockLatency, Engine, Fingerprint, Measurement
 from smcp_fx.backends.timing import TimingConfig
-from smcp_fx.errors import InputError, TableError
+from smcp_fx.errors import InputError, MachineBusyError, TableError
 from smcp_fx.latency_blocks import Block, priced_as, unique_blocks
 from smcp_fx.latency_filling import Progress
 from smcp_fx.latency_sampling import SamplingConfig, plan_samples
@@ -634,6 +635,91 @@ def test_unstable_rows_are_reported(tmp_path):
         assert again.unstable == report.unstable  # they are used, whoever measured them
         again = table.measure([block], Noisy(), retry_unstable=True)
         assert (again.measured, again.repeated, again.unstable) == (0, 1, report.unstable)
+
+
+@pytest.mark.parametrize("ms", [0.0, -0.001, math.nan, math.inf])
+def test_what_no_block_can_take_is_no_row(tmp_path, ms):
+    block = FakeBlock("b", "{}", (grid(16),))
+    backend = FakeBackend(latency=lambda width: ms if width == 16 else 1.0)
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        report = table.measure([block], backend)
+        assert [(name, widths) for name, widths, _ in report.failed] == [("b", (16,))]
+        assert "which no block can take" in report.failed[0][2]
+        with pytest.raises(TableError, match="could not be measured at widths"):
+            table.price(block, backend.fingerprint())
+
+
+class BusyTimes(FakeBackend):
+    """A machine that others work on: ``busy(n)`` says so before the ``n``-th measurement (from 0) and in it."""
+
+    def __init__(self, busy: Callable[[int], bool], steady: bool = True, quiet_again: bool = False) -> None:
+        super().__init__()
+        self.busy, self.steady, self.quiet_again, self.asked = busy, steady, quiet_again, 0
+
+    def run_overhead_ms(self):
+        self.log.append(("run", ()))
+        return 0.01
+
+    def require_quiet(self):
+        self.asked += 1
+        if self.busy(len(self.log)) and not (self.quiet_again and self.asked > 1):
+            raise MachineBusyError("others have the cores")
+
+    def block_latency(self, block, widths, config=None):
+        if self.steady and self.busy(len(self.log)) and not (self.quiet_again and self.asked > 2):
+            raise MachineBusyError("no run was left alone")
+        row = super().block_latency(block, widths)
+        return replace(row, hot=replace(row.hot, stable=self.steady))
+
+
+def test_a_busy_machine_is_told_before_anything_is_measured(tmp_path):
+    backend = BusyTimes(lambda n: True)
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        with pytest.raises(MachineBusyError, match="others have the cores"):
+            table.measure([conv()], backend)
+        assert (backend.log, table.rows()) == ([], [])
+        backend.busy = lambda n: False
+        table.measure([conv()], backend)
+        backend.busy = lambda n: True
+        assert table.measure([conv()], backend).measured == 0  # a complete table needs no quiet
+        with pytest.raises(MachineBusyError):
+            table.measure([conv()], backend, retry_unstable=True)
+
+
+def test_a_machine_that_becomes_busy_ends_measuring_and_the_rows_so_far_are_kept(tmp_path):
+    backend, block = BusyTimes(lambda n: n == 20), conv()
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        with pytest.raises(MachineBusyError):
+            table.measure([block], backend)
+        assert len(backend.log) == 20
+        assert len(table.rows()) == 20
+        assert all(row.latency is not None for row in table.rows())  # none is marked as failed
+        backend.busy = lambda n: False
+        table.measure([block], backend)
+        assert (
+            len(set(backend.log)) == len(backend.log) - 1
+        )  # none was lost, and a run's own cost asked for twice
+        table.price(block, backend.fingerprint())
+
+
+def test_a_busy_moment_is_waited_for(tmp_path):
+    backend, block = BusyTimes(lambda n: n == 20, quiet_again=True), conv()
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        assert table.measure([block], backend).failed == ()
+        assert backend.asked == 3  # at first, and behind two tries that nothing was left of
+        table.price(block, backend.fingerprint())
+
+
+def test_behind_unsteady_rows_it_is_asked_whether_the_machine_is_quiet(tmp_path, monkeypatch):
+    """Every ten seconds at most; each row takes four here."""
+    backend, block = BusyTimes(lambda n: n > 30, steady=False), conv()
+    clock = SimpleNamespace(monotonic=lambda: 4.0 * len(backend.log), sleep=time.sleep)
+    monkeypatch.setattr("smcp_fx.latency_filling.time", clock)
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        with pytest.raises(MachineBusyError):
+            table.measure([block], backend)
+        assert 30 < len(backend.log) <= 33
+        assert backend.asked == 1 + len(backend.log) // 3
 
 
 class Moments(FakeBackend):

@@ -14,8 +14,8 @@ import smcp_fx
 from smcp_fx.backends import CompareConfig, compare
 from smcp_fx.backends.base import Backend, Engine, Fingerprint
 from smcp_fx.compiler import measuring
-from smcp_fx.compiler.measuring import CLOSE, TRIES, Corrector, aim_for, is_met
-from smcp_fx.errors import CheckpointError
+from smcp_fx.compiler.measuring import CLOSE, TRIES, Corrector, aim_for, is_met, measured_as_predicted
+from smcp_fx.errors import CheckpointError, TableError
 from smcp_fx.prepare import PreparedModel
 
 
@@ -222,3 +222,25 @@ def test_a_cliff_is_closed_in_on() -> None:
         assert max(below, default=0.0) < aim < min(above)
         tried.append((aim, measured(aim)))
     assert min(abs(m - 0.3) for _, m in tried) <= CLOSE
+
+
+@pytest.mark.parametrize("predicted", [3.83, 78.4 / 1.51, 78.4 * 1.51, 1000.0])
+def test_a_table_that_says_something_else_than_the_engine_prunes_nothing(predicted: float) -> None:
+    with pytest.raises(TableError, match=r"takes 78\.4 ms.*table\.sqlite say .*--resume"):
+        measured_as_predicted(FixedEngine(78.4), predicted, Path("table.sqlite"))
+
+
+@pytest.mark.parametrize("predicted", [78.4 / 1.49, 78.4, 78.4 * 1.49])
+def test_a_table_that_is_near_the_engine_is_pruned_by(predicted: float) -> None:
+    assert measured_as_predicted(FixedEngine(78.4), predicted, Path("table.sqlite")) == 78.4
+
+
+def test_an_engine_is_asked_again_before_a_table_is_given_up() -> None:
+    """A moment of others' work says nothing of the rows."""
+
+    class Later(FixedEngine):
+        def latency(self, inputs=None, config=None):
+            self.ms /= 2
+            return super().latency(inputs, config)
+
+    assert measured_as_predicted(Later(40.0), 10.0, Path("table.sqlite")) == 10.0

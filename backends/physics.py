@@ -1,0 +1,77 @@
+"""What no convolution can be faster than: its multiply-adds at a processor's peak.
+
+A bound, far from what a good kernel reaches, that tells a timing gone wrong from a fast one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto
+
+#: Multiply-adds of single precision in a cycle of one core, by what /proc/cpuinfo says it can: two units for fused
+#: multiply-adds, each as wide as the vectors (512, 256, 128 bits). The first that it has counts.
+_A_CYCLE = {"avx512f": 32, "avx": 16, "sse2": 8}
+#: On other processors: an outer product of two vectors of 512 bits each cycle (SME).
+_A_CYCLE_ELSEWHERE = 256
+#: Cycles a second: more than any processor on sale reaches. (What the system calls the fastest may lack a boost.)
+_FASTEST_HZ = 6.5e9
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def least_ms(model: onnx.ModelProto, threads: int) -> float:
+    """Return the ms that the model's products of single precision need at least on so many cores."""
+    return 1e3 * multiply_adds(model) / (threads * peak())
+
+
+@functools.cache
+def peak() -> float:
+    """Return how many multiply-adds of single precision a core can do in a second at most."""
+    flags = _flags(_CPU_INFO.read_text()) if _CPU_INFO.exists() else set()
+    return _FASTEST_HZ * next(
+        (count for flag, count in _A_CYCLE.items() if flag in flags), _A_CYCLE_ELSEWHERE
+    )
+
+
+def _flags(info: str) -> set[str]:
+    lines = (line.partition(":") for line in info.splitlines())
+    return {flag for name, _, value in lines if name.strip() == "flags" for flag in value.split()}
+
+
+def multiply_adds(model: onnx.ModelProto) -> int:
+    """Count those of convolutions and linear layers whose weights (of single precision) and shapes are known.
+
+    Others count nothing: the sum is at most what the model computes.
+    """
+    weights = {
+        weight.name: tuple(weight.dims)
+        for weight in model.graph.initializer
+        if weight.data_type == TensorProto.FLOAT
+    }
+    shapes = {
+        value.name: tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim)
+        for value in (*model.graph.input, *model.graph.value_info, *model.graph.output)
+    }
+    return sum(_of_node(node, weights, shapes) for node in model.graph.node)
+
+
+def _of_node(
+    node: onnx.NodeProto, weights: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+) -> int:
+    weight = weights.get(node.input[1]) if len(node.input) > 1 else None
+    if weight is None:
+        return 0
+    if node.op_type == "Conv":  # one for each of a filter's weights, at each of its outputs
+        return math.prod(shapes.get(node.output[0], (0,))) * math.prod(weight[1:])
+    if node.op_type == "ConvTranspose":
+        return math.prod(shapes.get(node.input[0], (0,))) * math.prod(weight[1:])
+    if node.op_type in ("Gemm", "MatMul") and len(weight) == 2:
+        given = shapes.get(node.input[0], ())
+        transposed = any(a.name == "transA" and a.i for a in node.attribute)
+        rows = given[1:] if transposed else given[:-1]
+        return math.prod(rows) * math.prod(weight) if given else 0
+    return 0

@@ -1,0 +1,42 @@
+"""Whether this machine is quiet enough to measure on: asked before hours are spent on rows that mean nothing.
+
+A noisy machine is waited for and averaged out. One on which this thread has its core for less than half of the time
+is another matter: a run of a few ms is interrupted nearly always, the caches are the others', and no number of
+repeats brings the true time back. That is so where more processes compute than there are cores, and in a container
+whose limit is less than a core.
+"""
+
+from __future__ import annotations
+
+import time
+
+from smcp_fx.errors import MachineBusyError
+
+#: A thread that has its core for less than this share of the time cannot be measured in.
+LEAST_SHARE = 0.5
+#: A look is so long: many times as long as a scheduler leaves one of several threads its core.
+_LOOK_S = 0.2
+#: Others' work is waited for this long, with a look every so many seconds.
+_PATIENCE_S, _EVERY_S = 20.0, 1.0
+
+
+def core_share() -> float:
+    """Return for which share of a fifth of a second this thread had a core while it wanted one."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    while (passed := time.perf_counter() - wall) < _LOOK_S:
+        pass
+    return (time.thread_time() - cpu) / passed
+
+
+def require_core() -> None:
+    """Return where this thread has most of a core, at once or soon; else raise `MachineBusyError`."""
+    until = time.monotonic() + _PATIENCE_S
+    while (share := core_share()) < LEAST_SHARE:
+        if time.monotonic() >= until:
+            raise MachineBusyError(
+                f"this machine is too busy to measure on: after {_PATIENCE_S:.0f} s a thread that only computes had "
+                f"a core for {share:.0%} of the time, and at least {LEAST_SHARE:.0%} are needed. Stop what else "
+                "computes on it (or give the container a whole core), and start again: rows that are measured are "
+                "kept, and smcp-table measure --retry-unstable repeats those that were unsteady."
+            )
+        time.sleep(_EVERY_S)
