@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: Seconds that the others have to answer when one rank is lost: they notice when they next exchange something.
-_ROLL_CALL = 10.0
+_ROLL_CALL = 5.0
 
 
 def distributed() -> bool:
@@ -106,12 +106,10 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        own, world = dist.get_rank(), dist.get_world_size()
-        silent = _silent()
-        names = ", ".join(map(str, silent))
-        lost = f"rank {names} has" if len(silent) == 1 else f"ranks {names} have" if silent else "one has"
+        names = ", ".join(map(str, silent := _silent()))
+        lost = {0: "one", 1: f"rank {names}"}.get(len(silent), f"one of the ranks {names} that do not answer")
         raise TrainingError(
-            f"rank {own} of {world} cannot reach the others: {lost} died or {'hang' if len(silent) > 1 else 'hangs'} "
+            f"rank {dist.get_rank()} of {dist.get_world_size()} cannot reach the others: {lost} has died or hangs "
             f"({str(error).splitlines()[0]}). Start the job again: it goes on from the last checkpoint "
             "(smcp_fx.load_checkpoint), with this or another number of ranks."
         ) from error

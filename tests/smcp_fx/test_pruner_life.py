@@ -1,7 +1,7 @@
-"""A prepared model's life in any order: masked equals sliced, a restored copy goes on alike, errors are the library's.
+"""A prepared model's life in any order: masked equals sliced, a restored copy goes on alike, errors are ours.
 
-hypothesis draws the order. ``SMCP_LIFE_EXAMPLES=2000`` draws more of them, at random; by default they are the same few
-in every run.
+hypothesis draws the order. ``SMCP_LIFE_EXAMPLES=2000`` draws more of them, at random; by default they are the same
+few in every run.
 """
 
 from __future__ import annotations
@@ -177,11 +177,10 @@ class Life(RuleBasedStateMachine):
         mine = copy.deepcopy(self.prepared)
         for model in (mine, other):
             model.zero_grad()
-            # A mask that takes gradients for a frozen weight keeps what it gathered; a restored one starts anew.
-            for mask in model.smcp.buffers():
-                mask.grad = None
-            # Whether a mask takes gradients follows the weight's from the step on that sees it.
-            attempt(model.pruner.step)
+        # Masks of weights that were frozen after `prepare` take gradients from the next step on: those of both, here.
+        for left, right in zip(mine.smcp.buffers(), other.smcp.buffers(), strict=True):
+            left.grad = right.grad = None
+            right.requires_grad_(left.requires_grad)
         for _ in range(3):
             solves = []
             for model in (mine, other):
@@ -237,6 +236,18 @@ class Life(RuleBasedStateMachine):
             assert torch.equal(mask.amax([d for d in range(mask.dim()) if d != layer.in_dim]) > 0, expected)
         assert state.gathered.dtype == state.remembered.dtype == torch.float32
         assert bool(torch.isfinite(state.gathered).all() and torch.isfinite(state.remembered).all())
+
+
+def test_scales_come_back_from_half_precision() -> None:
+    """They follow from the masks: those of a model that was in bfloat16 are not rounded."""
+    prepared = smcp_fx.prepare(Residual(8, 12), IMAGE, config=smcp_fx.PruningConfig(batch_norm_scaling=True))
+    prepared.set_masks(
+        {group.name: torch.arange(group.size) < 5 for group in prepared.channels.groups if group.free}
+    )
+    before = prepared.smcp.scales
+    prepared.to(torch.bfloat16).float()
+    assert all(torch.equal(scale, before[name]) for name, scale in prepared.smcp.scales.items())
+    assert min(float(scale.min()) for scale in before.values()) < 1
 
 
 def optimizer_of(prepared: nn.Module) -> torch.optim.Optimizer:
