@@ -281,8 +281,8 @@ def same_state(found: smcp_fx.PreparedModel, expected: smcp_fx.PreparedModel) ->
 def test_any_order() -> None:
     more = EXAMPLES > 0
     profile = settings(
-        max_examples=EXAMPLES or 30,
-        stateful_step_count=30 if more else 15,
+        max_examples=EXAMPLES or 20,
+        stateful_step_count=30 if more else 12,
         derandomize=not more,
         deadline=None,
         database=None,
