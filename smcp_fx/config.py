@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +11,16 @@ from smcp_fx.masking import GammaGradient, MaskMode
 
 ImportanceRule = Literal["abs_of_sum", "sum_of_abs"]
 AllocationMethod = Literal["coupled", "paper"]
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether it is a real number (NumPy's are); True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_whole(value: Any) -> bool:
+    """Tell whether it is of a type of whole numbers; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
@@ -74,25 +85,28 @@ class PruningConfig:
     )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.multiple, int) or self.multiple < 1:
+        if not is_whole(self.multiple) or self.multiple < 1:
             raise InputError(f"multiple must be a whole number of at least 1, not {self.multiple!r}")
-        if isinstance(self.exclude, str) or not all(isinstance(name, str) for name in self.exclude):
-            raise InputError(f"exclude must be a tuple of module paths, not {self.exclude!r}")
-        paths = self.layer_pruning_in
-        if isinstance(paths, str) or not all(isinstance(name, str) for name in paths):
-            raise InputError(f"layer_pruning_in must be a tuple of module paths, not {paths!r}")
-        if paths and not self.layer_pruning:
+        for name in ("exclude", "layer_pruning_in"):
+            paths = getattr(self, name)
+            if not isinstance(paths, (tuple, list)) or not all(isinstance(path, str) for path in paths):
+                raise InputError(f"{name} must be a tuple of module paths, not {paths!r}")
+        for name in ("batch_norm_scaling", "keep_first_convolution", "layer_pruning"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.layer_pruning_in and not self.layer_pruning:
             raise InputError(
                 "layer_pruning_in says where layer pruning may act: set layer_pruning=True as well"
             )
         for name in ("momentum", "memory", "tolerance", "width_exponent"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{name} must be in [0, 1), not {getattr(self, name)}")
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value < 1:
+                raise InputError(f"{name} must be a number in [0, 1), not {value!r}")
         for name, kinds in (
             ("mask", ("soft", "hard", "permanent")),
             ("importance", ("abs_of_sum", "sum_of_abs")),
             ("gamma_gradient", ("chain", "direct")),
             ("allocation", ("coupled", "paper")),
         ):
-            if getattr(self, name) not in kinds:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in kinds:
                 raise InputError(f"{name} must be one of {', '.join(kinds)}, not {getattr(self, name)!r}")

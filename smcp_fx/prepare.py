@@ -114,10 +114,13 @@ def _prepared(
         state.to(first.device)
     traced.module.add_module(STATE, state)
     run_pipeline(traced.module, prepare_pipeline(channels, config))
+    prepared: PreparedModel
     if joined is not None:
-        return PreparedRegions(own, traced.module.graph, plan, state)
-    prepared = PreparedGraph(traced.module, traced.module.graph, plan, state, type(model).__name__)
-    copy_modes(traced.module, prepared)
+        prepared = PreparedRegions(own, traced.module.graph, plan, state)
+    else:
+        prepared = PreparedGraph(traced.module, traced.module.graph, plan, state, type(model).__name__)
+        copy_modes(traced.module, prepared)
+    prepared.pruner.warn_of_idle_target(plan.target)
     return prepared
 
 
@@ -130,6 +133,10 @@ def trace_parts(
     """
     if isinstance(leaves, str):
         raise InputError(f"leaves must be a list of module names, not the string {leaves!r}")
+    if not isinstance(leaves, (list, tuple, set, frozenset)) or not all(
+        isinstance(name, str) for name in leaves
+    ):
+        raise InputError(f"leaves must be a list of module names, not {leaves!r}")
     known = dict(model.named_modules())
     for name in leaves:
         if name not in known or not name:

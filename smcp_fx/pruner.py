@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import sys
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from smcp_fx import ranks
-from smcp_fx.config import PruningConfig
+from smcp_fx.config import PruningConfig, is_number
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs import absolute_target
-from smcp_fx.errors import InfeasibleBudgetError, TrainingError
+from smcp_fx.errors import CheckpointError, InfeasibleBudgetError, InputError, TrainingError
 from smcp_fx.gradients import all_finite, loss_scale, norm
 from smcp_fx.importance import TaylorImportance
 from smcp_fx.loop_watch import LoopWatch
@@ -31,9 +33,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Pruner", "Solve"]
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
 #: A cost that is exact at some counts only is taken again at those a solve chose, so often at most, until what was
 #: chosen costs no more than the target (to rounding), and no less than this share below it.
 _PRICINGS, _MISS, _OVER = 5, 0.011, 1e-9
+
+
+def _eager(method: _Method) -> _Method:
+    """Keep `torch.compile` out of a method; its type stays."""
+    return cast(_Method, torch.compiler.disable(method))
 
 
 class Pruner:
@@ -76,11 +85,13 @@ class Pruner:
 
     @correction.setter
     def correction(self, value: float) -> None:
+        if not is_number(value) or not 0 < value <= sys.float_info.max:
+            raise InputError(f"correction must be a positive, finite number, not {value!r}")
         self._state.correction.fill_(value)
 
     # ---- in the training loop ---------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_eager
     def step(self, scaler: Any = None) -> Solve | None:
         """Gather importance, and solve for the masks when the schedule says so.
 
@@ -89,8 +100,11 @@ class Pruner:
         not. Steps with gradients that are not finite are neither gathered nor counted. Returns the solve, if
         there was one. The device is asked for values only when a solve is due.
 
-        Raises `TrainingError` when there are no gradients, or none since the last call, and what `solve` raises.
+        Raises `TrainingError` when there are no gradients, or none since the last call, and what `solve` raises;
+        `InputError` for a ``scaler`` that is none.
         """
+        if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
+            raise InputError(f"scaler must be the GradScaler in use or None, not {scaler!r}")
         state = self._state
         self._watch.before_step(self._model.training, scaler is not None)
         scale = loss_scale(scaler)
@@ -126,7 +140,7 @@ class Pruner:
         self._watch.active = self.schedule is not None and self._calls < self.schedule.last_step
         return self._calls
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_eager
     def solve(self, target: float | str | None = None) -> Solve:
         """Solve for masks now, from the importances gathered so far.
 
@@ -135,6 +149,7 @@ class Pruner:
         importance is known or another rank has died. On several ranks, all must call it.
         """
         wanted = self.target if target is None else absolute_target(target, self.full_cost, self.cost.unit)
+        self.warn_of_idle_target(wanted)
         return self._solve(wanted / self.correction, int(self._state.steps))
 
     def check_target(self) -> None:
@@ -147,11 +162,20 @@ class Pruner:
         except InfeasibleBudgetError as error:
             raise self._explained(error) from error
 
+    def warn_of_idle_target(self, target: float) -> None:
+        """Warn when the whole network costs less than the target, so that nothing is pruned for it."""
+        if target > (1 + _OVER) * self.full_cost:
+            self._solve_watch.idle_target(target, self.full_cost, self.cost.unit)
+
     def check_finished(self) -> None:
-        """Warn when the schedule has not brought the target yet, as when it is longer than the training."""
+        """Warn when a trained model is still whole though there is no schedule, or has not brought the target yet."""
         # The correction may have been measured after the last solve.
         steps, target = int(self._state.steps), self.target / min(self.correction, 1.0)
-        if self.schedule is None or not (steps or self._watch.backwards):
+        if not (steps or self._watch.backwards):
+            return
+        if self.schedule is None:
+            if not int(self._state.solves) and bool(self._state.keep.all()) and target < self.full_cost:
+                self._solve_watch.nothing_pruned(steps, self.full_cost, target, self.cost.unit)
             return
         cost = self.present_cost
         solved_for = self.history[-1].target if self.history else math.inf
@@ -162,6 +186,15 @@ class Pruner:
         """Take over what a copy of ``other``'s model does not hold: the history, and the count of calls."""
         self.history = list(other.history)
         self._calls, self._loads = other._calls, other._loads
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pruner:
+        """The pruner of the model's copy: what holds both is copied as a whole."""
+        return copy.deepcopy(self._model, memo).pruner
+
+    def __reduce__(self) -> Any:
+        raise CheckpointError(
+            "a pruner is not pickled: save the prepared model's state_dict(), or the run with smcp_fx.save_checkpoint"
+        )
 
     def retire(self) -> None:
         """Watch no longer how the model is trained: its weights go on without the pruner."""
@@ -302,6 +335,13 @@ class Pruner:
 
     def _choose(self, scores: Tensor, target: float, step: int) -> Choice:
         if not bool((scores > 0).any()):
+            skipped, gathers = int(self._state.skipped), int(self._state.gathers)
+            if skipped and not gathers:
+                raise TrainingError(
+                    f"no importance is known: all {skipped} steps so far had gradients that are not finite, and were "
+                    "not counted. Check the loss for NaN and infinite values, lower the learning rate or clip "
+                    "gradients; with a GradScaler pass it, prepared.pruner.step(scaler)"
+                )
             raise TrainingError(
                 "every importance is zero, so nothing tells which channels matter: train with "
                 "prepared.pruner.step() for some steps before solving, and check that gradients reach the weights"

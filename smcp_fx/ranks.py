@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ from smcp_fx.tensor_file import raw
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+#: Seconds that the others have to answer when one rank is lost: they notice when they next exchange something.
+_ROLL_CALL = 5.0
 
 
 def distributed() -> bool:
@@ -102,8 +106,31 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        names = ", ".join(map(str, silent := _silent()))
+        lost = {0: "one", 1: f"rank {names}"}.get(len(silent), f"one of the ranks {names} that do not answer")
         raise TrainingError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()} cannot reach the others: one has died or hangs "
+            f"rank {dist.get_rank()} of {dist.get_world_size()} cannot reach the others: {lost} has died or hangs "
             f"({str(error).splitlines()[0]}). Start the job again: it goes on from the last checkpoint "
             "(smcp_fx.load_checkpoint), with this or another number of ranks."
         ) from error
+
+
+def _silent() -> list[int]:
+    """The ranks that do not answer a roll call, which every rank that lost another holds through the job's store.
+
+    Empty where all answer. Without the store, the rank that kept it is the one.
+    """
+    own, world = dist.get_rank(), dist.get_world_size()
+    others = [other for other in range(world) if other != own]
+    if len(others) == 1:
+        return others
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"smcp_fx/here/{own}", "1")
+        end = time.monotonic() + _ROLL_CALL
+        while others and time.monotonic() < end:
+            others = [other for other in others if not store.check([f"smcp_fx/here/{other}"])]
+            time.sleep(0.1)
+    except (RuntimeError, OSError):
+        return [0] if own != 0 else others
+    return others

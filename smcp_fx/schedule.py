@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
+from smcp_fx.config import is_number, is_whole
 from smcp_fx.errors import InputError
+
+#: Epochs, and steps an epoch, beyond which products of them are no counts that floats hold.
+_LONGEST = 1e15
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,10 @@ class Schedule:
     every: int
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(v) for v in (self.epochs, self.warmup, self.ramp, self.cooldown)):
-            raise InputError("the epochs of a schedule must be finite numbers")
+        for name in ("warmup", "ramp", "cooldown"):
+            _check_finite(name, getattr(self, name))
+        _check_length(self.epochs, self.steps_per_epoch)
+        _check_whole("every", self.every)
         if self.epochs <= 0 or self.steps_per_epoch < 1 or self.every < 1:
             raise InputError("a schedule needs epochs > 0, steps_per_epoch >= 1 and every >= 1")
         if min(self.warmup, self.ramp, self.cooldown) < 0:
@@ -46,9 +52,11 @@ class Schedule:
 
         ``every`` defaults to a twenty-fourth of the steps between warm-up and cooldown, at most 80.
         """
+        _check_length(epochs, steps_per_epoch)
         share = epochs / 90
-        between = max(1, round(35 * share * steps_per_epoch))
-        every = every or max(1, min(80, between // 24))
+        if every is None:
+            between = max(1, round(35 * share * steps_per_epoch))
+            every = max(1, min(80, between // 24))
         return cls(epochs, steps_per_epoch, 10 * share, 30 * share, 45 * share, every)
 
     @property
@@ -88,3 +96,19 @@ class Schedule:
             return full
         progress = (step - self.first_step) / (self.ramp_end - self.first_step)
         return float(full * (final / full) ** progress)
+
+
+def _check_finite(name: str, value: Any) -> None:
+    if not is_number(value) or not abs(value) <= _LONGEST:
+        raise InputError(f"{name} of a schedule must be a finite number, not {value!r}")
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if not is_whole(value):
+        raise InputError(f"{name} of a schedule must be a whole number, not {value!r}")
+
+
+def _check_length(epochs: Any, steps_per_epoch: Any) -> None:
+    _check_finite("epochs", epochs)
+    _check_whole("steps_per_epoch", steps_per_epoch)
+    _check_finite("steps_per_epoch", steps_per_epoch)

@@ -91,16 +91,21 @@ class Settling:
                 (name for name in counts if counts[name] != self.present[name]),
                 key=lambda name: -abs(counts[name] - self.present[name]),
             )
-            singles = [{name: count} for name in away for count in self._towards(name, counts[name])]
+            # Empty where masks set by hand keep a count that is not permitted, and none lies on the way to it.
+            towards = {name: self._towards(name, counts[name]) for name in away}
+            singles = [{name: count} for name in away for count in towards[name]]
             pairs = [
-                {a: self._towards(a, counts[a])[0], b: self._towards(b, counts[b])[0]}
+                {a: towards[a][0], b: towards[b][0]}
                 for i, a in enumerate(away)
                 for b in away[i + 1 :]
                 if (counts[a] < self.present[a]) != (counts[b] < self.present[b])
+                and towards[a]
+                and towards[b]
             ]
             branches = [
                 {name: self.present[name] for name in names if counts[name] != self.present[name]}
                 for names in self._together
+                if all(self.present[name] in self.cost.permitted[name] for name in names)
             ]
             for change in (*singles, *pairs, *(branch for branch in branches if len(branch) > 1)):
                 if self._left <= 0:

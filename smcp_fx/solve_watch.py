@@ -69,6 +69,24 @@ class SolveWatch:
         """Say early what a later solve will fail at."""
         self._tell("infeasible", f"{error} Training goes on until the schedule asks for less than that.")
 
+    def idle_target(self, target: float, full: float, unit: str) -> None:
+        """Say that a target asks for nothing."""
+        self._tell(
+            "idle target",
+            f"the target of {target:.6g} {unit} is more than the whole network costs, {full:.6g} {unit}: nothing is "
+            'pruned for it. Ask for less, or for a share of the network\'s cost, as target=0.5 or "50%".',
+        )
+
+    def nothing_pruned(self, steps: int, full: float, target: float, unit: str) -> None:
+        """Say that a model was trained and never pruned."""
+        self._tell(
+            "nothing pruned",
+            f"nothing was pruned: the network still costs {full:.6g} {unit}, and the target is {target:.6g}. It was "
+            f"prepared without a schedule, so that none of its {steps} counted steps solved for masks. Pass "
+            "schedule=smcp_fx.Schedule.scaled(epochs, steps_per_epoch) to prepare, or call prepared.pruner.solve() "
+            "and train on before converting.",
+        )
+
     def unfinished(self, steps: int, schedule: Schedule, cost: float, target: float) -> None:
         """Say that the target has not arrived."""
         if steps >= schedule.last_step:

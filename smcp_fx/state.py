@@ -223,6 +223,7 @@ class PruningState(nn.Module):
             getattr(self, name).requires_grad_()
         for name, before in exact.items():
             setattr(self, name, before.to(getattr(self, name).device))
+        self.refresh()  # a scale that went through half precision is that of its masks again
         return self
 
 

@@ -123,6 +123,8 @@ def test_resnet50_has_the_known_cost() -> None:
         ("2e3 KFLOPs", 2e6),
         (" 7 M flop ", 7e6),
         ("5 FLOPs", 5.0),
+        ("50%", 5e8),
+        (" 12.5 % ", 1.25e8),
     ],
 )
 def test_targets(target: float | str, expected: float) -> None:
@@ -151,3 +153,9 @@ class Channels:
 def test_a_cost_model_of_ones_own() -> None:
     prepared = smcp_fx.prepare(chain(16, 24), torch.randn(2, 3, 8, 8), cost=Channels(), target="8 channels")
     assert (prepared.pruner.full_cost, prepared.pruner.target) == (16, 8)
+
+
+@pytest.mark.parametrize("target", ["0%", "150 %", "nan%", "-5 %", "1e1e1 %", "%"])
+def test_shares_that_make_no_sense(target: str) -> None:
+    with pytest.raises(InputError, match="target"):
+        absolute_target(target, 1e9, "FLOPs")

@@ -118,7 +118,7 @@ def test_a_rank_that_dies_before_a_solve_is_named(tmp_path: Path) -> None:
     second.communicate(timeout=300)
     assert second.returncode == -signal.SIGKILL
     assert first.returncode != 0
-    assert "rank 0 of 2 cannot reach the others: one has died or hangs" in errors
+    assert "rank 0 of 2 cannot reach the others: rank 1 has died or hangs" in errors
     assert "goes on from the last checkpoint" in errors
 
 

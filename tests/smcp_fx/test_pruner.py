@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
+import typing
 from typing import Any
 
 import numpy as np
@@ -13,8 +16,9 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.errors import InfeasibleBudgetError, InputError, TrainingError
-from smcp_fx.pruner import Solve
+from smcp_fx.errors import CheckpointError, InfeasibleBudgetError, InputError, TrainingError
+from smcp_fx.loop_watch import TrainingWarning
+from smcp_fx.pruner import Solve, _eager, _Method
 
 IMAGE = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 SCHEDULE = smcp_fx.Schedule(epochs=1, steps_per_epoch=12, warmup=0.25, ramp=0.34, cooldown=0.25, every=2)
@@ -321,3 +325,83 @@ def test_memory_and_momentum() -> None:
     gather(three)
     expected = 0.5 * both / both.sum() + 0.5 * three / three.sum()
     assert_close(prepared.pruner.importance["0"], expected, "importance")
+
+
+@pytest.mark.parametrize("layer_pruning", [False, True])
+def test_masks_by_hand_need_not_keep_permitted_counts(layer_pruning: bool) -> None:
+    """A solve from them lands on counts that are."""
+    for seed in range(6):
+        prepared = prepared_model(multiple=8, tolerance=0.3, layer_pruning=layer_pruning)
+        optimizer = optimizer_of(prepared)
+        train(prepared, optimizer, range(2))
+        generator = torch.Generator().manual_seed(seed)
+        masks = {
+            group.name: torch.arange(group.size)
+            < int(torch.randint(1, group.size, (1,), generator=generator))
+            for group in prepared.channels.groups
+            if group.free
+        }
+        prepared.set_masks(masks)
+        solve = prepared.pruner.solve(0.6)
+        permitted = prepared.pruner.cost.permitted
+        assert all(count in permitted[name] for name, count in prepared.pruner.counts.items())
+        assert solve.cost <= solve.target
+
+
+def test_a_solve_after_losses_that_are_not_finite_says_so() -> None:
+    prepared = prepared_model()
+    for _ in range(3):
+        prepared.zero_grad()
+        (prepared(IMAGE).sum() * float("nan")).backward()
+        prepared.pruner.step()
+    with pytest.raises(TrainingError, match="all 3 steps so far had gradients that are not finite"):
+        prepared.pruner.solve()
+
+
+def test_a_model_that_was_trained_and_never_pruned_is_told_of() -> None:
+    """Without a schedule, nothing solves for masks but a call; with masks of whatever origin, nothing is said."""
+    prepared = smcp_fx.prepare(Residual(16, 24), IMAGE, target=0.5)
+    assert train(prepared, optimizer_of(prepared), range(2)) == []
+    with pytest.warns(TrainingWarning, match="nothing was pruned.*without a schedule"):
+        smcp_fx.convert(prepared)
+    for act in (lambda p: p.pruner.solve(), lambda p: p.set_masks({"conv1": torch.arange(24) < 8})):
+        pruned = copy.deepcopy(prepared)
+        act(pruned)
+        smcp_fx.convert(pruned)
+
+
+def test_a_target_above_the_whole_cost_is_told_of() -> None:
+    with pytest.warns(TrainingWarning, match="more than the whole network costs"):
+        prepared = smcp_fx.prepare(Residual(16, 24), IMAGE, target="1 TFLOPs")
+    train(prepared, optimizer_of(prepared), range(1))
+    with pytest.warns(TrainingWarning, match="more than the whole network costs"):
+        copy.deepcopy(prepared).pruner.solve("2 TFLOPs")
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda p: p.pruner.step("scaler"), "scaler"),
+        (lambda p: p.pruner.solve([0.5]), "target"),
+        (lambda p: setattr(p.pruner, "correction", float("nan")), "correction"),
+        (lambda p: setattr(p.pruner, "correction", "1"), "correction"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(act: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        act(prepared_model())
+
+
+def test_what_holds_a_model_and_its_pruner_is_copied_as_a_whole() -> None:
+    prepared = prepared_model()
+    copied = copy.deepcopy({"pruner": prepared.pruner, "model": prepared})
+    assert copied["pruner"] is copied["model"].pruner is not prepared.pruner
+    with pytest.raises(CheckpointError, match="not pickled"):
+        pickle.dumps(prepared.pruner)
+
+
+def test_the_methods_of_the_loop_keep_their_types() -> None:
+    """What type checkers read: signatures and annotations of the functions that users call."""
+    assert typing.get_type_hints(_eager) == {"method": _Method, "return": _Method}
+    assert list(inspect.signature(smcp_fx.pruner.Pruner.step).parameters) == ["self", "scaler"]
+    assert list(inspect.signature(smcp_fx.pruner.Pruner.solve).parameters) == ["self", "target"]

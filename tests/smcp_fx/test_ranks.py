@@ -42,3 +42,41 @@ def test_different_masks_are_an_error_that_names_the_ranks(monkeypatch: pytest.M
         ranks.check_same("mine", "masks", torch.device("cpu"))
     monkeypatch.setattr(ranks, "gather_bytes", lambda content, device: [content, content])
     ranks.check_same("mine", "masks", torch.device("cpu"))
+
+
+class Store:
+    """A job's store in which these ranks have answered; None: it went down with the rank that kept it."""
+
+    def __init__(self, here: set[int] | None) -> None:
+        self.here = here
+
+    def set(self, key: str, value: str) -> None:
+        if self.here is None:
+            raise RuntimeError("Connection reset by peer")
+
+    def check(self, keys: list[str]) -> bool:
+        return int(keys[0].rpartition("/")[2]) in (self.here or ())
+
+
+@pytest.mark.parametrize(
+    ("world", "here", "lost"),
+    [
+        (2, set(), "rank 0 has died or hangs"),
+        (3, {0}, "rank 2 has died or hangs"),
+        (4, {0}, "one of the ranks 2, 3 that do not answer has died or hangs"),
+        (3, {0, 2}, "one has died or hangs"),
+        (3, None, "rank 0 has died or hangs"),
+    ],
+)
+def test_the_rank_that_is_lost_is_named(
+    world: int, here: set[int] | None, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_ROLL_CALL", 0.05)
+    monkeypatch.setattr(ranks.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(ranks.dist.distributed_c10d, "_get_default_store", lambda: Store(here))
+    with (
+        pytest.raises(TrainingError, match=f"rank 1 of {world} cannot reach the others: {lost}"),
+        ranks._explained(),
+    ):
+        raise RuntimeError("Connection closed by peer")

@@ -79,6 +79,12 @@ def test_the_papers_schedule_scales(epochs: float, steps: int) -> None:
     [
         ({"epochs": float("nan")}, "finite"),
         ({"ramp": float("inf")}, "finite"),
+        ({"ramp": "3"}, "ramp"),
+        ({"warmup": None}, "warmup"),
+        ({"cooldown": True}, "cooldown"),
+        ({"epochs": 10**400}, "epochs"),
+        ({"steps_per_epoch": "10"}, "steps_per_epoch"),
+        ({"every": 2.5}, "every"),
         ({"epochs": 0}, "epochs > 0"),
         ({"steps_per_epoch": 0}, "steps_per_epoch >= 1"),
         ({"every": 0}, "every >= 1"),
@@ -90,3 +96,11 @@ def test_the_papers_schedule_scales(epochs: float, steps: int) -> None:
 def test_schedules_that_make_no_sense(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Schedule(**{**FIELDS, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"epochs": "9"}, {"steps_per_epoch": 1.5}, {"every": 0}, {"every": "2"}], ids=str
+)
+def test_scaled_schedules_that_make_no_sense(fields: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(fields))):
+        Schedule.scaled(**{"epochs": 9, "steps_per_epoch": 100, **fields})
