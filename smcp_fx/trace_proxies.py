@@ -125,7 +125,8 @@ class Answers(Proxy):
 
     def _text(self) -> str:
         """What a type or a device is called; a size is not fixed for a message's sake."""
-        named = issubclass(self.tracer.kind(self), (torch.dtype, torch.device, torch.layout, str))
+        asked = vars(self).get("attr")  # no value is worked out for a message either
+        named = asked in ("dtype", "device", "layout") or (asked is None and self.node.target == "type")
         return str(self.tracer.number(self)) if named else f"<{express(self.node)} of the traced graph>"
 
     def __copy__(self) -> Proxy:
