@@ -21,6 +21,7 @@ from smcp_fx.errors import PassError, SmcpError, TraceError
 from smcp_fx.masking import STATE, mark_of
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.prepared import PreparedGraph, PreparedModel, PreparedRegions
+from smcp_fx.trace_sentences import TAKEN
 from smcp_fx.tracing import Recorder, plain, unchanged
 
 #: How many images the comparisons take: in `train()` (a batch norm needs two), and as another batch in `eval()`.
@@ -195,7 +196,7 @@ def _differs(
     try:
         found = _outcome(other, inputs, training)
     except (SmcpError, AssertionError) as error:
-        if "traced for inputs where" in str(error):  # it says so itself, whenever it meets such an input
+        if TAKEN in str(error):  # it says so itself, whenever it meets such an input
             return None
         return f"it does not run ({error})"
     except Exception as error:

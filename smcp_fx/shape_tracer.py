@@ -251,14 +251,15 @@ class ShapeTracer(fx.Tracer):
     def _evaluate(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             place = [n for n in self.graph.nodes if n.op == "placeholder"].index(node)
-            value = self.inputs[place] if place < len(self.inputs) else node.args[0]
-            return pytree.tree_map(self._faked, value)
+            given = self.inputs[place] if place < len(self.inputs) else node.args[0]
+            return pytree.tree_map(self._faked, given)
         if node.op == "get_attr":
-            value: Any = self._held.get(
-                str(node.target), self.root
-            )  # forward may have put a proxy in its place
-            for name in str(node.target).split(".") if value is self.root else ():
-                value = getattr(value, name)
+            name = str(node.target)
+            if name in self._held:  # as it was: forward may have put a proxy in its place
+                return self._faked(self._held[name])
+            value: Any = self.root
+            for part in name.split("."):
+                value = getattr(value, part)
             return pytree.tree_map(self._faked, value)
         if self.gradients.asks(node):
             return self.gradients.answered(node, asking_line())

@@ -94,7 +94,7 @@ class Assignments:
             else:
                 original(module, name, value)
 
-        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign, assignment]
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         nn.Module.__setattr__ = self._original  # type: ignore[method-assign]

@@ -109,9 +109,9 @@ class Checkpoints:
 
         def called(*args: Any, **kwargs: Any) -> Iterator[None]:
             if not _traced((args, kwargs)):
-                return (yield from generator(*args, **kwargs))
-            yield
-            return None
+                yield from generator(*args, **kwargs)
+            else:
+                yield
 
         space.update({"CheckpointFunction": Called, _GENERATOR: called})
 

@@ -69,7 +69,7 @@ class Sizes:
         """The dimension that is split."""
         dim = _argument(node, 1 if self._name(node) == "unbind" else 2, "dim")
         dim = self.value(dim) if isinstance(dim, fx.Node) else dim or 0
-        return int(dim) % int(self.value(_source(node)).dim())
+        return int(dim) if dim >= 0 else int(dim) + int(self.value(_source(node)).dim())
 
     # ---- sizes ------------------------------------------------------------------------------------------
 
@@ -107,12 +107,12 @@ class Sizes:
             if self._name(source) not in ("split", "chunk") or isinstance(_asked(source), fx.Node):
                 return False
             source = _source(source)
+        if name == "permute" and isinstance(source, fx.Node):
+            order = _flat(node.args[1:])
+            return (source, order[dim] % len(order)) if all(type(place) is int for place in order) else False
         if not isinstance(source, fx.Node) or not isinstance(self.value(source), Tensor):
             return False
         shape = self.value(source).shape
-        if name == "permute":
-            order = _flat(node.args[1:])
-            return (source, order[dim] % len(shape)) if all(type(place) is int for place in order) else False
         if name == "transpose":
             pair = [place % len(shape) for place in node.args[1:] if type(place) is int]
             other = pair[1 - pair.index(dim)] if len(pair) == 2 and dim in pair else dim

@@ -41,8 +41,8 @@ class Answers(Proxy):
 
     tracer: ShapeTracer
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         """What `isinstance` asks for: the type of the value.
 
         Only where the model itself asks: code in C that looks whether this is a tensor would take it for one.
@@ -125,7 +125,8 @@ class Answers(Proxy):
 
     def _text(self) -> str:
         """What a type or a device is called; a size is not fixed for a message's sake."""
-        named = issubclass(self.tracer.kind(self), (torch.dtype, torch.device, torch.layout, str))
+        asked = vars(self).get("attr")  # no value is worked out for a message either
+        named = asked in ("dtype", "device", "layout") or (asked is None and self.node.target == "type")
         return str(self.tracer.number(self)) if named else f"<{express(self.node)} of the traced graph>"
 
     def __copy__(self) -> Proxy:
@@ -160,7 +161,7 @@ class Answers(Proxy):
             and not any(isinstance(v, numpy.ndarray) for v in inputs)
         ):
             result = self.tracer.create_proxy("call_function", _OF_NUMBERS[name], inputs, {})
-            return result * 1.0 if name in _FLOATS else result
+            return operator.mul(result, 1.0) if name in _FLOATS else result
         return _plain(getattr(function, method)(*self._numbers(inputs), **self._numbers(kwargs)))
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:

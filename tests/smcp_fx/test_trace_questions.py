@@ -24,7 +24,7 @@ Wiring = Callable[[Any, Tensor], Tensor]
 
 
 class Asking(nn.Module):
-    """``wiring`` between two convolutions; a class of this file, whose calls of `int` and `len` are seen."""
+    """``wiring`` between two convolutions; in this file, whose calls of `int` and `len` are therefore seen."""
 
     def __init__(self, wiring: Wiring, **parts: Any) -> None:
         super().__init__()
