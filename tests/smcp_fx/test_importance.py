@@ -128,7 +128,7 @@ def test_a_network_whose_free_channels_nothing_reads() -> None:
         return y.view(s.unused(y).shape)  # type: ignore[no-any-return]
 
     prepared = backward(Net(wiring, one=conv(3, 6), unused=conv(6, 6)))
-    with pytest.raises(TrainingError, match="no layer reads .*'unused'"):
+    with pytest.raises(TrainingError, match=r"no layer reads .*'unused'"):
         prepared.pruner.step()
 
 
