@@ -78,8 +78,8 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
             run.tie(merged, core)
         merged = merged.expand(shape)
     for labels in spread:
-        cores = [_core(merged, varied), _core(labels, varied)]
-        run.trail.spread.append(Spread(*cores, run.reason(call.node.name, why)))
+        reason = run.reason(call.node.name, why)
+        run.trail.spread.append(Spread(_core(merged, varied), _core(labels, varied), reason))
     return merged
 
 

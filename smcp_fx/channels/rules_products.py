@@ -30,9 +30,9 @@ def matmul(run: Propagation, call: Call) -> Any:
     if len(call.args) < 2 or not all(isinstance(a, (Tensor, ParameterRef)) for a in call.args[:2]):
         return run.unknown(call)
     left, right = call.args[:2]
-    if _is_weight(run, right) and isinstance(left, Tensor) and left.dim() > 1:
+    if _is_weight(right, run) and isinstance(left, Tensor) and left.dim() > 1:
         return dense(run, call, left, right, None, dims=(0, 1), axes=(-1, -1))
-    if _is_weight(run, left) and isinstance(right, Tensor) and right.dim() > 1:
+    if _is_weight(left, run) and isinstance(right, Tensor) and right.dim() > 1:
         return dense(run, call, right, left, None, dims=(1, 0), axes=(-2, -2))
     sides = [len(side.shape) for side in (left, right)]
     names = ["k"] if sides[0] == 1 else [*_LETTERS[26 - sides[0] : 24], "y", "k"]
@@ -60,7 +60,7 @@ def einsum(run: Propagation, call: Call) -> Any:
         (left, right, operands[0], operands[1]),
         (right, left, operands[1], operands[0]),
     ):
-        if _is_weight(run, weight) and isinstance(tensor, Tensor):
+        if _is_weight(weight, run) and isinstance(tensor, Tensor):
             read, made = (
                 next((n for n in names if (n in others, n in out) == of), "") for of in _READ_AND_MADE
             )
@@ -71,7 +71,7 @@ def einsum(run: Propagation, call: Call) -> Any:
     return _product(run, call, (operands[0], operands[1]), (list(left), list(right)), list(out), call.shape)
 
 
-def _is_weight(run: Propagation, value: Any) -> TypeGuard[ParameterRef]:
+def _is_weight(value: Any, run: Propagation) -> TypeGuard[ParameterRef]:
     """A matrix of parameters that nothing has read element by element."""
     return (
         isinstance(value, ParameterRef)

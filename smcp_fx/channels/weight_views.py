@@ -127,10 +127,11 @@ def weight_view(module: fx.GraphModule, weight: fx.Node) -> WeightView | None:
     ruler = torch.empty(held.shape, device="meta")  # its strides tell its dimensions apart
     known: dict[fx.Node, Any] = {node: ruler}
     try:
-        dims = [_dims(_evaluated(link, known), ruler) for link in chain]
+        found = [_dims(_evaluated(link, known), ruler) for link in chain]
     except (LookupError, RuntimeError, TypeError, ValueError):  # by sizes that the parameter does not give
         return None
-    return WeightView(node, tuple(chain), tuple(dims)) if all(dims) else None
+    dims = tuple(places for places in found if places is not None)
+    return WeightView(node, tuple(chain), dims) if len(dims) == len(chain) else None
 
 
 def _moves(node: fx.Node) -> bool:
@@ -152,8 +153,11 @@ def _evaluated(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     value = _evaluated(first, known)
     if node.target not in _MASKS and operation_name(node, None) != "contiguous":
         args, kwargs = fx.node.map_arg((node.args[1:], node.kwargs), lambda n: _evaluated(n, known))
-        function = getattr(type(value), str(node.target)) if node.op == "call_method" else node.target
-        value = function(value, *args, **kwargs)
+        if node.op == "call_method":
+            value = getattr(value, str(node.target))(*args, **kwargs)
+        else:
+            assert callable(node.target)
+            value = node.target(value, *args, **kwargs)
     known[node] = value
     return value
 

@@ -278,3 +278,29 @@ def test_modules_that_are_read_but_not_called_get_their_new_sizes() -> None:
     sliced = smcp_fx.convert(prepared)
     assert sliced.get_submodule("shift").out_channels == 2
     assert_close(sliced(image), prepared(image), "slicing")
+
+
+def test_a_weight_read_along_two_dimensions_has_a_mask_for_each() -> None:
+    """The masks stand before the movement of the weight, and folding multiplies both into it."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        h = s.encode(s.stem(x).permute(0, 2, 3, 1))
+        return s.out(F.linear(h, s.encode.weight.t()).permute(0, 3, 1, 2))  # type: ignore[no-any-return]
+
+    module, channels = traced(Net(wiring, stem=conv(3, 8), encode=nn.Linear(8, 6), out=conv(8, 4)))
+    before = Counter(str(n.target) for n in module.graph.nodes)
+    weight = module.get_parameter("encode.weight").detach().clone()
+    insert = InsertSoftMasks(channels)
+    assert insert(module).modified and not insert(module).modified
+    masks = [node for node in module.graph.nodes if node.target is soft_mask]
+    assert len(masks) == 3
+    assert {str(user.target) for mask in masks for user in mask.users} >= {"t"}
+    state = module.get_submodule("smcp")
+    assert isinstance(state, PruningState)
+    for name, _, _ in state._masked:
+        mask = getattr(state, name)
+        mask.select(int(mask.shape[0] == 1), 0).zero_()
+    assert FoldMasks()(module).modified
+    assert Counter(str(n.target) for n in module.graph.nodes) == before
+    weight[0], weight[:, 0] = 0, 0
+    assert torch.equal(module.get_parameter("encode.weight"), weight)
