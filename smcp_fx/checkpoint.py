@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from smcp_fx import generators, ranks
 from smcp_fx.errors import CheckpointError
+from smcp_fx.files import brief
 from smcp_fx.prepared import PreparedModel, unwrapped
 from smcp_fx.solve import Solve
 from smcp_fx.tensor_file import TensorWriter, restore, write_together
@@ -120,7 +121,7 @@ def load_checkpoint(
         states = manifest["generators"]
         if generators_too and ranks.rank() < len(states):
             generators.restore(states[ranks.rank()])
-        extras = values["extras"]
+        extras = dict(values["extras"])
     except CheckpointError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -128,7 +129,7 @@ def load_checkpoint(
             f"{path} does not belong to this run: {' '.join(str(error).split())[:600]}. Prepare the same model "
             f"with the same options, or start afresh without it {saved_with(manifest)}"
         ) from error
-    return dict(extras)
+    return extras
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -144,7 +145,7 @@ def _counter(items: list[list[Any]]) -> Counter[Any]:
 
 
 def _listed(kinds: Any) -> str:
-    return ", ".join(map(str, kinds)) if kinds else "nothing"
+    return ", ".join(map(str, kinds))[:300] if kinds and isinstance(kinds, list) else "nothing"
 
 
 class _Encoder:
@@ -238,8 +239,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             manifest = json.loads((file.metadata() or {})[FORMAT])
         if manifest["format"] != FORMAT or manifest["version"] != FORMAT_VERSION:
             raise CheckpointError(
-                f"{path} is of version {manifest['version']!r}; this smcp_fx reads {FORMAT_VERSION}: load it with "
-                f"the one that wrote it {saved_with(manifest)}"
+                f"{path} is of version {brief(manifest['version'])}; this smcp_fx reads {FORMAT_VERSION}: load it "
+                f"with the one that wrote it {saved_with(manifest)}"
             )
         if _checksum(_parts(path)) != manifest["sha256"]:
             raise CheckpointError(
@@ -249,8 +250,17 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return restore(stored, manifest["tensors"], torch.device("cpu")), manifest
     except CheckpointError:
         raise
-    except (OSError, SafetensorError, RuntimeError, LookupError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        OSError,
+        SafetensorError,
+        RuntimeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise CheckpointError(
-            f"{path} is damaged or no checkpoint of smcp_fx.save_checkpoint ({type(error).__name__}: {error}); "
+            f"{path} is damaged or no checkpoint of smcp_fx.save_checkpoint ({told}); "
             "delete it and start from an earlier one"
         ) from error

@@ -322,7 +322,7 @@ class LatencyStore:
             return False
         if host != socket.gethostname():
             return isinstance(claimed, float) and 0 <= time.time() - claimed < _REMOTE_CLAIM_SECONDS
-        return owner != self._owner and _process_name(int(pid)) == owner
+        return bool(owner != self._owner and _process_name(int(pid)) == owner)
 
     @contextmanager
     def _reported(self) -> Iterator[None]:

@@ -83,7 +83,7 @@ def restore(
             order = [int(dim) for dim in entry["layout"]]
             if sorted(order) != list(range(source.dim())):
                 raise CheckpointError(
-                    f"{entry['name']!r}: {order} is not an order of {source.dim()} dimensions"
+                    f"{str(entry['name'])[:80]!r}: {str(order)[:80]} is not an order of {source.dim()} dimensions"
                 )
             empty = torch.empty([source.shape[dim] for dim in order], dtype=source.dtype, device=device)
             memory[entry["stored"]] = empty.permute([order.index(dim) for dim in range(len(order))]).copy_(

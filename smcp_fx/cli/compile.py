@@ -61,7 +61,7 @@ def _plain_type(hint: Any) -> Any:
     return hint if hint in (int, float, str) else str
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The command line, derived from the settings' dataclasses."""
     from smcp_fx.compiler.settings import CompileSettings
 

@@ -24,7 +24,7 @@ _EXAMPLES = """examples:
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The command line."""
     parser = CommandParser(
         prog="smcp-inspect",

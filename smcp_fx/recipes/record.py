@@ -117,8 +117,8 @@ def _typed(record: Record) -> None:
             value = getattr(record, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise ValueError(f"{name} is {brief(value)}")
-    names = [record.row, record.cost, record.weights, record.device, *record.environment.values()]
-    if not all(isinstance(name, str) and len(name) <= _LONGEST_NAME for name in names):
+    told = [record.row, record.cost, record.weights, record.device, *record.environment.values()]
+    if not all(isinstance(name, str) and len(name) <= _LONGEST_NAME for name in told):
         raise ValueError(f"names are texts of at most {_LONGEST_NAME} letters")
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fuzzing
 import numpy as np
 import pytest
 from fake_tensorrt import built, pretend, small_model
@@ -317,3 +318,32 @@ def test_a_bad_device_file_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "device.json").write_text(content)
     with pytest.raises(TableError, match=r"device\.json is damaged"):
         device_of(tmp_path, BuildOptions())
+
+
+@pytest.mark.parametrize("name", ["m.engine", "m.engine.json", "timing-8.5.3.1-Pretend_GPU-9.0.cache"])
+def test_damaged_engines_descriptions_and_caches_are_told_or_harmless(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As many as ``SMCP_FX_FUZZ`` says; what TensorRT itself makes of a plan is not tried here, it is a stand-in."""
+    pretend(monkeypatch)
+    model, worker = small_model(tmp_path / "m.onnx"), InProcess()
+    built(worker, model, tmp_path / "m.engine")
+    whole = {file: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def read(changed: bytes) -> None:
+        for file, content in whole.items():
+            file.write_bytes(content)
+        (tmp_path / name).write_bytes(changed)
+        if name.endswith(".cache"):
+            built(InProcess(), model)
+        else:
+            worker.ask("load", engine=str(tmp_path / "m.engine"), key="e")
+            worker.ask("unload", key="e")
+
+    mutators = (fuzzing.of_bytes, fuzzing.of_json) if name.endswith(".json") else (fuzzing.of_bytes,)
+    failed, held = fuzzing.kinds_of_failure(
+        (tmp_path / name).read_bytes(), mutators, read, (WorkerError,), fuzzing.cases(100)
+    )
+    assert not failed
+    assert held["read" if name.endswith(".cache") else "refused"] > 10
+    assert not [file for file in tmp_path.iterdir() if file.suffix == ".part"]

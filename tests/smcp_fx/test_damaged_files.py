@@ -140,6 +140,32 @@ def checkpoint(folder: Path, _: bytes) -> Case:
     return whole, (fuzzing.of_bytes,), read
 
 
+def signed_checkpoint(folder: Path, _: bytes) -> Case:
+    """A manifest of another hand, with the checksum that it must have."""
+    import hashlib
+
+    import safetensors.torch
+
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    path = smcp_fx.save_checkpoint(folder / "c.safetensors", model, optimizer, extras={"epoch": 3})
+    tensors = safetensors.torch.load_file(path)
+    with safetensors.safe_open(path, framework="pt") as file:
+        manifest = json.loads(file.metadata()["smcp_fx.checkpoint"])
+    generators = manifest.pop("generators")  # of thousands of numbers, which would be all that is changed
+    del manifest["sha256"]
+
+    def read(changed: bytes) -> None:
+        none = "0" * 64
+        text = changed.decode("utf-8", "replace").lstrip()[1:]
+        text = f'{{"sha256": "{none}", "generators": {json.dumps(generators)}, {text}'
+        whole = safetensors.torch.save(tensors, {"smcp_fx.checkpoint": text})
+        path.write_bytes(whole.replace(none.encode(), hashlib.sha256(whole).hexdigest().encode(), 1))
+        smcp_fx.load_checkpoint(path, model, optimizer)
+
+    return json.dumps(manifest).encode(), (fuzzing.of_json, fuzzing.of_json, fuzzing.of_bytes), read
+
+
 def weights(folder: Path, _: bytes) -> Case:
     from safetensors.torch import save_file
 
@@ -293,6 +319,7 @@ FORMATS: dict[str, Callable[[Path, bytes], Case]] = {
     "json": exported("json"),
     "csv": exported("csv"),
     "checkpoint": checkpoint,
+    "signed checkpoint": signed_checkpoint,
     "weights": weights,
     "requests": requests,
     "answers": answers,
