@@ -74,8 +74,8 @@ class _Run:
         self._check_early(fitted, backend, inputs)
         with self.folder.held():
             cost = self._cost(backend)  # a damaged or foreign table is refused before anything is trained
-            self.folder.begin()
             self._check_table(fitted, data, backend, inputs, cost)
+            self.folder.begin()  # from here on, an earlier run's files are replaced
             return self._train_and_emit(data, fitted, backend, inputs, cost)
 
     def _train_and_emit(
