@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,17 +10,19 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import build
 from smcp_fx.config import PruningConfig
+from smcp_fx.copying import deep_copy
 from smcp_fx.costs import CostModel, absolute_target, bind
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.layer_pruning import allow_layer_pruning
 from smcp_fx.masking import META, STATE
+from smcp_fx.output_types import keep_output_types
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
 from smcp_fx.prepared import Plan, PreparedGraph, PreparedModel, PreparedRegions, copy_modes, unwrapped
 from smcp_fx.regions import Joined, find_regions, images_in, join_regions, run_by_graphs, sharing
 from smcp_fx.schedule import Schedule
 from smcp_fx.state import PruningState
-from smcp_fx.tracing import Traced, as_inputs, default_inputs, trace
+from smcp_fx.tracing import Traced, as_inputs, default_inputs, run_eager, trace
 
 __all__ = ["PreparedModel", "convert", "prepare"]
 
@@ -64,7 +65,7 @@ def prepare(
             raise InputError(f"prepare needs a {kind.__name__}, not a {type(given).__name__}: {given!r}")
     config = config or PruningConfig()
     inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs)
-    own = copy.deepcopy(model)
+    own = deep_copy(model)
     traced, joined = trace_parts(own, inputs, leaves)
     if hasattr(traced.module, STATE):
         raise InputError(f"the model has an attribute {STATE!r}, a name that prepared models use; rename it")
@@ -97,10 +98,12 @@ def prepare(
     first = next(iter(traced.module.parameters()), None)
     if first is not None:
         state.to(first.device)
+    returned = run_eager(own, inputs) if joined is None else None
     traced.module.add_module(STATE, state)
     run_pipeline(traced.module, prepare_pipeline(channels, config))
     if joined is not None:
         return PreparedRegions(own, traced.module.graph, plan, state)
+    keep_output_types(traced.module.graph, returned)
     prepared = PreparedGraph(traced.module, traced.module.graph, plan, state, type(model).__name__)
     copy_modes(traced.module, prepared)
     return prepared
@@ -150,7 +153,7 @@ def convert(prepared: nn.Module) -> nn.Module:
 
 def sliced(prepared: PreparedModel) -> nn.Module:
     """`convert` at any time: also before the schedule has brought the target, to measure what it would give."""
-    copied = copy.deepcopy(prepared)
+    copied = deep_copy(prepared)
     copied.pruner.retire()
     if isinstance(copied, PreparedRegions):
         module = sharing(copied.python, copied.graph)

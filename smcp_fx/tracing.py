@@ -26,6 +26,7 @@ from smcp_fx.errors import InputError, TraceError
 from smcp_fx.shape_tracer import ShapeTracer, plain_lists
 from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
 from smcp_fx.trace_modes import one_graph
+from smcp_fx.trace_names import check_names
 from smcp_fx.trace_rewrites import drop_expansions, normalise
 
 #: max |eager - traced| may reach this share of the output's scale: both run the same kernels in the same order.
@@ -150,6 +151,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
                 raise
             why |= {path: f"{path!r} writes into its own buffers" for path in error.paths}
     graph = one_graph(model, evaluated, trained)
+    check_names(graph)
     for node in graph.nodes:
         if node.op == "call_module" and node.target in why:
             node.meta[OPAQUE] = why[str(node.target)]
