@@ -29,6 +29,7 @@ from smcp_fx.backends.onnx_attention import FourDimensionalAttention
 from smcp_fx.backends.onnx_clean import clean_model
 from smcp_fx.backends.onnx_opset import lower_opset
 from smcp_fx.errors import BackendError, InputError
+from smcp_fx.prepared import PreparedModel, unwrapped
 
 DEFAULT_OPSET = 20
 OLDEST_OPSET = 17
@@ -58,9 +59,15 @@ def export_onnx(
     name only after that; whatever fails, nothing is left behind.
 
     Errors: `BackendError` for an operation ONNX cannot express (named with its module), for outputs that
-    differ, and for a disk that is full; `InputError` for an opset or example inputs that cannot be used.
+    differ, and for a disk that is full; `InputError` for an opset or example inputs that cannot be used, and for
+    a model that is prepared and not converted yet.
     """
     path = Path(path)
+    if isinstance(unwrapped(model), PreparedModel):
+        raise InputError(
+            "the model is prepared, not converted: its file would be as large as the unpruned network's. "
+            "Export what smcp_fx.convert(prepared) returns."
+        )
     if precision is not None:
         model, example_inputs = in_precision(model, as_tuple(example_inputs), precision)
     proto = export_model_proto(model, example_inputs, opset=opset, dynamic_batch=dynamic_batch)

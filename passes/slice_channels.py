@@ -217,8 +217,11 @@ def _set_argument(node: fx.Node, position: int, name: str, value: Any) -> None:
 
 
 def check_shapes(module: fx.GraphModule) -> None:
-    """Raise `PassError` where a module's fields and its weight's shape disagree."""
+    """Raise `PassError` where the fields of a module that the graph calls and its weight's shape disagree."""
+    called = {str(node.target) for node in module.graph.nodes if node.op == "call_module"}
     for path, part in module.named_modules():
+        if path not in called:  # its weights are read as tensors; its fields say nothing to the graph
+            continue
         weight = getattr(part, "weight", None)
         expected: tuple[int, ...] | None = None
         if isinstance(part, nn.modules.conv._ConvNd):

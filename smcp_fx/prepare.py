@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,10 +10,12 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import build
 from smcp_fx.config import PruningConfig
+from smcp_fx.copying import deep_copy
 from smcp_fx.costs import CostModel, absolute_target, bind
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.layer_pruning import allow_layer_pruning
 from smcp_fx.masking import META, STATE
+from smcp_fx.output_types import keep_output_types
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
 from smcp_fx.prepared import Plan, PreparedGraph, PreparedModel, PreparedRegions, copy_modes, unwrapped
@@ -53,6 +54,8 @@ def prepare(
         config: the method's options.
         leaves: names of modules that stay as they are, called as they were: they are not looked into, and what
             they read and write is not pruned.
+        check: hold the result against the model on a few images before it is returned: in train and eval mode, with
+            gradients, and with another number of images.
 
     Raises `TraceError` for models that fx cannot trace and that have no parts worth pruning which it can (the
     message says which module stopped it, and at which line), and for those that would compute something else,
@@ -81,7 +84,7 @@ def _prepared(
     config: PruningConfig,
     leaves: Sequence[str],
 ) -> PreparedModel:
-    own = copy.deepcopy(model)
+    own = deep_copy(model)
     traced, joined = trace_parts(own, inputs, leaves)
     if hasattr(traced.module, STATE):
         raise InputError(f"the model has an attribute {STATE!r}, a name that prepared models use; rename it")
@@ -99,7 +102,7 @@ def _prepared(
     network_cost = bind(cost, traced, channels)
     full = network_cost.cost(network_cost.full_counts)
     plan = Plan(
-        traced=replace(traced, module=fx.GraphModule(nn.Module(), fx.Graph())),
+        traced=replace(traced, module=fx.GraphModule(nn.Module(), fx.Graph()), returned=None),
         channels=channels,
         cost=network_cost,
         target=absolute_target(target, full, network_cost.unit),
@@ -118,6 +121,7 @@ def _prepared(
     if joined is not None:
         prepared = PreparedRegions(own, traced.module.graph, plan, state)
     else:
+        keep_output_types(traced.module.graph, traced.returned)
         prepared = PreparedGraph(traced.module, traced.module.graph, plan, state, type(model).__name__)
         copy_modes(traced.module, prepared)
     prepared.pruner.warn_of_idle_target(plan.target)
@@ -176,7 +180,7 @@ def convert(prepared: nn.Module, *, check: bool = True) -> nn.Module:
 
 def sliced(prepared: PreparedModel) -> nn.Module:
     """`convert` at any time: also before the schedule has brought the target, to measure what it would give."""
-    copied = copy.deepcopy(prepared)
+    copied = deep_copy(prepared)
     copied.pruner.retire()
     if isinstance(copied, PreparedRegions):
         module = sharing(copied.python, copied.graph)

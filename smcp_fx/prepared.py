@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.config import PruningConfig
+from smcp_fx.copying import deep_copy
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import AssumptionError, CheckpointError
 from smcp_fx.masking import STATE
@@ -106,7 +107,7 @@ class PreparedGraph(PreparedModel, fx.GraphModule):
         root = nn.Module()
         root.training = self.training
         for part in ("_modules", "_parameters", "_buffers"):
-            setattr(root, part, copy.deepcopy(getattr(self, part), memo))
+            setattr(root, part, deep_copy(getattr(self, part), memo))
         state = root.get_submodule(STATE)
         assert isinstance(state, PruningState)
         copied = PreparedGraph(root, copy.deepcopy(self.graph), self.plan, state, type(self).__name__)
@@ -157,7 +158,7 @@ class PreparedRegions(PreparedModel):
             return getattr(self.__dict__["python"], name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedRegions:
-        python = copy.deepcopy(self.python, memo)
+        python = deep_copy(self.python, memo)
         state = python.get_submodule(STATE)
         assert isinstance(state, PruningState)
         copied = PreparedRegions(python, copy.deepcopy(self.graph), self.plan, state)

@@ -79,6 +79,10 @@ class PruningState(nn.Module):
             self._scaled.append((scale_name(norm), [self.places(la.in_labels) for la in layers], source))
             self.register_buffer(scale_name(norm), torch.ones(source.numel()), persistent=False)
 
+    def forward(self, x: Any) -> Any:
+        """Nothing: an `nn.Sequential` that runs its parts from Python calls this one, too."""
+        return x
+
     def places(self, labels: Tensor) -> Tensor:
         """Where the units of 1-D labels stand in the flat vectors; -1 for what always stays."""
         units = self._channels.units.of(labels)

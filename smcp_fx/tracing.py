@@ -29,6 +29,7 @@ from smcp_fx.shape_tracer import ShapeTracer, plain_lists
 from smcp_fx.trace_attributes import Attributes
 from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
 from smcp_fx.trace_modes import ModeTrace, ReadsOfTraining, both_modes, differ_in_flags
+from smcp_fx.trace_names import check_names
 from smcp_fx.trace_rewrites import drop_expansions, normalise
 from smcp_fx.trace_sentences import is_ours
 
@@ -91,7 +92,7 @@ class Traced:
     ``values`` maps node names to recorded outputs, with a `TensorInfo` in place of each tensor.
     ``assumptions`` says what the graph takes for given of its inputs' shapes, and checks when it is called.
     ``work``: the multiply-adds of each node that has some, in the example run, of ``images`` together (0: not told);
-    ``outside``: those of Python code around the graph.
+    ``outside``: those of Python code around the graph. ``returned`` is what the model itself returned.
     """
 
     module: fx.GraphModule
@@ -100,6 +101,7 @@ class Traced:
     work: Mapping[str, int] = dataclasses.field(default_factory=dict)
     images: int = 0
     outside: int = 0
+    returned: Any = None
 
 
 class Recorder(fx.Interpreter):
@@ -232,6 +234,8 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
                 raise
             why |= {path: f"{path!r} writes into its own buffers" for path in error.paths}
     graph = evaluated.graph
+    for mode in (evaluated, trained):
+        check_names(mode.graph)
     if not differ_in_flags(model, graph, trained.graph):
         for mode in (evaluated, trained):
             normalise(model, mode.graph)
@@ -268,7 +272,9 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             "(`u += v` on a chunk) is the usual cause; write it out of place."
         )
     drop_expansions(traced, values)
-    return Traced(traced, values, tuple(dict.fromkeys(assumed + also)), work, images_in(inputs))
+    return Traced(
+        traced, values, tuple(dict.fromkeys(assumed + also)), work, images_in(inputs), returned=expected
+    )
 
 
 def _values(model: nn.Module, graph: fx.Graph, inputs: tuple[Any, ...]) -> dict[str, Any]:

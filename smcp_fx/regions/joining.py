@@ -41,6 +41,13 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
     else than the calls did.
     """
     wiring = observe(model, inputs, split.regions)
+    if wiring.bared:  # sliced weights would not fit what Python does with them
+        why = "code that was not traced reads its weights"
+        rest = tuple(region for region in split.regions if region.path not in wiring.bared)
+        stopped = split.stopped | {path: f"{path!r}: {why}" for path in sorted(wiring.bared)}
+        if not rest:
+            raise TraceError(f"{split.stopped['']} Of {', '.join(sorted(wiring.bared))}, {why}.")
+        return join_regions(model, inputs, Split(rest, stopped))
     graph = fx.Graph()
     ends: list[list[Any]] = []
     given: list[Tensor] = []
@@ -52,9 +59,8 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
             if source.call is not None:
                 starts.append(ends[source.call][source.place])
                 continue
-            name = f"{call.region.path}_{call.nth}_{place}".replace(".", "_")
-            with graph.inserting_after(last):
-                start = graph.placeholder(name)
+            with graph.inserting_after(last):  # numbers: a module's name may be no identifier
+                start = graph.placeholder(f"call_{number}_{place}")
             last = start
             start.meta[ORIGIN] = f"comes into region {call.region.path!r} from code that was not traced"
             starts.append(start)

@@ -49,11 +49,15 @@ class Passage:
 
 @dataclass(frozen=True)
 class Wiring:
-    """The calls in order; ``sources[i]`` of call i's inputs; ``read[i]``: the outputs of call i that Python reads."""
+    """The calls in order; ``sources[i]`` of call i's inputs; ``read[i]``: the outputs of call i that Python reads.
+
+    ``bared`` are the paths of regions whose own parameters or buffers Python outside the regions reads.
+    """
 
     calls: tuple[Passage, ...]
     sources: tuple[tuple[Source, ...], ...]
     read: tuple[frozenset[int], ...]
+    bared: frozenset[str]
 
 
 class _Watcher:
@@ -100,9 +104,12 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
     """
     calls, watcher = _run(model, inputs, regions, training=False)
     read = _read(calls, watcher)
+    bared = _bared(model, regions, watcher)
     with _restored(model):
         try:
-            also = _read(*_run(model, inputs, regions, training=True))
+            trained, other = _run(model, inputs, regions, training=True)
+            also = _read(trained, other)
+            bared |= _bared(model, regions, other)
         except Exception:  # detection models want targets there; what their eval run shows must do
             also = {}
     produced: dict[int, tuple[int, int]] = {}
@@ -127,7 +134,7 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
     for index, call in enumerate(calls):  # what nobody took may be for code that did not run
         idle = {place for place in range(len(call.outputs)) if (index, place) not in used}
         places[index] = places[index] | idle
-    return Wiring(tuple(calls), tuple(sources), tuple(places))
+    return Wiring(tuple(calls), tuple(sources), tuple(places), frozenset(bared))
 
 
 def _key(call: Passage) -> tuple[str, int]:
@@ -139,6 +146,14 @@ def _read(calls: list[Passage], watcher: _Watcher) -> dict[tuple[str, int], set[
         _key(call): {place for place, tensor in enumerate(call.outputs) if id(tensor) in watcher.touched}
         for call in calls
     }
+
+
+def _bared(model: nn.Module, regions: tuple[Region, ...], watcher: _Watcher) -> set[str]:
+    def held(path: str) -> list[Tensor]:
+        module = model.get_submodule(path)
+        return [*module.parameters(), *module.buffers()]
+
+    return {region.path for region in regions if any(id(t) in watcher.touched for t in held(region.path))}
 
 
 def _run(
