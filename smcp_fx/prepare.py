@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import build
 from smcp_fx.config import PruningConfig
+from smcp_fx.converted import ConvertedModule
 from smcp_fx.costs import CostModel, absolute_target, bind
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.layer_pruning import allow_layer_pruning
@@ -155,7 +156,7 @@ def sliced(prepared: PreparedModel) -> nn.Module:
     if isinstance(copied, PreparedRegions):
         module = sharing(copied.python, copied.graph)
     else:
-        module = fx.GraphModule(copied, copied.graph, class_name=type(prepared).__name__)
+        module = ConvertedModule(copied, copied.graph, class_name=type(prepared).__name__)
         copy_modes(prepared, module)
     run_pipeline(module, convert_pipeline(prepared.channels, prepared.smcp.units_kept()))
     if hasattr(module, STATE):
