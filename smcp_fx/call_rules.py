@@ -18,8 +18,8 @@ _OF_TENSORS = ("tensor", "input")
 _SIZES = ("size", "stride")
 #: Operators that a string may be an operand of; the others format, repeat or join it.
 _WITH_STRINGS = ("contains", "eq", "getitem", "is_", "is_not", "ne", "setitem")
-#: Operators that make of two numbers, or of a list and a number, something of any size.
-_GROWING = ("lshift", "mul", "imul", "pow", "ipow")
+#: Operators that make of two constants something of any size, and how large a constant may be.
+_GROWING, _LARGEST = ("lshift", "mul", "imul", "pow", "ipow"), 1 << 16
 
 
 def check_calls(graph: fx.Graph, root: nn.Module, names: dict[fx.Node, str]) -> None:
@@ -93,8 +93,10 @@ def _operator(node: fx.Node, name: str, given: str, kinds: dict[fx.Node, str]) -
         raise _refused(node, f"operator.{name} of a string is not an operation on tensors")
     if any(kinds[value] in _OF_TENSORS for value in node.args if isinstance(value, fx.Node)):
         return "tensor"
-    if name in _GROWING and any(isinstance(value, (tuple, list)) for value in node.args):
-        raise _refused(node, f"operator.{name} of a list is not an operation on tensors")
+    if name in _GROWING and any(isinstance(value, int) and abs(value) > _LARGEST for value in node.args):
+        raise _refused(
+            node, f"operator.{name} of a constant above {_LARGEST} makes more than a network needs"
+        )
     return "plain"
 
 

@@ -19,6 +19,7 @@ class ConvertedModule(fx.GraphModule):
     def __reduce__(self) -> Any:
         """Errors: `CheckpointError` for a graph that neither way can hold (as in `smcp_fx.save`)."""
         self._tracer_cls = None  # the default one, whose constructor needs no arguments
+        self._graphmodule_cls_name = type(self).__name__
         self.__dict__.pop("_tracer_extras", None)
         if retraces_the_same(self):
             return super().__reduce__()
