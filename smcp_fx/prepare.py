@@ -138,7 +138,8 @@ def trace_parts(
 def convert(prepared: nn.Module) -> nn.Module:
     """Return a plain, physically smaller model that computes what the masked model computes.
 
-    A `GraphModule`, which needs nothing of this library to run, train, save or export; for a model that was
+    A `GraphModule`, which needs nothing of this library to run, train or export, nor to be unpickled, unless it
+    asks a module for its mode or a value for more than tensors can (`smcp_fx.converted`); for a model that was
     traced in regions, a module of its own class whose regions run as sliced graphs. ``prepared`` stays as it was;
     it may come as `DistributedDataParallel`, `DataParallel` or `torch.compile` wrapped it.
     """

@@ -50,7 +50,7 @@ _SPECIFICATIONS: dict[str, list[tuple[str, str]]] = {
         ("Hardtanh ReLU6", "min_val:number max_val:number inplace:flag"),
         ("LeakyReLU", "negative_slope:number inplace:flag"),
         ("LogSoftmax Softmax Softmin", "dim:int|none"),
-        ("PReLU", "num_parameters:int"),
+        ("PReLU", "num_parameters:int init:number"),
         ("RReLU", "lower:number upper:number inplace:flag"),
         ("Softplus", "beta:number threshold:number"),
         ("Threshold", "threshold:number value:number inplace:flag"),
@@ -68,7 +68,6 @@ _SPECIFICATIONS: dict[str, list[tuple[str, str]]] = {
     "container": [
         ("Sequential ModuleList ModuleDict", ""),
         ("ParameterList", "_size:int"),
-        ("ParameterDict", ""),
     ],
     "conv": [
         ("Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d", _CONV),
@@ -151,11 +150,11 @@ _SPECIFICATIONS: dict[str, list[tuple[str, str]]] = {
     ],
     "transformer": [
         ("Transformer", "d_model:int nhead:int batch_first:flag"),
-        ("TransformerDecoder", "num_layers:int"),
+        ("TransformerDecoder", "num_layers:int norm?:none"),
         ("TransformerDecoderLayer", _BLOCK),
         (
             "TransformerEncoder",
-            "num_layers:int enable_nested_tensor:flag use_nested_tensor:flag mask_check:flag",
+            "num_layers:int enable_nested_tensor:flag use_nested_tensor:flag mask_check:flag norm?:none",
         ),
         ("TransformerEncoderLayer", f"{_BLOCK} activation_relu_or_gelu:int"),
     ],

@@ -19,7 +19,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # behind smcp_fx: the tests have a folder of that name
+sys.path[:0] = [
+    str(Path(__file__).parents[2]),
+    str(Path(__file__).parents[1]),
+]  # in this order: both have a smcp_fx
 
 import torch
 from saved_models import (
@@ -130,6 +133,8 @@ class Watch:
         elif event in ("exec", "compile"):
             code = arguments[0] if event == "exec" else arguments[1]
             name = getattr(code, "co_filename", code)
+            if event == "compile" and name == "<unknown>":
+                return  # a traceback parses a line to mark a part of it; to run it would be another event
             event = f"{event} {'generated' if str(name).startswith('<eval_with_key>') else name}"
         self.events.add(event)
 

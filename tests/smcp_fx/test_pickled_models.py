@@ -40,9 +40,7 @@ class ReadsItsMode(nn.Module):
         self.register_buffer("variance", torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.batch_norm(
-            self.first(x), self.mean, self.variance, training=not (not self.training)
-        )
+        x = nn.functional.batch_norm(self.first(x), self.mean, self.variance, training=self.training)
         return self.second(x)
 
 
