@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import build
 from smcp_fx.config import PruningConfig
+from smcp_fx.converted import ConvertedModule
 from smcp_fx.copying import deep_copy
 from smcp_fx.costs import CostModel, absolute_target, bind
 from smcp_fx.errors import InputError, TraceError
@@ -163,7 +164,8 @@ def trace_parts(
 def convert(prepared: nn.Module, *, check: bool = True) -> nn.Module:
     """Return a plain, physically smaller model that computes what the masked model computes.
 
-    A `GraphModule`, which needs nothing of this library to run, train, save or export; for a model that was
+    A `GraphModule`, which needs nothing of this library to run, train or export, nor to be unpickled, unless it
+    asks a module for its mode or a value for more than tensors can (`smcp_fx.converted`); for a model that was
     traced in regions, a module of its own class whose regions run as sliced graphs. ``prepared`` stays as it was;
     it may come as `DistributedDataParallel`, `DataParallel` or `torch.compile` wrapped it. ``check``: compare the two
     on a few of the example's images; raises `PassError` where they differ.
@@ -185,7 +187,7 @@ def sliced(prepared: PreparedModel) -> nn.Module:
     if isinstance(copied, PreparedRegions):
         module = sharing(copied.python, copied.graph)
     else:
-        module = fx.GraphModule(copied, copied.graph, class_name=type(prepared).__name__)
+        module = ConvertedModule(copied, copied.graph, class_name=type(prepared).__name__)
         copy_modes(prepared, module)
     run_pipeline(module, convert_pipeline(prepared.channels, prepared.smcp.units_kept()))
     if hasattr(module, STATE):

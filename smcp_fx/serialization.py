@@ -1,9 +1,10 @@
 """Save a converted model as two files, tensors and manifest, and load it without the class it came from.
 
     pruned.safetensors   every tensor once, also what several modules share
-    pruned.json          the graph, the leaf modules' classes and plain attributes, and the tensor file's sha256
+    pruned.json          the graph, the leaf modules' classes and attributes, the tensor file's sha256 and its own
 
-No code is stored and none is evaluated on loading; `smcp_fx.graph_codec` holds the lists of what may be named.
+No code is stored and none is evaluated on loading. What a file may name are the functions, tensor methods and
+attributes of `smcp_fx.safe_operations` and the module classes of `smcp_fx.safe_modules`; both lists are closed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,19 +20,26 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from smcp_fx.converted import ConvertedModule
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.graph_codec import check_identifier, decode_graph, encode_graph
-from smcp_fx.module_codec import MODULE_FIELDS, check_targets, decode_modules, encode_modules
+from smcp_fx.graph_codec import decode_graph, encode_graph, read_values
+from smcp_fx.module_codec import check_targets, decode_modules, encode_modules
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.regions import runs_in_regions
+from smcp_fx.saved_names import check_identifier, is_identifier
 from smcp_fx.tensor_file import TensorWriter, restore, write_together
 from smcp_fx.versions import library_versions, saved_with
 
 FORMAT = "smcp_fx.model"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _SUFFIX = ".safetensors"
+#: More than any network's: 200,000 nodes of 300 characters each.
+_MANIFEST_BYTES = 1 << 26
+#: The manifest's last line: the sha256 of all that stands before it.
+_SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
+_SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 
 
 def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] | None = None) -> Path:
@@ -38,7 +47,8 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
 
     ``metadata`` (kept counts, target, source: anything JSON can hold) goes into the manifest, and
     `read_metadata` returns it. Both files are written in full beside their places before they are renamed.
-    Returns the path of the tensor file.
+    The same model gives the same bytes. Attributes of modules that neither their class nor the graph reads are
+    left out. Returns the path of the tensor file.
 
     Errors: `InputError` for arguments of the wrong kind; `CheckpointError` for a node or module that a file
     cannot hold (both named), and when writing fails.
@@ -50,38 +60,14 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
         )
     if isinstance(converted, PreparedModel):
         raise InputError("a prepared model is not saved: save smcp_fx.convert(prepared), or its state_dict()")
-    if runs_in_regions(converted):
-        raise CheckpointError(
-            f"{type(converted).__name__} was traced in regions: the rest of it is Python code, which a file cannot "
-            "hold. Save prepared.state_dict() instead, load it into a model prepared in the same way, and convert "
-            "that: the masks are in it."
-        )
-    if not isinstance(converted, fx.GraphModule):
-        raise InputError(f"save needs what smcp_fx.convert returned, not {type(converted).__name__}")
     try:
         noted = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"the metadata cannot be written as JSON ({error}); use numbers, strings, lists, dicts"
         ) from error
-    tensors = TensorWriter()
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "libraries": library_versions(),
-        "class": check_identifier(type(converted).__name__, "the model's class"),
-        "metadata": noted,
-        "graph": encode_graph(converted.graph),
-        "modules": encode_modules(converted, tensors),
-        "tensors": tensors.entries,
-    }
-    check_targets(converted, converted.graph)
-    try:
-        content = safetensors.torch.save(tensors.stored, {"format": "pt", "producer": FORMAT})
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the tensors cannot be written as safetensors: {error}") from error
-    manifest["tensor_file"] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-    write_together({path: content, _manifest_path(path): _render(manifest).encode()})
+    content, manifest = _contents(converted, noted)
+    write_together({path: content, _manifest_path(path): manifest})
     return path
 
 
@@ -89,7 +75,7 @@ def load(path: Path | str, map_location: str | torch.device = "cpu") -> fx.Graph
     """Read what `save` wrote and return a plain `GraphModule`; tensors and device constants on ``map_location``.
 
     Modules are in the modes (train or eval) they were saved in. Raises `CheckpointError` for files that are
-    missing, damaged, not each other's, of another version, or name code that a model may not call.
+    missing, damaged, not each other's, of another version, or name what a model may not call.
     """
     path = Path(path)
     try:
@@ -99,19 +85,85 @@ def load(path: Path | str, map_location: str | torch.device = "cpu") -> fx.Graph
     manifest = _read_manifest(path)
     _check_tensor_file(path, manifest)
     with _damaged(path, manifest):
-        tensors = restore(safetensors.torch.load_file(path), manifest["tensors"], device)
-        root = decode_modules(manifest["modules"], tensors)
-        graph = decode_graph(manifest["graph"], device)
-        check_targets(root, graph)
-        module = fx.GraphModule(
-            root, graph, class_name=check_identifier(manifest["class"], "the model's class")
+        return _assembled(manifest, safetensors.torch.load_file(path), device)
+
+
+def check_savable(model: nn.Module) -> None:
+    """Raise what `save` would raise for what `convert` makes of a prepared model, or for a converted one.
+
+    To be asked before training: which units go changes no class, function or attribute. A prepared model is
+    copied and sliced for it; nothing is written.
+    """
+    if isinstance(model, PreparedModel):
+        from smcp_fx.prepare import sliced
+
+        if not runs_in_regions(model):
+            model = sliced(model)
+    _encoded(model, {}, TensorWriter())
+
+
+def pack(converted: nn.Module) -> tuple[bytes, bytes]:
+    """Return the two files of `save` as bytes, for `unpack`; errors as for `save`."""
+    return _contents(converted, {})
+
+
+def unpack(content: bytes, manifest: bytes) -> fx.GraphModule:
+    """Inverse of `pack`; errors as for `load`."""
+    path = Path("a pickled model")
+    read = _parsed(manifest, path)
+    with _damaged(path, read):
+        return _assembled(read, safetensors.torch.load(content), torch.device("cpu"))
+
+
+def _contents(converted: nn.Module, metadata: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    tensors = TensorWriter()
+    manifest = _encoded(converted, metadata, tensors)
+    try:
+        # One entry only: safetensors writes several in an order that changes from run to run.
+        content = safetensors.torch.save(tensors.stored, {"format": "pt"})
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the tensors cannot be written as safetensors: {error}") from error
+    manifest["tensor_file"] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    return content, render(manifest)
+
+
+def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorWriter) -> dict[str, Any]:
+    if runs_in_regions(converted):
+        raise CheckpointError(
+            f"{type(converted).__name__} was traced in regions: the rest of it is Python code, which a file cannot "
+            "hold. Save prepared.state_dict() instead, load it into a model prepared in the same way, and convert "
+            "that: the masks are in it."
         )
-        # The constructor copies what the graph refers to; the saved order, and what it does not use, count too.
-        for name, value in vars(root).items():
-            if name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training"):
-                vars(module)[name] = value
-            elif name not in MODULE_FIELDS:
-                vars(module).setdefault(name, value)
+    if not isinstance(converted, fx.GraphModule):
+        raise InputError(f"save needs what smcp_fx.convert returned, not {type(converted).__name__}")
+    name = type(converted).__name__
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "libraries": library_versions(),
+        "class": name if is_identifier(name) else "GraphModule",
+        "metadata": metadata,
+        "graph": encode_graph(converted.graph),
+        "modules": encode_modules(converted, read_values(converted.graph), tensors),
+        "tensors": tensors.entries,
+    }
+    check_targets(converted, converted.graph)
+    return manifest
+
+
+def _assembled(
+    manifest: Mapping[str, Any], stored: Mapping[str, Tensor], device: torch.device
+) -> fx.GraphModule:
+    graph = decode_graph(manifest["graph"], device)
+    root = decode_modules(
+        manifest["modules"], read_values(graph), restore(stored, manifest["tensors"], device)
+    )
+    check_targets(root, graph)
+    module = ConvertedModule(root, graph, class_name=check_identifier(manifest["class"], "the model's class"))
+    # The constructor copies what the graph refers to; the saved order, and what it does not use, count too.
+    for name, value in vars(root).items():
+        if name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training"):
+            vars(module)[name] = value
     return module
 
 
@@ -127,15 +179,18 @@ def _manifest_path(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def _render(manifest: Mapping[str, Any]) -> str:
-    """JSON with one line a node, module and tensor, so that two manifests can be compared line by line."""
+def render(manifest: Mapping[str, Any]) -> bytes:
+    """JSON with one line a node, module and tensor, to be compared line by line, and the sha256 of it all."""
     lines = []
     for key, value in manifest.items():
+        if key == "sha256":
+            continue
         content = json.dumps(value, allow_nan=False)
         if isinstance(value, list) and value:
             content = "[\n  " + ",\n  ".join(json.dumps(item, allow_nan=False) for item in value) + "\n ]"
         lines.append(f" {json.dumps(key)}: {content}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    text = ("{\n" + ",\n".join(lines)).encode()
+    return text + f',\n "sha256": "{hashlib.sha256(text).hexdigest()}"\n}}\n'.encode()
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -152,9 +207,19 @@ def _read_manifest(path: Path) -> dict[str, Any]:
                 "both in one directory, under one name"
             )
     try:
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        if manifest_path.stat().st_size > _MANIFEST_BYTES:
+            raise CheckpointError(
+                f"{manifest_path} is larger than any model's manifest: save the model again"
+            )
+        content = manifest_path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{manifest_path} cannot be read: {error}") from error
+    return _parsed(content, manifest_path)
+
+
+def _parsed(content: bytes, manifest_path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{manifest_path} is damaged ({error}): copy it again, or save the model again"
@@ -168,6 +233,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{manifest_path} has format version {manifest.get('version')!r}; this smcp_fx reads version "
             f"{FORMAT_VERSION}. Load it with the smcp_fx that wrote it {saved_with(manifest)}, or save it again."
+        )
+    sealed, last = content[:-_SEAL_BYTES], _SEAL.fullmatch(content[-_SEAL_BYTES:])
+    if last is None or last[1].decode() != hashlib.sha256(sealed).hexdigest():
+        raise CheckpointError(
+            f"{manifest_path} is damaged (its sha256 differs): it was changed since it was written. Copy it again, "
+            "or save the model again"
         )
     return manifest
 

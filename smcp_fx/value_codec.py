@@ -17,13 +17,18 @@ _MEMORY_FORMATS = {
 }
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
+#: Of the values in a file: containers in containers, characters of a string, elements of a range, size of an integer.
+_DEEPEST, _LONGEST, _WIDEST, _LARGEST = 32, 1 << 20, 1 << 20, 1 << 64
+
 #: Encodes what only its caller knows (nodes, tensors); None for what it does not know either.
 Special = Callable[[Any], Any]
 
 
 def encode_value(value: Any, where: str, special: Special) -> Any:
     """Return a value as JSON: None, bool, int, finite float and str as they are, else ``{tag: content}``."""
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) is bool:
+        return value
+    if (type(value) is int and abs(value) < _LARGEST) or (type(value) is str and len(value) <= _LONGEST):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"float": repr(value)}
@@ -53,26 +58,36 @@ def encode_value(value: Any, where: str, special: Special) -> Any:
     )
 
 
-def decode_value(data: Any, where: str, special: Mapping[str, Special]) -> Any:
+def decode_value(data: Any, where: str, special: Mapping[str, Special], depth: int = 0) -> Any:
     """Inverse of `encode_value`; ``special`` maps further tags to their decoders."""
-    if data is None or isinstance(data, (bool, int, float, str)):
+    if data is None or isinstance(data, (bool, float)):
         return data
-    if isinstance(data, dict) and len(data) == 1:
+    if isinstance(data, int) and abs(data) < _LARGEST:
+        return data
+    if isinstance(data, str) and len(data) <= _LONGEST:
+        return data
+    if isinstance(data, dict) and len(data) == 1 and depth < _DEEPEST:
         ((tag, content),) = data.items()
+
+        def inner(item: Any) -> Any:
+            return decode_value(item, where, special, depth + 1)
+
         decoder = special.get(tag) or _DECODERS.get(tag)
         if decoder is not None:
             return decoder(content)
-        if tag in _SEQUENCES:
-            return _SEQUENCES[tag](decode_value(item, where, special) for item in content)
-        if tag == "dict":
-            return {
-                decode_value(key, where, special): decode_value(item, where, special) for key, item in content
-            }
-        if tag in ("slice", "range"):
-            start, stop, step = (decode_value(part, where, special) for part in content)
-            return slice(start, stop, step) if tag == "slice" else range(start, stop, step)
+        if tag in _SEQUENCES and isinstance(content, list):
+            return _SEQUENCES[tag](inner(item) for item in content)
+        if tag == "dict" and isinstance(content, list):
+            return {inner(key): inner(item) for key, item in content}
+        if tag == "slice":
+            start, stop, step = map(inner, content)
+            return slice(start, stop, step)
+        if tag == "range":
+            values = range(*map(inner, content))
+            if len(values) <= _WIDEST:
+                return values
     raise CheckpointError(
-        f"{where}: {str(data)[:80]!r} is not a value this version reads; the manifest is damaged: save the "
+        f"{where}: {str(data)[:80]!a} is not a value this version reads; the manifest is damaged: save the "
         "model again"
     )
 

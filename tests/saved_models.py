@@ -16,7 +16,7 @@ import torchvision
 from torch import Tensor, fx, nn
 
 import smcp_fx
-from smcp_fx.serialization import load, save
+from smcp_fx.serialization import load, render, save
 
 Manifest = dict[str, Any]
 
@@ -158,4 +158,4 @@ def edit_manifest(path: Path, edit: Callable[[Manifest], Any]) -> None:
     """Change the manifest beside a tensor file by ``edit``."""
     manifest = json.loads(path.with_suffix(".json").read_text())
     edit(manifest)
-    path.with_suffix(".json").write_text(json.dumps(manifest))
+    path.with_suffix(".json").write_bytes(render(manifest))

@@ -242,7 +242,7 @@ def _harness(model: nn.Module, path: str, form: Form) -> nn.Module:
     count = form.structure.num_leaves - len(form.constants)
     names = ", ".join(f"tensor_{place}" for place in range(count))
     scope: dict[str, Any] = {}
-    exec(f"def forward(self, {names}): return self._called(({names},))", scope)
+    exec(f"def forward(self, {names}): return self._called(({names},))", scope)  # noqa: S102 - names of our own
     kind = type(
         f"Region{type(model.get_submodule(path)).__name__}", (_Harness,), {"forward": scope["forward"]}
     )

@@ -14,9 +14,10 @@ from saved_models import (
 )
 from torch import nn
 
-from smcp_fx import graph_codec
 from smcp_fx.errors import CheckpointError
-from smcp_fx.graph_codec import find_class, find_function
+from smcp_fx.graph_codec import find_function
+from smcp_fx.safe_modules import find_class
+from smcp_fx.safe_operations import functions
 from smcp_fx.serialization import load, save
 
 
@@ -156,7 +157,7 @@ def test_hostile_manifests_are_refused(saved: Path, name: str) -> None:
 
 def test_no_function_of_the_list_leaves_the_tensor_libraries() -> None:
     homes = ("torch", "_operator", "math", "builtins.getattr")
-    for name, function in graph_codec._functions().items():
+    for name, function in functions().items():
         module = getattr(function, "__module__", None) or "torch"  # torch's own builtins have none
         assert f"{module}.{function.__name__}".startswith(homes), name
         assert find_function(name, "here") is function

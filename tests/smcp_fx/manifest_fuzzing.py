@@ -1,0 +1,277 @@
+"""Load damaged and made-up manifests, run what loads, and watch what the process does meanwhile.
+
+    python tests/smcp_fx/manifest_fuzzing.py 100000 [seed]
+
+Prints a JSON object: how many were refused with our error, how many loaded and ran, and the faults: other errors,
+and audit events (files written, imports, processes, sockets, code run) that a valid load and run do not have.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import resource
+import signal
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [
+    str(Path(__file__).parents[2]),
+    str(Path(__file__).parents[1]),
+]  # in this order: both have a smcp_fx
+
+import torch
+from saved_models import (
+    ChannelShuffle,
+    FunctionalNetwork,
+    LeavesWithChildren,
+    SharedModules,
+    prune_and_convert,
+)
+from torch import fx
+
+from smcp_fx.errors import CheckpointError
+from smcp_fx.safe_modules import specifications
+from smcp_fx.safe_operations import functions, tensor_methods
+from smcp_fx.serialization import pack, render, unpack
+
+#: Asked for by tracebacks, inspection and memory management, in a valid run or not.
+_HARMLESS = (
+    "sys._getframe",
+    "object.__getattr__",
+    "object.__setattr__",
+    "object.__delattr__",
+    "code.__new__",
+    "gc.",
+    "builtins.id",
+)
+_HOSTILE = [
+    *(
+        "__class__",
+        "__globals__",
+        "untyped_storage",
+        "\uff55ntyped_storage",
+        "tofile",
+        "numpy",
+        "sort",
+        "apply_",
+        "map_",
+    ),
+    *(
+        "share_memory_",
+        "register_hook",
+        "requires_grad_",
+        "data_ptr",
+        "set_",
+        "resize_",
+        "for",
+        "x;y",
+        "a'b",
+        'a"b',
+    ),
+    *("x\ny", "../../etc/passwd", "forward", "_modules", "type", "", "self", "torch", "format", "os.system"),
+    *(
+        "builtins.eval",
+        "builtins.getattr",
+        "torch.load",
+        "torch.save",
+        "operator.call",
+        "operator.attrgetter",
+    ),
+    *(
+        "torch.nn.modules.lazy.LazyModuleMixin",
+        "torchvision.ops.roi_align.roi_align",
+        "torch.hub.load",
+        "numpy.save",
+    ),
+]
+_VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 7, 1 << 16, 1 << 31, 1 << 62, 1 << 70, 0.5, -1e300),
+    *(
+        [],
+        {},
+        [[]],
+        {"list": []},
+        {"tuple": [1, 2]},
+        {"dict": [["a", 1]]},
+        {"float": "nan"},
+        {"device": "cuda:0"},
+    ),
+    *(
+        {"range": [0, 1 << 40, 1]},
+        {"size": [1, 2]},
+        {"node": "x"},
+        {"function": "torch.relu"},
+        {"tensor": "stem.weight"},
+    ),
+    *({"slice": [0, None, 2]}, {"dtype": "torch.float16"}, {"ellipsis": None}, {"complex": ["1", "2"]}),
+]
+
+
+class Watch:
+    """Collects audit events while it is on."""
+
+    def __init__(self) -> None:
+        self.events: set[str] = set()
+        self.on = False
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.on or event.startswith(_HARMLESS):
+            return
+        if event == "open":
+            mode, flags = str(arguments[1] or ""), arguments[2] if isinstance(arguments[2], int) else 0
+            if not (flags & 0o3) and not set(mode) & set("wax+"):
+                return  # read: a traceback's source
+            event = f"open {arguments[0]!r} {mode}"
+        elif event == "import":
+            event = f"import {arguments[0]}"
+        elif event in ("exec", "compile"):
+            code = arguments[0] if event == "exec" else arguments[1]
+            name = getattr(code, "co_filename", code)
+            if event == "compile" and name == "<unknown>":
+                return  # a traceback parses a line to mark a part of it; to run it would be another event
+            event = f"{event} {'generated' if str(name).startswith('<eval_with_key>') else name}"
+        self.events.add(event)
+
+
+def networks() -> list[tuple[str, tuple[Any, ...], fx.GraphModule]]:
+    """Name, inputs and converted model of each network that the manifests are made from."""
+    torch.manual_seed(0)
+    image = torch.randn(2, 3, 8, 8)
+    leaves = fx.symbolic_trace(LeavesWithChildren())
+    return [
+        ("shared", (image,), prune_and_convert(SharedModules(), image)),
+        ("functional", (image,), prune_and_convert(FunctionalNetwork(), (image, 0.5))),
+        ("shuffle", (image,), prune_and_convert(ChannelShuffle(), image)),
+        ("leaves", (torch.randn(2, 3, 8),), leaves),
+    ]
+
+
+def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        found.append((value, key))
+        _places(item, found)
+    return found
+
+
+def _any_name(draw: random.Random) -> str:
+    return draw.choice(
+        (
+            draw.choice(_HOSTILE),
+            draw.choice(sorted(functions())),
+            draw.choice(sorted(tensor_methods())),
+            draw.choice(sorted(specifications())),
+            draw.choice(dir(torch.Tensor)),
+        )
+    )
+
+
+def mutated(manifest: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """The manifest with one to three changes: values swapped, removed, made up; calls put between the others."""
+    changed = copy.deepcopy(manifest)
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        part = changed[draw.choice(("graph", "graph", "modules", "tensors"))]
+        places = _places(part, [])
+        if not places:
+            continue
+        owner, key = draw.choice(places)
+        way = draw.randrange(6)
+        if way == 0:
+            owner[key] = copy.deepcopy(draw.choice(_VALUES))
+        elif way == 1:
+            owner[key] = _any_name(draw)
+        elif way == 2:
+            other, at = draw.choice(places)
+            owner[key] = copy.deepcopy(other[at])
+        elif way == 3:
+            del owner[key]
+        elif way == 4 and isinstance(owner, list):
+            owner.insert(draw.randrange(len(owner) + 1), copy.deepcopy(draw.choice(_VALUES)))
+        else:
+            _put_call(changed["graph"], draw)
+    return changed
+
+
+def _put_call(graph: list[Any], draw: random.Random) -> None:
+    """A call on what an earlier node gives, whose result takes the place of that in all later nodes."""
+    place = draw.randrange(1, len(graph)) if len(graph) > 1 else 0
+    names = [node["name"] for node in graph[:place] if isinstance(node, dict) and "name" in node] or ["x"]
+    source = draw.choice(names)
+    op = draw.choice(("call_function", "call_method", "call_method", "get_attr", "call_module"))
+    arguments: list[Any] = [{"node": source}]
+    target = _any_name(draw)
+    if op == "call_function" and draw.random() < 0.4:
+        target, arguments = "builtins.getattr", [*arguments, draw.choice([*dir(torch.Tensor), *_HOSTILE])]
+    elif draw.random() < 0.5:
+        arguments.append(copy.deepcopy(draw.choice(_VALUES)))
+    kwargs = {"key": {"node": draw.choice(names)}} if draw.random() < 0.1 else {}
+    later = json.loads(
+        json.dumps(graph[place:]).replace(json.dumps({"node": source}), json.dumps({"node": "put"}))
+    )
+    graph[place:] = [{"name": "put", "op": op, "target": target, "args": arguments, "kwargs": kwargs}, *later]
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError
+
+
+def run(count: int, seed: int, seconds: float = 1e9) -> dict[str, Any]:
+    """Load and run ``count`` manifests, or as many as ``seconds`` allow."""
+    import time
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _too_long)
+    watch, draw, told = Watch(), random.Random(seed), Counter[str]()
+    faults: list[str] = []
+    sources = []
+    for name, inputs, module in networks():
+        content, text = pack(module)
+        sources.append((name, inputs, content, json.loads(text)))
+    for _ in range(2):  # what is imported on first use is there the second time
+        for _, inputs, content, manifest in sources:
+            watch.on = True
+            unpack(content, render(manifest))(*inputs)
+            watch.on = False
+    allowed = set(watch.events)
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    end = time.monotonic() + seconds
+    done = 0
+    while done < count and time.monotonic() < end:
+        name, inputs, content, manifest = sources[done % len(sources)]
+        done += 1
+        text = render(mutated(manifest, draw))
+        watch.events.clear()
+        watch.on = True
+        try:
+            signal.alarm(20)
+            loaded = unpack(content, text)
+            told["loaded"] += 1
+            with torch.no_grad():
+                loaded(*copy.deepcopy(inputs))
+            told["ran"] += 1
+        except CheckpointError:
+            told["refused"] += 1
+        except Exception as error:
+            if told["loaded"] + told["refused"] < done - told["other"]:
+                told["other"] += 1
+                faults.append(f"{name} {done}: load raised {type(error).__name__}: {error}"[:300])
+        finally:
+            watch.on = False
+            signal.alarm(0)
+        new = watch.events - allowed
+        if new:
+            faults.append(f"{name} {done}: {sorted(new)}"[:600])
+    return {"count": done, **told, "faults": faults}
+
+
+if __name__ == "__main__":
+    given = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    outcome = run(given[0], given[1] if len(given) > 1 else 0, given[2] if len(given) > 2 else 1e9)
+    print(json.dumps(outcome, indent=1))
