@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ from smcp_fx import shape_tracer
 from smcp_fx.channels.trail import OPAQUE, TensorInfo
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.shape_tracer import ShapeTracer, plain_lists
-from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
+from smcp_fx.trace_buffers import Buffers, WritesBuffersError, keep_in_state, written_in
+from smcp_fx.trace_contexts import AutocastError, Contexts, same_modes, without_gradients
+from smcp_fx.trace_functions import functions_kept
 from smcp_fx.trace_modes import one_graph
 from smcp_fx.trace_rewrites import drop_expansions, normalise
 
@@ -69,7 +72,14 @@ def default_inputs(model: nn.Module) -> tuple[Any, ...]:
 
 
 def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any] | None = None) -> Any:
-    """Run the model (or ``run``) in eval mode without gradients; the model's modes are kept."""
+    """Run the model (or ``run``) in eval mode without gradients; the model's modes are kept.
+
+    It gets copies of the inputs, into which it may write.
+    """
+    copies: dict[int, Tensor] = {}
+    inputs = pytree.tree_map(
+        lambda v: copies.setdefault(id(v), v.detach().clone()) if isinstance(v, Tensor) else v, inputs
+    )
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -149,6 +159,11 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             if "" in error.paths or error.paths & why.keys():
                 raise
             why |= {path: f"{path!r} writes into its own buffers" for path in error.paths}
+        except AutocastError as error:
+            if error.paths & why.keys() or not error.by_themselves(model):
+                raise
+            why |= {path: f"{path!r} enters torch.autocast, and is called as it is" for path in error.paths}
+    same_modes(evaluated, trained)
     graph = one_graph(model, evaluated, trained)
     for node in graph.nodes:
         if node.op == "call_module" and node.target in why:
@@ -182,7 +197,9 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             f"difference at {_first_difference(model, traced, inputs)}. An in-place operation on a view "
             "(`u += v` on a chunk) is the usual cause; write it out of place."
         )
+    without_gradients(traced, values, inputs)
     drop_expansions(traced, values)
+    keep_in_state(model, traced)
     return Traced(traced, values, tuple(dict.fromkeys(assumed + also)))
 
 
@@ -203,10 +220,12 @@ class _Tracer(ShapeTracer):
     So do those named in ``leaves``. ``stopped`` is the innermost module in which tracing failed.
     """
 
-    def __init__(self, inputs: tuple[Any, ...], leaves: tuple[str, ...]) -> None:
+    def __init__(self, inputs: tuple[Any, ...], leaves: tuple[str, ...], proxy_buffers: bool) -> None:
         super().__init__(inputs)
         self.leaves = leaves
         self.stopped: nn.Module | None = None
+        self.contexts = Contexts()
+        self.proxy_buffer_attributes = proxy_buffers
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         changed = m._forward_hooks or m._forward_pre_hooks or nn.utils.parametrize.is_parametrized(m)
@@ -214,23 +233,61 @@ class _Tracer(ShapeTracer):
         return bool(changed) or named or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Remember where it stops."""
+        """Remember where it stops; modules that another thread calls meanwhile just run."""
+        if self.contexts.elsewhere:
+            return forward(*args, **kwargs)
+        outer = self.contexts.path
+        self.contexts.path = outer if self._evaluating else self.path_of_module(m)
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
             self.stopped = self.stopped or m
             raise
+        finally:
+            self.contexts.path = outer
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """So do they read their parameters."""
+        if self.contexts.elsewhere:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Nodes know in which contexts they were made."""
+        node = super().create_node(*args, **kwargs)
+        self.contexts.note(node)
+        return node
+
+
+#: torch.fx changes `nn.Module` itself while it traces: one trace at a time.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def _trace_in_mode(
     model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...]
 ) -> tuple[fx.Graph, list[str]]:
+    with _ONE_AT_A_TIME:
+        try:
+            return _trace_once(model, inputs, training, leaves, proxy_buffers=True)
+        except (WritesBuffersError, AutocastError):
+            raise
+        except TraceError:
+            if not any(True for _ in model.buffers()):
+                raise
+        # Python asks for a buffer's values, which are then fixed.
+        return _trace_once(model, inputs, training, leaves, proxy_buffers=False)
+
+
+def _trace_once(
+    model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...], *, proxy_buffers: bool
+) -> tuple[fx.Graph, list[str]]:
     before = [(module, _attributes(module)) for module in model.modules()]
     model.train(training)
-    tracer = _Tracer(inputs, leaves)
+    tracer = _Tracer(inputs, leaves, proxy_buffers)
     buffers, written = Buffers(model), set[str]()
     try:
-        graph = tracer.trace(model)
+        with tracer.contexts.watched(), functions_kept(tracer):
+            graph = tracer.trace(model)
         written |= written_in(model, graph)
     except Exception as error:
         ours = {Path(__file__), Path(shape_tracer.__file__)}
@@ -257,6 +314,8 @@ def _trace_in_mode(
             _restore_attributes(module, attributes)
     if written:
         raise WritesBuffersError(written)
+    if tracer.contexts.autocast:
+        raise AutocastError(tracer.contexts.autocast)
     return graph, tracer.assumptions
 
 
