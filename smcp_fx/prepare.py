@@ -21,6 +21,7 @@ from smcp_fx.prepared import Plan, PreparedGraph, PreparedModel, PreparedRegions
 from smcp_fx.regions import Joined, find_regions, images_in, join_regions, run_by_graphs, sharing
 from smcp_fx.schedule import Schedule
 from smcp_fx.state import PruningState
+from smcp_fx.trace_buffers import keep_in_state
 from smcp_fx.tracing import Traced, as_inputs, default_inputs, trace
 
 __all__ = ["PreparedModel", "convert", "prepare"]
@@ -102,6 +103,7 @@ def prepare(
     if joined is not None:
         return PreparedRegions(own, traced.module.graph, plan, state)
     prepared = PreparedGraph(traced.module, traced.module.graph, plan, state, type(model).__name__)
+    keep_in_state(own, prepared)
     copy_modes(traced.module, prepared)
     return prepared
 

@@ -27,6 +27,8 @@ from torch.fx.proxy import TraceError as FxTraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from smcp_fx.trace_views import may_be_seen
+
 _FACTORIES = (
     "zeros ones full empty arange linspace rand randn eye tensor as_tensor full_like meshgrid".split()
 )
@@ -68,6 +70,18 @@ class _Answers(Proxy):
 
     def __len__(self) -> int:
         return self.tracer.length(self)
+
+    def __iadd__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.iadd, operator.add, self, other)
+
+    def __isub__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.isub, operator.sub, self, other)
+
+    def __imul__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.imul, operator.mul, self, other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.itruediv, operator.truediv, self, other)
 
     def __round__(self, digits: int | None = None) -> Proxy:
         arguments = (self,) if digits is None else (self, digits)
@@ -150,6 +164,11 @@ class ShapeTracer(fx.Tracer):
         """The keys of a dict, as they are in the example."""
         value = self.value(obj.node)
         return list(value) if isinstance(value, dict) else super().keys(obj)
+
+    def in_place(self, written: Callable[..., Any], plain: Callable[..., Any], obj: Proxy, other: Any) -> Any:
+        """`x += y`: it writes into inputs and views, which others see; a tensor of its own gets another name."""
+        kept = may_be_seen(obj.node) and isinstance(self.value(obj.node), Tensor)
+        return self.create_proxy("call_function", written if kept else plain, (obj, other), {})
 
     # ---- values -----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -41,8 +41,8 @@ class AutocastError(TraceError):
         self.paths = paths
         names = ", ".join(repr(path) if path else "the model itself" for path in sorted(paths))
         super().__init__(
-            f"The forward of {names} enters `torch.autocast`, which a graph would lose. Name the module in "
-            "prepare(..., leaves=[...]), or move what needs another precision into a module of its own."
+            f"The forward of {names} enters `torch.autocast`, which a graph would lose. Enter it around the "
+            "model, or move what needs another precision into a module of its own, which is then called as it is."
         )
 
     def by_themselves(self, model: nn.Module) -> bool:
@@ -116,16 +116,19 @@ class _Returned(fx.Interpreter):
         return result
 
 
-def without_gradients(traced: fx.GraphModule, values: dict[str, Any], inputs: tuple[Any, ...]) -> None:
-    """Detach what was made without gradients where it is read with them; ``values`` are those of the nodes.
+def without_gradients(
+    traced: fx.GraphModule, values: dict[str, Any], run: Callable[[Callable[..., Any]], Any]
+) -> None:
+    """Detach what was made without gradients where it is read with them.
 
+    ``values`` are those of the nodes; ``run`` calls a function on the example inputs, the model in eval mode.
     Raises `TraceError` for an operation in there that writes into a tensor which has gradients.
     """
     graph = traced.graph
     frozen = {n for n in graph.nodes if NO_GRAD in n.meta and n.op not in ("placeholder", "get_attr", "output")}
     if not frozen:
         return
-    returned = _operands(traced, inputs)
+    returned = _operands(traced, run)
     for node in graph.nodes:
         source = node.args[0] if node.args else None
         if node in frozen and writes_in_place(node, traced) and source not in frozen:
@@ -156,10 +159,11 @@ def without_gradients(traced: fx.GraphModule, values: dict[str, Any], inputs: tu
     traced.recompile()
 
 
-def _operands(traced: fx.GraphModule, inputs: tuple[Any, ...]) -> dict[fx.Node, fx.Node]:
+def _operands(
+    traced: fx.GraphModule, run: Callable[[Callable[..., Any]], Any]
+) -> dict[fx.Node, fx.Node]:
     finder = _Returned(traced)
-    with torch.no_grad():
-        finder.run(*pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, inputs))
+    run(finder.run)
     modules = dict(traced.named_modules())
     return {
         node: operand

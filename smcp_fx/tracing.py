@@ -25,7 +25,7 @@ from smcp_fx import shape_tracer
 from smcp_fx.channels.trail import OPAQUE, TensorInfo
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.shape_tracer import ShapeTracer, plain_lists
-from smcp_fx.trace_buffers import Buffers, WritesBuffersError, keep_in_state, written_in
+from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
 from smcp_fx.trace_contexts import AutocastError, Contexts, same_modes, without_gradients
 from smcp_fx.trace_functions import functions_kept
 from smcp_fx.trace_modes import one_graph
@@ -197,9 +197,8 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             f"difference at {_first_difference(model, traced, inputs)}. An in-place operation on a view "
             "(`u += v` on a chunk) is the usual cause; write it out of place."
         )
-    without_gradients(traced, values, inputs)
+    without_gradients(traced, values, lambda run: run_eager(traced, inputs, run))
     drop_expansions(traced, values)
-    keep_in_state(model, traced)
     return Traced(traced, values, tuple(dict.fromkeys(assumed + also)))
 
 
@@ -362,7 +361,7 @@ def same_values(expected: Any, found: Any) -> bool:
         if isinstance(a, Tensor) != isinstance(b, Tensor):
             return False
         if isinstance(a, Tensor):
-            if a.shape != b.shape:
+            if a.shape != b.shape or a.dtype != b.dtype:
                 return False
             if not torch.allclose(a, b, rtol=0, atol=_SAME * _scale(a), equal_nan=True):
                 return False
