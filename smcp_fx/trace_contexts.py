@@ -125,7 +125,9 @@ def without_gradients(
     Raises `TraceError` for an operation in there that writes into a tensor which has gradients.
     """
     graph = traced.graph
-    frozen = {n for n in graph.nodes if NO_GRAD in n.meta and n.op not in ("placeholder", "get_attr", "output")}
+    frozen = {
+        n for n in graph.nodes if NO_GRAD in n.meta and n.op not in ("placeholder", "get_attr", "output")
+    }
     if not frozen:
         return
     returned = _operands(traced, run)
@@ -147,7 +149,9 @@ def without_gradients(
             read = [n for n in node.all_input_nodes if n.op == "get_attr"]
             weights = [w for n in read if isinstance(w := _attribute(traced, str(n.target)), nn.Parameter)]
         if any(weight.dim() > 1 for weight in weights):
-            node.meta.setdefault(OPAQUE, f"{node.target if node.op == 'call_module' else describe(node)!r} {_FROZEN}")
+            node.meta.setdefault(
+                OPAQUE, f"{node.target if node.op == 'call_module' else describe(node)!r} {_FROZEN}"
+            )
     for node in [n for n in graph.nodes if n in frozen]:
         readers = [user for user in node.users if user not in frozen and _has_tensors(values.get(user.name))]
         if readers and _has_tensors(values.get(node.name)):
@@ -159,16 +163,15 @@ def without_gradients(
     traced.recompile()
 
 
-def _operands(
-    traced: fx.GraphModule, run: Callable[[Callable[..., Any]], Any]
-) -> dict[fx.Node, fx.Node]:
+def _operands(traced: fx.GraphModule, run: Callable[[Callable[..., Any]], Any]) -> dict[fx.Node, fx.Node]:
     finder = _Returned(traced)
     run(finder.run)
     modules = dict(traced.named_modules())
     return {
         node: operand
         for node, operand in finder.operand.items()
-        if "drop" not in str(operation_name(node, modules[str(node.target)] if node.op == "call_module" else None))
+        if "drop"
+        not in str(operation_name(node, modules[str(node.target)] if node.op == "call_module" else None))
     }
 
 
@@ -191,7 +194,9 @@ def _detached(graph: fx.Graph, node: fx.Node, values: dict[str, Any]) -> fx.Node
         with graph.inserting_after(point):
             made = graph.call_function(type(value) if type(value) in (tuple, list) else tuple, (parts,))
     else:
-        raise TraceError(f"{describe(node)} returns a {type(value).__name__} under torch.no_grad(): return tensors.")
+        raise TraceError(
+            f"{describe(node)} returns a {type(value).__name__} under torch.no_grad(): return tensors."
+        )
     values[made.name] = value
     return made
 

@@ -382,7 +382,7 @@ def _plain(tree: Any) -> Any:
 def _scale(value: Tensor) -> float:
     if not value.numel() or not value.is_floating_point():
         return 0.0
-    return float(torch.nan_to_num(value, 0.0, 0.0, 0.0).abs().max())
+    return float(torch.nan_to_num(value.detach(), 0.0, 0.0, 0.0).abs().max())
 
 
 def _first_difference(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...]) -> str:
