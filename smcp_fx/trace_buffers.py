@@ -69,7 +69,8 @@ def keep_in_state(model: nn.Module, traced: fx.GraphModule) -> None:
     have = set(traced.state_dict())
     for name in model.state_dict(keep_vars=True).keys() - have:
         path, _, attribute = name.rpartition(".")
-        source, owner = model.get_submodule(path), traced
+        source = model.get_submodule(path)
+        owner: nn.Module = traced
         for part in filter(None, path.split(".")):
             if not hasattr(owner, part):
                 owner.add_module(part, nn.Module())

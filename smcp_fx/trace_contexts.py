@@ -135,7 +135,7 @@ def without_gradients(
         source = node.args[0] if node.args else None
         if node in frozen and writes_in_place(node, traced) and source not in frozen:
             raise TraceError(
-                f"{describe(node)} writes, under torch.no_grad(), into {source}, a tensor that has gradients: write it "
+                f"{describe(node)} writes, under torch.no_grad(), into {source}, which has gradients: write it "
                 "out of place, or move it into a module that is named in prepare(..., leaves=[...])."
             )
         if node in frozen and node in returned and returned[node] not in frozen:
