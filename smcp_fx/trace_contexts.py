@@ -81,7 +81,7 @@ class Contexts:
         def entered(context: Any) -> Any:
             if not self.elsewhere:
                 self._entered.append(self.path)
-            return enter(context)
+            return enter(context)  # type: ignore[no-untyped-call]
 
         def left(context: Any, *error: Any) -> Any:
             if not self.elsewhere:
