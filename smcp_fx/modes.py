@@ -61,6 +61,28 @@ def conditions(nodes: Iterable[fx.Node]) -> dict[fx.Node, Condition]:
     return found
 
 
+class ModeInterpreter(fx.Interpreter):
+    """Runs what one mode runs; its modules are in the mode they are in, so that a batch of one image will do."""
+
+    def __init__(self, module: fx.GraphModule, training: bool = False) -> None:
+        super().__init__(module)
+        self.when = conditions(module.graph.nodes)
+        self._training = training
+
+    def runs(self, node: fx.Node) -> bool:
+        """Does the mode run this node?"""
+        when = self.when[node]
+        return when == ALWAYS or any(all(side is self._training for _, side in case) for case in when)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's result; None for what this mode does not run."""
+        if not self.runs(n):
+            return None
+        if is_by_mode(n):
+            return fx.node.map_arg(n.args[1 + self._training], self.env.__getitem__)
+        return super().run_node(n)
+
+
 def run_in_eval(graph: fx.Graph) -> set[str]:
     """The names of the nodes that run when every module is in eval mode: the network as it is deployed."""
     return {

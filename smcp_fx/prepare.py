@@ -24,6 +24,7 @@ from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs, sharing
 from smcp_fx.schedule import Schedule
 from smcp_fx.state import PruningState
+from smcp_fx.trace_buffers import keep_in_state
 from smcp_fx.tracing import Traced, as_inputs, default_inputs, trace
 
 __all__ = ["PreparedModel", "convert", "prepare"]
@@ -124,6 +125,7 @@ def _prepared(
     else:
         keep_output_types(traced.module.graph, traced.returned)
         prepared = PreparedGraph(traced.module, traced.module.graph, plan, state, type(model).__name__)
+        keep_in_state(own, prepared)
         copy_modes(traced.module, prepared)
     prepared.pruner.warn_of_idle_target(plan.target)
     return prepared

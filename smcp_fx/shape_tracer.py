@@ -31,6 +31,7 @@ from smcp_fx.trace_gradients import Checkpoints, GradientQuestions
 from smcp_fx.trace_lengths import Sizes
 from smcp_fx.trace_proxies import ValueProxy
 from smcp_fx.trace_sentences import AGAIN, INFIX, TAKEN, asking_line, express
+from smcp_fx.trace_views import may_be_seen
 from smcp_fx.trace_writes import functional_writes, own_constants
 
 #: What asks for a tensor's values, whatever kind of number it returns.
@@ -152,6 +153,11 @@ class ShapeTracer(fx.Tracer):
     def place(self) -> dict[fx.Node, int]:
         """Each node's place in the order in which they were made."""
         return self._order
+
+    def in_place(self, written: Callable[..., Any], plain: Callable[..., Any], obj: Proxy, other: Any) -> Any:
+        """`x += y`: it writes into inputs and views, which others see; a tensor of its own gets another name."""
+        kept = may_be_seen(obj.node) and isinstance(self.value(obj.node), Tensor)
+        return self.create_proxy("call_function", written if kept else plain, (obj, other), {})
 
     # ---- values -----------------------------------------------------------------------------------------
 

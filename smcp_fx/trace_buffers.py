@@ -59,3 +59,23 @@ def written_in(model: nn.Module, graph: fx.Graph) -> set[str]:
         if isinstance(first, fx.Node) and first.op == "get_attr" and writes_in_place(node, model):
             found |= {owners[str(first.target)]} if first.target in owners else set()
     return found
+
+
+def keep_in_state(model: nn.Module, traced: fx.GraphModule) -> None:
+    """Give the graph's module what the graph does not read, of the model's state: branches not taken have weights.
+
+    The state dict keeps its keys, so that checkpoints of the original load, and those of the graph load there.
+    """
+    have = set(traced.state_dict())
+    for name in model.state_dict(keep_vars=True).keys() - have:
+        path, _, attribute = name.rpartition(".")
+        source = model.get_submodule(path)
+        owner: nn.Module = traced
+        for part in filter(None, path.split(".")):
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        if attribute in source._parameters:
+            owner.register_parameter(attribute, source._parameters[attribute])
+        elif attribute in source._buffers:
+            owner.register_buffer(attribute, source._buffers[attribute])

@@ -18,8 +18,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.operations import writes_in_place
-from smcp_fx.channels.trail import TensorInfo
+from smcp_fx.channels.trail import OPAQUE, TensorInfo
 from smcp_fx.modes import ALWAYS, by_mode, conditions, with_branches
+from smcp_fx.trace_contexts import NO_GRAD, same_mode
 
 
 @dataclass
@@ -123,6 +124,7 @@ class _Merger:
                     before = end if before is node else before
             if pair is not None:
                 self.placed[pair[1]] = pair[0]
+                same_mode(*pair)
                 self._unite(*pair)
                 before = pair[0]
                 both.append(pair[0])
@@ -193,7 +195,7 @@ class _Merger:
             with self.graph.inserting_before(node):
                 self.made[key] = self.graph.call_function(by_mode, (flag, evaluated, trained))
             if node.op != "output":
-                self.made[key].meta = dict(node.meta)
+                self.made[key].meta = _meta(node)
         return self.made[key]
 
     def _has_effect(self, node: fx.Node) -> bool:
@@ -204,7 +206,7 @@ class _Merger:
         flag = _flag(self.graph, owner)
         with self.graph.inserting_after(node):
             end = self.graph.call_function(by_mode, (flag, *sides))
-        end.meta = dict(node.meta)
+        end.meta = _meta(node)
         return end
 
     def _keep(self, both: list[fx.Node]) -> None:
@@ -240,6 +242,11 @@ class _Merger:
         if here:  # of several, the outermost: what is inside was reached since that one let it
             return min(here, key=len)
         return next((path for _, path in reversed(known) if path in around), "")
+
+
+def _meta(node: fx.Node) -> dict[str, Any]:
+    """What a choice says of itself: it is neither run without gradients nor opaque, whatever it chooses for."""
+    return {key: value for key, value in node.meta.items() if key not in (NO_GRAD, OPAQUE)}
 
 
 def _flag(graph: fx.Graph, owner: str) -> fx.Node:

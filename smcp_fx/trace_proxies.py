@@ -103,6 +103,18 @@ class Answers(Proxy):
     def __len__(self) -> int:
         return self.tracer.length(self)
 
+    def __iadd__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.iadd, operator.add, self, other)
+
+    def __isub__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.isub, operator.sub, self, other)
+
+    def __imul__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.imul, operator.mul, self, other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.itruediv, operator.truediv, self, other)
+
     def __round__(self, digits: int | None = None) -> Proxy:
         arguments = (self,) if digits is None else (self, digits)
         return self.tracer.create_proxy("call_function", round, arguments, {})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,11 +24,13 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.trail import OPAQUE, TensorInfo
 from smcp_fx.errors import InputError, TraceError
-from smcp_fx.modes import ALWAYS, conditions, is_by_mode
+from smcp_fx.modes import ALWAYS, ModeInterpreter
 from smcp_fx.multiply_adds import MultiplyAdds
 from smcp_fx.shape_tracer import ShapeTracer, plain_lists
 from smcp_fx.trace_attributes import Attributes
 from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
+from smcp_fx.trace_contexts import AutocastError, Contexts, same_modes, without_gradients
+from smcp_fx.trace_functions import functions_kept
 from smcp_fx.trace_modes import ModeTrace, ReadsOfTraining, both_modes, differ_in_flags
 from smcp_fx.trace_names import check_names
 from smcp_fx.trace_rewrites import drop_expansions, normalise
@@ -74,7 +77,14 @@ def default_inputs(model: nn.Module) -> tuple[Any, ...]:
 
 
 def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any] | None = None) -> Any:
-    """Run the model (or ``run``) in eval mode without gradients; the model's modes are kept."""
+    """Run the model (or ``run``) in eval mode without gradients; the model's modes are kept.
+
+    It gets copies of the inputs, into which it may write.
+    """
+    copies: dict[int, Tensor] = {}
+    inputs = pytree.tree_map(
+        lambda v: copies.setdefault(id(v), v.detach().clone()) if isinstance(v, Tensor) else v, inputs
+    )
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -104,30 +114,24 @@ class Traced:
     returned: Any = None
 
 
-class Recorder(fx.Interpreter):
-    """Runs what one mode runs; every module is in the mode it is in, so that a batch of one image will do."""
+class Recorder(ModeInterpreter):
+    """Notes what the nodes that one mode runs give, and what they take."""
 
     def __init__(self, module: fx.GraphModule, training: bool) -> None:
-        super().__init__(module)
+        super().__init__(module, training)
         self.values: dict[str, Any] = {}
         self.work: dict[str, int] = {}
         self.counted = MultiplyAdds()
-        self.when = conditions(module.graph.nodes)
-        self._training = training
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         """Lists as the generated code has them: functions may write into them."""
         return plain_lists(super().fetch_args_kwargs_from_env(n))
 
     def run_node(self, n: fx.Node) -> Any:
-        when = self.when[n]
-        if when != ALWAYS and not any(all(side is self._training for _, side in case) for case in when):
+        if not self.runs(n):
             return None
         before = self.counted.total
-        if is_by_mode(n):
-            result = fx.node.map_arg(n.args[1 + self._training], self.env.__getitem__)
-        else:
-            result = super().run_node(n)
+        result = super().run_node(n)
         if self.counted.total > before:
             self.work[n.name] = self.counted.total - before
         self.values[n.name] = pytree.tree_map(
@@ -233,6 +237,11 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             if "" in error.paths or error.paths & why.keys():
                 raise
             why |= {path: f"{path!r} writes into its own buffers" for path in error.paths}
+        except AutocastError as error:
+            if error.paths & why.keys() or not error.by_themselves(model):
+                raise
+            why |= {path: f"{path!r} enters torch.autocast, and is called as it is" for path in error.paths}
+    same_modes(evaluated.graph, trained.graph)
     graph = evaluated.graph
     for mode in (evaluated, trained):
         check_names(mode.graph)
@@ -271,6 +280,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             f"difference at {_first_difference(model, traced, inputs)}. An in-place operation on a view "
             "(`u += v` on a chunk) is the usual cause; write it out of place."
         )
+    without_gradients(traced, values, lambda run: run_eager(traced, inputs, run))
     drop_expansions(traced, values)
     return Traced(
         traced, values, tuple(dict.fromkeys(assumed + also)), work, images_in(inputs), returned=expected
@@ -311,10 +321,12 @@ class _Tracer(ShapeTracer):
     So do those named in ``leaves``. ``stopped`` is the innermost module in which tracing failed.
     """
 
-    def __init__(self, inputs: tuple[Any, ...], leaves: tuple[str, ...]) -> None:
+    def __init__(self, inputs: tuple[Any, ...], leaves: tuple[str, ...], proxy_buffers: bool) -> None:
         super().__init__(inputs)
         self.leaves = leaves
         self.stopped: nn.Module | None = None
+        self.contexts = Contexts()
+        self.proxy_buffer_attributes = proxy_buffers
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         changed = m._forward_hooks or m._forward_pre_hooks or nn.utils.parametrize.is_parametrized(m)
@@ -322,24 +334,61 @@ class _Tracer(ShapeTracer):
         return bool(changed) or named or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Remember where it stops."""
+        """Remember where it stops; modules that another thread calls meanwhile just run."""
+        if self.contexts.elsewhere:
+            return forward(*args, **kwargs)
+        outer = self.contexts.path
+        self.contexts.path = outer if self._evaluating else self.path_of_module(m)
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
             self.stopped = self.stopped or m
             raise
+        finally:
+            self.contexts.path = outer
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """So do they read their parameters."""
+        if self.contexts.elsewhere:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Nodes know in which contexts they were made."""
+        node = super().create_node(*args, **kwargs)
+        self.contexts.note(node)
+        return node
+
+
+#: torch.fx changes `nn.Module` itself while it traces: one trace at a time.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def _trace_in_mode(
     model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...]
 ) -> tuple[ModeTrace, list[str]]:
+    with _ONE_AT_A_TIME:
+        try:
+            return _trace_once(model, inputs, training, leaves, proxy_buffers=True)
+        except (WritesBuffersError, AutocastError):
+            raise
+        except TraceError:
+            if not any(True for _ in model.buffers()):
+                raise
+        # Python asks for a buffer's values, which are then fixed.
+        return _trace_once(model, inputs, training, leaves, proxy_buffers=False)
+
+
+def _trace_once(
+    model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...], *, proxy_buffers: bool
+) -> tuple[ModeTrace, list[str]]:
     before = Attributes(model)
     model.train(training)
-    tracer = _Tracer(inputs, leaves)
+    tracer = _Tracer(inputs, leaves, proxy_buffers)
     buffers, written = Buffers(model), set[str]()
     reads = ReadsOfTraining(model, tracer.made)
     try:
-        with reads:
+        with reads, tracer.contexts.watched(), functions_kept(tracer):
             graph = tracer.trace(model)
         written |= written_in(model, graph)
     except Exception as error:
@@ -365,6 +414,8 @@ def _trace_in_mode(
         before.restore()
     if written:
         raise WritesBuffersError(written)
+    if tracer.contexts.autocast:
+        raise AutocastError(tracer.contexts.autocast)
     return ModeTrace(graph, tracer.place, reads.found), tracer.assumptions
 
 
@@ -385,7 +436,7 @@ def same_values(expected: Any, found: Any) -> bool:
         if isinstance(a, Tensor) != isinstance(b, Tensor):
             return False
         if isinstance(a, Tensor):
-            if a.shape != b.shape:
+            if a.shape != b.shape or a.dtype != b.dtype:
                 return False
             if not torch.allclose(a, b, rtol=0, atol=_SAME * _scale(a), equal_nan=True):
                 return False
@@ -406,7 +457,7 @@ def plain(tree: Any) -> Any:
 def _scale(value: Tensor) -> float:
     if not value.numel() or not value.is_floating_point():
         return 0.0
-    return float(torch.nan_to_num(value, 0.0, 0.0, 0.0).abs().max())
+    return float(torch.nan_to_num(value.detach(), 0.0, 0.0, 0.0).abs().max())
 
 
 def _first_difference(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...]) -> str:

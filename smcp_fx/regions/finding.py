@@ -67,6 +67,7 @@ class CallSeen:
     leaves: list[Any]
     structure: pytree.TreeSpec
     output: Any = None
+    autocast: bool = False
 
 
 def bound_arguments(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,11 +140,12 @@ def _calls(
 ) -> dict[str, list[CallSeen]]:
     """Run the model and return the calls of each of the modules."""
     calls: dict[str, list[CallSeen]] = {path: [] for path in modules}
+    outside = _autocast()
 
     def enter(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, structure = pytree.tree_flatten(bound_arguments(module.forward, args, kwargs))
         copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        calls[path].append(CallSeen(copies, structure))
+        calls[path].append(CallSeen(copies, structure, autocast=_autocast() != outside))
 
     def leave(path: str, module: nn.Module, output: Any) -> None:
         # What is returned may be changed in place later on.
@@ -152,6 +154,10 @@ def _calls(
     with watched(modules, enter, leave):
         run_eager(model, inputs)
     return calls
+
+
+def _autocast() -> list[bool]:
+    return [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
 
 
 @contextmanager
@@ -180,6 +186,10 @@ def _trace_region(model: nn.Module, path: str, calls: list[CallSeen], leaves: tu
     inputs = form.tensors(calls[0].leaves)
     if not inputs:
         raise TraceError(f"{path!r} is called without tensors")
+    if any(call.autocast for call in calls):
+        raise TraceError(
+            f"{path!r} is called under torch.autocast, which the forward enters: enter it around the model instead"
+        )
     harness = _harness(model, path, form)
     traced = trace(harness, tuple(inputs), leaves)
     for call in calls[1:]:

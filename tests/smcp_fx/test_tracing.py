@@ -114,7 +114,7 @@ def test_a_failing_run_keeps_the_modes() -> None:
 
 
 class Half(nn.Module):
-    """Adds in place to a chunk by the augmented assignment that a trace turns into a new tensor."""
+    """Adds in place to a tensor under its second name, which a trace turns into a new tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,8 +123,8 @@ class Half(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
         h = self.stem(x)
-        left, right = h.chunk(2, 1)
-        left += right
+        same = h
+        same += 1
         return self.out(h)  # type: ignore[no-any-return]
 
 
