@@ -2,7 +2,8 @@
 
 The generated code calls a method by its name, so the name alone does not say whose method runs. Each node is
 therefore given a kind: ``tensor`` (a tensor, or several, or a number made from one), ``input`` (what the model is
-called with), ``size``, ``device``, ``dtype``, or ``plain`` (numbers, strings, tuples and lists of the file's own).
+called with), ``size``, ``device``, ``dtype``, ``range`` (of a dtype), or ``plain`` (numbers, strings, tuples and
+lists of the file's own).
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ def _kind(node: fx.Node, function: str, root: nn.Module, kinds: dict[fx.Node, st
         return _method(node, given)
     if function == "builtins.getattr":
         return _attribute(node, given)
+    if function == "smcp_fx.modes.by_mode":
+        sides = [_of(side, kinds) for side in node.args[1:] if side is not None]
+        return sides[0] if len(set(sides)) == 1 else "plain"
+    if function in ("torch.finfo", "torch.iinfo"):
+        return "range"
     space, _, name = function.rpartition(".")
     if space == "operator":
         return _operator(node, name, given, kinds)
@@ -52,6 +58,10 @@ def _kind(node: fx.Node, function: str, root: nn.Module, kinds: dict[fx.Node, st
         return "tensor"
     # Modules and leaf functions may hand back what they were given (`nn.Identity`).
     return "tensor" if given in _OF_TENSORS else "plain"
+
+
+def _of(value: Any, kinds: dict[fx.Node, str]) -> str:
+    return kinds[value] if isinstance(value, fx.Node) else "plain"
 
 
 def _method(node: fx.Node, given: str) -> str:

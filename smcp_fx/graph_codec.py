@@ -14,12 +14,11 @@ from torch import fx
 
 from smcp_fx.call_rules import describe
 from smcp_fx.errors import CheckpointError
+from smcp_fx.modes import ModeCodeGen, by_mode, with_branches
 from smcp_fx.safe_operations import LEAF_FUNCTIONS, function_names, functions
 from smcp_fx.saved_names import check_argument, check_identifier, check_path
 from smcp_fx.value_codec import Special, decode_value, encode_value
 
-#: In a node's meta: the module whose mode decides whether the node runs, and in which: ``(path, training)``.
-MODE = "smcp_mode"
 _OPERATIONS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
 _MOST_NODES = 200_000
 
@@ -32,6 +31,10 @@ def function_name(function: Any, where: str) -> str:
         name = None
     if name is not None:
         return name
+    if isinstance(function, type) and issubclass(
+        function, dict
+    ):  # the class of an output: its entries are saved
+        return "builtins.dict"
     module = str(getattr(function, "__module__", None))
     attribute = str(getattr(function, "__qualname__", function))
     if attribute in LEAF_FUNCTIONS.get(module, "").split():
@@ -65,7 +68,7 @@ def find_function(name: Any, where: str) -> Callable[..., Any]:
 
 
 def encode_graph(graph: fx.Graph) -> list[dict[str, Any]]:
-    """Return a graph as a list of nodes: name, op, target, args, kwargs, mode. `CheckpointError` names the node."""
+    """Return a graph as a list of nodes: name, op, target, args, kwargs. `CheckpointError` names the node."""
     if not _generates_its_code(graph):
         raise CheckpointError(
             f"the graph generates its code with {type(graph._codegen).__name__}, which cannot be saved; trace the "
@@ -75,8 +78,8 @@ def encode_graph(graph: fx.Graph) -> list[dict[str, Any]]:
 
 
 def _generates_its_code(graph: fx.Graph) -> bool:
-    """Can the code be generated again from the nodes and their `MODE` alone?"""
-    return type(graph._codegen) is fx.graph.CodeGen
+    """Can the code be generated again from the nodes alone?"""
+    return type(graph._codegen) in (fx.graph.CodeGen, ModeCodeGen)
 
 
 def _encode_node(node: fx.Node) -> dict[str, Any]:
@@ -94,23 +97,11 @@ def _encode_node(node: fx.Node) -> dict[str, Any]:
         "args": [encode_value(value, where, special) for value in node.args],
         "kwargs": {key: encode_value(value, where, special) for key, value in node.kwargs.items()},
     }
-    if MODE in node.meta:
-        data["mode"] = list(node.meta[MODE])
-        _mode(data["mode"], where)
     check_identifier(node.name, where)
     for key in node.kwargs:
         check_identifier(key, where)
     _check_target(node.op, saved, where)
     return data
-
-
-def _mode(data: Any, where: str) -> tuple[str, bool]:
-    owner, training = data
-    if owner != "":
-        check_path(owner, where)
-    if not isinstance(training, bool):
-        raise CheckpointError(f"{where}: its mode is neither train() nor eval()")
-    return owner, training
 
 
 def _check_target(op: str, target: str, where: str) -> None:
@@ -153,16 +144,24 @@ def decode_graph(nodes: list[dict[str, Any]], device: torch.device) -> fx.Graph:
         node = graph.create_node(op, called, args, kwargs, name=name)
         if node.name != name:
             raise CheckpointError(f"{where}: the name stands for something else in generated code")
+        if called is by_mode and not _is_choice(node):
+            raise CheckpointError(f"{where}: it does not choose between two values by a module's mode")
         if op == "call_function" and target not in functions():
             node.meta["is_wrapped"] = True  # a leaf when the loaded model is traced again, too
-        if "mode" in data:
-            node.meta[MODE] = _mode(data["mode"], where)
         known[name] = node
     if [data["op"] for data in nodes].count("output") != 1 or nodes[-1]["op"] != "output":
         raise CheckpointError(
             "the graph has no output, or several; the manifest is damaged: save the model again"
         )
-    return graph
+    return with_branches(graph)
+
+
+def _is_choice(node: fx.Node) -> bool:
+    """`by_mode(flag, evaluated, trained)`, whose generated code names the flag."""
+    flag = node.args[0] if len(node.args) == 3 and not node.kwargs else None
+    return (
+        isinstance(flag, fx.Node) and flag.op == "get_attr" and str(flag.target).split(".")[-1] == "training"
+    )
 
 
 def saved_function_names(graph: fx.Graph) -> dict[fx.Node, str]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from smcp_fx.modes import by_mode
 
 _FUNCTIONS: dict[ModuleType, str] = {
     torch: (
@@ -103,7 +106,7 @@ _FUNCTIONS: dict[ModuleType, str] = {
     ),
     math: (
         "acos asin atan atan2 ceil cos cosh degrees exp fabs floor fmod gcd hypot isfinite isinf isnan log log10 "
-        "log1p log2 pow radians sin sinh sqrt tan tanh trunc"
+        "log1p log2 pow prod radians sin sinh sqrt tan tanh trunc"
     ),
     operator: (
         "abs add and_ concat contains eq floordiv ge getitem gt iadd iand ifloordiv imatmul imod imul index inv "
@@ -167,6 +170,7 @@ ATTRIBUTES = {
     "tensor": TENSOR_ATTRIBUTES,
     "device": dict.fromkeys(("index", "type"), "plain"),
     "dtype": dict.fromkeys(("is_complex", "is_floating_point", "itemsize"), "plain"),
+    "range": dict.fromkeys("bits eps max min resolution smallest_normal tiny".split(), "plain"),
 }
 #: Methods of what is no tensor: of `torch.Size`, and of a dict that the model is called with.
 SIZE_METHODS = frozenset(("count", "index", "numel"))
@@ -209,10 +213,23 @@ LEAF_FUNCTIONS = {
 }
 
 
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "builtins.dict": dict,
+    "builtins.getattr": getattr,
+    "builtins.list": list,
+    "builtins.round": round,
+    "builtins.tuple": tuple,
+    "collections.OrderedDict": OrderedDict,
+    "smcp_fx.modes.by_mode": by_mode,
+    "torch.finfo": torch.finfo,
+    "torch.iinfo": torch.iinfo,
+}
+
+
 @lru_cache(maxsize=1)
 def functions() -> dict[str, Callable[..., Any]]:
     """Every function that a graph may call, by name; those that this torch has."""
-    found: dict[str, Callable[..., Any]] = {"builtins.getattr": getattr}
+    found: dict[str, Callable[..., Any]] = dict(_OTHERS)
     for space, names in _FUNCTIONS.items():
         for name in names.split():
             for spelling in (name, f"{name}_") if space in (torch, torch.nn.functional) else (name,):

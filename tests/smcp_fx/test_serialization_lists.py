@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import enum
 import json
+import pickle
 import random
 import re
 import subprocess
@@ -18,7 +20,10 @@ import torch
 from saved_models import Manifest, edit_manifest, small_model
 from torch import fx, nn
 
+import smcp_fx
 from smcp_fx.errors import CheckpointError
+from smcp_fx.graph_codec import decode_graph, encode_graph
+from smcp_fx.modes import by_mode
 from smcp_fx.safe_modules import attribute_names, check_attributes, find_class, specifications
 from smcp_fx.safe_operations import TENSOR_ATTRIBUTES, functions, tensor_methods
 from smcp_fx.serialization import load, save
@@ -257,14 +262,50 @@ def test_module_names_with_signs_come_back(tmp_path: Path) -> None:
     assert torch.equal(loaded(torch.ones(1, 2)), module(torch.ones(1, 2)))
 
 
-def test_the_mode_of_a_node_comes_back(tmp_path: Path) -> None:
-    module = copy.deepcopy(small_model())
-    node = list(module.graph.nodes)[1]
-    node.meta["smcp_mode"] = ("block", True)
-    loaded = load(save(module, tmp_path / "model.safetensors"))
-    assert [n.meta.get("smcp_mode") for n in loaded.graph.nodes] == [
-        ("block", True) if n is node else None for n in module.graph.nodes
-    ]
+class _OfTwoModes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.aux, self.head = (nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1), nn.Conv2d(8, 4, 1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """[N, 3, H, W]."""
+        h = self.stem(x)
+        h = h * torch.rand_like(h) if self.training else h.relu()
+        out = collections.OrderedDict(out=self.head(h))
+        if self.training:
+            out["aux"] = self.aux(h)
+        return out
+
+
+@pytest.mark.parametrize("way", ["save", "pickle"])
+def test_each_mode_comes_back(tmp_path: Path, way: str) -> None:
+    x = torch.randn(2, 3, 5, 5)
+    module = smcp_fx.convert(smcp_fx.prepare(_OfTwoModes(), x))
+    loaded = (
+        load(save(module, tmp_path / "model.safetensors"))
+        if way == "save"
+        else pickle.loads(pickle.dumps(module))
+    )
+    assert type(loaded(x)) is collections.OrderedDict
+    for training in (True, False):
+        for one in (module, loaded):
+            one.train(training)
+        outputs = []
+        for one in (module, loaded):
+            torch.manual_seed(0)
+            outputs.append(one(x))
+        assert outputs[0].keys() == outputs[1].keys() == ({"out", "aux"} if training else {"out"})
+        assert all(torch.equal(a, b) for a, b in zip(outputs[0].values(), outputs[1].values(), strict=True))
+
+
+@pytest.mark.parametrize("flag", [fx.Node, True, None])
+def test_a_choice_that_is_not_by_a_mode_is_refused(flag: Any) -> None:
+    """The flag's name is written into generated code."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(by_mode, (x if flag is fx.Node else flag, x, x)))
+    with pytest.raises(CheckpointError, match="mode"):
+        decode_graph(encode_graph(graph), torch.device("cpu"))
 
 
 def test_made_up_manifests_do_nothing_that_a_model_does_not_do() -> None:
