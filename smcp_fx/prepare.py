@@ -14,6 +14,7 @@ from smcp_fx.converted import ConvertedModule
 from smcp_fx.copying import deep_copy
 from smcp_fx.costs import CostModel, absolute_target, bind
 from smcp_fx.errors import InputError, TraceError
+from smcp_fx.example_runs import as_inputs, default_inputs
 from smcp_fx.layer_pruning import allow_layer_pruning
 from smcp_fx.masking import META, STATE
 from smcp_fx.output_types import keep_output_types
@@ -25,7 +26,7 @@ from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs, s
 from smcp_fx.schedule import Schedule
 from smcp_fx.state import PruningState
 from smcp_fx.trace_buffers import keep_in_state
-from smcp_fx.tracing import Traced, as_inputs, default_inputs, trace
+from smcp_fx.tracing import Traced, trace
 
 __all__ = ["PreparedModel", "convert", "prepare"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smcp_fx.compiler.data import ImageData, call_factory
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.tracing import run_eager
+from smcp_fx.example_runs import run_eager
 
 #: Of a batch of images: 4 GiB.
 _MOST_VALUES = 2**30

@@ -1,0 +1,203 @@
+"""What one call of a model gives (outputs, gradients, buffers), and whether two models give the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.copying import deep_copy
+from smcp_fx.errors import SmcpError
+from smcp_fx.example_runs import plain, unchanged
+from smcp_fx.masking import STATE
+from smcp_fx.prepared import PreparedRegions
+from smcp_fx.trace_sentences import TAKEN
+
+#: What may differ of the scale: the same kernels in the same order, but for sums over a parameter's uses and zeros
+#: that are left out. Judged in double precision where it is more.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+#: Where double precision cannot be had, since the model names another type.
+LOOSE = 1e-3
+
+
+@dataclass
+class Outcome:
+    """What a call gave; a parameter's gradient stands under all its names."""
+
+    outputs: list[Any]
+    gradients: dict[frozenset[str], Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _DifferenceError(Exception):
+    """What differs, in words."""
+
+
+def fitting(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs where the model is now, and in its type."""
+    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if weight is None:
+        return inputs
+    moved: tuple[Any, ...] = pytree.tree_map(
+        lambda v: (
+            v.to(weight.device, weight.dtype if v.is_floating_point() else v.dtype)
+            if isinstance(v, Tensor)
+            else v
+        ),
+        inputs,
+    )
+    return moved
+
+
+def alone(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> Outcome | None:
+    """What the model computes; None where it does not take these inputs in this mode."""
+    try:
+        return outcome_of(model, inputs, training)
+    except Exception:  # whatever a model says to inputs that it was not made for
+        return None
+
+
+def outcome_of(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> Outcome:
+    """Run the model; in `train()` with gradients. The model is left as it was."""
+    given = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs)
+    own = model.python if isinstance(model, PreparedRegions) else model
+    with in_mode(model, training), unchanged(model), unchanged(own), torch.set_grad_enabled(training):
+        torch.manual_seed(0)
+        outputs = pytree.tree_leaves(plain(model(*given)))
+        buffers = {name: b.detach().clone() for name, b in model.named_buffers() if _is_own(name)}
+        return Outcome(outputs, _gradients(model, outputs) if training else {}, buffers)
+
+
+def _gradients(model: nn.Module, outputs: list[Any]) -> dict[frozenset[str], Tensor | None]:
+    names: dict[Tensor, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and _is_own(name):
+            names.setdefault(parameter, set()).add(name)
+    named = {frozenset(known): parameter for parameter, known in names.items()}
+    parts = [
+        o
+        for o in outputs
+        if isinstance(o, Tensor) and o.requires_grad and o.numel() and o.is_floating_point()
+    ]
+    if not named or not parts:
+        return dict.fromkeys(named)
+    weights = [
+        torch.arange(o.numel(), device=o.device).remainder(7).sub(2.5).to(o).reshape(o.shape) for o in parts
+    ]
+    loss = sum(
+        ((o * w).sum() / math.sqrt(o.numel()) for o, w in zip(parts, weights, strict=True)), torch.zeros(())
+    )
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values()), allow_unused=True), strict=True))
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """All modules in one mode while it lasts."""
+    parts = [*model.modules(), *([model.python] if isinstance(model, PreparedRegions) else [])]
+    modes = [(module, module.training) for module in parts]
+    try:
+        for module, _ in modes:
+            module.training = training
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _is_own(name: str) -> bool:
+    return not name.startswith(f"{STATE}.")
+
+
+# ---- comparing ----------------------------------------------------------------------------------------------
+
+
+def differs(
+    one: nn.Module, other: nn.Module, inputs: tuple[Any, ...], training: bool, expected: Outcome
+) -> str | None:
+    """What differs, in words; None when nothing does, or no more than rounding explains."""
+    try:
+        found = outcome_of(other, inputs, training)
+    except (SmcpError, AssertionError) as error:
+        if TAKEN in str(error):  # it says so itself, whenever it meets such an input
+            return None
+        return f"it does not run ({error})"
+    except Exception as error:
+        return f"it does not run ({error})"
+    what = compare(expected, found, None)
+    if what is None:
+        return None
+    try:
+        wide = tuple(deep_copy(model).double() for model in (one, other))
+        first, second = (outcome_of(model, widened(inputs), training) for model in wide)
+    except Exception:  # a type that its forward names
+        return what if compare(expected, found, LOOSE) is not None else None
+    return compare(first, second, None)
+
+
+def widened(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs in double precision."""
+    wide: tuple[Any, ...] = pytree.tree_map(
+        lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, inputs
+    )
+    return wide
+
+
+def compare(expected: Outcome, found: Outcome, tolerance: float | None) -> str | None:
+    """What differs first, in words; ``tolerance``: of the scale, or that of each tensor's type."""
+    try:
+        if len(expected.outputs) != len(found.outputs):
+            return f"it returns {len(found.outputs)} values, not {len(expected.outputs)}"
+        for index, (a, b) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
+            _same(a, b, f"output {index}" if len(found.outputs) > 1 else "its output", tolerance)
+        for name, buffer in found.buffers.items():
+            if name in expected.buffers and buffer.shape == expected.buffers[name].shape:
+                _same(expected.buffers[name], buffer, f"buffer {name!r} after a call", tolerance)
+        largest = max(
+            (float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()),
+            default=0,
+        )
+        for names, a in expected.gradients.items():
+            b = next((gradient for known, gradient in found.gradients.items() if known & names), None)
+            if a is None and b is None:
+                continue
+            left = torch.zeros_like(b) if a is None and b is not None else a
+            right = torch.zeros_like(a) if b is None and a is not None else b
+            _same(left, right, f"the gradient of {min(names)!r}", tolerance, 1e-3 * largest)
+    except _DifferenceError as difference:
+        return str(difference)
+    return None
+
+
+def _same(a: Any, b: Any, what: str, tolerance: float | None, least: float = 0.0) -> None:
+    """Raise `_DifferenceError` unless they are the same, up to their type's tolerance of the scale (or ``least``)."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        if isinstance(a, Tensor) or isinstance(b, Tensor) or (type(a) is type(b) and a == a and a != b):
+            raise _DifferenceError(f"{what} is {b!r}, not {a!r}"[:200])
+        return
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise _DifferenceError(f"{what} is {b.dtype} {tuple(b.shape)}, not {a.dtype} {tuple(a.shape)}")
+    if not a.numel():
+        return
+    if not a.is_floating_point() and not a.is_complex():
+        if not torch.equal(a, b):
+            raise _DifferenceError(f"{what} differs")
+        return
+    allowed = tolerance or _TOLERANCE.get(a.real.dtype if a.is_complex() else a.dtype, LOOSE)
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        raise _DifferenceError(f"{what} is finite in other places")
+    error = float(torch.nan_to_num(a.detach() - b.detach(), 0.0, 0.0, 0.0).abs().max())
+    scale = max(float(torch.nan_to_num(a.detach(), 0.0, 0.0, 0.0).abs().max()), least)
+    if error > allowed * scale:
+        raise _DifferenceError(f"{what} differs by {error / scale if scale else math.inf:.2g} of its scale")
+
+
+def repeats(model: nn.Module, inputs: tuple[Any, ...], training: bool, expected: Outcome) -> bool:
+    """Does the model give the same again?"""
+    again = alone(model, inputs, training)
+    return again is not None and compare(expected, again, None) is None
