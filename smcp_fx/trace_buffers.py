@@ -47,18 +47,19 @@ class Buffers:
                 written |= {path} if buffer.is_floating_point() else set()
         return written
 
-
-def written_in(model: nn.Module, graph: fx.Graph) -> set[str]:
-    """The modules into whose buffers an operation of the graph writes."""
-    owners = {
-        name: name.rpartition(".")[0] for name, held in model.named_buffers() if held.is_floating_point()
-    }
-    found = set()
-    for node in graph.nodes:
-        first = node.args[0] if node.args else None
-        if isinstance(first, fx.Node) and first.op == "get_attr" and writes_in_place(node, model):
-            found |= {owners[str(first.target)]} if first.target in owners else set()
-    return found
+    def written_by(self, model: nn.Module, graph: fx.Graph) -> set[str]:
+        """The modules into whose buffers an operation of the graph writes."""
+        owners = {
+            f"{path}.{name}" if path else name: path
+            for path, _, name, buffer, _ in self._held
+            if buffer.is_floating_point()
+        }
+        found = set()
+        for node in graph.nodes:
+            first = node.args[0] if node.args else None
+            if isinstance(first, fx.Node) and first.op == "get_attr" and writes_in_place(node, model):
+                found |= {owners[str(first.target)]} if first.target in owners else set()
+        return found
 
 
 def keep_in_state(model: nn.Module, traced: fx.GraphModule) -> None:

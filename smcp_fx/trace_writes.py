@@ -32,6 +32,7 @@ def functional_writes(
     """
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is operator.setitem:
+            _once(node)
             write = _Write(graph, model, value, node)
             last = node.prev
             result = write.rewritten()
@@ -41,6 +42,24 @@ def functional_writes(
                 adopt(last)
             if result is not None:
                 write.put(result)
+
+
+_PLAIN: dict[Any, Callable[..., Any]] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+
+
+def _once(node: fx.Node) -> None:
+    """`x[i] += y`, which Python takes for `v = x[i]; v += y; x[i] = v`: the last step alone writes."""
+    target, index, source = node.args
+    if not isinstance(source, fx.Node) or source.target not in _PLAIN or len(source.users) > 1:
+        return
+    part = source.args[0]
+    if isinstance(part, fx.Node) and part.target is operator.getitem and part.args == (target, index):
+        source.target = _PLAIN[source.target]
 
 
 def own_constants(

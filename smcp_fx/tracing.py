@@ -25,7 +25,7 @@ from smcp_fx.errors import InputError, TraceError
 from smcp_fx.example_runs import first_line, images_in, record, run_eager, same_values, unchanged
 from smcp_fx.shape_tracer import ShapeTracer
 from smcp_fx.trace_attributes import Attributes
-from smcp_fx.trace_buffers import Buffers, WritesBuffersError, written_in
+from smcp_fx.trace_buffers import Buffers, WritesBuffersError
 from smcp_fx.trace_contexts import AutocastError, Contexts, same_modes, without_gradients
 from smcp_fx.trace_functions import functions_kept
 from smcp_fx.trace_modes import ModeTrace, ReadsOfTraining, both_modes, differ_in_flags
@@ -185,7 +185,13 @@ class _Tracer(ShapeTracer):
         self.leaves = leaves
         self.stopped: nn.Module | None = None
         self.contexts = Contexts()
+        self._paths: dict[nn.Module, str] = {}
         self.proxy_buffer_attributes = proxy_buffers
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """With the paths of the model's modules known."""
+        self._paths = {module: path for path, module in root.named_modules()}
+        return super().trace(root, concrete_args)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         changed = m._forward_hooks or m._forward_pre_hooks or nn.utils.parametrize.is_parametrized(m)
@@ -197,7 +203,8 @@ class _Tracer(ShapeTracer):
         if self.contexts.elsewhere:
             return forward(*args, **kwargs)
         outer = self.contexts.path
-        self.contexts.path = outer if self._evaluating else self.path_of_module(m)
+        if not self._evaluating and m in self._paths:
+            self.contexts.path = self._paths[m]
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -249,7 +256,7 @@ def _trace_once(
     try:
         with reads, tracer.contexts.watched(), functions_kept(tracer):
             graph = tracer.trace(model)
-        written |= written_in(model, graph)
+        written |= buffers.written_by(model, graph)
     except Exception as error:
         where = next(
             (
