@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,10 @@ from smcp_fx.costs import CostModel, absolute_target, bind
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.example_runs import as_inputs, default_inputs
 from smcp_fx.layer_pruning import allow_layer_pruning
+from smcp_fx.loop_watch import TrainingWarning
 from smcp_fx.masking import META, STATE
 from smcp_fx.output_types import keep_output_types
+from smcp_fx.own_modes import own_modes
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
 from smcp_fx.prepared import Plan, PreparedGraph, PreparedModel, PreparedRegions, copy_modes, unwrapped
@@ -88,9 +91,8 @@ def _prepared(
     leaves: Sequence[str],
 ) -> PreparedModel:
     own = deep_copy(model)
+    _check_names(model)
     traced, joined = trace_parts(own, inputs, leaves)
-    if hasattr(traced.module, STATE):
-        raise InputError(f"the model has an attribute {STATE!r}, a name that prepared models use; rename it")
     channels = build(traced.module, traced.values, multiple=config.multiple, exclude=config.exclude)
     if config.keep_first_convolution and channels.layers:
         exclude = (*config.exclude, channels.layers[0].path)
@@ -113,6 +115,7 @@ def _prepared(
         schedule=schedule,
         example_inputs=inputs,
         joined=joined,
+        modes=own_modes(own) if joined is None else None,
     )
     state = PruningState(channels, traced.module)
     first = next(iter(traced.module.parameters()), None)
@@ -130,6 +133,16 @@ def _prepared(
         copy_modes(traced.module, prepared)
     prepared.pruner.warn_of_idle_target(plan.target)
     return prepared
+
+
+def _check_names(model: nn.Module) -> None:
+    """Raise `InputError` for a part at the model's top whose name means something else on a prepared model."""
+    taken = (set(dir(PreparedGraph)) | {"graph", "plan", "pruner", STATE}) - set(dir(nn.Module))
+    for name in (*model._modules, *model._parameters, *model._buffers, *(STATE,) * hasattr(model, STATE)):
+        if name in taken:
+            raise InputError(
+                f"the model has an attribute {name!r}, a name that prepared models use; rename it"
+            )
 
 
 def trace_parts(
@@ -178,6 +191,15 @@ def convert(prepared: nn.Module, *, check: bool = True) -> nn.Module:
         raise InputError(f"convert needs what prepare returned, not {type(prepared).__name__}")
     prepared.pruner.check_finished()
     converted = sliced(prepared)
+    if prepared.plan.modes is not None:
+        frozen = [n for n, part in prepared.named_modules() if prepared.training and not part.training]
+        warnings.warn(
+            f"{type(prepared).__name__} has a train() of its own; the converted model is a plain graph, whose "
+            f"train() sets every module. Call eval() on what is to stay frozen{': ' * bool(frozen)}"
+            f"{', '.join(map(repr, frozen[:4]))}.",
+            TrainingWarning,
+            stacklevel=2,
+        )
     if check:
         check_converted(prepared, converted, prepared.plan.example_inputs)
     return converted

@@ -15,6 +15,7 @@ from smcp_fx.copying import deep_copy
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import AssumptionError, CheckpointError
 from smcp_fx.masking import STATE
+from smcp_fx.own_modes import set_own_modes
 from smcp_fx.pruner import Pruner
 from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
@@ -35,6 +36,7 @@ class Plan:
     schedule: Schedule | None
     example_inputs: tuple[Any, ...]
     joined: Joined | None = None
+    modes: nn.Module | None = None  # see `own_modes`
 
 
 class PreparedModel(nn.Module):
@@ -103,6 +105,13 @@ class PreparedGraph(PreparedModel, fx.GraphModule):
         self.add_module(STATE, state)
         self.pruner = Pruner(self, plan.cost, plan.target, plan.config, plan.schedule)
 
+    def train(self, mode: bool = True) -> PreparedGraph:
+        """As the original's."""
+        super().train(mode)
+        if self.plan.modes is not None:
+            set_own_modes(self.plan.modes, self, mode)
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedGraph:
         root = nn.Module()
         root.training = self.training
@@ -144,9 +153,9 @@ class PreparedRegions(PreparedModel):
         return self.python(*args, **kwargs)
 
     def train(self, mode: bool = True) -> PreparedRegions:
-        """As usual."""
-        super().train(mode)
-        self.python.training = mode
+        """As the original's."""
+        self.python.train(mode)
+        self.training = self.python.training
         return self
 
     def __getattr__(self, name: str) -> Any:

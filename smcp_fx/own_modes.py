@@ -1,0 +1,37 @@
+"""Models whose classes say for themselves what `train()` does: norms that they freeze stay frozen.
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.stem.eval()
+
+A graph has none of the model's classes. A copy of the model without its weights is kept and asked in its place.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def own_modes(model: nn.Module) -> nn.Module | None:
+    """A copy of the model on the meta device, whose `train()` can be asked; None where that is the usual one."""
+    if all(type(module).train is nn.Module.train for module in model.modules()):
+        return None
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def set_own_modes(asked: nn.Module, module: nn.Module, mode: bool) -> None:
+    """Put each submodule into the mode in which the model's own `train()` puts that of its name."""
+    asked.train(mode)
+    modes = {name: part.training for name, part in asked.named_modules()}
+    for name, part in module.named_modules():
+        part.training = modes.get(name, part.training)
