@@ -110,6 +110,7 @@ def _prepared(
         traced=replace(traced, module=fx.GraphModule(nn.Module(), fx.Graph()), returned=None),
         channels=channels,
         cost=network_cost,
+        flops=network_cost if cost == "flops" else bind("flops", traced, channels),
         target=absolute_target(target, full, network_cost.unit),
         config=config,
         schedule=schedule,
@@ -138,7 +139,8 @@ def _prepared(
 def _check_names(model: nn.Module) -> None:
     """Raise `InputError` for a part at the model's top whose name means something else on a prepared model."""
     taken = (set(dir(PreparedGraph)) | {"graph", "plan", "pruner", STATE}) - set(dir(nn.Module))
-    for name in (*model._modules, *model._parameters, *model._buffers, *(STATE,) * hasattr(model, STATE)):
+    held = (model.named_children(), model.named_parameters(recurse=False), model.named_buffers(recurse=False))
+    for name in (*(name for parts in held for name, _ in parts), *(STATE,) * hasattr(model, STATE)):
         if name in taken:
             raise InputError(
                 f"the model has an attribute {name!r}, a name that prepared models use; rename it"

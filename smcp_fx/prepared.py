@@ -31,6 +31,7 @@ class Plan:
     traced: Traced
     channels: ChannelGraph
     cost: NetworkCost
+    flops: NetworkCost
     target: float
     config: PruningConfig
     schedule: Schedule | None

@@ -54,7 +54,7 @@ def build_report(
     counts, unit = pruner.counts, pruner.cost.unit
     full_counts = pruner.cost.full_counts
     traced = replace(prepared.plan.traced, module=cast(fx.GraphModule, prepared))
-    others = {name: bind(name, traced, prepared.channels) for name in ("flops", "params")}
+    others = {"flops": prepared.plan.flops, "params": bind("params", traced, prepared.channels)}
     predicted = {"dense": pruner.full_cost, "pruned": pruner.present_cost}
     latency, sides = measured.latency, {}
     for side, chosen, result, accuracy in zip(

@@ -11,8 +11,6 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from smcp_fx.allocation import allocate
-from smcp_fx.cost_model import NetworkCost
-from smcp_fx.costs import FlopsCost
 from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.prepared import PreparedModel
@@ -36,17 +34,12 @@ class Expected:
     cost: float
 
 
-def flops_of(prepared: PreparedModel) -> NetworkCost:
-    """FLOPs of the prepared network as a function of its counts, one image at a time."""
-    return FlopsCost().network_cost(prepared.plan.traced, prepared.channels)
-
-
 def expected(prepared: PreparedModel, targets: list[float]) -> list[Expected]:
     """Allocate for each target (in the pruner's unit) as if importances fell evenly to 0 within every group.
 
     A target that cannot be reached is left out.
     """
-    cost, flops = prepared.pruner.cost, flops_of(prepared)
+    cost, flops = prepared.pruner.cost, prepared.plan.flops
     values = {}
     for name, permitted in cost.permitted.items():
         kept = np.asarray(permitted, dtype=np.float64)

@@ -24,7 +24,7 @@ from smcp_fx.latency_cost import LatencyCost
 from smcp_fx.prepare import convert, prepare
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.recipes.loop import EpochResult, RecipeTrainer, batch_norm_parameters
-from smcp_fx.recipes.plan import flops_of, print_dense_plan, print_plan
+from smcp_fx.recipes.plan import print_dense_plan, print_plan
 from smcp_fx.recipes.pricing import recipe_cost, runtime_here
 from smcp_fx.recipes.processes import joined, world
 from smcp_fx.recipes.recipe import load_recipe
@@ -251,7 +251,7 @@ class _Run:
             return values, {}
         smaller = convert(trained)
         values = trainer.evaluate(smaller)
-        flops, counts = flops_of(trained), trained.pruner.counts
+        flops, counts = trained.plan.flops, trained.pruner.counts
         values["flops"] = flops.cost(counts)
         dense = {"flops": flops.cost(flops.full_counts)}
         if isinstance(self.cost, LatencyCost):

@@ -222,8 +222,7 @@ def test_an_unbatched_input_is_one_image() -> None:
 
 def test_the_count_needs_no_graph_later() -> None:
     """Recipes and reports ask for it when the prepared model's graph holds masks, or none is at hand."""
-    from smcp_fx.recipes.plan import flops_of
 
     model, x = NETWORKS["encoder"](), torch.randn(2, 3, 8, 8)
     prepared = smcp_fx.prepare(model, x)
-    assert flops_of(prepared).cost(prepared.pruner.counts) == pytest.approx(prepared.pruner.full_cost)
+    assert prepared.plan.flops.cost(prepared.pruner.counts) == pytest.approx(prepared.pruner.full_cost)

@@ -12,7 +12,7 @@ import torch
 from smcp_fx.value_codec import decode_value, encode_value
 
 VALUES = [
-    *(None, True, 0, -3, 2**70, 0.1, "text", 1 + 2j, ..., torch.float16, torch.bool),
+    *(None, True, 0, -3, 2**63, 0.1, "text", 1 + 2j, ..., torch.float16, torch.bool),
     *(math.inf, -math.inf, torch.channels_last, torch.preserve_format, torch.strided, torch.Size([2, 3])),
     *((), (1,), [1, (2, [3.5])], {"a": (1, None), 2: [True]}, slice(1, None), slice(0, 8, 2), range(2, 9, 3)),
     torch.device("cuda", 1),

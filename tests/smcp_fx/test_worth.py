@@ -73,5 +73,5 @@ def test_a_solve_keeps_the_most_worth(exponent: float, share: float) -> None:
 
 @pytest.mark.parametrize("exponent", [-0.1, 1.0, float("nan")])
 def test_exponents_that_have_no_integral(exponent: float) -> None:
-    with pytest.raises(InputError, match="width_exponent must be in"):
+    with pytest.raises(InputError, match="width_exponent must be a number in"):
         smcp_fx.PruningConfig(width_exponent=exponent)
