@@ -59,7 +59,7 @@ def default_inputs(model: nn.Module) -> tuple[Any, ...]:
 
 
 def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any] | None = None) -> Any:
-    """Run the model (or ``run``) in eval mode without gradients; the model's modes are kept.
+    """Run the model (or ``run``) in eval mode without gradients; modes are kept, caches that forward fills undone.
 
     It gets copies of the inputs, into which it may write.
     """
@@ -67,14 +67,13 @@ def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any]
     inputs = pytree.tree_map(
         lambda v: copies.setdefault(id(v), v.detach().clone()) if isinstance(v, Tensor) else v, inputs
     )
-    modes = [(module, module.training) for module in model.modules()]
+    before = Attributes(model)
     model.eval()
     try:
         with torch.no_grad():
             return (run or model)(*inputs)
     finally:
-        for module, mode in modes:
-            module.training = mode
+        before.restore(constants=False)
 
 
 class Recorder(ModeInterpreter):

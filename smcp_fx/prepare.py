@@ -74,6 +74,7 @@ def prepare(
     for given, kind in ((config, PruningConfig), (schedule, Schedule)):
         if given is not None and not isinstance(given, kind):
             raise InputError(f"prepare needs a {kind.__name__}, not a {type(given).__name__}: {given!r}")
+    _check_tensors(model)
     inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs)
     prepared = _prepared(model, inputs, target, cost, schedule, config or PruningConfig(), leaves)
     if check:
@@ -134,6 +135,18 @@ def _prepared(
         copy_modes(traced.module, prepared)
     prepared.pruner.warn_of_idle_target(plan.target)
     return prepared
+
+
+def _check_tensors(model: nn.Module) -> None:
+    """Raise `InputError` for weights that hold no numbers yet."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise InputError(f"{name!r} has no shape yet: call the model once, on inputs of its kind, before")
+        if tensor.is_meta:
+            raise InputError(
+                f"{name!r} is on the meta device, and has no numbers: load the weights, or move the model with "
+                "model.to_empty(device=...) and initialise it, before"
+            )
 
 
 def _check_names(model: nn.Module) -> None:

@@ -66,12 +66,13 @@ class Attributes:
     """The attributes of a model's modules, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = [(module, _attributes_of(module)) for module in model.modules()]
+        self._held = [(module, type(module), _attributes_of(module)) for module in model.modules()]
 
     def restore(self, constants: bool = True) -> None:
         """Undo what was assigned since."""
-        for module, attributes in self._held:
-            _restore_attributes(module, attributes, constants)
+        for module, kind, attributes in self._held:
+            if type(module) is kind:  # a lazy one has become what it was made for
+                _restore_attributes(module, attributes, constants)
 
 
 class Assignments:

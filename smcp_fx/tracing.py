@@ -73,7 +73,6 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
                 f"an example input is empty, of shape {tuple(given.shape)}: pass at least one image, since what "
                 "has no elements does not tell how channels go through the network"
             )
-    before = Attributes(model)
     try:
         expected = run_eager(model, inputs)
     except Exception as error:
@@ -81,9 +80,6 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             f"{type(model).__name__} does not run on the example inputs {_describe(inputs)}: "
             f"{first_line(error)} Pass inputs of the shape the model was made for."
         ) from error
-    before.restore(
-        constants=False
-    )  # what forward keeps for the next call of this size would be traced as it is
     training = model.training
     why = {path: f"{path!r} is left as it is" for path in leaves}
     while True:

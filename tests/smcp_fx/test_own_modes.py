@@ -1,4 +1,4 @@
-"""What a model's own `train()` freezes stays frozen; names that prepared models need are refused."""
+"""What a model's own `train()` freezes stays frozen; what cannot be prepared by its names or weights is told."""
 
 from __future__ import annotations
 
@@ -63,6 +63,13 @@ def test_a_converted_graph_says_that_its_modes_are_plain() -> None:
     with pytest.warns(smcp_fx.TrainingWarning, match=r"Freezes.*'first.1'"):
         converted = smcp_fx.convert(prepared.train())
     assert not converted.get_submodule("first.1").training  # as it was, until `train()` is called
+
+
+def test_weights_without_numbers_are_refused() -> None:
+    with pytest.raises(InputError, match=r"'0.weight' has no shape yet: call the model once"):
+        smcp_fx.prepare(nn.Sequential(nn.LazyConv2d(8, 3), nn.Conv2d(8, 4, 1)), IMAGE)
+    with pytest.raises(InputError, match=r"'0.weight' is on the meta device"):
+        smcp_fx.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)).to("meta"), IMAGE)
 
 
 @pytest.mark.parametrize("name", ["masks", "pruner", "code", "graph", "smcp"])

@@ -514,3 +514,46 @@ def test_scripted_modules_are_left_alone() -> None:
 
     prepared = smcp_fx.prepare(Asks(), torch.randn(2, 3, 8, 8))
     assert prepared.regions == ("body",)
+
+
+class CachesBySize(nn.Module):
+    """Keeps a grid until the size of what it gets changes, as detection heads do."""
+
+    shape: tuple[int, ...] = ()
+    grid = torch.empty(0)  # a plain attribute, of the class at first
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 8, H, W]."""
+        if self.shape != tuple(x.shape):
+            self.grid = torch.arange(x.shape[-1], dtype=x.dtype).expand(x.shape[-2:])
+            self.shape = tuple(x.shape)
+        return self.conv(x) + self.grid
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_part_that_caches_by_size_takes_other_sizes(called_before: bool) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.head = nn.Conv2d(3, 8, 3), CachesBySize()
+
+        def forward(self, x: Tensor) -> Tensor:
+            """[N, 3, H, W]."""
+            y = self.head(self.stem(x))
+            return y if float(y.abs().amax()) < 1e9 else -y
+
+    model = randomise(Whole()).double().eval()
+    x = torch.randn(2, 3, 8, 8).double()
+    if called_before:
+        model(torch.randn(1, 3, 10, 10).double())
+    prepared = smcp_fx.prepare(model, x, config=smcp_fx.PruningConfig(multiple=1))
+    prepared.set_masks(random_masks(prepared, 0))
+    sliced = smcp_fx.convert(prepared)
+    for size in ((2, 3, 8, 8), (3, 3, 8, 8), (2, 3, 12, 10), (2, 3, 8, 8)):
+        image = torch.randn(size).double()
+        with torch.no_grad():
+            assert_close(sliced(image), prepared(image), "slicing", str(size))
