@@ -14,6 +14,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import fx, nn
 
+import smcp_fx
 from smcp_fx.backends import onnx_export
 from smcp_fx.backends.onnx_clean import clean_model
 from smcp_fx.backends.onnx_export import compare_outputs, export_model_proto, export_onnx
@@ -369,3 +370,19 @@ def test_only_the_mean_over_the_whole_image_becomes_global_pooling():
 
     proto = export_model_proto(Means(), torch.randn(2, 3, 4, 4))
     assert Counter(n.op_type for n in proto.graph.node) == {"GlobalAveragePool": 1, "ReduceMean": 2}
+
+
+def test_a_model_that_writes_into_its_input_is_compared_on_what_it_was_given(tmp_path):
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """[N, 3, H, W]."""
+            x *= 0.5
+            return self.conv(x)
+
+    x = torch.randn(2, 3, 4, 4)
+    model = smcp_fx.convert(smcp_fx.prepare(Halves(), x))
+    assert export_onnx(model, x, tmp_path / "model.onnx").exists()
