@@ -138,7 +138,12 @@ def _prepared(
 def _check_names(model: nn.Module) -> None:
     """Raise `InputError` for a part at the model's top whose name means something else on a prepared model."""
     taken = (set(dir(PreparedGraph)) | {"graph", "plan", "pruner", STATE}) - set(dir(nn.Module))
-    for name in (*model._modules, *model._parameters, *model._buffers, *(STATE,) * hasattr(model, STATE)):
+    tables = (
+        model._modules,
+        model._parameters,
+        model._buffers,
+    )  # those of scripted modules iterate by keys() alone
+    for name in (*(name for table in tables for name in table.keys()), *(STATE,) * hasattr(model, STATE)):  # noqa: SIM118
         if name in taken:
             raise InputError(
                 f"the model has an attribute {name!r}, a name that prepared models use; rename it"
