@@ -444,7 +444,6 @@ def test_plain_tensors_of_a_region_are_read_there_as_they_are() -> None:
         assert_close(found, expected.float(), "slicing", "in another precision")
 
 
-
 # ---- leaves ---------------------------------------------------------------------------------------------
 
 
