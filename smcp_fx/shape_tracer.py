@@ -108,7 +108,11 @@ class ShapeTracer(fx.Tracer):
         return function, arguments
 
     def create_arg(self, a: Any) -> Any:
-        """Numbers of numpy are plain ones in a graph."""
+        """Numbers of numpy are plain ones in a graph; what was worked out on the example's shapes is no constant."""
+        if isinstance(a, Tensor) and self._fake is not None and getattr(a, "fake_mode", None) is self._fake:
+            raise FxTraceError(
+                "a tensor comes from a hook, or from a list outside the model, which keeps what modules give"
+            )
         return super().create_arg(
             a.item() if type(a).__module__ == "numpy" and getattr(a, "ndim", 1) == 0 else a
         )

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch.autograd.function import FunctionMeta
 from torch.fx.proxy import Proxy
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
@@ -22,20 +23,53 @@ from torch.utils.checkpoint import CheckpointFunction
 
 @contextmanager
 def functions_kept(tracer: fx.Tracer) -> Iterator[None]:
-    """While it lasts, functions of autograd that are applied to proxies become nodes."""
+    """While it lasts, functions of autograd that are applied to proxies become nodes.
+
+    So do those whose `apply` was taken before (`swish = Swish.apply`): it is code in C, which looks up the class's
+    forward without gradients, and the class of the backward before that, when gradients still are as they were.
+    """
+    gradients = [True]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
+        if not _any_proxy(args, kwargs):
             return _plain_apply.__get__(None, cls)(*args, **kwargs)
         if issubclass(cls, CheckpointFunction):
             return args[0](*args[2:])  # it recomputes what it runs, which changes no number
         return tracer.create_proxy("call_function", applied(cls), args, kwargs)
 
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+    def looked_up(cls: Any, name: str) -> Any:
+        found = type.__getattribute__(cls, name)
+        if name == "_backward_cls":
+            gradients[0] = torch.is_grad_enabled()
+        if name == "setup_context" and found is not _NO_SETUP:
+            return lambda *args: None if _any_proxy(args) else found(*args)
+        if name != "forward":
+            return found
+        separate = (
+            type.__getattribute__(cls, "setup_context") is not _NO_SETUP
+        )  # forward is given no context then
+
+        def forward(*args: Any) -> Any:
+            if not _any_proxy(args):
+                return found(*args)
+            with torch.set_grad_enabled(gradients[0]):
+                return apply(cls, *(args if separate else args[1:]))
+
+        return forward
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
+        mock.patch.object(FunctionMeta, "__getattribute__", looked_up),
+    ):
         yield
 
 
 _plain_apply = vars(torch.autograd.Function)["apply"]
+_NO_SETUP = torch.autograd.Function.setup_context
+
+
+def _any_proxy(*trees: Any) -> bool:
+    return any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves(trees))
 
 
 @functools.cache

@@ -267,18 +267,41 @@ def _rename(model: nn.Module, traced: Traced, path: str) -> None:
     module = model.get_submodule(path)
     for node in traced.module.graph.nodes:
         target = str(node.target)
-        if node.op != "get_attr" or target.startswith(path + "."):
+        if node.op != "get_attr":
+            continue
+        if target.startswith(path + "."):
+            node.target = _held(model, target)
             continue
         if target == "training":
             node.target = f"{path}.training"
             continue
         value = getattr(traced.module, target)
-        name = f"traced{target}"
-        number = 0
-        while hasattr(module, name) and getattr(module, name) is not value:
-            name = f"traced{target}_{(number := number + 1)}"
         if not isinstance(value, Tensor):
             raise InputError(f"{path!r} reads {target!r}, which is no tensor of its own")
-        if not hasattr(module, name):
-            module.register_buffer(name, value.detach(), persistent=False)
-        node.target = f"{path}.{name}"
+        node.target = f"{path}.{_buffer(module, f'traced{target}', value)}"
+
+
+def _held(model: nn.Module, target: str) -> str:
+    """Where the graph finds a tensor of a module's: a plain attribute is not sliced, copied and moved with it."""
+    home, _, name = target.rpartition(".")
+    owner = model.get_submodule(home)
+    value = vars(owner).get(name)
+    return f"{home}.{_buffer(owner, f'traced_{name}', value)}" if isinstance(value, Tensor) else target
+
+
+def _buffer(module: nn.Module, wanted: str, value: Tensor) -> str:
+    """Have the module hold the tensor outside its state; returns the buffer's name."""
+    name, number, held = wanted, 0, value if value.is_leaf else value.detach()
+    while hasattr(module, name) and not _same_view(getattr(module, name), held):
+        name = f"{wanted}_{(number := number + 1)}"
+    if not hasattr(module, name):
+        module.register_buffer(name, held, persistent=False)
+    return name
+
+
+def _same_view(one: Any, other: Tensor) -> bool:
+    return (
+        isinstance(one, Tensor)
+        and one.data_ptr() == other.data_ptr()
+        and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    )

@@ -45,8 +45,6 @@ class RegionForward:
         self.region = region
         self.signature = signature
         self.module = sharing(owner, graph)
-        self.own = _own_tensors(owner, graph)
-        vars(self.module).update(self.own)
         self.busy = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,16 +86,7 @@ class RegionForward:
         for table in _TABLES:
             tables.__dict__[table] = copy.deepcopy(self.owner.__dict__[table], memo)
         copied.module = sharing(tables, copy.deepcopy(self.module.graph))
-        copied.own = copy.deepcopy(self.own, memo)
-        vars(copied.module).update(copied.own)
         return copied
-
-
-def _own_tensors(owner: nn.Module, graph: fx.Graph) -> dict[str, Any]:
-    """What the graph reads of its owner that is neither parameter nor buffer: tensors kept as plain attributes."""
-    read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-    held = {name for table in _TABLES for name in owner.__dict__[table]}
-    return {n: getattr(owner, n) for n in read - held - {"training"} if "." not in n and hasattr(owner, n)}
 
 
 def _told(structure: pytree.TreeSpec, constants: tuple[tuple[int, Any], ...]) -> str:

@@ -73,3 +73,25 @@ def test_after_a_step(make: Callable[[], nn.Module]) -> None:
     prepared.eval()
     torch.testing.assert_close(other(x), prepared(x))
     torch.testing.assert_close(smaller(x), prepared(x), rtol=1e-4, atol=1e-5)
+
+
+class Spare(nn.Module):
+    """An encoder one of whose stages forward leaves out, as decoders of few levels do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+        self.spare = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.used(x).relu())
+
+
+def test_copies_keep_what_no_graph_reads() -> None:
+    prepared = smcp_fx.prepare(Spare(), torch.randn(2, 3, 10, 10))
+    twice = copy.deepcopy(copy.deepcopy(prepared))
+    assert twice.state_dict().keys() == prepared.state_dict().keys()
+    one, other = (dict(model.named_parameters())["spare.0.weight"] for model in (prepared, twice))
+    assert one is not other
+    twice.load_state_dict(prepared.state_dict())
+    smcp_fx.convert(twice)

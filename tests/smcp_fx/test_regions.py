@@ -415,6 +415,35 @@ def test_a_converted_region_works_alone_and_moves() -> None:
     assert outputs(sliced.float(), (IMAGES.float(),)).dtype == torch.float32
 
 
+class Scaled(nn.Module):
+    """Keeps a scale that is neither parameter nor buffer; what holds it moves it itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(20, 20, 1)
+        self.scale = torch.linspace(0.5, 1.5, 20).view(-1, 1, 1).double()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.scale = fn(self.scale)
+        return super()._apply(fn, recurse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).relu() * self.scale
+
+
+def test_plain_tensors_of_a_region_are_read_there_as_they_are() -> None:
+    model = Split()
+    model.body = nn.Sequential(conv(12, 16), conv(16, 20))
+    model.stem = nn.Sequential(conv(3, 20), Scaled(), nn.Conv2d(20, 12, 1))
+    nested = check_exact(prepare(model), (IMAGES,), 4)
+    model.stem, model.body = conv(3, 20), Scaled()  # the region is the module that holds it
+    sliced = check_exact(prepare(model), (IMAGES,), 4)
+    for each in (nested, sliced):
+        expected = outputs(each, (IMAGES,))
+        found = outputs(copy.deepcopy(each).float(), (IMAGES.float(),))
+        assert_close(found, expected.float(), "slicing", "in another precision")
+
+
 # ---- leaves ---------------------------------------------------------------------------------------------
 
 

@@ -117,6 +117,38 @@ class _Round(torch.autograd.Function):
         return g + 0.5 * h, None
 
 
+class _Halved(torch.autograd.Function):
+    """It is told of its inputs apart from its forward."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return x + 0.5 * y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 2 * g, g * x.sign()
+
+
+_reverse, _round, _halved = _Reverse.apply, _Round.apply, _Halved.apply  # before anything is traced
+
+
+def _taken_before(net: Any, x: Tensor) -> Tensor:
+    u, v = _round(net.a(x), 7)
+    return net.out(net.c(_halved(_reverse(u), v)))
+
+
+def _taken_before_without(net: Any, x: Tensor) -> Tensor:
+    f = net.a(x)
+    with torch.no_grad():
+        g = _reverse(f)
+    return net.out(net.c(f + g))
+
+
 def _reversed(net: Any, x: Tensor) -> Tensor:
     return net.out(net.c(_Reverse.apply(net.a(x))))
 
@@ -169,6 +201,7 @@ def _temperature(net: Any, x: Tensor) -> Tensor:
 _CALLS = [
     _without, _shift, _parts, _list, _switched, _by_mode, _enabled_within, _decorated, _same_tensor, _reversed,
     _rounded, _autocast_off, _autocast_on, _scaled, _channel, _first_relu, _half, _temperature,
+    _taken_before, _taken_before_without,
 ]  # fmt: skip
 
 

@@ -236,3 +236,29 @@ def test_subclasses_of_layers_inside_parts() -> None:
     model = Net(lambda s, x: s.out(s.part(x)) if float(x.sum()) < 1e9 else x, part=parts, out=conv(8, 4))
     prepared = check_traced(model)
     assert prepared.regions == ("part", "out")
+
+
+class Captured(nn.Module):
+    """Takes its features from where a hook keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = (
+            nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()),
+            nn.Sequential(nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 1)),
+        )
+        self.stem.kept = []
+        self.stem.register_forward_hook(lambda module, args, output: module.kept.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stem.kept.clear()
+        if self.stem(x).shape[-1] < 4:
+            raise ValueError("too small an image")
+        return self.head(self.stem.kept[-1])
+
+
+def test_what_a_hook_keeps_while_sizes_are_asked_is_no_constant() -> None:
+    model, images = Captured().eval(), torch.randn(2, 3, 12, 12)
+    prepared = smcp_fx.prepare(model, images).eval()
+    assert "a hook" in prepared.untraced[""]
+    torch.testing.assert_close(prepared(images), model(images))
