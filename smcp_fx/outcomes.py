@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.copying import deep_copy
-from smcp_fx.errors import SmcpError
+from smcp_fx.errors import AssumptionError, SmcpError
 from smcp_fx.example_runs import plain, unchanged
 from smcp_fx.masking import STATE
 from smcp_fx.prepared import PreparedRegions
@@ -120,12 +120,15 @@ def _is_own(name: str) -> bool:
 def differs(
     one: nn.Module, other: nn.Module, inputs: tuple[Any, ...], training: bool, expected: Outcome
 ) -> str | None:
-    """What differs, in words; None when nothing does, or no more than rounding explains."""
+    """What differs, in words; None when nothing does, or no more than rounding explains.
+
+    Raises `AssumptionError` where the other says itself that it was not traced for such inputs.
+    """
     try:
         found = outcome_of(other, inputs, training)
     except (SmcpError, AssertionError) as error:
-        if TAKEN in str(error):  # it says so itself, whenever it meets such an input
-            return None
+        if TAKEN in str(error):
+            raise AssumptionError(str(error)) from error
         return f"it does not run ({error})"
     except Exception as error:
         return f"it does not run ({error})"

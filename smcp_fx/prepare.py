@@ -28,6 +28,7 @@ from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs, sharing
 from smcp_fx.schedule import Schedule
 from smcp_fx.state import PruningState
+from smcp_fx.trace_attributes import Attributes
 from smcp_fx.trace_buffers import keep_in_state
 from smcp_fx.tracing import Traced, trace
 
@@ -138,7 +139,9 @@ def _prepared(
 def _check_names(model: nn.Module) -> None:
     """Raise `InputError` for a part at the model's top whose name means something else on a prepared model."""
     taken = (set(dir(PreparedGraph)) | {"graph", "plan", "pruner", STATE}) - set(dir(nn.Module))
-    for name in (*model._modules, *model._parameters, *model._buffers, *(STATE,) * hasattr(model, STATE)):
+    tables = (model._modules, model._parameters, model._buffers)  # a scripted model's can only be listed so
+    own = [name for table in tables for name, _ in table.items()]
+    for name in (*own, *(STATE,) * hasattr(model, STATE)):
         if name in taken:
             raise InputError(
                 f"the model has an attribute {name!r}, a name that prepared models use; rename it"
@@ -171,10 +174,13 @@ def trace_parts(
     try:
         return trace(model, inputs, tuple(leaves)), None
     except TraceError as error:
+        before = Attributes(model)
         split = find_regions(model, inputs, tuple(leaves), str(error))
         if not split.regions:
             raise
-        return join_regions(model, inputs, split)
+        joined = join_regions(model, inputs, split)
+        before.restore()  # what it counts, and keeps of earlier calls
+        return joined
 
 
 def convert(prepared: nn.Module, *, check: bool = True) -> nn.Module:

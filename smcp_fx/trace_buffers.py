@@ -42,7 +42,7 @@ class Buffers:
         written = set()
         for path, module, name, buffer, value in self._held:
             same = bool(((buffer == value) | (value != value)).all())
-            if module._buffers.get(name) is not buffer or not same:
+            if dict(module._buffers.items()).get(name) is not buffer or not same:
                 buffer.data.copy_(value)
                 written |= {path} if buffer.is_floating_point() else set()
         return written
