@@ -20,6 +20,7 @@ from smcp_fx.pruner import Pruner
 from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.state import PruningState
+from smcp_fx.trace_buffers import keep_in_state
 from smcp_fx.trace_sentences import TAKEN
 from smcp_fx.tracing import Traced
 
@@ -120,6 +121,7 @@ class PreparedGraph(PreparedModel, fx.GraphModule):
         state = root.get_submodule(STATE)
         assert isinstance(state, PruningState)
         copied = PreparedGraph(root, copy.deepcopy(self.graph), self.plan, state, type(self).__name__)
+        keep_in_state(root, copied)
         copy_modes(self, copied)
         copied.pruner.go_on_from(self.pruner)
         memo[id(self)] = copied

@@ -49,7 +49,8 @@ class ModeTrace:
         here = [path for at, path in self._known(node) if at == place and path in around]
         if here:  # of several, the outermost: what is inside was reached since that one let it
             return min(here, key=len)
-        return self._last(node)
+        parts = [path for at, path in self._known(node) if at == place and path.rpartition(".")[0] in around]
+        return parts[-1] if parts else self._last(node)
 
     def _last(self, node: fx.Node) -> str:
         return next((path for _, path in reversed(self._known(node)) if path in _around(node)), "")
