@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -67,11 +69,30 @@ def outcome_of(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> Out
     """Run the model; in `train()` with gradients. The model is left as it was."""
     given = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs)
     own = model.python if isinstance(model, PreparedRegions) else model
-    with in_mode(model, training), unchanged(model), unchanged(own), torch.set_grad_enabled(training):
-        torch.manual_seed(0)
+    with (
+        in_mode(model, training),
+        unchanged(model),
+        unchanged(own),
+        _same_draws(),
+        torch.set_grad_enabled(training),
+    ):
         outputs = pytree.tree_leaves(plain(model(*given)))
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if _is_own(name)}
         return Outcome(outputs, _gradients(model, outputs) if training else {}, buffers)
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """Every call draws the same numbers, of torch (which the caller puts back), of Python and of NumPy."""
+    before = random.getstate(), np.random.get_state()
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def _gradients(model: nn.Module, outputs: list[Any]) -> dict[frozenset[str], Tensor | None]:
