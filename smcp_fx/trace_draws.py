@@ -64,7 +64,7 @@ def drawing(
         yield torch, name, refused(getattr(torch, name), "torch.distributions")
     for name in _METHODS:
         yield Tensor, name, noted("call_method", getattr(Tensor, name), name)
-    python = {name: value for name, value in vars(random).items() if _draws_of(value, random._inst)}  # type: ignore[attr-defined]
+    python = {name: value for name, value in vars(random).items() if _draws_of(value, random._inst)}
     numpys = {name: value for name, value in vars(np.random).items() if _draws_of(value, _NUMPYS)}
     for module, found in ((random, python), (np.random, numpys)):
         stand_ins = {
