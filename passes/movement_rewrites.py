@@ -40,9 +40,10 @@ def _sizes(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) 
         return False
     dim = found[0]
     as_tuple = len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
-    is_unflatten = len(node.args) == 3 and isinstance(node.args[2], (tuple, list))
+    is_unflatten = getattr(node.target, "__name__", node.target) == "unflatten" and len(node.args) == 3
     if is_unflatten:
-        base, sizes = int(node.args[1]) % before.dim(), list(node.args[2])  # type: ignore[arg-type]
+        given = node.args[2]  # a node, for `y.unflatten(2, x.shape[2:])`
+        base, sizes = int(node.args[1]) % before.dim(), [given] if isinstance(given, fx.Node) else list(given)  # type: ignore[arg-type]
     elif as_tuple:
         base, sizes = 0, list(node.args[1])  # type: ignore[arg-type]
     else:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _T = TypeVar("_T")
@@ -29,6 +30,18 @@ class _Detached(TorchFunctionMode):
 
 
 def deep_copy(value: _T, memo: dict[int, Any] | None = None) -> _T:
-    """`copy.deepcopy`, with computed tensors copied by value."""
-    with _Detached():
-        return copy.deepcopy(value, memo)
+    """`copy.deepcopy`, with computed tensors copied by value, and parameters that can be trained.
+
+    (Those of scripted modules would be computed from the original's.)
+    """
+    with _Detached(), torch.no_grad():
+        copied = copy.deepcopy(value, memo)
+    sides = [list(side.values()) if isinstance(side, dict) else [side] for side in (value, copied)]
+    for one, other in zip(*sides, strict=True):
+        for old, new in zip(_parameters(one), _parameters(other), strict=True):
+            new.requires_grad_(old.requires_grad)
+    return copied
+
+
+def _parameters(value: Any) -> list[Tensor]:
+    return list(value.parameters()) if isinstance(value, nn.Module) else []

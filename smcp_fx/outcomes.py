@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.copying import deep_copy
-from smcp_fx.errors import SmcpError
+from smcp_fx.errors import AssumptionError, SmcpError
 from smcp_fx.example_runs import plain, unchanged
 from smcp_fx.masking import STATE
 from smcp_fx.prepared import PreparedRegions
@@ -67,11 +69,30 @@ def outcome_of(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> Out
     """Run the model; in `train()` with gradients. The model is left as it was."""
     given = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs)
     own = model.python if isinstance(model, PreparedRegions) else model
-    with in_mode(model, training), unchanged(model), unchanged(own), torch.set_grad_enabled(training):
-        torch.manual_seed(0)
+    with (
+        in_mode(model, training),
+        unchanged(model),
+        unchanged(own),
+        _same_draws(),
+        torch.set_grad_enabled(training),
+    ):
         outputs = pytree.tree_leaves(plain(model(*given)))
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if _is_own(name)}
         return Outcome(outputs, _gradients(model, outputs) if training else {}, buffers)
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """Every call draws the same numbers, of torch (which the caller puts back), of Python and of NumPy."""
+    before = random.getstate(), np.random.get_state()
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def _gradients(model: nn.Module, outputs: list[Any]) -> dict[frozenset[str], Tensor | None]:
@@ -120,12 +141,15 @@ def _is_own(name: str) -> bool:
 def differs(
     one: nn.Module, other: nn.Module, inputs: tuple[Any, ...], training: bool, expected: Outcome
 ) -> str | None:
-    """What differs, in words; None when nothing does, or no more than rounding explains."""
+    """What differs, in words; None when nothing does, or no more than rounding explains.
+
+    Raises `AssumptionError` where the other says itself that it was not traced for such inputs.
+    """
     try:
         found = outcome_of(other, inputs, training)
     except (SmcpError, AssertionError) as error:
-        if TAKEN in str(error):  # it says so itself, whenever it meets such an input
-            return None
+        if TAKEN in str(error):
+            raise AssumptionError(str(error)) from error
         return f"it does not run ({error})"
     except Exception as error:
         return f"it does not run ({error})"

@@ -49,7 +49,7 @@ _FUNCTIONS: dict[ModuleType, str] = {
         "multiply mv mvlgamma nan_to_num nanmean nanmedian nanquantile nansum narrow narrow_copy "
         "native_batch_norm native_channel_shuffle native_dropout native_group_norm native_layer_norm "
         "native_norm ne neg negative nextafter nonzero nonzero_static norm norm_except_dim not_equal "
-        "nuclear_norm numel ones ones_like orgqr ormqr outer pairwise_distance pdist permute permute_copy "
+        "normal nuclear_norm numel ones ones_like orgqr ormqr outer pairwise_distance pdist permute permute_copy "
         "pinverse pixel_shuffle pixel_unshuffle poisson poisson_nll_loss polar polygamma positive pow prelu "
         "prod put quantile rad2deg rand rand_like randint randn randn_like randperm ravel real reciprocal "
         "relu remainder renorm repeat_interleave reshape resolve_conj resolve_neg rms_norm roll rot90 round "

@@ -102,8 +102,9 @@ class ShapeTracer(fx.Tracer):
             if index <= len(self.inputs) or not isinstance(argument, Proxy):
                 continue
             node = argument.node
-            if node.op == "placeholder" and node.args and not str(node.target).startswith("*"):
-                arguments[index] = node.args[0]
+            stars = len(str(node.target)) - len(str(node.target).lstrip("*"))
+            if node.op == "placeholder" and (stars or node.args):
+                arguments[index] = ((), {})[stars - 1] if stars else node.args[0]
                 self.graph.erase_node(node)
         return function, arguments
 

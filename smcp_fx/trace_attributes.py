@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Proxy
 
@@ -66,13 +67,29 @@ class Attributes:
     """The attributes of a model's modules, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = [(module, type(module), _attributes_of(module)) for module in model.modules()]
+        self._held = [(module, _attributes_of(module)) for module in model.modules()]
+        self._modes = [
+            (module, module.training)
+            for module in model.modules()
+            if isinstance(module, torch.jit.ScriptModule)
+        ]
 
     def restore(self, constants: bool = True) -> None:
         """Undo what was assigned since."""
-        for module, kind, attributes in self._held:
-            if type(module) is kind:  # a lazy one has become what it was made for
-                _restore_attributes(module, attributes, constants)
+        for module, attributes in self._held:
+            _restore_attributes(module, attributes, constants)
+        for module, mode in self._modes:  # a scripted module keeps its mode elsewhere
+            module.training = mode
+
+
+def numbers_of(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+    """The numbers that modules keep as plain attributes."""
+    return {
+        (module, name): value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name != "training" and type(value) in (int, float)
+    }
 
 
 class Assignments:

@@ -42,7 +42,7 @@ class Buffers:
         written = set()
         for path, module, name, buffer, value in self._held:
             same = bool(((buffer == value) | (value != value)).all())
-            if module._buffers.get(name) is not buffer or not same:
+            if dict(module._buffers.items()).get(name) is not buffer or not same:
                 buffer.data.copy_(value)
                 written |= {path} if buffer.is_floating_point() else set()
         return written
@@ -62,21 +62,48 @@ class Buffers:
         return found
 
 
-def keep_in_state(model: nn.Module, traced: fx.GraphModule) -> None:
+def keep_in_state(model: nn.Module, traced: nn.Module) -> None:
     """Give the graph's module what the graph does not read, of the model's state: branches not taken have weights.
 
-    The state dict keeps its keys, so that checkpoints of the original load, and those of the graph load there.
+    The state dict keeps its keys, so that checkpoints of the original load, and those of the graph load there. A
+    module that stands in several places does so here, and follows the `eval()` of each.
     """
+    _keep_places(model, traced)
     have = set(traced.state_dict())
     for name in model.state_dict(keep_vars=True).keys() - have:
         path, _, attribute = name.rpartition(".")
         source = model.get_submodule(path)
-        owner: nn.Module = traced
-        for part in filter(None, path.split(".")):
-            if not hasattr(owner, part):
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
+        owner = _owner(traced, name)
         if attribute in source._parameters:
             owner.register_parameter(attribute, source._parameters[attribute])
         elif attribute in source._buffers:
             owner.register_buffer(attribute, source._buffers[attribute])
+
+
+def _keep_places(model: nn.Module, traced: nn.Module) -> None:
+    places: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(path)
+    for paths in places.values():
+        known = dict(traced.named_modules(remove_duplicate=False)) if len(paths) > 1 else {}
+        there = [path for path in paths if path in known]
+        for path in paths if there else ():
+            if path not in known:
+                _owner(traced, path).add_module(path.rpartition(".")[2], known[there[0]])
+    if any(len(paths) > 1 for paths in places.values()):  # what stands in two places is named after the first
+        originals = dict(model.named_modules(remove_duplicate=False))
+        for path, module in dict(traced.named_modules()).items():
+            order = list(originals[path]._modules) if path in originals else []
+            parts = dict(module._modules)
+            module._modules.clear()
+            module._modules.update({name: parts[name] for name in (*order, *parts) if name in parts})
+
+
+def _owner(traced: nn.Module, name: str) -> nn.Module:
+    """The module that holds what has this name; made where there is none."""
+    owner = traced
+    for part in name.split(".")[:-1]:
+        if not hasattr(owner, part):
+            owner.add_module(part, nn.Module())
+        owner = owner.get_submodule(part)
+    return owner

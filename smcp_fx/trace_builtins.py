@@ -22,15 +22,14 @@ from torch import Tensor, nn
 from torch.fx.proxy import Proxy
 from torch.utils import _pytree as pytree
 
+from smcp_fx.trace_draws import drawing
 from smcp_fx.trace_frames import in_library
 from smcp_fx.trace_sentences import asking_line
 
 if TYPE_CHECKING:
     from smcp_fx.shape_tracer import ShapeTracer
 
-_FACTORIES = (
-    "zeros ones full empty arange linspace rand randn eye tensor as_tensor full_like meshgrid".split()
-)
+_FACTORIES = "zeros ones full empty arange linspace eye tensor as_tensor full_like meshgrid".split()
 _TOLD = ("int", "float", "len", "isinstance")
 #: Where a type is only looked at, and a stand-in does as well.
 _LOOKS = {"isinstance", "issubclass"}
@@ -64,6 +63,7 @@ class StandIns:
                 self._wanted += [(space, name, told[name]) for name in called if name not in vars(space)]
             cached = [(name, value) for name, value in vars(space).items() if isinstance(value, _CACHED)]
             self._wanted += [(space, name, _uncached(value)) for name, value in cached]
+        self._wanted += drawing(self._drawn, _spaces(model))
 
     def __enter__(self) -> None:
         for space, name, value in self._wanted:
@@ -85,6 +85,11 @@ class StandIns:
             return function(*args, **kwargs)
 
         return factory
+
+    def _drawn(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
+        if self.tracer.made() is None:  # a value is worked out, of no tensor that counts
+            return target(*args, **kwargs) if callable(target) else getattr(Tensor, target)(*args, **kwargs)
+        return self.tracer.create_proxy(kind, target, args, kwargs)
 
     def _isinstance(self, value: Any, kinds: Any) -> bool:
         return (

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.operations import writes_in_place
 from smcp_fx.channels.trail import OPAQUE, TensorInfo
+from smcp_fx.errors import TraceError
 from smcp_fx.modes import ALWAYS, by_mode, conditions, with_branches
 from smcp_fx.trace_contexts import NO_GRAD, same_mode
 
@@ -34,6 +35,28 @@ class ModeTrace:
     place: dict[fx.Node, int]
     reads: list[tuple[int, str]]
     values: dict[str, Any] = field(default_factory=dict)
+
+    def reader(self, node: fx.Node) -> str:
+        """The module whose flag the node was given: the one read just before, or the last in whose forward it is."""
+        known = self._known(node)
+        if known and known[-1][0] == self.place.get(node, 0):
+            return known[-1][1]
+        return self._last(node)
+
+    def decides(self, node: fx.Node) -> str:
+        """The module that let the node be made: the last whose flag was read before, in whose forward the node is."""
+        place, around = self.place.get(node, 0), _around(node)
+        here = [path for at, path in self._known(node) if at == place and path in around]
+        if here:  # of several, the outermost: what is inside was reached since that one let it
+            return min(here, key=len)
+        parts = [path for at, path in self._known(node) if at == place and path.rpartition(".")[0] in around]
+        return parts[-1] if parts else self._last(node)
+
+    def _last(self, node: fx.Node) -> str:
+        return next((path for _, path in reversed(self._known(node)) if path in _around(node)), "")
+
+    def _known(self, node: fx.Node) -> list[tuple[int, str]]:
+        return self.reads[: bisect_right(self.reads, self.place.get(node, 0), key=lambda read: read[0])]
 
 
 class ReadsOfTraining:
@@ -55,6 +78,11 @@ class ReadsOfTraining:
             return value
 
         def write(module: nn.Module, value: bool) -> None:
+            if id(module) in self._paths and self._now() is not None and vars(module)["training"] != value:
+                raise TraceError(
+                    f"forward puts {self._paths[id(module)]!r} into {'train' if value else 'eval'} mode, which a "
+                    "graph does not do; do so in the train() method of the module that holds it."
+                )
             vars(module)["training"] = value
 
         nn.Module.training = property(read, write)  # type: ignore[assignment]
@@ -64,30 +92,43 @@ class ReadsOfTraining:
         del nn.Module.training
 
 
-def differ_in_flags(model: nn.Module, evaluated: fx.Graph, trained: fx.Graph) -> bool:
+def differ_in_flags(model: nn.Module, one: ModeTrace, other: ModeTrace) -> bool:
     """Do the modes run the same operations? What is False in one and True in the other becomes a node then."""
+    flagged = _differences(model, one.graph, other.graph)
+    for e, index in flagged or ():
+        _set_leaf(e, index, _flag(one.graph, one.reader(e)))
+    return flagged is not None
+
+
+def alike(model: nn.Module, one: fx.Graph, other: fx.Graph) -> bool:
+    """Do two traces of one mode run the same operations on the same numbers?"""
+    return _differences(model, one, other) == []
+
+
+def _differences(
+    model: nn.Module, evaluated: fx.Graph, trained: fx.Graph
+) -> list[tuple[fx.Node, int]] | None:
+    """Where one graph has False and the other True; None when they differ in more."""
     if len(evaluated.nodes) != len(trained.nodes):
-        return False
+        return None
     pairs = list(zip(evaluated.nodes, trained.nodes, strict=True))
     counterpart = {t: e for e, t in pairs}
     flagged = []
     for e, t in pairs:
         left, right = _leaves(e), _leaves(t)
         if e.op != t.op or _structure(e) != _structure(t):
-            return False
+            return None
         if e.target != t.target and _constant(model, e) != _constant(model, t, None):
-            return False
+            return None
         for index, (a, b) in enumerate(zip(left, right, strict=True)):
             if isinstance(b, fx.Node):
                 if counterpart[b] is not a:
-                    return False
+                    return None
             elif a is False and b is True:
                 flagged.append((e, index))
             elif not _same(a, b):
-                return False
-    for e, index in flagged:
-        _set_leaf(e, index, _flag(evaluated, _innermost(e)))
-    return True
+                return None
+    return flagged
 
 
 def both_modes(model: nn.Module, evaluated: ModeTrace, trained: ModeTrace) -> fx.Graph:
@@ -184,7 +225,7 @@ class _Merger:
                 if found is not a:
                     _set_leaf(node, index, self._choice(node, self._between(node, a, found), a, found))
             elif a is False and found is True:
-                _set_leaf(node, index, _flag(self.graph, _innermost(node)))
+                _set_leaf(node, index, _flag(self.graph, self.sides[False].reader(node)))
             elif not _same(a, found):
                 _set_leaf(node, index, self._choice(node, self._between(node, a, found), a, found))
 
@@ -234,14 +275,7 @@ class _Merger:
 
     def _reader(self, node: fx.Node, training: bool) -> str:
         """The module whose flag was read last before the node was made, and in whose forward that was."""
-        side = self.sides[training]
-        place = side.place.get(node, 0)
-        known = side.reads[: bisect_right(side.reads, place, key=lambda read: read[0])]
-        around = {"", *_stack(node)}
-        here = [path for at, path in known if at == place and path in around]
-        if here:  # of several, the outermost: what is inside was reached since that one let it
-            return min(here, key=len)
-        return next((path for _, path in reversed(known) if path in around), "")
+        return self.sides[training].decides(node)
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
@@ -264,6 +298,10 @@ def _flag(graph: fx.Graph, owner: str) -> fx.Node:
 def _innermost(node: fx.Node) -> str:
     """The innermost module whose forward made the node."""
     return ["", *_stack(node)][-1]
+
+
+def _around(node: fx.Node) -> set[str]:
+    return {"", *_stack(node)}
 
 
 def _stack(node: fx.Node) -> list[str]:

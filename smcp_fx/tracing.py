@@ -27,8 +27,9 @@ from smcp_fx.shape_tracer import ShapeTracer
 from smcp_fx.trace_attributes import Attributes
 from smcp_fx.trace_buffers import Buffers, WritesBuffersError
 from smcp_fx.trace_contexts import AutocastError, Contexts, same_modes, without_gradients
+from smcp_fx.trace_counts import Counters, Counts, CountsError, paths_of
 from smcp_fx.trace_functions import functions_kept
-from smcp_fx.trace_modes import ModeTrace, ReadsOfTraining, both_modes, differ_in_flags
+from smcp_fx.trace_modes import ModeTrace, ReadsOfTraining, alike, both_modes, differ_in_flags
 from smcp_fx.trace_names import check_names
 from smcp_fx.trace_rewrites import drop_expansions, normalise
 from smcp_fx.trace_sentences import is_ours
@@ -92,6 +93,10 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             if "" in error.paths or error.paths & why.keys():
                 raise
             why |= {path: f"{path!r} writes into its own buffers" for path in error.paths}
+        except CountsError as error:
+            if "" in error.paths or error.paths & why.keys():
+                raise
+            why |= {path: f"{path!r} counts its calls" for path in error.paths}
         except AutocastError as error:
             if error.paths & why.keys() or not error.by_themselves(model):
                 raise
@@ -100,7 +105,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     graph = evaluated.graph
     for mode in (evaluated, trained):
         check_names(mode.graph)
-    if not differ_in_flags(model, graph, trained.graph):
+    if not differ_in_flags(model, evaluated, trained):
         for mode in (evaluated, trained):
             normalise(model, mode.graph)
             mode.values = _values(model, mode.graph, inputs)
@@ -192,7 +197,8 @@ class _Tracer(ShapeTracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         changed = m._forward_hooks or m._forward_pre_hooks or nn.utils.parametrize.is_parametrized(m)
         named = module_qualified_name in self.leaves
-        return bool(changed) or named or super().is_leaf_module(m, module_qualified_name)
+        scripted = isinstance(m, torch.jit.ScriptModule)  # it has no Python to trace
+        return bool(changed) or named or scripted or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Remember where it stops; modules that another thread calls meanwhile just run."""
@@ -222,6 +228,9 @@ class _Tracer(ShapeTracer):
         return node
 
 
+#: A trace in one mode, what it takes for given, and the numbers that its forward counts up.
+_Once = tuple[ModeTrace, list[str], Counters]
+
 #: torch.fx changes `nn.Module` itself while it traces: one trace at a time.
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -230,21 +239,38 @@ def _trace_in_mode(
     model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...]
 ) -> tuple[ModeTrace, list[str]]:
     with _ONE_AT_A_TIME:
-        try:
-            return _trace_once(model, inputs, training, leaves, proxy_buffers=True)
-        except (WritesBuffersError, AutocastError):
+        counts, before = Counts(model), Attributes(model)
+        traced = _trace_so(model, inputs, training, leaves)
+        if counters := traced[2]:  # would it be another one, later?
+            counts.put(counters)
+            try:
+                later = _trace_so(model, inputs, training, leaves)
+                same = alike(model, traced[0].graph, later[0].graph)
+            except TraceError:
+                same = False
+            finally:
+                before.restore()
+            if not same:
+                raise CountsError(paths_of(model, counters))
+        return traced[:2]
+
+
+def _trace_so(model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...]) -> _Once:
+    try:
+        return _trace_once(model, inputs, training, leaves, proxy_buffers=True)
+    except (WritesBuffersError, AutocastError):
+        raise
+    except TraceError:
+        if not any(True for _ in model.buffers()):
             raise
-        except TraceError:
-            if not any(True for _ in model.buffers()):
-                raise
-        # Python asks for a buffer's values, which are then fixed.
-        return _trace_once(model, inputs, training, leaves, proxy_buffers=False)
+    # Python asks for a buffer's values, which are then fixed.
+    return _trace_once(model, inputs, training, leaves, proxy_buffers=False)
 
 
 def _trace_once(
     model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...], *, proxy_buffers: bool
-) -> tuple[ModeTrace, list[str]]:
-    before = Attributes(model)
+) -> _Once:
+    before, counts = Attributes(model), Counts(model)
     model.train(training)
     tracer = _Tracer(inputs, leaves, proxy_buffers)
     buffers, written = Buffers(model), set[str]()
@@ -253,6 +279,7 @@ def _trace_once(
         with reads, tracer.contexts.watched(), functions_kept(tracer):
             graph = tracer.trace(model)
         written |= buffers.written_by(model, graph)
+        changed = counts.changed(model)
     except Exception as error:
         where = next(
             (
@@ -278,7 +305,8 @@ def _trace_once(
         raise WritesBuffersError(written)
     if tracer.contexts.autocast:
         raise AutocastError(tracer.contexts.autocast)
-    return ModeTrace(graph, tracer.place, reads.found), tracer.assumptions
+    counters = counts.among(changed, model, inputs, training) if changed else set()
+    return ModeTrace(graph, tracer.place, reads.found), tracer.assumptions, counters
 
 
 def _restore_flags(model: nn.Module, traced: fx.GraphModule) -> None:

@@ -1,0 +1,91 @@
+"""Random numbers that forward draws: torch's become nodes of the graph, others cannot be drawn anew by one.
+
+    lam = torch.rand(())                       a node, drawn in each call
+    if random.random() < 0.2: continue         refused: the graph would go the way that this one draw told
+
+Where a number of torch decides on a branch, it is a question that only a tensor's values answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.fx.proxy import TraceError as FxTraceError
+
+#: What draws with nothing but numbers, or numbers and constant tensors, for its arguments.
+FUNCTIONS = "rand randn randint randperm normal bernoulli multinomial poisson".split()
+_SAMPLERS = "_sample_dirichlet _standard_gamma".split()
+_METHODS = "bernoulli bernoulli_ uniform_ normal_ exponential_ random_ multinomial".split()
+
+
+def drawing(
+    record: Callable[[str, Any, Any, Any], Any], spaces: list[ModuleType | type]
+) -> Iterator[tuple[Any, str, Any]]:
+    """Yield (where, name, stand-in) of everything that draws; in other threads the stand-ins just draw.
+
+    ``record(kind, target, args, kwargs)`` makes the node.
+    """
+    thread = threading.get_ident()
+
+    def noted(kind: str, function: Any, target: Any) -> Any:
+        @functools.wraps(function)
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            is_start = bool(args) and isinstance(args[0], nn.Parameter)  # of a module that forward makes
+            if threading.get_ident() != thread or is_start:
+                return function(*args, **kwargs)
+            return record(kind, target, args, kwargs)
+
+        return draw
+
+    def refused(function: Any, name: str) -> Any:
+        @functools.wraps(function)
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return function(*args, **kwargs)
+            raise FxTraceError(
+                f"it draws with {name}, whose one result a graph would hold for ever: "
+                "draw with torch.rand and its like"
+            )
+
+        return draw
+
+    for name in FUNCTIONS:
+        function = getattr(torch, name)
+        yield torch, name, noted("call_function", function, function)
+    for name in _SAMPLERS:  # of distributions, in functions with a backward of their own
+        yield torch, name, refused(getattr(torch, name), "torch.distributions")
+    for name in _METHODS:
+        yield Tensor, name, noted("call_method", getattr(Tensor, name), name)
+    python = {name: value for name, value in vars(random).items() if _draws_of(value, random._inst)}
+    numpys = {name: value for name, value in vars(np.random).items() if _draws_of(value, _NUMPYS)}
+    for module, found in ((random, python), (np.random, numpys)):
+        stand_ins = {
+            name: refused(value, f"{module.__name__}.{name}")
+            for name, value in found.items()
+            if not name.endswith(("seed", "state"))
+        }
+        for name, value in stand_ins.items():
+            yield module, name, value
+        for space in spaces:
+            if not isinstance(space, ModuleType):
+                continue
+            for name, value in vars(space).items():
+                own = next((n for n in stand_ins if value is found[n]), None) if callable(value) else None
+                if own is not None:
+                    yield space, name, stand_ins[own]
+
+
+_NUMPYS = getattr(np.random.random, "__self__", None)
+
+
+def _draws_of(value: Any, generator: Any) -> bool:
+    """Is this a method of the generator that the whole process shares?"""
+    return callable(value) and generator is not None and getattr(value, "__self__", None) is generator
