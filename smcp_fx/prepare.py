@@ -28,7 +28,6 @@ from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs, sharing
 from smcp_fx.schedule import Schedule
 from smcp_fx.state import PruningState
-from smcp_fx.trace_attributes import Attributes
 from smcp_fx.trace_buffers import keep_in_state
 from smcp_fx.tracing import Traced, trace
 
@@ -187,13 +186,10 @@ def trace_parts(
     try:
         return trace(model, inputs, tuple(leaves)), None
     except TraceError as error:
-        before = Attributes(model)
         split = find_regions(model, inputs, tuple(leaves), str(error))
         if not split.regions:
             raise
-        joined = join_regions(model, inputs, split)
-        before.restore()  # what it counts, and keeps of earlier calls
-        return joined
+        return join_regions(model, inputs, split)
 
 
 def convert(prepared: nn.Module, *, check: bool = True) -> nn.Module:

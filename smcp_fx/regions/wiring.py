@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smcp_fx.example_runs import run_eager
+from smcp_fx.example_runs import run_eager, unchanged
 from smcp_fx.regions.finding import Region, bound_arguments, watched
 
 #: What Python may ask of a tensor without looking at its channels' values. (Sizes of what is pruned will differ:
@@ -105,7 +103,7 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
     calls, watcher = _run(model, inputs, regions, training=False)
     read = _read(calls, watcher)
     bared = _bared(model, regions, watcher)
-    with _restored(model):
+    with unchanged(model):
         try:
             trained, other = _run(model, inputs, regions, training=True)
             also = _read(trained, other)
@@ -193,20 +191,3 @@ def _run(
             result = run_eager(model, inputs)
     watcher.touch(result)
     return calls, watcher
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Modes, buffers and the random generator as they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = {buffer.device.index or 0 for buffer in model.buffers() if buffer.is_cuda}
-    try:
-        with torch.random.fork_rng(devices=sorted(devices)):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        for module, mode in modes:
-            module.training = mode
