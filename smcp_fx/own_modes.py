@@ -30,7 +30,7 @@ def own_modes(model: nn.Module) -> nn.Module | None:
 
 
 def set_own_modes(asked: nn.Module, module: nn.Module, mode: bool) -> None:
-    """Put each submodule into the mode in which the model's own `train()` puts that of its name."""
+    """Give each submodule of ``module`` the mode that ``asked.train(mode)`` gives the one of the same name."""
     asked.train(mode)
     modes = {name: part.training for name, part in asked.named_modules()}
     for name, part in module.named_modules():

@@ -141,11 +141,11 @@ def _check_tensors(model: nn.Module) -> None:
     """Raise `InputError` for weights that hold no numbers yet."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
-            raise InputError(f"{name!r} has no shape yet: call the model once, on inputs of its kind, before")
+            raise InputError(f"{name!r} has no shape yet: call the model once, on inputs of its kind, first")
         if tensor.is_meta:
             raise InputError(
                 f"{name!r} is on the meta device, and has no numbers: load the weights, or move the model with "
-                "model.to_empty(device=...) and initialise it, before"
+                "model.to_empty(device=...) and initialise it, first"
             )
 
 
