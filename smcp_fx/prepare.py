@@ -54,7 +54,7 @@ def prepare(
             ``example_input_array``, timm's ``pretrained_cfg``, or an image of the first convolution's
             channels.
         target: what to reach: a fraction of the unpruned cost, or an absolute cost with its unit.
-        cost: "flops", "params", or a cost model such as a `LatencyTable`.
+        cost: "flops", "params", or a cost model such as a `LatencyCost`.
         schedule: when to solve for masks; without one they change only by `PreparedModel.set_masks` and
             `Pruner.solve`.
         config: the method's options.
