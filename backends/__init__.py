@@ -16,8 +16,8 @@ from smcp_fx.backends.base import (
     Fingerprint,
     measure_interleaved,
 )
-from smcp_fx.backends.comparing import CompareConfig, RelativeLatency, compare
-from smcp_fx.backends.timing import Measurement, TimingConfig
+from smcp_fx.backends.timing.comparing import CompareConfig, RelativeLatency, compare
+from smcp_fx.backends.timing.measuring import Measurement, TimingConfig
 from smcp_fx.errors import BackendError, InputError
 
 __all__ = [
@@ -38,16 +38,16 @@ __all__ = [
 #: name: (module, class, how to install what it needs)
 _BACKENDS = {
     "onnxruntime": (
-        "smcp_fx.backends.onnxruntime_backend",
+        "smcp_fx.backends.onnxruntime.backend",
         "OnnxRuntimeBackend",
         "pip install onnxruntime onnx onnxscript",
     ),
     "tensorrt": (
-        "smcp_fx.backends.tensorrt_backend",
+        "smcp_fx.backends.tensorrt.backend",
         "TensorRTBackend",
         "pip install onnx onnxscript",
     ),
-    "torch": ("smcp_fx.backends.torch_backend", "TorchBackend", "pip install torch"),
+    "torch": ("smcp_fx.backends.pytorch", "TorchBackend", "pip install torch"),
 }
 
 

@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from smcp_fx.backends.timing import QUICK, Measurement, Timer, TimingConfig, measure_timers
+from smcp_fx.backends.timing.measuring import QUICK, Measurement, Timer, TimingConfig, measure_timers
 from smcp_fx.errors import BackendError, TableError
 
 if TYPE_CHECKING:
-    from smcp_fx.latency_blocks import Block
+    from smcp_fx.blocks.sharing import Block
 
 Array = NDArray[Any]
 

@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.branches import CONSTANT, NUMBER, Flow, Walk
 from smcp_fx.channels.labels import compress, narrow_uniform
-from smcp_fx.channels.operations import operation_name
 from smcp_fx.channels.rules_elementwise import RULES as ELEMENTWISE
 from smcp_fx.channels.rules_elementwise import elementwise
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.channels.rules_movement import move, perform
 from smcp_fx.channels.trail import ConstantRef, Layer
+from smcp_fx.tracing.operations import operation_name
 
 _RANDOM = {"randlike", "randnlike", "emptylike", "bernoulli", "rrelu"}
 #: Norms, and whether they refuse inputs of one element a channel.

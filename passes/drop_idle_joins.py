@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import fx
 
-from smcp_fx.channels.operations import operation_name, writes_in_place
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
-from smcp_fx.masking import META, Constant
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.remove_branches import delete, joined
+from smcp_fx.tracing.masking import META, Constant
+from smcp_fx.tracing.operations import operation_name, writes_in_place
 
 
 class DropIdleJoins(GraphPass):

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from smcp_fx.channels.computed_weights import computed_weights, evaluate
-from smcp_fx.masking import MASKS
 from smcp_fx.passes.base import GraphPass, PassResult
+from smcp_fx.tracing.masking import MASKS
 
 
 class FoldComputedWeights(GraphPass):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from smcp_fx.masking import hard_mask, soft_mask
 from smcp_fx.passes.weight_products import FoldProducts
+from smcp_fx.tracing.masking import hard_mask, soft_mask
 
 
 class FoldMasks(FoldProducts):

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.passes.sliced_labels import Sliced
-from smcp_fx.shape_tracer import plain_lists
+from smcp_fx.tracing.shape_tracer import plain_lists
 
 
 def recomputed(node: fx.Node, recorded: Any, new: dict[str, Any]) -> Any:

@@ -17,10 +17,10 @@ from torch import Tensor, fx, nn
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.labels import varied_dims
 from smcp_fx.errors import PassError
-from smcp_fx.masking import META, Constant, mark_of
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.rewrite_constants import rewrite_graph
 from smcp_fx.passes.sliced_labels import Sliced
+from smcp_fx.tracing.masking import META, Constant, mark_of
 
 
 class SliceChannels(GraphPass):

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 
 from smcp_fx.channels.weight_views import weight_of, weight_view
 from smcp_fx.errors import PassError
-from smcp_fx.masking import META, STATE, Mark, forward_with_weight, mark_of
 from smcp_fx.passes.base import GraphPass, PassResult
+from smcp_fx.tracing.masking import META, STATE, Mark, forward_with_weight, mark_of
 
 
 def require_buffer(module: fx.GraphModule, name: str, asking: GraphPass) -> None:

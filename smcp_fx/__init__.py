@@ -22,12 +22,12 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import SmcpError
 from smcp_fx.knapsack import KnapsackSolution, solve_knapsack
-from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.latency_table import LatencyTable
-from smcp_fx.loop_watch import TrainingWarning
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, prepare
+from smcp_fx.pruning.loop_watch import TrainingWarning
 from smcp_fx.schedule import Schedule
-from smcp_fx.serialization import load, save
+from smcp_fx.serialization.saving import load, save
 
 __all__ = [
     "Allocation",
@@ -69,7 +69,7 @@ def export_onnx(
     open; ``metadata`` goes into the file. Raises `BackendError` for what ONNX cannot express and for results
     that differ, `InputError` for inputs and opsets that do not fit.
     """
-    from smcp_fx.backends.onnx_export import export_onnx as export
+    from smcp_fx.backends.onnx.export import export_onnx as export
 
     return export(
         converted, example_inputs, path, opset=opset, dynamic_batch=dynamic_batch, metadata=metadata

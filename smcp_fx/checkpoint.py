@@ -23,14 +23,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from smcp_fx import generators, ranks
 from smcp_fx.errors import CheckpointError
-from smcp_fx.files import brief
 from smcp_fx.prepared import PreparedModel, unwrapped
-from smcp_fx.solve import Solve
-from smcp_fx.tensor_file import TensorWriter, restore, write_together
-from smcp_fx.value_codec import decode_value, encode_value
-from smcp_fx.versions import library_versions, saved_with
+from smcp_fx.pruning import ranks
+from smcp_fx.pruning.solve import Solve
+from smcp_fx.storage import generators
+from smcp_fx.storage.files import brief
+from smcp_fx.storage.tensor_file import TensorWriter, restore, write_together
+from smcp_fx.storage.value_codec import decode_value, encode_value
+from smcp_fx.storage.versions import library_versions, saved_with
 
 FORMAT = "smcp_fx.checkpoint"
 FORMAT_VERSION = 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from smcp_fx.errors import InputError
-from smcp_fx.masking import GammaGradient, MaskMode
+from smcp_fx.tracing.masking import GammaGradient, MaskMode
 
 ImportanceRule = Literal["abs_of_sum", "sum_of_abs"]
 AllocationMethod = Literal["coupled", "paper"]

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.copying import deep_copy
 from smcp_fx.errors import AssumptionError, SmcpError
-from smcp_fx.example_runs import plain, unchanged
-from smcp_fx.masking import STATE
 from smcp_fx.prepared import PreparedRegions
-from smcp_fx.trace_sentences import TAKEN
+from smcp_fx.tracing.copying import deep_copy
+from smcp_fx.tracing.example_runs import plain, unchanged
+from smcp_fx.tracing.masking import STATE
+from smcp_fx.tracing.sentences import TAKEN
 
 #: What may differ of the scale: the same kernels in the same order, but for sums over a parameter's uses and zeros
 #: that are left out. Judged in double precision where it is more.

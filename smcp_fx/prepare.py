@@ -11,25 +11,25 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import build
 from smcp_fx.config import PruningConfig
-from smcp_fx.converted import ConvertedModule
-from smcp_fx.copying import deep_copy
-from smcp_fx.costs import CostModel, absolute_target, bind
+from smcp_fx.costs.network_costs import CostModel, absolute_target, bind
 from smcp_fx.errors import InputError, TraceError
-from smcp_fx.example_runs import as_inputs, default_inputs
-from smcp_fx.layer_pruning import allow_layer_pruning
-from smcp_fx.loop_watch import TrainingWarning
-from smcp_fx.masking import META, STATE
-from smcp_fx.output_types import keep_output_types
-from smcp_fx.own_modes import own_modes
 from smcp_fx.passes.base import run_pipeline
+from smcp_fx.passes.layer_pruning import allow_layer_pruning
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
 from smcp_fx.prepared import Plan, PreparedGraph, PreparedModel, PreparedRegions, copy_modes, unwrapped
 from smcp_fx.proof import check_converted, check_prepared
+from smcp_fx.pruning.loop_watch import TrainingWarning
+from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs, sharing
 from smcp_fx.schedule import Schedule
-from smcp_fx.state import PruningState
-from smcp_fx.trace_buffers import keep_in_state
-from smcp_fx.tracing import Traced, trace
+from smcp_fx.serialization.converted import ConvertedModule
+from smcp_fx.tracing.buffers import keep_in_state
+from smcp_fx.tracing.copying import deep_copy
+from smcp_fx.tracing.example_runs import as_inputs, default_inputs
+from smcp_fx.tracing.masking import META, STATE
+from smcp_fx.tracing.output_types import keep_output_types
+from smcp_fx.tracing.own_modes import own_modes
+from smcp_fx.tracing.tracer import Traced, trace
 
 __all__ = ["PreparedModel", "convert", "prepare"]
 
@@ -196,7 +196,7 @@ def convert(prepared: nn.Module, *, check: bool = True) -> nn.Module:
     """Return a plain, physically smaller model that computes what the masked model computes.
 
     A `GraphModule`, which needs nothing of this library to run, train or export, nor to be unpickled, unless it
-    asks a module for its mode or a value for more than tensors can (`smcp_fx.converted`); for a model that was
+    asks a module for its mode or a value for more than tensors can (`smcp_fx.serialization.converted`); for a model that was
     traced in regions, a module of its own class whose regions run as sliced graphs. ``prepared`` stays as it was;
     it may come as `DistributedDataParallel`, `DataParallel` or `torch.compile` wrapped it. ``check``: compare the two
     on a few of the example's images; raises `PassError` where they differ.

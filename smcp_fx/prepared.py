@@ -11,18 +11,18 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.config import PruningConfig
-from smcp_fx.copying import deep_copy
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import AssumptionError, CheckpointError
-from smcp_fx.masking import STATE
-from smcp_fx.own_modes import set_own_modes
-from smcp_fx.pruner import Pruner
+from smcp_fx.pruning.pruner import Pruner
+from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
-from smcp_fx.state import PruningState
-from smcp_fx.trace_buffers import keep_in_state
-from smcp_fx.trace_sentences import TAKEN
-from smcp_fx.tracing import Traced
+from smcp_fx.tracing.buffers import keep_in_state
+from smcp_fx.tracing.copying import deep_copy
+from smcp_fx.tracing.masking import STATE
+from smcp_fx.tracing.own_modes import set_own_modes
+from smcp_fx.tracing.sentences import TAKEN
+from smcp_fx.tracing.tracer import Traced
 
 
 @dataclass(frozen=True)

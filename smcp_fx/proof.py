@@ -14,10 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.copying import deep_copy
 from smcp_fx.errors import AssumptionError, PassError, TraceError
-from smcp_fx.example_runs import Recorder, plain, unchanged
-from smcp_fx.masking import mark_of
 from smcp_fx.outcomes import (
     LOOSE,
     Outcome,
@@ -32,6 +29,9 @@ from smcp_fx.outcomes import (
 )
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.prepared import PreparedGraph, PreparedModel, PreparedRegions
+from smcp_fx.tracing.copying import deep_copy
+from smcp_fx.tracing.example_runs import Recorder, plain, unchanged
+from smcp_fx.tracing.masking import mark_of
 
 #: How many images the comparisons take: in `train()` (a batch norm needs two), and as another batch in `eval()`.
 _IMAGES, _OTHERS = 2, 3

@@ -28,4 +28,4 @@ def _repeatable() -> None:
 @pytest.fixture(autouse=True)
 def _however_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests run beside each other, and judge no latency: to them every machine is quiet."""
-    monkeypatch.setattr("smcp_fx.backends.quiet.core_share", lambda: 1.0)
+    monkeypatch.setattr("smcp_fx.backends.timing.quiet.core_share", lambda: 1.0)

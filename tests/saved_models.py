@@ -16,7 +16,7 @@ import torchvision
 from torch import Tensor, fx, nn
 
 import smcp_fx
-from smcp_fx.serialization import load, render, save
+from smcp_fx.serialization.saving import load, render, save
 
 Manifest = dict[str, Any]
 

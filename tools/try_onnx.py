@@ -40,7 +40,7 @@ def check_onnx(
 
 def export(sliced: Any, inputs: tuple[Any, ...], path: Path, row: dict[str, Any]) -> None:
     """Write the ONNX file, for one batch size where an operation wants that."""
-    from smcp_fx.backends.onnx_export import export_onnx
+    from smcp_fx.backends.onnx.export import export_onnx
     from smcp_fx.errors import BackendError
 
     try:

@@ -22,10 +22,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import narrow_uniform
-from smcp_fx.channels.operations import operation_name, writes_in_place
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.channels.trail import ParameterRef
-from smcp_fx.modes import is_by_mode
+from smcp_fx.tracing.modes import is_by_mode
+from smcp_fx.tracing.operations import operation_name, writes_in_place
 
 if TYPE_CHECKING:
     from smcp_fx.channels.graph import ChannelGraph

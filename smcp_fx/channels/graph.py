@@ -205,7 +205,7 @@ def build(
 ) -> ChannelGraph:
     """Derive the channel graph of a traced module from what its example run showed.
 
-    ``values`` maps node names to recorded values (`smcp_fx.tracing.record`); ``exclude`` names modules whose
+    ``values`` maps node names to recorded values (`smcp_fx.tracing.tracer.record`); ``exclude`` names modules whose
     output channels stay.
     """
     run = Propagation(module, values, RULES)

@@ -20,20 +20,11 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import along, compress, narrow_uniform, uniform, varied_dims
-from smcp_fx.channels.operations import MOVES, describe, may_be_operand, operation_name, writes_in_place
-from smcp_fx.channels.trail import (
-    OPAQUE,
-    ORIGIN,
-    PASSED_ON,
-    Call,
-    ConstantRef,
-    ParameterRef,
-    ParameterView,
-    TensorInfo,
-    Trail,
-)
+from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, ParameterView, Trail
 from smcp_fx.channels.weight_views import Dims, weight_views
-from smcp_fx.modes import is_by_mode
+from smcp_fx.tracing.modes import is_by_mode
+from smcp_fx.tracing.operations import MOVES, describe, may_be_operand, operation_name, writes_in_place
+from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo
 
 Rule = Callable[["Propagation", Call], Any]
 

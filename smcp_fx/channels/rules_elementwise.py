@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compress, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
-from smcp_fx.channels.trail import Call, ParameterRef, Spread, TensorInfo
+from smcp_fx.channels.trail import Call, ParameterRef, Spread
+from smcp_fx.tracing.values import TensorInfo
 
 _ELEMENTWISE = """
 abs acos acosh add addcdiv addcmul alphadropout asin asinh atan atan2 atanh bfloat16 bitwiseand

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
-from smcp_fx.channels.operations import MOVES, operation_name
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Shuffle
+from smcp_fx.tracing.operations import MOVES, operation_name
 
 _PARTS = set(
     """

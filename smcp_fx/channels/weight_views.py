@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from smcp_fx.channels.operations import operation_name
-from smcp_fx.masking import MASKS
+from smcp_fx.tracing.masking import MASKS
+from smcp_fx.tracing.operations import operation_name
 
 LAYERS: tuple[Callable[..., object], ...] = (
     F.conv1d,

@@ -73,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _inspect(arguments: argparse.Namespace, console: Console) -> None:
     _check(arguments)
-    from smcp_fx.files import write_texts
     from smcp_fx.inspection import describe, inspect_model
     from smcp_fx.inspection.exports import to_dot, to_graphml
     from smcp_fx.inspection.page import render_inspection
+    from smcp_fx.storage.files import write_texts
 
     found = inspect_model(
         arguments.model,

@@ -9,7 +9,7 @@ from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
     from smcp_fx.backends.base import Backend
-    from smcp_fx.blocks import FusedBlock
+    from smcp_fx.blocks.cutting import FusedBlock
 
 
 def add_network_options(parser: argparse.ArgumentParser, model: bool = False) -> None:
@@ -56,10 +56,10 @@ def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
     """Return the blocks of the network that the options name."""
     import torch
 
-    from smcp_fx.blocks import cut
+    from smcp_fx.blocks.cutting import cut
     from smcp_fx.channels import build
-    from smcp_fx.compiler.models import build_model, example_images
-    from smcp_fx.tracing import trace
+    from smcp_fx.tracing.tracer import trace
+    from smcp_fx.zoo.models import build_model, example_images
 
     if arguments.batch < 1 or arguments.multiple < 1:
         raise InputError("--batch and --multiple must be at least 1")

@@ -20,8 +20,8 @@ from smcp_fx.cli.networks import add_network_options, backend_of, blocks_of
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
-    from smcp_fx.backends.timing import Measurement
-    from smcp_fx.latency_store import Row
+    from smcp_fx.backends.timing.measuring import Measurement
+    from smcp_fx.latency.store import Row
 
 _EXAMPLES = """examples:
   smcp-table measure torchvision:resnet50 --batch 1              fill table.sqlite with what ResNet-50 needs here
@@ -100,9 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
-    from smcp_fx.latency_blocks import unique_blocks
-    from smcp_fx.latency_filling import Progress as State
-    from smcp_fx.latency_table import MEASURABLE_MS, LatencyTable
+    from smcp_fx.blocks.sharing import unique_blocks
+    from smcp_fx.latency.filling import Progress as State
+    from smcp_fx.latency.table import MEASURABLE_MS, LatencyTable
 
     if arguments.emit_requests or arguments.read_answers:
         from smcp_fx.cli.table_requests import exchange
@@ -260,7 +260,7 @@ def _state_cells(found: Measurement | None) -> tuple[str, str, str]:
 
 
 def _merge(arguments: argparse.Namespace, console: Console) -> int:
-    from smcp_fx.latency_exchange import merge
+    from smcp_fx.latency.exchange import merge
 
     done = merge(arguments.into, arguments.tables, arguments.fingerprint)
     console.print(f"{arguments.into}: {done.taken} of {done.read} rows were new or better")
@@ -268,7 +268,7 @@ def _merge(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _export(arguments: argparse.Namespace, console: Console) -> int:
-    from smcp_fx.latency_exchange import export_rows
+    from smcp_fx.latency.exchange import export_rows
 
     if not arguments.wanted:
         rows = _read(arguments.table)
@@ -287,8 +287,8 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
 def _wanted(arguments: argparse.Namespace) -> list[Row]:
     from dataclasses import replace
 
-    from smcp_fx.latency_exchange import wanted_rows
-    from smcp_fx.latency_table import LatencyTable
+    from smcp_fx.latency.exchange import wanted_rows
+    from smcp_fx.latency.table import LatencyTable
 
     if not arguments.model:
         raise InputError("--wanted needs --model: of which network?")
@@ -303,7 +303,7 @@ def _wanted(arguments: argparse.Namespace) -> list[Row]:
 
 
 def _write_models(folder: Path, wanted: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
-    from smcp_fx.backends.onnx_blocks import BlockModels
+    from smcp_fx.backends.onnx.blocks import BlockModels
 
     folder.mkdir(parents=True, exist_ok=True)
     models = BlockModels()
@@ -313,7 +313,7 @@ def _write_models(folder: Path, wanted: Sequence[tuple[Any, tuple[int, ...]]]) -
 
 
 def _import(arguments: argparse.Namespace, console: Console) -> int:
-    from smcp_fx.latency_exchange import import_rows
+    from smcp_fx.latency.exchange import import_rows
 
     done = import_rows(arguments.file, arguments.table)
     console.print(f"{arguments.table}: {done.taken} of {done.read} rows were new or better")
@@ -321,8 +321,8 @@ def _import(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _check(arguments: argparse.Namespace, console: Console) -> int:
-    from smcp_fx.latency_exchange import Finding, check
-    from smcp_fx.latency_table import LatencyTable
+    from smcp_fx.latency.exchange import Finding, check
+    from smcp_fx.latency.table import LatencyTable
 
     findings = check(arguments.table)
     if arguments.model:
@@ -346,7 +346,7 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _read(path: Path) -> list[Row]:
-    from smcp_fx.latency_store import LatencyStore
+    from smcp_fx.latency.store import LatencyStore
 
     store = LatencyStore(path, read_only=True)
     try:

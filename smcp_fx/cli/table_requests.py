@@ -14,8 +14,8 @@ from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
     from smcp_fx.backends.base import Fingerprint
-    from smcp_fx.backends.tensorrt_worker.building import BuildOptions
-    from smcp_fx.latency_table import LatencyTable
+    from smcp_fx.backends.tensorrt.worker.building import BuildOptions
+    from smcp_fx.latency.table import LatencyTable
 
 
 def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards: int) -> int:
@@ -24,10 +24,10 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
         raise InputError(
             "--emit-requests and --read-answers are for --backend tensorrt; see also smcp-table export"
         )
-    from smcp_fx.backends.tensorrt_requests import WORKER, device_of, emit_requests, read_answers
-    from smcp_fx.backends.tensorrt_worker.building import BuildOptions
-    from smcp_fx.latency_blocks import unique_blocks
-    from smcp_fx.latency_table import LatencyTable
+    from smcp_fx.backends.tensorrt.worker.building import BuildOptions
+    from smcp_fx.blocks.sharing import unique_blocks
+    from smcp_fx.latency.table import LatencyTable
+    from smcp_fx.latency.tensorrt_requests import WORKER, device_of, emit_requests, read_answers
 
     if arguments.retry_unstable:
         raise InputError(
@@ -78,7 +78,7 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
 
 def _of_table(table: LatencyTable, options: BuildOptions) -> Fingerprint:
     """Return the fingerprint of the table's TensorRT rows of these options; a nameless one where there is none."""
-    from smcp_fx.backends.tensorrt_answers import fingerprint_of
+    from smcp_fx.backends.tensorrt.answers import fingerprint_of
 
     nowhere = dict.fromkeys(("device", "tensorrt", "driver", "compute_capability"), "not known yet")
     nameless = fingerprint_of(nowhere, options)

@@ -11,7 +11,7 @@ from typing import Any
 
 from smcp_fx.compiler.settings import CompileSettings
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.files import brief, locked, read_json, write_texts
+from smcp_fx.storage.files import brief, locked, read_json, write_texts
 
 #: Where a run goes that no --out is given for: here, or to the next number.
 _DEFAULT = Path("runs/compile")

@@ -13,26 +13,26 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from smcp_fx.backends import Backend, Engine, Fingerprint, compare, get_backend
-from smcp_fx.backends.tensorrt_engine import TensorRTEngine
-from smcp_fx.backends.tensorrt_layers import blocks_beside_layers
+from smcp_fx.backends.tensorrt.engine import TensorRTEngine
+from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
 from smcp_fx.compiler.data import ImageData, load_data
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.compiler.measuring import Corrector, accuracy_of, converted_full, measured_as_predicted
-from smcp_fx.compiler.models import FittedModel, example_images, load_model
 from smcp_fx.compiler.reporting import Measured, build_report
 from smcp_fx.compiler.saving import WEIGHTS, why_unsavable
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.training import EpochResult, Trainer
 from smcp_fx.config import PruningConfig
 from smcp_fx.errors import CheckpointError, TableError, TraceError
-from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.latency_exchange import differences
-from smcp_fx.latency_filling import MeasureReport
-from smcp_fx.latency_filling import Progress as TableProgress
-from smcp_fx.latency_table import LatencyTable
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.exchange import differences
+from smcp_fx.latency.filling import MeasureReport
+from smcp_fx.latency.filling import Progress as TableProgress
+from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, prepare
 from smcp_fx.report import summary_table, write_report
-from smcp_fx.serialization import save
+from smcp_fx.serialization.saving import save
+from smcp_fx.zoo.models import FittedModel, example_images, load_model
 
 
 def compile_model(
@@ -270,7 +270,7 @@ class _Run:
         """
         pruner, wanted = prepared.pruner, self.settings.wanted
         if isinstance(wanted, str) and pruner.cost.unit == "ms":
-            from smcp_fx.costs import absolute_target
+            from smcp_fx.costs.network_costs import absolute_target
 
             fraction = absolute_target(wanted, dense_ms, "ms") / dense_ms
             pruner.target = fraction * pruner.full_cost

@@ -14,15 +14,15 @@ from torch import fx
 from smcp_fx.backends import Backend, RelativeLatency
 from smcp_fx.compiler.data import ImageData
 from smcp_fx.compiler.measuring import Corrector, layer_counts
-from smcp_fx.compiler.models import FittedModel
 from smcp_fx.compiler.saving import WEIGHTS
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.surfaces import surfaces
 from smcp_fx.compiler.training import EpochResult
 from smcp_fx.config import PruningConfig
-from smcp_fx.costs import bind
-from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.costs.network_costs import bind
+from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.prepare import PreparedModel
+from smcp_fx.zoo.models import FittedModel
 
 
 @dataclass(frozen=True)

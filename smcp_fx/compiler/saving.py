@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from smcp_fx.errors import CheckpointError
-from smcp_fx.serialization import check_savable
+from smcp_fx.serialization.saving import check_savable
 
 #: The file of the weights, beside the ONNX files.
 WEIGHTS = "pruned.safetensors"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.report.heat_map import thinned
 
 #: The report shows so many blocks: of each shape the one that takes longest.

@@ -13,8 +13,8 @@ from torch import nn
 
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.compiler.data import ImageData
-from smcp_fx.compiler.models import FittedModel
 from smcp_fx.errors import TrainingError
+from smcp_fx.zoo.models import FittedModel
 
 #: Called after every optimiser step with (steps done, steps in all, loss).
 Ticker = Callable[[int, int, float], None]

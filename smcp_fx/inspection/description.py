@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from smcp_fx.channels import ChannelGraph, build
 from smcp_fx.channels.graph import Group
 from smcp_fx.channels.trail import Layer
-from smcp_fx.compiler.models import build_model, example_images
 from smcp_fx.errors import InputError
-from smcp_fx.example_runs import default_inputs, run_eager
 from smcp_fx.prepare import trace_parts
+from smcp_fx.tracing.example_runs import default_inputs, run_eager
+from smcp_fx.zoo.models import build_model, example_images
 
 #: Image sides tried before the smallest that works: what the known architectures were made for.
 _SIDES = {1: (224,), 2: (224, 299), 3: (112,)}

@@ -24,10 +24,10 @@ except ImportError:
         ) from error
 
 from smcp_fx.errors import TrainingError
-from smcp_fx.loop_watch import TrainingWarning
 from smcp_fx.prepared import PreparedModel
-from smcp_fx.pruner import Pruner
-from smcp_fx.solve import Solve
+from smcp_fx.pruning.loop_watch import TrainingWarning
+from smcp_fx.pruning.pruner import Pruner
+from smcp_fx.pruning.solve import Solve
 
 
 class PruningCallback(Callback):  # type: ignore[misc]

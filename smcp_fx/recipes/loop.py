@@ -15,10 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from smcp_fx import ranks
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.errors import TrainingError
 from smcp_fx.prepared import PreparedModel
+from smcp_fx.pruning import ranks
 from smcp_fx.recipes.recipe import Training
 from smcp_fx.recipes.tasks import Task
 from smcp_fx.recipes.timeline import Timeline

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smcp_fx.recipes.boxes import match
+from smcp_fx.zoo.boxes import match
 
 #: Background priors that count for each one that holds an object: those the network gets most wrong.
 NEGATIVES = 3

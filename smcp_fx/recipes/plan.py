@@ -12,7 +12,7 @@ from rich.table import Table
 
 from smcp_fx.allocation import allocate
 from smcp_fx.errors import InfeasibleBudgetError
-from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.recipes.recipe import Recipe
 from smcp_fx.recipes.timeline import Timeline

@@ -7,8 +7,8 @@ from typing import Any
 
 from smcp_fx.backends import Backend, Fingerprint, get_backend
 from smcp_fx.errors import InputError, TableError
-from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.latency_table import LatencyTable
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.table import LatencyTable
 from smcp_fx.recipes.recipe import Recipe
 from smcp_fx.recipes.settings import RunSettings
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from smcp_fx.config import PruningConfig
 from smcp_fx.errors import InputError
-from smcp_fx.files import brief
+from smcp_fx.storage.files import brief
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from smcp_fx.errors import InputError
-from smcp_fx.files import brief, read_json, write_texts
-from smcp_fx.versions import library_versions
+from smcp_fx.storage.files import brief, read_json, write_texts
+from smcp_fx.storage.versions import library_versions
 
 FORMAT = "smcp_fx.experiment"
 VERSION = 1

@@ -15,14 +15,13 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from smcp_fx import ranks
 from smcp_fx.backends import Backend, measure_interleaved
 from smcp_fx.compiler.measuring import converted_full
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.files import locked, read_json, write_texts
-from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.prepare import convert, prepare
 from smcp_fx.prepared import PreparedModel
+from smcp_fx.pruning import ranks
 from smcp_fx.recipes.loop import EpochResult, RecipeTrainer, batch_norm_parameters
 from smcp_fx.recipes.plan import print_dense_plan, print_plan
 from smcp_fx.recipes.pricing import recipe_cost, runtime_here
@@ -34,8 +33,9 @@ from smcp_fx.recipes.tasks import Task, load_task, torchmetrics
 from smcp_fx.recipes.timeline import Timeline
 from smcp_fx.recipes.weights import check_given, starting_network
 from smcp_fx.report.formats import milliseconds, percent
-from smcp_fx.serialization import save
-from smcp_fx.tensor_file import write_together
+from smcp_fx.serialization.saving import save
+from smcp_fx.storage.files import locked, read_json, write_texts
+from smcp_fx.storage.tensor_file import write_together
 
 #: Settings that may change between a run and its resumption.
 _FREE = {"resume", "out", "workers", "dry_run", "ranks", "data"}

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torchvision import models
 
-from smcp_fx.compiler.models import build_model, load_weights
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.recipes.networks import SSDResNet50
 from smcp_fx.recipes.recipe import Recipe
+from smcp_fx.zoo import SSDResNet50
+from smcp_fx.zoo.models import build_model, load_weights
 
 
 def starting_network(recipe: Recipe, classes: int, given: str | None, dense: bool) -> nn.Module:

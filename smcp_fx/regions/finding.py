@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError, SmcpError, TraceError
-from smcp_fx.example_runs import run_eager, same_values
-from smcp_fx.tracing import Traced, trace
+from smcp_fx.tracing.example_runs import run_eager, same_values
+from smcp_fx.tracing.tracer import Traced, trace
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.trail import ORIGIN, PASSED_ON
 from smcp_fx.errors import TraceError
-from smcp_fx.example_runs import images_in, record, run_eager, same_values
-from smcp_fx.modes import with_branches
-from smcp_fx.multiply_adds import MultiplyAdds
 from smcp_fx.regions.finding import Region, Split
 from smcp_fx.regions.running import CALL, sharing
 from smcp_fx.regions.wiring import Source, observe
-from smcp_fx.tracing import Traced
+from smcp_fx.tracing.example_runs import images_in, record, run_eager, same_values
+from smcp_fx.tracing.modes import with_branches
+from smcp_fx.tracing.multiply_adds import MultiplyAdds
+from smcp_fx.tracing.tracer import Traced
+from smcp_fx.tracing.values import ORIGIN, PASSED_ON
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError, PassError
-from smcp_fx.modes import with_branches
+from smcp_fx.tracing.modes import with_branches
 
 if TYPE_CHECKING:
     from smcp_fx.regions.finding import Region

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smcp_fx.example_runs import run_eager, unchanged
 from smcp_fx.regions.finding import Region, bound_arguments, watched
+from smcp_fx.tracing.example_runs import run_eager, unchanged
 
 #: What Python may ask of a tensor without looking at its channels' values. (Sizes of what is pruned will differ:
 #: code that computes with `x.shape[1]` sees the pruned model's, as it would in a model that was built that way.)

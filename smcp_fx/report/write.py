@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from smcp_fx.errors import InputError
-from smcp_fx.files import write_texts
 from smcp_fx.report.page import render_page
+from smcp_fx.storage.files import write_texts
 
 
 def write_report(report: dict[str, Any], directory: Path) -> tuple[Path, Path]:

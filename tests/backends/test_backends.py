@@ -19,16 +19,17 @@ from onnx import numpy_helper
 from tolerances import assert_close
 from torch import fx, nn
 
-from smcp_fx.backends import backend_names, get_backend, measure_interleaved, onnxruntime_blocks
+from smcp_fx.backends import backend_names, get_backend, measure_interleaved
 from smcp_fx.backends.base import Fingerprint
-from smcp_fx.backends.block_shapes import BlockShapes
-from smcp_fx.backends.onnx_blocks import BlockModels, Template, consistent, resize
-from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeEngine
-from smcp_fx.backends.onnxruntime_blocks import add_context, block_ms, measure_block, random_feed
-from smcp_fx.backends.onnxruntime_overhead import REFERENCE_SHAPE, Overhead
-from smcp_fx.backends.onnxruntime_profile import NodeTime
-from smcp_fx.backends.onnxruntime_session import bound_run
-from smcp_fx.backends.timing import (
+from smcp_fx.backends.onnx.block_shapes import BlockShapes
+from smcp_fx.backends.onnx.blocks import BlockModels, Template, consistent, resize
+from smcp_fx.backends.onnxruntime import blocks as onnxruntime_blocks
+from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeEngine
+from smcp_fx.backends.onnxruntime.blocks import add_context, block_ms, measure_block, random_feed
+from smcp_fx.backends.onnxruntime.overhead import REFERENCE_SHAPE, Overhead
+from smcp_fx.backends.onnxruntime.profile import NodeTime
+from smcp_fx.backends.onnxruntime.session import bound_run
+from smcp_fx.backends.timing.measuring import (
     Sample,
     TimingConfig,
     measure_timers,
@@ -37,7 +38,7 @@ from smcp_fx.backends.timing import (
     take_sample,
     warm_up,
 )
-from smcp_fx.block_feeding import ACTIVATION, MOVEMENT
+from smcp_fx.blocks.feeding import ACTIVATION, MOVEMENT
 from smcp_fx.errors import BackendError, InputError, TableError
 
 FAST = TimingConfig(min_repeats=2, max_repeats=3, budget_ms=1, attempts=1, warmup_ms=1)
@@ -187,7 +188,7 @@ def test_a_missing_package_gives_the_line_that_installs_it(monkeypatch):
 
 def test_the_package_loads_no_runtime():
     script = (
-        "import sys, smcp_fx.backends, smcp_fx.latency_table; "
+        "import sys, smcp_fx.backends, smcp_fx.latency.table; "
         "print([m for m in ('onnx', 'onnxruntime', 'tensorrt', 'onnxscript') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -261,7 +262,7 @@ def test_layer_latencies_of_torch_are_by_module_and_follow_the_work():
 
 def test_layer_latencies_are_without_what_the_profiler_adds_and_the_chain_that_tells_it(monkeypatch):
     """The times are made up. The network's result has the shape of the chain's, whose conversion is not its own."""
-    from smcp_fx.backends import onnxruntime_backend as module
+    from smcp_fx.backends.onnxruntime import backend as module
 
     read, link_ms, added_ms = module.Profiler.runs, 0.0004, 0.0041
 

@@ -15,15 +15,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import smcp_fx
-from smcp_fx.backends import onnxruntime_blocks as blocks
-from smcp_fx.backends import physics, quiet
-from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeBackend
-from smcp_fx.backends.onnxruntime_blocks import measure_block, sample_of_block
-from smcp_fx.backends.onnxruntime_overhead import Overhead
-from smcp_fx.backends.onnxruntime_profile import NodeTime
-from smcp_fx.backends.quiet import core_share
-from smcp_fx.backends.timing import Sample
-from smcp_fx.backends.torch_backend import TorchBackend
+from smcp_fx.backends.onnxruntime import blocks
+from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
+from smcp_fx.backends.onnxruntime.blocks import measure_block, sample_of_block
+from smcp_fx.backends.onnxruntime.overhead import Overhead
+from smcp_fx.backends.onnxruntime.profile import NodeTime
+from smcp_fx.backends.pytorch import TorchBackend
+from smcp_fx.backends.timing import physics, quiet
+from smcp_fx.backends.timing.measuring import Sample
+from smcp_fx.backends.timing.quiet import core_share
 from smcp_fx.errors import BackendError, MachineBusyError
 
 BLOCK, CONTEXT, LOST = 2.6, 4.4, 30.0  # ms: computed by the block and beside it, and others' time on the core
@@ -146,7 +146,7 @@ def test_no_row_is_faster_than_the_processor_multiplies(machine: Callable[..., N
     ],
 )
 def test_multiply_adds_of_an_onnx_model(layer: nn.Module, shape: tuple[int, ...]) -> None:
-    from smcp_fx.backends.onnx_export import export_model_proto
+    from smcp_fx.backends.onnx.export import export_model_proto
 
     x = torch.randn(shape)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from smcp_fx.backends import CompareConfig, compare, comparing
+from smcp_fx.backends import CompareConfig, compare
 from smcp_fx.backends.base import Engine
+from smcp_fx.backends.timing import comparing
 from smcp_fx.errors import InputError
 
 #: Of a network of 100 ms and more: warm-up, and a round's untimed and timed runs.

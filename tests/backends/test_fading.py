@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from smcp_fx.backends import base, fading
-from smcp_fx.backends.timing import Sample, Timer
+from smcp_fx.backends import base
+from smcp_fx.backends.timing import fading
+from smcp_fx.backends.timing.measuring import Sample, Timer
 
 
 class Machine:

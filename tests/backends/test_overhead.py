@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from smcp_fx.backends import fading
 from smcp_fx.backends.base import Backend, cache_bytes
-from smcp_fx.backends.fading import evict_caches
-from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeBackend
-from smcp_fx.backends.onnxruntime_blocks import block_ms, runs_agree
-from smcp_fx.backends.onnxruntime_overhead import (
+from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
+from smcp_fx.backends.onnxruntime.blocks import block_ms, runs_agree
+from smcp_fx.backends.onnxruntime.overhead import (
     Overhead,
     code_warmer,
     overhead,
     profiler_beside,
     without_reference,
 )
-from smcp_fx.backends.onnxruntime_profile import NodeTime, Profiler
-from smcp_fx.backends.timing import Measurement, Sample, TimingConfig
+from smcp_fx.backends.onnxruntime.profile import NodeTime, Profiler
+from smcp_fx.backends.timing import fading
+from smcp_fx.backends.timing.fading import evict_caches
+from smcp_fx.backends.timing.measuring import Measurement, Sample, TimingConfig
 
 
 def test_overheads_are_part_of_a_latency() -> None:
@@ -35,7 +35,7 @@ def test_overheads_are_part_of_a_latency() -> None:
 
 
 def test_of_overheads_the_fastest_counts_and_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from smcp_fx.backends import onnxruntime_overhead as module
+    from smcp_fx.backends.onnxruntime import overhead as module
 
     clock, slow, fast, luck = (
         [100.0],
@@ -86,7 +86,7 @@ def test_a_block_costs_the_same_whatever_the_profiler_adds(
     monkeypatch: pytest.MonkeyPatch, added_ms: float
 ) -> None:
     """What a busy memory adds to the block's nodes is in the chain's nodes, too; the times here are made up."""
-    from smcp_fx.backends import onnxruntime_blocks as module
+    from smcp_fx.backends.onnxruntime import blocks as module
 
     link_ms, conv_ms, other_ms = 0.0004, 0.0103, 0.008
     read = module.Profiler.runs
@@ -114,7 +114,7 @@ def test_a_block_costs_the_same_whatever_the_profiler_adds(
 
 
 def test_a_state_that_is_unsteady_is_taken_from_another_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    from smcp_fx.backends import onnxruntime_blocks as module
+    from smcp_fx.backends.onnxruntime import blocks as module
 
     def found(ms: float, stable: bool) -> Measurement:
         return Measurement(ms, ms, ms if stable else 2 * ms, 3, stable)

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from smcp_fx.backends import pace as module
-from smcp_fx.backends.pace import Pace
-from smcp_fx.backends.timing import Sample, TimingConfig, measure_timers, take_sample
+from smcp_fx.backends.timing import pace as module
+from smcp_fx.backends.timing.measuring import Sample, TimingConfig, measure_timers, take_sample
+from smcp_fx.backends.timing.pace import Pace
 
 FAST, SLOW = 0.004, 0.0072
 
@@ -41,7 +41,7 @@ def core(monkeypatch: pytest.MonkeyPatch):
         made = Core(slow)
         monkeypatch.setattr(module, "time", made)
         monkeypatch.setattr(module, "_fixed_work_ms", lambda: made.work(FAST))
-        monkeypatch.setattr("smcp_fx.backends.timing.time", made)
+        monkeypatch.setattr("smcp_fx.backends.timing.measuring.time", made)
         monkeypatch.setattr(module, "_move_to", made.moves.append)
         monkeypatch.setattr(module, "_cores", lambda: [0, 1])
         return made

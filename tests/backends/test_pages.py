@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from smcp_fx.backends import pages
 from smcp_fx.backends.base import Fingerprint
-from smcp_fx.latency_exchange import differences
+from smcp_fx.backends.timing import pages
+from smcp_fx.latency.exchange import differences
 
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 #: Prints what a process of its own says, and how much of 64 MiB that it writes to came in huge pages (KiB).
 SCRIPT = """
 import ctypes, json, re
 from smcp_fx.backends import get_backend
-from smcp_fx.backends.pages import huge_pages
+from smcp_fx.backends.timing.pages import huge_pages
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 address = libc.malloc(ctypes.c_size_t(64 << 20))

@@ -23,20 +23,21 @@ from fake_tensorrt import pretend, small_model
 from onnx import helper, numpy_helper
 from torch import nn
 
-from smcp_fx.backends import get_backend, tensorrt_backend
-from smcp_fx.backends.onnx_opset import lower_opset
-from smcp_fx.backends.onnx_precision import cast_model
-from smcp_fx.backends.tensorrt_backend import TOLERANCES
-from smcp_fx.backends.tensorrt_layers import blocks_beside_layers
-from smcp_fx.backends.tensorrt_worker.client import InProcess
-from smcp_fx.backends.tensorrt_worker.problems import WorkerError
-from smcp_fx.blocks import cut
+from smcp_fx.backends import get_backend
+from smcp_fx.backends.onnx.opset import lower_opset
+from smcp_fx.backends.onnx.precision import cast_model
+from smcp_fx.backends.tensorrt import backend as tensorrt_backend
+from smcp_fx.backends.tensorrt.backend import TOLERANCES
+from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
+from smcp_fx.backends.tensorrt.worker.client import InProcess
+from smcp_fx.backends.tensorrt.worker.problems import WorkerError
+from smcp_fx.blocks.cutting import cut
 from smcp_fx.channels import build
 from smcp_fx.cli.table import main
 from smcp_fx.errors import BackendError, InputError
-from smcp_fx.latency_store import LatencyStore
-from smcp_fx.latency_table import LatencyTable
-from smcp_fx.tracing import trace
+from smcp_fx.latency.store import LatencyStore
+from smcp_fx.latency.table import LatencyTable
+from smcp_fx.tracing.tracer import trace
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 MODEL = """

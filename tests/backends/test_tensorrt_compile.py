@@ -15,11 +15,11 @@ import torch
 from fake_tensorrt import FAKE
 from torch import nn
 
-from smcp_fx.backends import onnx_blocks
-from smcp_fx.backends.tensorrt_backend import TensorRTBackend
+from smcp_fx.backends.onnx import blocks as onnx_blocks
+from smcp_fx.backends.tensorrt.backend import TensorRTBackend
 from smcp_fx.cli.compile import main
 from smcp_fx.compiler.measuring import Corrector
-from smcp_fx.latency_store import LatencyStore
+from smcp_fx.latency.store import LatencyStore
 
 MODEL = """
 import torch

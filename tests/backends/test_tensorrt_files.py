@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from fake_tensorrt import built, pretend, small_model
 
-from smcp_fx.backends.tensorrt_requests import device_of, read_answers
-from smcp_fx.backends.tensorrt_worker.building import BuildOptions
-from smcp_fx.backends.tensorrt_worker.client import InProcess
-from smcp_fx.backends.tensorrt_worker.main import FORMAT, _measure, read_requests, work_off
-from smcp_fx.backends.tensorrt_worker.problems import WorkerError, cache_folder
+from smcp_fx.backends.tensorrt.worker.building import BuildOptions
+from smcp_fx.backends.tensorrt.worker.client import InProcess
+from smcp_fx.backends.tensorrt.worker.main import FORMAT, _measure, read_requests, work_off
+from smcp_fx.backends.tensorrt.worker.problems import WorkerError, cache_folder
 from smcp_fx.errors import TableError
+from smcp_fx.latency.tensorrt_requests import device_of, read_answers
 
 JOB = {"id": "a", "onnx": "a.onnx", "options": {}}
 ABOUT = {"device": "D", "tensorrt": "8.6.1", "driver": "1", "compute_capability": "9.0"}
@@ -79,7 +79,7 @@ def test_memory_is_given_back_where_it_runs_out(monkeypatch: pytest.MonkeyPatch,
 
 def test_buffers_are_filled_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
-    device = importlib.import_module("smcp_fx.backends.tensorrt_worker.device").Device()
+    device = importlib.import_module("smcp_fx.backends.tensorrt.worker.device").Device()
     pool, found = np.arange(1, 8, dtype=np.uint16), np.zeros(40, np.uint16)
     address = device("cudaMalloc", 80)
     device.fill(address, pool, 74)

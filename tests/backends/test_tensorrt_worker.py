@@ -20,10 +20,10 @@ import pytest
 from fake_tensorrt import RECORD, VERSIONS, built, pretend, small_model
 from onnx import helper
 
-from smcp_fx.backends.tensorrt_worker import building, inspecting
-from smcp_fx.backends.tensorrt_worker.client import InProcess, WorkerProcess, archive
-from smcp_fx.backends.tensorrt_worker.main import FORMAT
-from smcp_fx.backends.tensorrt_worker.problems import WorkerDied, WorkerError
+from smcp_fx.backends.tensorrt.worker import building, inspecting
+from smcp_fx.backends.tensorrt.worker.client import InProcess, WorkerProcess, archive
+from smcp_fx.backends.tensorrt.worker.main import FORMAT
+from smcp_fx.backends.tensorrt.worker.problems import WorkerDied, WorkerError
 
 SOURCES = sorted(Path(building.__file__).parent.glob("*.py"))
 FP16, FP32 = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT

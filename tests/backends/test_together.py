@@ -9,7 +9,7 @@ import torch
 from tolerances import assert_close
 from torch import Tensor, nn
 
-from smcp_fx.backends.onnx_together import export_side_by_side, path_of
+from smcp_fx.backends.onnx.together import export_side_by_side, path_of
 from smcp_fx.errors import BackendError
 
 

@@ -10,10 +10,10 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from tolerances import assert_close
 
-from smcp_fx.backends import onnxruntime_twin
-from smcp_fx.backends.onnxruntime_blocks import add_context, measure_block
-from smcp_fx.backends.onnxruntime_profile import NodeTime
-from smcp_fx.backends.onnxruntime_twin import add_twin, halves
+from smcp_fx.backends.onnxruntime import twin as onnxruntime_twin
+from smcp_fx.backends.onnxruntime.blocks import add_context, measure_block
+from smcp_fx.backends.onnxruntime.profile import NodeTime
+from smcp_fx.backends.onnxruntime.twin import add_twin, halves
 
 
 def a_model(channels: int = 8) -> onnx.ModelProto:
@@ -98,7 +98,7 @@ def test_twin_and_block_are_told_apart_by_their_order() -> None:
 
 def test_a_block_of_a_twin_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one measurement with a twin the block's nodes are half of those that the profiler told of."""
-    from smcp_fx.backends import onnxruntime_blocks as module
+    from smcp_fx.backends.onnxruntime import blocks as module
 
     counted: list[int] = []
     block_ms = module.block_ms

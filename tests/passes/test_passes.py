@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 import smcp_fx
 from smcp_fx.channels import ChannelGraph, build
 from smcp_fx.errors import PassError
-from smcp_fx.masking import forward_with_weight, hard_mask, scale_gamma, scale_gamma_direct, soft_mask
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.fold_batch_norm_scalers import FoldBatchNormScalers
 from smcp_fx.passes.fold_masks import FoldMasks
@@ -24,8 +23,9 @@ from smcp_fx.passes.insert_batch_norm_scalers import InsertBatchNormScalers
 from smcp_fx.passes.insert_soft_masks import InsertSoftMasks
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
 from smcp_fx.passes.slice_channels import SliceChannels
-from smcp_fx.state import PruningState
-from smcp_fx.tracing import trace
+from smcp_fx.pruning.state import PruningState
+from smcp_fx.tracing.masking import forward_with_weight, hard_mask, scale_gamma, scale_gamma_direct, soft_mask
+from smcp_fx.tracing.tracer import trace
 
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 

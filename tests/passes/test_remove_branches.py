@@ -10,13 +10,13 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph, build
 from smcp_fx.errors import PassError
-from smcp_fx.masking import META, Constant
 from smcp_fx.passes.drop_idle_joins import DropIdleJoins
 from smcp_fx.passes.insert_soft_masks import InsertSoftMasks
 from smcp_fx.passes.remove_branches import RemoveBranches
 from smcp_fx.passes.slice_channels import SliceChannels
-from smcp_fx.state import PruningState
-from smcp_fx.tracing import trace
+from smcp_fx.pruning.state import PruningState
+from smcp_fx.tracing.masking import META, Constant
+from smcp_fx.tracing.tracer import trace
 
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 

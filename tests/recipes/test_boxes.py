@@ -12,9 +12,9 @@ from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import box_convert, box_iou, nms
 
-from smcp_fx.recipes.boxes import Suppression, decode, detections, encode, match
 from smcp_fx.recipes.multibox import multibox_loss
-from smcp_fx.recipes.networks.ssd import SSD300, SSD512, Detector, feature_sides, priors_of
+from smcp_fx.zoo.boxes import Suppression, decode, detections, encode, match
+from smcp_fx.zoo.ssd import SSD300, SSD512, Detector, feature_sides, priors_of
 
 
 @pytest.mark.parametrize(

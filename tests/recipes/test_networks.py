@@ -11,9 +11,9 @@ from tolerances import assert_close
 from torch import nn
 
 import smcp_fx
-from smcp_fx.compiler.models import build_model
 from smcp_fx.errors import InputError
-from smcp_fx.recipes.networks.ssd import SSD300, SSD512, priors_of
+from smcp_fx.zoo.models import build_model
+from smcp_fx.zoo.ssd import SSD300, SSD512, priors_of
 
 
 def test_mobilenet_v1_is_howards() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 import smcp_fx
 from smcp_fx.backends import BlockLatency, Measurement
-from smcp_fx.backends.torch_backend import TorchBackend
+from smcp_fx.backends.pytorch import TorchBackend
 from smcp_fx.cli.train import main
 from smcp_fx.recipes import plan, pricing, run
 from smcp_fx.recipes.recipe import load_recipe, recipe_names

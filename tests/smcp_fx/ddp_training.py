@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import smcp_fx
-from smcp_fx.ranks import digest
+from smcp_fx.pruning.ranks import digest
 
 STEPS = 12
 

@@ -35,9 +35,9 @@ from saved_models import (
 from torch import fx
 
 from smcp_fx.errors import CheckpointError
-from smcp_fx.safe_modules import specifications
-from smcp_fx.safe_operations import functions, tensor_methods
-from smcp_fx.serialization import pack, render, unpack
+from smcp_fx.serialization.safe_modules import specifications
+from smcp_fx.serialization.safe_operations import functions, tensor_methods
+from smcp_fx.serialization.saving import pack, render, unpack
 
 #: Asked for by tracebacks, inspection and memory management, in a valid run or not.
 _HARMLESS = (

@@ -11,11 +11,11 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from smcp_fx.backends.onnx_export import export_model_proto
-from smcp_fx.block_feeding import ACTIVATION, CONVOLUTION, MOVEMENT, how_written
-from smcp_fx.blocks import FusedBlock, cut
+from smcp_fx.backends.onnx.export import export_model_proto
+from smcp_fx.blocks.cutting import FusedBlock, cut
+from smcp_fx.blocks.feeding import ACTIVATION, CONVOLUTION, MOVEMENT, how_written
 from smcp_fx.channels import build
-from smcp_fx.tracing import trace
+from smcp_fx.tracing.tracer import trace
 
 
 class Mixed(nn.Module):

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torchvision
 
-from smcp_fx.blocks import FusedBlock, cut
+from smcp_fx.blocks.cutting import FusedBlock, cut
 from smcp_fx.channels import ChannelGraph, build
-from smcp_fx.tracing import Traced, trace
+from smcp_fx.tracing.tracer import Traced, trace
 
 
 def blocks_of(name: str, size: int = 64) -> tuple[Traced, ChannelGraph, list[FusedBlock]]:

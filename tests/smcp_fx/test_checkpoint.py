@@ -303,7 +303,7 @@ def test_a_full_disk_leaves_the_old_file(saved: Path, monkeypatch: pytest.Monkey
     before = saved.read_bytes()
     for function in ("fsync", "replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"smcp_fx.tensor_file.os.{function}", full)
+            patch.setattr(f"smcp_fx.storage.tensor_file.os.{function}", full)
             with pytest.raises(CheckpointError, match="No space left"):
                 smcp_fx.save_checkpoint(saved, prepared_model())
         assert saved.read_bytes() == before

@@ -23,7 +23,7 @@ from smcp_fx.compiler import CompileSettings
 from smcp_fx.compiler.data import call_factory, image_folder, load_data
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.files import locked
+from smcp_fx.storage.files import locked
 
 FILE = """
 import os, sys

@@ -15,7 +15,7 @@ import torch
 import smcp_fx
 from smcp_fx.backends import Measurement
 from smcp_fx.backends.base import BlockLatency
-from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeBackend
+from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
 from smcp_fx.cli.compile import build_parser, main
 from smcp_fx.cli.table import main as table_main
 from smcp_fx.compiler import CompileSettings, measuring, training

@@ -21,23 +21,23 @@ from torch import nn
 
 import smcp_fx
 from smcp_fx.backends.base import BlockLatency, Fingerprint
-from smcp_fx.backends.tensorrt_requests import device_of, read_answers
-from smcp_fx.backends.tensorrt_worker.building import BuildOptions
-from smcp_fx.backends.tensorrt_worker.main import FORMAT, work_off
-from smcp_fx.backends.tensorrt_worker.problems import WorkerError
-from smcp_fx.backends.timing import Measurement
+from smcp_fx.backends.tensorrt.worker.building import BuildOptions
+from smcp_fx.backends.tensorrt.worker.main import FORMAT, work_off
+from smcp_fx.backends.tensorrt.worker.problems import WorkerError
+from smcp_fx.backends.timing.measuring import Measurement
 from smcp_fx.cli import compile as compile_cli
 from smcp_fx.cli.table import main as table_main
 from smcp_fx.compiler import CompileSettings
 from smcp_fx.compiler.measuring import Corrector
-from smcp_fx.compiler.models import load_weights
 from smcp_fx.compiler.settings import as_record
 from smcp_fx.config import PruningConfig
 from smcp_fx.errors import SmcpError
-from smcp_fx.latency_exchange import export_rows
-from smcp_fx.latency_store import LatencyStore, Row
+from smcp_fx.latency.exchange import export_rows
+from smcp_fx.latency.store import LatencyStore, Row
+from smcp_fx.latency.tensorrt_requests import device_of, read_answers
 from smcp_fx.recipes.recipe import load_recipe
 from smcp_fx.recipes.record import Record, read_records, write_record
+from smcp_fx.zoo.models import load_weights
 
 HERE = Fingerprint("fake", "here", "none", "1", 1, "float32", (("mode", "formula"),))
 ABOUT = {"device": "D", "tensorrt": "8.6.1", "driver": "1", "compute_capability": "9.0", "protocol": 1}

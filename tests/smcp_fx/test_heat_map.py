@@ -14,8 +14,8 @@ from test_latency_table import FakeBackend
 
 import smcp_fx
 from smcp_fx.compiler.surfaces import surfaces
-from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.latency_table import LatencyTable
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.table import LatencyTable
 from smcp_fx.report.heat_map import colour, heat_map, thinned
 from smcp_fx.report.page import render_page
 

@@ -13,9 +13,9 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx import importance as importance_module
 from smcp_fx.errors import TrainingError
-from smcp_fx.importance import TaylorImportance
+from smcp_fx.pruning import importance as importance_module
+from smcp_fx.pruning.importance import TaylorImportance
 
 IMAGE = (2, 3, 8, 8)
 

@@ -15,12 +15,12 @@ from test_latency_table import FakeBackend
 from torch import nn
 
 import smcp_fx
+from smcp_fx.allocation.rounding import grow_for_free, without_dominated
 from smcp_fx.cost_model import CostTerm, NetworkCost, Width
 from smcp_fx.errors import InputError, TableError
-from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.latency_residency import OF_ACTIVATIONS, Residency, Whole, calibrate, relative_errors
-from smcp_fx.latency_rounding import grow_for_free, without_dominated
-from smcp_fx.latency_table import LatencyTable
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency, Whole, calibrate, relative_errors
+from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel
 
 MB = 1 << 20

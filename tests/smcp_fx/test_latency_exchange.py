@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from smcp_fx import latency_file
 from smcp_fx.backends.base import BlockLatency, Fingerprint
-from smcp_fx.backends.timing import Measurement
+from smcp_fx.backends.timing.measuring import Measurement
 from smcp_fx.errors import InputError, TableError
-from smcp_fx.latency_exchange import check, differences, export_rows, import_rows, merge, wanted_rows
-from smcp_fx.latency_store import LatencyStore, Row
+from smcp_fx.latency import file as latency_file
+from smcp_fx.latency.exchange import check, differences, export_rows, import_rows, merge, wanted_rows
+from smcp_fx.latency.store import LatencyStore, Row
 
 HERE = Fingerprint("fake", "here", "none", "1", 1, "float32", (("mode", "formula"),))
 

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.backends.base import Backend, BlockLatency, Engine, Fingerprint, Measurement
-from smcp_fx.backends.timing import TimingConfig
+from smcp_fx.backends.timing.measuring import TimingConfig
+from smcp_fx.blocks.sharing import Block, priced_as, unique_blocks
 from smcp_fx.errors import InputError, MachineBusyError, TableError
-from smcp_fx.latency_blocks import Block, priced_as, unique_blocks
-from smcp_fx.latency_filling import Progress
-from smcp_fx.latency_sampling import SamplingConfig, plan_samples
-from smcp_fx.latency_store import LatencyStore
-from smcp_fx.latency_surface import Surface, held_out_errors
-from smcp_fx.latency_table import LatencyTable, sum_of_prices
+from smcp_fx.latency.filling import Progress
+from smcp_fx.latency.sampling import SamplingConfig, plan_samples
+from smcp_fx.latency.store import LatencyStore
+from smcp_fx.latency.surface import Surface, held_out_errors
+from smcp_fx.latency.table import LatencyTable, sum_of_prices
 
 
 def steps(c: int, size: int = 16) -> int:
@@ -714,7 +714,7 @@ def test_behind_unsteady_rows_it_is_asked_whether_the_machine_is_quiet(tmp_path,
     """Every ten seconds at most; each row takes four here."""
     backend, block = BusyTimes(lambda n: n > 30, steady=False), conv()
     clock = SimpleNamespace(monotonic=lambda: 4.0 * len(backend.log), sleep=time.sleep)
-    monkeypatch.setattr("smcp_fx.latency_filling.time", clock)
+    monkeypatch.setattr("smcp_fx.latency.filling.time", clock)
     with LatencyTable(tmp_path / "t.sqlite") as table:
         with pytest.raises(MachineBusyError):
             table.measure([block], backend)

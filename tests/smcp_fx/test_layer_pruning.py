@@ -31,13 +31,13 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.backends.onnx_export import export_onnx
+from smcp_fx.backends.onnx.export import export_onnx
 from smcp_fx.channels.branches import bits
 from smcp_fx.errors import InputError
 from smcp_fx.inspection.text import group_text
-from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.latency_table import LatencyTable
-from smcp_fx.masking import scale_gamma_direct
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.table import LatencyTable
+from smcp_fx.tracing.masking import scale_gamma_direct
 
 CONFIG = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True, layer_pruning=True)
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -340,10 +340,10 @@ def test_a_layer_without_channels_takes_no_time_and_no_measurement(tmp_path: Pat
 
 
 def test_every_width_that_a_concat_can_have_can_be_built() -> None:
-    from smcp_fx.blocks import cut
+    from smcp_fx.blocks.cutting import cut
     from smcp_fx.channels import build
-    from smcp_fx.layer_pruning import allow_layer_pruning
-    from smcp_fx.tracing import trace
+    from smcp_fx.passes.layer_pruning import allow_layer_pruning
+    from smcp_fx.tracing.tracer import trace
 
     model = parallel(4, 2, 4, 3, 4, 4)
     traced = trace(model.eval(), (IMAGE,))

@@ -12,7 +12,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.masking import (
+from smcp_fx.tracing.masking import (
     forward_with_weight,
     hard_mask,
     scale_gamma,

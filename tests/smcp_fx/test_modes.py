@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import smcp_fx
-from smcp_fx.blocks import cut
-from smcp_fx.modes import ALWAYS, by_mode, conditions, evaluated_graph
-from smcp_fx.tracing import trace
+from smcp_fx.blocks.cutting import cut
+from smcp_fx.tracing.modes import ALWAYS, by_mode, conditions, evaluated_graph
+from smcp_fx.tracing.tracer import trace
 
 CONFIG = smcp_fx.PruningConfig(multiple=1)
 

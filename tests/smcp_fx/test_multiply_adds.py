@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.ops import DeformConv2d
 
 import smcp_fx
-from smcp_fx.multiply_adds import MultiplyAdds
+from smcp_fx.tracing.multiply_adds import MultiplyAdds
 
 
 def seen(model: nn.Module, *inputs: Any) -> int:

@@ -17,8 +17,8 @@ from torch import nn
 
 import smcp_fx
 from smcp_fx.errors import InputError
-from smcp_fx.observers import JsonLines, Observer, ProgressBar, TensorBoard
-from smcp_fx.solve import Solve
+from smcp_fx.pruning.observers import JsonLines, Observer, ProgressBar, TensorBoard
+from smcp_fx.pruning.solve import Solve
 
 SCHEDULE = smcp_fx.Schedule(epochs=1, steps_per_epoch=12, warmup=0.25, ramp=0.34, cooldown=0.25, every=2)
 
@@ -102,7 +102,7 @@ def test_lines_of_json(tmp_path: Path) -> None:
 
 
 def test_ranks_but_the_first_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smcp_fx.ranks.rank", lambda: 1)
+    monkeypatch.setattr("smcp_fx.pruning.ranks.rank", lambda: 1)
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     bar, lines = ProgressBar(console), JsonLines(tmp_path / "lines")
     bar.stepped(1, 12)

@@ -15,9 +15,9 @@ from saved_models import FunctionalNetwork, SharedModules, assert_same_module, p
 from torch import Tensor, fx, nn
 
 import smcp_fx
-from smcp_fx.converted import retraces_the_same
 from smcp_fx.errors import CheckpointError
-from smcp_fx.serialization import check_savable, load, save
+from smcp_fx.serialization.converted import retraces_the_same
+from smcp_fx.serialization.saving import check_savable, load, save
 
 SCRIPT = """
 import sys, torch

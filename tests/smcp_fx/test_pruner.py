@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.errors import CheckpointError, InfeasibleBudgetError, InputError, TrainingError
-from smcp_fx.loop_watch import TrainingWarning
-from smcp_fx.pruner import Solve, _eager, _Method
+from smcp_fx.pruning.loop_watch import TrainingWarning
+from smcp_fx.pruning.pruner import Solve, _eager, _Method
 
 IMAGE = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 SCHEDULE = smcp_fx.Schedule(epochs=1, steps_per_epoch=12, warmup=0.25, ramp=0.34, cooldown=0.25, every=2)
@@ -403,5 +403,5 @@ def test_what_holds_a_model_and_its_pruner_is_copied_as_a_whole() -> None:
 def test_the_methods_of_the_loop_keep_their_types() -> None:
     """What type checkers read: signatures and annotations of the functions that users call."""
     assert typing.get_type_hints(_eager) == {"method": _Method, "return": _Method}
-    assert list(inspect.signature(smcp_fx.pruner.Pruner.step).parameters) == ["self", "scaler"]
-    assert list(inspect.signature(smcp_fx.pruner.Pruner.solve).parameters) == ["self", "target"]
+    assert list(inspect.signature(smcp_fx.pruning.pruner.Pruner.step).parameters) == ["self", "scaler"]
+    assert list(inspect.signature(smcp_fx.pruning.pruner.Pruner.solve).parameters) == ["self", "target"]

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.errors import SmcpError
-from smcp_fx.loop_watch import TrainingWarning
 from smcp_fx.passes.insert_soft_masks import mask_name, masked_layers
+from smcp_fx.pruning.loop_watch import TrainingWarning
 
 EXAMPLES = int(os.environ.get("SMCP_LIFE_EXAMPLES", "0"))
 IMAGE = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
@@ -277,7 +277,7 @@ def same_state(found: smcp_fx.PreparedModel, expected: smcp_fx.PreparedModel) ->
         assert torch.equal(mine[name], value), name
 
 
-@pytest.mark.filterwarnings("ignore::smcp_fx.loop_watch.TrainingWarning")
+@pytest.mark.filterwarnings("ignore::smcp_fx.pruning.loop_watch.TrainingWarning")
 def test_any_order() -> None:
     more = EXAMPLES > 0
     profile = settings(

@@ -50,7 +50,7 @@ def test_importing_loads_no_runtime_and_no_plotting() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     loaded, cuda = json.loads(done.stdout)
-    assert "smcp_fx.pruner" in loaded
+    assert "smcp_fx.pruning.pruner" in loaded
     assert [name for name in HEAVY if name in loaded] == []
     assert cuda is False
 

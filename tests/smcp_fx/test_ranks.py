@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from smcp_fx import ranks
 from smcp_fx.errors import TrainingError
+from smcp_fx.pruning import ranks
 
 
 def test_alone_nothing_is_sent() -> None:

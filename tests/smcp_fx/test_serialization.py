@@ -28,7 +28,7 @@ from saved_models import (
 from torch import fx, nn
 
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.serialization import load, read_metadata, save
+from smcp_fx.serialization.saving import load, read_metadata, save
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_the_loaded_model_trains_copies_and_is_pruned_again(resnet: fx.GraphModu
 
 def test_the_loaded_model_exports_to_onnx(small: fx.GraphModule, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    from smcp_fx.backends.onnx_export import export_onnx
+    from smcp_fx.backends.onnx.export import export_onnx
 
     inputs = torch.randn(2, 3, 8, 8)
     loaded = round_trip(small, tmp_path)
@@ -202,7 +202,7 @@ def test_a_process_without_torchvision_loads_and_runs(resnet: fx.GraphModule, tm
 import sys
 sys.modules["torchvision"] = None  # any import of it fails
 import safetensors.torch, torch
-from smcp_fx.serialization import load
+from smcp_fx.serialization.saving import load
 expected = safetensors.torch.load_file(sys.argv[2])
 torch.set_num_threads(1)
 found = load(sys.argv[1]).eval()(expected["inputs"])

@@ -15,10 +15,10 @@ from saved_models import (
 from torch import nn
 
 from smcp_fx.errors import CheckpointError
-from smcp_fx.graph_codec import find_function
-from smcp_fx.safe_modules import find_class
-from smcp_fx.safe_operations import functions
-from smcp_fx.serialization import load, save
+from smcp_fx.serialization.graph_codec import find_function
+from smcp_fx.serialization.safe_modules import find_class
+from smcp_fx.serialization.safe_operations import functions
+from smcp_fx.serialization.saving import load, save
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_hostile_manifests_are_refused(saved: Path, name: str) -> None:
 def test_no_function_of_the_list_leaves_the_tensor_libraries() -> None:
     homes = ("torch", "_operator", "math")
     others = ("builtins.dict builtins.getattr builtins.list builtins.round builtins.tuple "
-              "collections.OrderedDict smcp_fx.modes.by_mode").split()  # fmt: skip
+              "collections.OrderedDict smcp_fx.tracing.modes.by_mode").split()  # fmt: skip
     for name, function in functions().items():
         if name in others:
             continue

@@ -22,11 +22,11 @@ from torch import fx, nn
 
 import smcp_fx
 from smcp_fx.errors import CheckpointError
-from smcp_fx.graph_codec import decode_graph, encode_graph
-from smcp_fx.modes import by_mode
-from smcp_fx.safe_modules import attribute_names, check_attributes, find_class, specifications
-from smcp_fx.safe_operations import TENSOR_ATTRIBUTES, functions, tensor_methods
-from smcp_fx.serialization import load, save
+from smcp_fx.serialization.graph_codec import decode_graph, encode_graph
+from smcp_fx.serialization.safe_modules import attribute_names, check_attributes, find_class, specifications
+from smcp_fx.serialization.safe_operations import TENSOR_ATTRIBUTES, functions, tensor_methods
+from smcp_fx.serialization.saving import load, save
+from smcp_fx.tracing.modes import by_mode
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_every_flipped_bit_is_noticed(saved: Path) -> None:
 
 
 def test_one_model_gives_the_same_bytes(saved: Path) -> None:
-    code = "import sys; from smcp_fx.serialization import load, save; save(load(sys.argv[1]), sys.argv[2])"
+    code = "import sys; from smcp_fx.serialization.saving import load, save; save(load(sys.argv[1]), sys.argv[2])"
     again = saved.parent / "again.safetensors"
     for _ in range(3):
         save(small_model(), again)

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 import smcp_fx
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.serialization import load, save
+from smcp_fx.serialization.saving import load, save
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_failing_write_leaves_the_earlier_files(
     changed.stem.weight.data.zero_()
     for function in ("fsync", "replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"smcp_fx.tensor_file.os.{function}", full_disk)
+            patch.setattr(f"smcp_fx.storage.tensor_file.os.{function}", full_disk)
             with pytest.raises(CheckpointError, match="No space left"):
                 save(changed, saved)
         assert {file: file.read_bytes() for file in saved.parent.iterdir()} == before

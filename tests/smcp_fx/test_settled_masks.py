@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import smcp_fx
+from smcp_fx.allocation.rounding import grow_for_free
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import NetworkCost, Price
-from smcp_fx.costs import FlopsCost
-from smcp_fx.latency_rounding import grow_for_free
-from smcp_fx.tracing import Traced
+from smcp_fx.costs.network_costs import FlopsCost
+from smcp_fx.tracing.tracer import Traced
 
 SCHEDULE = smcp_fx.Schedule(epochs=1, steps_per_epoch=45, warmup=0.1, ramp=0.4, cooldown=0, every=1)
 IMAGE = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -30,7 +30,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Conv2d(128, 4, 1))
 
 
-def solves(seed: int, **options: float) -> list[smcp_fx.pruner.Solve]:
+def solves(seed: int, **options: float) -> list[smcp_fx.pruning.pruner.Solve]:
     """Solve at every step from importances that are a fixed part, inflated by narrow masks, times noise."""
     torch.manual_seed(seed)
     config = smcp_fx.PruningConfig(**options)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.errors import TraceError
-from smcp_fx.tracing import trace
+from smcp_fx.tracing.tracer import trace
 
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 

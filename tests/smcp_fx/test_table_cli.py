@@ -15,9 +15,9 @@ import pytest
 
 from smcp_fx.cli.networks import backend_of, blocks_of
 from smcp_fx.cli.table import build_parser, main
-from smcp_fx.latency_exchange import check
-from smcp_fx.latency_store import LatencyStore, Row
-from smcp_fx.latency_table import LatencyTable
+from smcp_fx.latency.exchange import check
+from smcp_fx.latency.store import LatencyStore, Row
+from smcp_fx.latency.table import LatencyTable
 
 MODEL = """
 from torch import nn
@@ -216,7 +216,7 @@ def test_two_processes_fill_one_table_without_double_work(model: str, tmp_path: 
 def test_a_block_that_cannot_be_measured_is_named_and_the_rest_goes_on(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeBackend
+    from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
 
     measure = OnnxRuntimeBackend.block_latency
 

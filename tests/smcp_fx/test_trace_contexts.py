@@ -273,7 +273,7 @@ def test_a_write_into_a_tensor_with_gradients_under_no_grad_is_refused() -> None
         return net.out(net.c(f))
 
     with pytest.raises(TraceError, match=r"under torch\.no_grad"):
-        smcp_fx.tracing.trace(_net(forward), (_image(),))
+        smcp_fx.tracing.tracer.trace(_net(forward), (_image(),))
 
 
 def test_autocast_around_everything_is_refused_by_name() -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from tracing_oracle import SHAPES, check_traced, image
 
 from smcp_fx.errors import TraceError
-from smcp_fx.tracing import trace
+from smcp_fx.tracing.tracer import trace
 
 Wiring = Callable[[Any, Tensor], Tensor]
 

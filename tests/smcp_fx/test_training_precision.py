@@ -12,7 +12,7 @@ from tolerances import assert_close
 from torch import nn
 
 import smcp_fx
-from smcp_fx.gradients import all_finite, loss_scale, norm
+from smcp_fx.pruning.gradients import all_finite, loss_scale, norm
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,8 +15,8 @@ from tolerances import assert_close
 from torch import nn
 
 import smcp_fx
-from smcp_fx.importance import TaylorImportance
-from smcp_fx.masking import forward_with_weight
+from smcp_fx.pruning.importance import TaylorImportance
+from smcp_fx.tracing.masking import forward_with_weight
 
 # ---- optimisers and what surrounds them --------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from smcp_fx.value_codec import decode_value, encode_value
+from smcp_fx.storage.value_codec import decode_value, encode_value
 
 VALUES = [
     *(None, True, 0, -3, 2**63, 0.1, "text", 1 + 2j, ..., torch.float16, torch.bool),

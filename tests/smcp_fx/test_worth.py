@@ -12,8 +12,8 @@ from torch import nn
 
 import smcp_fx
 from smcp_fx.errors import InputError
-from smcp_fx.pruner import Pruner
-from smcp_fx.worth import Worth
+from smcp_fx.pruning.pruner import Pruner
+from smcp_fx.pruning.worth import Worth
 
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

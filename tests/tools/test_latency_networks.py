@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.backends.block_shapes import moves_of
+from smcp_fx.backends.onnx.block_shapes import moves_of
 
 _PATH = sys.path[:]
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.backends.onnx_blocks import BlockModels
-from smcp_fx.backends.onnxruntime_profile import NodeTime
-from smcp_fx.blocks import cut
+from smcp_fx.backends.onnx.blocks import BlockModels
+from smcp_fx.backends.onnxruntime.profile import NodeTime
+from smcp_fx.blocks.cutting import cut
 from smcp_fx.channels import build
-from smcp_fx.tracing import trace
+from smcp_fx.tracing.tracer import trace
 
 _PATH = sys.path[:]
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))

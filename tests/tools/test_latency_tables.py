@@ -14,7 +14,7 @@ from latency_tables import write_tables  # noqa: E402
 
 sys.path[:] = _PATH
 
-from smcp_fx.latency_residency import Residency  # noqa: E402
+from smcp_fx.latency.residency import Residency  # noqa: E402
 
 _HELD_OUT = ("held-out median", "95 % of held-out", "telling, median", "95 % of telling",
              "measured anew, median", "95 % of measured anew")  # fmt: skip

@@ -33,8 +33,8 @@ from latency_networks import Network
 import smcp_fx
 from smcp_fx.backends import TimingConfig, get_backend, measure_interleaved
 from smcp_fx.errors import InfeasibleBudgetError
-from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.latency_table import LatencyTable
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.table import LatencyTable
 
 _TIMING = TimingConfig(min_repeats=9, max_repeats=30, budget_ms=250.0, attempts=1, warmup_ms=200.0)
 _PACKAGES = ("smcp_fx", "torch", "torchvision", "onnxruntime", "scikit-learn", "torch-pruning")

@@ -26,9 +26,9 @@ from torch import nn
 
 import smcp_fx
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.costs import CostModel
-from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.pruner import Solve
+from smcp_fx.costs.network_costs import CostModel
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.pruning.pruner import Solve
 
 #: The paper's ImageNet schedule: epochs of 90, and so are the others that its supplement tries.
 EPOCHS, SCHEDULE = 90, (10, 30, 45)

@@ -26,8 +26,8 @@ from accuracy_statistics import CONFIRMED, FEWEST, MARGIN, NOT_CONFIRMED, UNKNOW
 from rich.console import Console
 from rich.markdown import Markdown
 
-from smcp_fx.files import write_texts
 from smcp_fx.report.trade_off import Point, Series, kept_shares, trade_off
+from smcp_fx.storage.files import write_texts
 
 _COSTS = {"flops": "FLOPs", "latency": "latency"}
 #: The methods in the trade-off's picture; what varies only the schedule is told in the table.

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import smcp_fx
 from smcp_fx.backends import get_backend
 from smcp_fx.cost_model import NetworkCost
-from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.latency_filling import Progress
-from smcp_fx.latency_table import LatencyTable
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.filling import Progress
+from smcp_fx.latency.table import LatencyTable
 
 
 def conv(c_in: int, c_out: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:

@@ -116,7 +116,7 @@ def residual_block(channels: int) -> Any:
 def our_graph(model: Any, inputs: Any) -> tuple[dict[str, Any], None]:
     """Trace, and build the channel graph."""
     from smcp_fx.channels import build as build_channels
-    from smcp_fx.tracing import trace
+    from smcp_fx.tracing.tracer import trace
 
     started = time.perf_counter()
     traced = trace(model, (inputs,))

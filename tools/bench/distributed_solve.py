@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torchvision
 
 import smcp_fx
-from smcp_fx import ranks
+from smcp_fx.pruning import ranks
 
 ROUNDS = 7
 

@@ -21,10 +21,10 @@ import torch
 import torchvision
 
 from smcp_fx.backends import get_backend
-from smcp_fx.backends.fading import evict_caches, fading_half_ms, idle
-from smcp_fx.backends.onnxruntime_overhead import code_warmer
-from smcp_fx.backends.pace import pace
-from smcp_fx.backends.timing import Sample, calm, take_sample
+from smcp_fx.backends.onnxruntime.overhead import code_warmer
+from smcp_fx.backends.timing.fading import evict_caches, fading_half_ms, idle
+from smcp_fx.backends.timing.measuring import Sample, calm, take_sample
+from smcp_fx.backends.timing.pace import pace
 
 PAUSES_MS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 #: So many turns, and in each so many runs of the loop, of which the last counts.

@@ -32,6 +32,7 @@ from latency_tables import write_tables
 from latency_targets import seek
 
 from smcp_fx.allocation import allocate
+from smcp_fx.allocation.rounding import grow_for_free
 from smcp_fx.backends import (
     Backend,
     CompareConfig,
@@ -43,10 +44,9 @@ from smcp_fx.backends import (
     measure_interleaved,
 )
 from smcp_fx.errors import InfeasibleBudgetError
-from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.latency_residency import calibrate
-from smcp_fx.latency_rounding import grow_for_free
-from smcp_fx.latency_table import MEASURABLE_MS, HeldOutError, LatencyTable
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.residency import calibrate
+from smcp_fx.latency.table import MEASURABLE_MS, HeldOutError, LatencyTable
 
 TARGETS = (0.7, 0.5, 0.3)
 #: The dense network and so many prunings less one, of sizes spread evenly (in logarithms) down to the smallest

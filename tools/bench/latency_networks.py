@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.backends.base import Backend, Engine
-from smcp_fx.backends.block_shapes import BlockShapes, built_shapes
-from smcp_fx.backends.onnx_blocks import Templates
-from smcp_fx.backends.onnxruntime_backend import OnnxRuntimeEngine
-from smcp_fx.latency_cost import LatencyCost
+from smcp_fx.backends.onnx.block_shapes import BlockShapes, built_shapes
+from smcp_fx.backends.onnx.blocks import Templates
+from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeEngine
+from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.prepare import PreparedModel
 
 MODELS = (

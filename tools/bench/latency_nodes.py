@@ -22,10 +22,9 @@ from typing import Any, cast
 from latency_networks import MODELS, SETTINGS, Network
 
 from smcp_fx.backends.base import Array
-from smcp_fx.backends.fading import displace_inner_caches, evict_caches
-from smcp_fx.backends.onnx_blocks import BlockModels
-from smcp_fx.backends.onnxruntime_blocks import CONVERSION, BlockInContext, own_nodes
-from smcp_fx.backends.onnxruntime_overhead import (
+from smcp_fx.backends.onnx.blocks import BlockModels
+from smcp_fx.backends.onnxruntime.blocks import CONVERSION, BlockInContext, own_nodes
+from smcp_fx.backends.onnxruntime.overhead import (
     add_reference,
     code_warmer,
     overhead,
@@ -33,15 +32,16 @@ from smcp_fx.backends.onnxruntime_overhead import (
     reference_feed,
     without_reference,
 )
-from smcp_fx.backends.onnxruntime_profile import RESOLUTION_MS, NodeTime, Profiler
-from smcp_fx.backends.pace import pace
-from smcp_fx.backends.timing import Sample, stopwatch, summarise, take_sample
-from smcp_fx.blocks import FusedBlock, cut
+from smcp_fx.backends.onnxruntime.profile import RESOLUTION_MS, NodeTime, Profiler
+from smcp_fx.backends.timing.fading import displace_inner_caches, evict_caches
+from smcp_fx.backends.timing.measuring import Sample, stopwatch, summarise, take_sample
+from smcp_fx.backends.timing.pace import pace
+from smcp_fx.blocks.cutting import FusedBlock, cut
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import NetworkCost
-from smcp_fx.costs import FlopsCost
-from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.tracing import Traced
+from smcp_fx.costs.network_costs import FlopsCost
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.tracing.tracer import Traced
 
 #: Runs that warm up, and that count.
 WARM, RUNS = 3, 15

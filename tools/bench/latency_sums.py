@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
-from smcp_fx.latency_residency import Residency, Whole, calibrate, relative_errors
+from smcp_fx.latency.residency import Residency, Whole, calibrate, relative_errors
 
 Lines = list[dict[str, Any]]
 #: So many networks calibrate in records that do not say which do.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from latency_sums import Lines, Occasion
 
-from smcp_fx.latency_table import MEASURABLE_MS
+from smcp_fx.latency.table import MEASURABLE_MS
 
 #: A target is met this well.
 _MET = 0.03

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from smcp_fx.backends import TimingConfig, get_backend
-from smcp_fx.backends.pages import ASKING
+from smcp_fx.backends.timing.pages import ASKING
 
 _TIMING = TimingConfig(budget_ms=350.0, max_repeats=200, attempts=1)
 

@@ -34,15 +34,15 @@ from torch import nn  # noqa: E402
 
 import smcp_fx  # noqa: E402
 from smcp_fx.backends import Engine, compare, get_backend  # noqa: E402
-from smcp_fx.backends.tensorrt_backend import TensorRTBackend, reference_outputs  # noqa: E402
-from smcp_fx.backends.tensorrt_layers import blocks_beside_layers  # noqa: E402
-from smcp_fx.compiler.models import build_model  # noqa: E402
+from smcp_fx.backends.tensorrt.backend import TensorRTBackend, reference_outputs  # noqa: E402
+from smcp_fx.backends.tensorrt.layers import blocks_beside_layers  # noqa: E402
 from smcp_fx.errors import InfeasibleBudgetError, SmcpError  # noqa: E402
-from smcp_fx.files import write_texts  # noqa: E402
 from smcp_fx.knapsack import solve_knapsack  # noqa: E402
-from smcp_fx.latency_cost import LatencyCost  # noqa: E402
-from smcp_fx.latency_filling import Progress  # noqa: E402
-from smcp_fx.latency_table import LatencyTable  # noqa: E402
+from smcp_fx.latency.cost import LatencyCost  # noqa: E402
+from smcp_fx.latency.filling import Progress  # noqa: E402
+from smcp_fx.latency.table import LatencyTable  # noqa: E402
+from smcp_fx.storage.files import write_texts  # noqa: E402
+from smcp_fx.zoo.models import build_model  # noqa: E402
 
 TARGETS = (0.80, 0.55, 0.30)
 TRIES = 3

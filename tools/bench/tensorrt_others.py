@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smcp_fx.backends import TimingConfig, get_backend
-from smcp_fx.backends.timing import measure_timers, stopwatch
+from smcp_fx.backends.timing.measuring import measure_timers, stopwatch
 
 #: Enough for one figure among others.
 SHORT = TimingConfig(max_repeats=50, attempts=2)
@@ -43,7 +43,7 @@ class Runtimes:
         """In ONNX Runtime, of the same file as TensorRT's; what falls back to another provider is no result."""
         import onnxruntime
 
-        from smcp_fx.backends.onnxruntime_session import bound_run, session_options
+        from smcp_fx.backends.onnxruntime.session import bound_run, session_options
 
         if provider not in onnxruntime.get_available_providers():
             raise ImportError(f"ONNX Runtime {onnxruntime.__version__} has no {provider} here")
@@ -60,9 +60,9 @@ class Runtimes:
 
     def onnx_file(self) -> Path:
         """The dense network in fp16 at the images' batch, as `TensorRTBackend.compile` writes it."""
-        from smcp_fx.backends.onnx_export import export_model_proto, write_model
-        from smcp_fx.backends.onnx_precision import cast_model
-        from smcp_fx.backends.tensorrt_answers import OPSET
+        from smcp_fx.backends.onnx.export import export_model_proto, write_model
+        from smcp_fx.backends.onnx.precision import cast_model
+        from smcp_fx.backends.tensorrt.answers import OPSET
 
         file = self.folder / "others.onnx"
         if not file.exists():

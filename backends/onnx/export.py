@@ -1,0 +1,390 @@
+"""PyTorch module to ONNX file, checked against the module in ONNX Runtime before the file gets its name.
+
+`torch.onnx.export(dynamo=True)` does the translation and folds batch norms into convolutions; `clean_model`
+takes out what it leaves behind; `lower_opset` brings the file to an opset older than the exporter's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import io
+import json
+import logging
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor, fx, nn
+
+from smcp_fx.backends.base import Array, to_arrays
+from smcp_fx.backends.onnx.attention import FourDimensionalAttention
+from smcp_fx.backends.onnx.clean import clean_model
+from smcp_fx.backends.onnx.opset import lower_opset
+from smcp_fx.errors import BackendError, InputError
+from smcp_fx.prepared import PreparedModel, unwrapped
+
+DEFAULT_OPSET = 20
+OLDEST_OPSET = 17
+#: The exporter's own operator library; older files come from a down-conversion.
+_EXPORTER_OPSET = 18
+#: Largest difference over the output's scale, by the output's type: rounding of another order of summation.
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2}
+
+
+def export_onnx(
+    model: nn.Module,
+    example_inputs: Tensor | tuple[Tensor, ...],
+    path: Path | str,
+    *,
+    opset: int | None = None,
+    dynamic_batch: bool = True,
+    precision: Literal["fp32", "fp16"] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    check: bool = True,
+) -> Path:
+    """Write ``model`` in eval mode as an ONNX file and return its path.
+
+    The batch (the first axis of every input) stays open unless ``dynamic_batch`` is False. ``precision`` writes
+    weights, inputs and outputs in that type instead of the module's own. ``metadata`` goes
+    into the file, values that are no strings as JSON. ``check`` runs the file in ONNX Runtime on random
+    inputs of the examples' shapes, and of another batch, and compares with the module. The file gets its
+    name only after that; whatever fails, nothing is left behind.
+
+    Errors: `BackendError` for an operation ONNX cannot express (named with its module), for outputs that
+    differ, and for a disk that is full; `InputError` for an opset or example inputs that cannot be used, and for
+    a model that is prepared and not converted yet.
+    """
+    path = Path(path)
+    if isinstance(unwrapped(model), PreparedModel):
+        raise InputError(
+            "the model is prepared, not converted: its file would be as large as the unpruned network's. "
+            "Export what smcp_fx.convert(prepared) returns."
+        )
+    if precision is not None:
+        model, example_inputs = in_precision(model, as_tuple(example_inputs), precision)
+    proto = export_model_proto(model, example_inputs, opset=opset, dynamic_batch=dynamic_batch)
+    for key, value in {"producer": "smcp_fx", **(metadata or {})}.items():
+        proto.metadata_props.add(key=key, value=value if isinstance(value, str) else json.dumps(value))
+    with _replacing(path) as scratch:
+        scratch.write_bytes(_serialise(proto))
+        if check:
+            _compare_with_module(scratch, model, as_tuple(example_inputs), dynamic_batch)
+    return path
+
+
+def export_model_proto(
+    model: nn.Module,
+    example_inputs: Tensor | tuple[Tensor, ...],
+    *,
+    opset: int | None = None,
+    dynamic_batch: bool = True,
+) -> onnx.ModelProto:
+    """Return ``model`` in eval mode as an ONNX model in memory, cleaned, neither named nor checked."""
+    opset = DEFAULT_OPSET if opset is None else opset
+    if not OLDEST_OPSET <= opset <= onnx.defs.onnx_opset_version():
+        raise InputError(
+            f"opset {opset}: {OLDEST_OPSET} to {onnx.defs.onnx_opset_version()} can be written with the "
+            f"installed onnx {onnx.__version__}"
+        )
+    inputs = as_tuple(example_inputs)
+    with eval_mode(model), torch.no_grad(), _quiet():
+        program = _export_program(model, inputs, dynamic_batch)
+        try:
+            exported = torch.onnx.export(
+                program, dynamo=True, opset_version=max(opset, _EXPORTER_OPSET), verbose=False
+            )
+        except Exception as error:
+            fixed = (
+                " With dynamic_batch=False the batch is a constant, which may do." if dynamic_batch else ""
+            )
+            raise BackendError(_explain(error, program) + fixed) from error
+        if exported is None:  # pragma: no cover - the dynamo exporter always returns a program
+            raise BackendError("torch.onnx.export returned no program")
+        proto = exported.model_proto
+        clean_model(proto)
+        if opset < _EXPORTER_OPSET:
+            proto = lower_opset(proto)
+    found = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
+    if found != opset:
+        raise BackendError(
+            f"the network cannot be written in ONNX opset {opset}: the exporter stayed at {found}; "
+            f"pass opset={found}"
+        )
+    return proto
+
+
+def write_model(proto: onnx.ModelProto, path: Path) -> None:
+    """Write an ONNX model; the file is whole or not there."""
+    with _replacing(path) as scratch:
+        scratch.write_bytes(_serialise(proto))
+
+
+def in_precision(
+    model: nn.Module, inputs: tuple[Tensor, ...], precision: str
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Return a copy of the module and its inputs in "fp32" or "fp16"; integers stay what they are."""
+    kinds = {"fp32": torch.float32, "fp16": torch.float16}
+    if precision not in kinds:
+        raise InputError(f"precision {precision!r}: {' or '.join(kinds)} can be written")
+    kind = kinds[precision]
+    cast = tuple(tensor.to(kind) if tensor.is_floating_point() else tensor for tensor in inputs)
+    return copy.deepcopy(model).to(kind), cast
+
+
+def as_tuple(example_inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the example inputs as a tuple of tensors; `InputError` for anything else."""
+    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    if not inputs or not all(isinstance(tensor, Tensor) for tensor in inputs):
+        kinds = ", ".join(type(i).__name__ for i in inputs) or "none"
+        raise InputError(f"example_inputs must be a tensor or a tuple of tensors, and are: {kinds}")
+    return inputs
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` into eval mode, and every submodule back into its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def random_inputs(inputs: Sequence[Tensor], batch: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
+    """Return inputs like ``inputs``, normally distributed (integers: drawn from theirs), ``batch`` rows."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for tensor in inputs:
+        shape = list(tensor.shape)
+        if batch is not None and shape:
+            shape[0] = batch
+        if tensor.is_floating_point():
+            drawn = torch.randn(shape, generator=generator).to(tensor.dtype)
+        else:
+            flat = tensor.detach().cpu().flatten()
+            picks = torch.randint(max(1, flat.numel()), (int(np.prod(shape)),), generator=generator)
+            drawn = flat[picks].reshape(shape)
+        out.append(drawn.to(tensor.device))
+    return tuple(out)
+
+
+def largest_difference(found: Array, expected: Array) -> tuple[float, float, float, float]:
+    """Return (relative to the output's scale, absolute, value found, value expected) at the worst element."""
+    if found.size == 0:
+        return 0.0, 0.0, 0.0, 0.0
+    a, b = found.astype(np.float64), expected.astype(np.float64)
+    difference = np.where(np.isfinite(a) & np.isfinite(b), np.abs(a - b), np.inf)
+    worst = np.unravel_index(int(np.argmax(difference)), difference.shape)
+    scale = max(float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0)), 1e-12)
+    absolute = float(difference[worst])
+    return absolute / scale, absolute, float(a[worst]), float(b[worst])
+
+
+def _export_program(
+    model: nn.Module, inputs: tuple[Tensor, ...], dynamic_batch: bool
+) -> torch.export.ExportedProgram:
+    given = [tuple(tensor.shape) for tensor in inputs]
+    shapes = None
+    if dynamic_batch:
+        scalars = [i for i, tensor in enumerate(inputs) if tensor.dim() == 0]
+        if scalars:
+            raise InputError(f"input {scalars[0]} has no batch axis; pass dynamic_batch=False")
+        batch = torch.export.Dim("batch")
+        shapes = tuple({0: batch} for _ in inputs)
+        if any(tensor.shape[0] < 2 for tensor in inputs):  # torch.export takes a batch of 1 for a constant
+            inputs = tuple(torch.cat([tensor, tensor]) for tensor in inputs)
+    try:
+        with FourDimensionalAttention():
+            return torch.export.export(_plain_class(model), inputs, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        advice = (
+            " If the network only works for one batch size, pass dynamic_batch=False."
+            if dynamic_batch
+            else ""
+        )
+        raise BackendError(
+            f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}.{advice}"
+        ) from error
+
+
+def _plain_class(model: nn.Module) -> nn.Module:
+    """A graph module as a module of its generated forward, where it calls a function that is not torch's.
+
+    `torch.export` interprets a graph node by node, with lists that such a function (torchvision's windowed
+    attention in three dimensions) cannot write into; the generated code has lists of its own.
+    """
+    if not isinstance(model, fx.GraphModule) or not any(
+        node.op == "call_function" and _is_foreign(node.target) for node in model.graph.nodes
+    ):
+        return model
+    plain: nn.Module = nn.Module.__new__(
+        type(type(model).__name__, (nn.Module,), {"forward": type(model).forward})
+    )
+    plain.__dict__.update(model.__dict__)
+    return plain
+
+
+def _is_foreign(function: Any) -> bool:
+    return str(getattr(function, "__module__", None)).split(".")[0] not in (
+        "torch", "_operator", "builtins", "math", "None", "smcp_fx",
+    )  # fmt: skip
+
+
+def _explain(error: BaseException, program: torch.export.ExportedProgram) -> str:
+    """Name the operation and the module behind an exporter's error."""
+    chain: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        chain.append(str(cause))
+        cause = cause.__cause__ or cause.__context__
+    text = "\n".join(chain)
+    node = re.search(r"translating node %(\w+)", text)
+    operation = re.search(r"OpOverload\(op='([\w.]+)'", text) or re.search(
+        r"target=torch\.ops\.([\w.]+)", text
+    )
+    if node is None and operation is None:
+        return (
+            f"ONNX cannot express the network: {chain[-1].strip().splitlines()[0] if chain[-1] else error!r}"
+        )
+    module = _module_of(node.group(1), program) if node is not None else None
+    where = f" in module {module!r}" if module else ""  # of a block, or in the network's own forward: none
+    name = operation.group(1) if operation is not None else node.group(1) if node is not None else "?"
+    return (
+        f"ONNX cannot express the operation {name}{where}: the exporter has no translation for it. "
+        "Replace it by operations that ONNX has, or leave that module out of the exported network."
+    )
+
+
+def _module_of(node_name: str, program: torch.export.ExportedProgram) -> str | None:
+    """Return the path of the module that holds a node; None when the node is not found."""
+    # The exporter names nodes of the decomposed program, and decomposes what it has no translation for all the way.
+    forms: list[Callable[[], torch.export.ExportedProgram]] = [
+        lambda: program,
+        program.run_decompositions,
+        lambda: program.run_decompositions(dict(torch._decomp.decomposition_table)),
+    ]
+    for form in forms:
+        with contextlib.suppress(Exception):
+            for node in form().graph.nodes:
+                if node.name == node_name and node.meta.get("nn_module_stack"):
+                    stack = list(node.meta["nn_module_stack"].values())
+                    return str(stack[-1][0])
+    return None
+
+
+def _compare_with_module(
+    file: Path, model: nn.Module, example_inputs: tuple[Tensor, ...], dynamic_batch: bool
+) -> None:
+    from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeEngine
+
+    batches: list[int | None] = [None]
+    if dynamic_batch:
+        batches.append(3 if example_inputs[0].shape[0] != 3 else 2)
+    with contextlib.closing(OnnxRuntimeEngine(file, example_inputs)) as engine:
+        for seed, batch in enumerate(batches):
+            inputs = random_inputs(example_inputs, batch, seed)
+            found = engine.run(to_arrays(inputs))  # first: the module may write into its inputs
+            with eval_mode(model), torch.no_grad():
+                expected = to_arrays(flatten_outputs(model(*inputs)))
+            compare_outputs(found, expected, engine.output_names)
+
+
+def compare_outputs(
+    found: Sequence[Array],
+    expected: Sequence[Array],
+    names: Sequence[str],
+    runtime: str = "ONNX Runtime",
+    limit: float | None = None,
+) -> None:
+    """Raise `BackendError` with both values where a runtime's outputs differ from the module's.
+
+    ``limit``: on the difference over the output's scale; by default as the output's type is.
+    """
+    if len(found) != len(expected):
+        raise BackendError(
+            f"{runtime} gives {len(found)} outputs, the module {len(expected)}; no file written"
+        )
+    for name, a, b in zip(names, found, expected, strict=True):
+        if a.shape != b.shape:
+            raise BackendError(
+                f"output {name!r} has shape {a.shape} in {runtime}, {b.shape} in PyTorch; no file written"
+            )
+        if not np.all(np.isfinite(b)):
+            raise BackendError(
+                f"output {name!r} of the module is not finite on random inputs, so the ONNX file cannot "
+                "be checked; no file written. Look for overflow, or pass check=False."
+            )
+        relative, absolute, value, reference = largest_difference(a, b)
+        allowed = TOLERANCES.get(str(b.dtype), 0.0) if limit is None else limit
+        if not relative <= allowed:
+            raise BackendError(
+                f"output {name!r} differs: {runtime} computes {value:.9g} where PyTorch computes "
+                f"{reference:.9g} (difference {absolute:.3g}, {relative:.3g} of the output's scale, limit "
+                f"{allowed:g}); no file written"
+            )
+
+
+def flatten_outputs(outputs: Any) -> list[Tensor]:
+    """Return the tensors in a module's outputs (a tensor, or nested tuples, lists and dicts), in order."""
+    leaves, _ = torch.utils._pytree.tree_flatten(outputs)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _serialise(proto: onnx.ModelProto) -> bytes:
+    data: bytes = b""
+    try:
+        data = proto.SerializeToString()
+    except Exception as error:
+        raise BackendError(
+            f"the ONNX model cannot be written as one file (2 GiB at most): {error}"
+        ) from error
+    return data
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Give a scratch file beside ``path`` that takes its name at the end, and is gone if anything fails."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield scratch
+        with scratch.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BackendError(
+                f"no space left to write {path}: free some, or choose another folder"
+            ) from error
+        raise BackendError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's progress, warnings and log lines off the terminal."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)

@@ -1,0 +1,233 @@
+"""ONNX Runtime: engines with pinned threads, and blocks timed the way they run in a network. CPU or CUDA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from torch import Tensor, nn
+
+from smcp_fx.backends.base import (
+    Array,
+    Backend,
+    BlockLatency,
+    Engine,
+    Fingerprint,
+    cpu_name,
+    gpu_name,
+    to_arrays,
+)
+from smcp_fx.backends.onnx.blocks import BlockModels
+from smcp_fx.backends.onnx.export import export_model_proto, export_onnx
+from smcp_fx.backends.onnxruntime.blocks import BLOCK_TIMING, measure_block, random_feed
+from smcp_fx.backends.onnxruntime.overhead import (
+    add_reference,
+    overhead,
+    profiler_beside,
+    reference_feed,
+    without_reference,
+)
+from smcp_fx.backends.onnxruntime.profile import RESOLUTION_MS, Profiler
+from smcp_fx.backends.onnxruntime.session import (
+    PROVIDERS,
+    bound_run,
+    check_device,
+    create_session,
+    session_options,
+    settings,
+)
+from smcp_fx.backends.timing.fading import fading_half_ms
+from smcp_fx.backends.timing.measuring import (
+    QUICK,
+    Sample,
+    Timer,
+    TimingConfig,
+    stopwatch,
+    summarise,
+    take_sample,
+)
+from smcp_fx.backends.timing.pace import pace
+from smcp_fx.backends.timing.pages import page_settings
+from smcp_fx.backends.timing.quiet import require_core
+from smcp_fx.errors import BackendError, InputError
+
+if TYPE_CHECKING:
+    from smcp_fx.blocks.sharing import Block
+
+
+class OnnxRuntimeEngine(Engine):
+    """An ONNX file (or a serialised model) in ONNX Runtime.
+
+    ``example_inputs`` (tensors or arrays) are what it is timed on; without them `latency` needs its inputs.
+    """
+
+    def __init__(
+        self,
+        model: Path | str | bytes,
+        example_inputs: Sequence[Tensor | Array] = (),
+        threads: int = 1,
+        spinning: bool = True,
+        device: str = "cpu",
+    ) -> None:
+        self._model = model if isinstance(model, bytes) else Path(model)
+        if isinstance(self._model, Path) and not self._model.exists():
+            raise InputError(f"there is no ONNX file {self._model}")
+        self._threads, self._spinning, self._device = threads, spinning, device
+        self.cpu_bound = threads == 1 and device == "cpu"
+        self._inputs = [i if isinstance(i, np.ndarray) else to_arrays([i])[0] for i in example_inputs]
+        self._session: ort.InferenceSession | None = create_session(
+            self._model, session_options(threads, spinning), device
+        )
+        self.input_names = [value.name for value in self._session.get_inputs()]
+        self.output_names = [value.name for value in self._session.get_outputs()]
+
+    def run(self, inputs: Sequence[Array]) -> list[Array]:
+        """Return the network's outputs, in order."""
+        session, feed = self._live(), self._feed(inputs)
+        try:
+            return [np.asarray(output) for output in session.run(None, feed)]
+        except Exception as error:
+            shapes = [tuple(array.shape) for array in inputs]
+            raise BackendError(f"ONNX Runtime failed on inputs of shapes {shapes}: {error}") from error
+
+    def timer(self, inputs: Sequence[Array] | None = None) -> Timer:
+        """Return a function that runs once and returns the ms it took.
+
+        On CUDA inputs and outputs stay on the device, and a run ends when the device is done.
+        """
+        session, feed = self._live(), self._feed(self._inputs if inputs is None else inputs)
+        if self._device != "cpu":
+            return stopwatch(bound_run(session, feed, self._device))
+        return stopwatch(lambda: session.run(None, feed))
+
+    def layer_latencies(self, repeats: int = 15) -> dict[str, float] | None:
+        """Return the median ms of each node that the runtime executes, in order of execution.
+
+        Names are the runtime's own: a fused node carries the name of one of its parts. What the profiler itself
+        adds to every node, as a chain beside the network tells, is taken off. None on CUDA, where the profiler
+        sees launches, not kernels.
+        """
+        if self._device != "cpu":
+            return None
+        node_ms = overhead(self._threads, self._spinning).node_ms
+        model = (
+            onnx.load_from_string(self._model) if isinstance(self._model, bytes) else onnx.load(self._model)
+        )
+        feed, warm = self._feed(self._inputs) | reference_feed(), 2
+        core = pace() if self._threads == 1 else None
+        with Profiler(add_reference(model).SerializeToString(), self._threads, self._spinning) as profiler:
+            timer = stopwatch(lambda: profiler.session.run(None, feed))
+            samples = [take_sample(timer, core) for _ in range(warm + repeats)][warm:]
+            runs = profiler.runs()[warm:]
+        still = [run for run, sample in zip(runs, samples, strict=True) if not sample.disturbed] or runs
+        profiler_ms = profiler_beside(still, node_ms)
+        latencies: dict[str, float] = {}
+        for times in zip(*(without_reference(run) for run in still), strict=True):
+            ms = summarise([Sample(node.ms) for node in times], 0.0, RESOLUTION_MS).median_ms - profiler_ms
+            latencies[times[0].name] = latencies.get(times[0].name, 0.0) + max(ms, 0.0)
+        return latencies
+
+    def close(self) -> None:
+        """Free the session."""
+        self._session = None
+
+    def _live(self) -> ort.InferenceSession:
+        if self._session is None:
+            raise BackendError("this engine is closed")
+        return self._session
+
+    def _feed(self, inputs: Sequence[Array]) -> dict[str, Array]:
+        if len(inputs) != len(self.input_names):
+            raise InputError(f"the network has {len(self.input_names)} inputs, {len(inputs)} were given")
+        return dict(zip(self.input_names, inputs, strict=True))
+
+
+class OnnxRuntimeBackend(Backend):
+    """ONNX Runtime on the CPU with ``threads`` intra-op threads (1: the figures repeat best), or on CUDA."""
+
+    name: ClassVar[str] = "onnxruntime"
+
+    def __init__(
+        self, threads: int = 1, spinning: bool = True, opset: int | None = None, device: str = "cpu"
+    ) -> None:
+        if threads < 1:
+            raise InputError(f"threads = {threads}: at least 1 is needed")
+        check_device(device)
+        self.threads, self.spinning, self.opset, self.device = threads, spinning, opset, device
+        self._models = BlockModels(opset)
+
+    def fingerprint(self) -> Fingerprint:
+        """Return processor or GPU, version, threads and session settings."""
+        fixed = settings(self.spinning)
+        if self.device == "cuda":
+            name, driver = gpu_name()
+            fixed = (*fixed, ("driver", driver), ("provider", PROVIDERS["cuda"]))
+        else:
+            name, fixed = cpu_name(), (*fixed, *page_settings(), ("block_timing", BLOCK_TIMING))
+        return Fingerprint(
+            backend=self.name,
+            device=name,
+            runtime="ONNX Runtime",
+            version=str(ort.__version__),
+            threads=self.threads,
+            precision="as in the network",
+            settings=tuple(sorted(fixed)),
+        )
+
+    def compile(
+        self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None
+    ) -> OnnxRuntimeEngine:
+        """Export ``module`` (checked, to ``path``; or unchecked in memory) and load it."""
+        if path is None:
+            proto = export_model_proto(module, example_inputs, opset=self.opset, dynamic_batch=False)
+            return self._engine(proto.SerializeToString(), example_inputs)
+        export_onnx(module, example_inputs, path, opset=self.opset)
+        return self.open(path, example_inputs)
+
+    def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
+        """Export ``module`` as `compile` does, and leave it at that."""
+        export_model_proto(module, example_inputs, opset=self.opset)
+
+    def open(self, path: Path | str, example_inputs: Sequence[Tensor | Array] = ()) -> OnnxRuntimeEngine:
+        """Load an ONNX file that is there already."""
+        return self._engine(path, example_inputs)
+
+    def _engine(
+        self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array]
+    ) -> OnnxRuntimeEngine:
+        return OnnxRuntimeEngine(model, example_inputs, self.threads, self.spinning, self.device)
+
+    def run_overhead_ms(self) -> float | None:
+        """Return what a session's run costs beside its nodes; None on CUDA, where blocks include it."""
+        if self.device != "cpu":
+            return None
+        return overhead(self.threads, self.spinning).run_ms
+
+    def fading_half_ms(self) -> float:
+        """Return after how many ms half of what the outer cache held is gone; inf on CUDA, and where it stays."""
+        return fading_half_ms() if self.device == "cpu" else math.inf
+
+    def require_quiet(self) -> None:
+        """Ask for a core that this thread has most of the time; on CUDA for nothing."""
+        if self.device == "cpu":
+            require_core()
+
+    def expect_blocks(self, blocks: Sequence[Block]) -> None:
+        """Export them together."""
+        self._models.expect(blocks)
+
+    def block_latency(
+        self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None
+    ) -> BlockLatency:
+        """Measure ``block`` at ``widths``: inside a small network by the runtime's profiler; alone on CUDA."""
+        model = self._models.model(block, widths)
+        if self.device != "cpu":
+            inputs = random_feed(model)
+            with self._engine(model.SerializeToString(), tuple(inputs.values())) as engine:
+                return BlockLatency(engine.latency(config=config or QUICK))
+        return measure_block(model, self.threads, self.spinning, config, block.read_before, block.fed_by)

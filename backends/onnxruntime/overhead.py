@@ -1,0 +1,210 @@
+"""What ONNX Runtime's profiler adds to every node's time, and what a run costs beside its nodes.
+
+The profiler's own work counts into the times that it reports: a node of 0.4 us shows as 2 us. A chain of small
+convolutions at two lengths, timed without the profiler, has a slope that is the true cost of a node; the rest of the
+chain's time is what a run costs without any node.
+
+What the profiler says above a node's true cost is its own. It writes to memory, and what it adds depends on who else
+does: 1.7 to 4.1 us a node within a minute on a shared machine. So whatever is profiled has such a chain beside it,
+whose nodes tell what the profiler adds just then.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from smcp_fx.backends.base import Array
+from smcp_fx.backends.onnxruntime.profile import RESOLUTION_MS, NodeTime
+from smcp_fx.backends.onnxruntime.session import create_session, session_options
+from smcp_fx.backends.timing.measuring import Sample, Timer, calm, stopwatch, summarise, take_sample
+from smcp_fx.backends.timing.pace import pace
+
+_CHANNELS = 16
+_LENGTHS = (8, 48)
+_ROUNDS, _RUNS = 3, 60
+#: So many rounds that were disturbed are enough.
+_MOST_DISTURBED = 2
+#: So many undisturbed runs of a round say enough.
+_ENOUGH = 12
+#: What a chain's nodes are named for, how many stand beside a block, and the shape of their result.
+REFERENCE = "smcp_reference"
+_BESIDE = 8
+REFERENCE_SHAPE = (1, _CHANNELS, 2, 3)
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """``run_ms``: what a run costs beside its nodes; ``node_ms``: a node of the chain, without the profiler."""
+
+    run_ms: float
+    node_ms: float
+
+
+#: What was measured, and when it is looked at again.
+_known: dict[tuple[int, bool], tuple[float, Overhead]] = {}
+#: After so many seconds, and where the core was disturbed all the while, when all takes longer. A look is 25 ms.
+_AGAIN_S, _AGAIN_DISTURBED_S = 2.0, 30.0
+#: A faster one counts where it is faster by this; the least of many alike would only be the luckiest.
+_FASTER = 0.95
+
+
+def overhead(threads: int = 1, spinning: bool = True) -> Overhead:
+    """Return the fastest of what was measured in this process so far, every few seconds when it is asked for.
+
+    Whatever disturbs a run makes it longer, and the core's pace does not tell all that does: a process that measured
+    once, and a third too much, added that to every node of every row.
+    """
+    key, now = (threads, spinning), time.monotonic()
+    if key not in _known or now >= _known[key][0]:
+        found, calm_rounds = _measured(threads, spinning)
+        if key in _known:
+            before = _known[key][1]
+            found = found if found.node_ms < _FASTER * before.node_ms else before
+        _known[key] = time.monotonic() + (_AGAIN_S if calm_rounds else _AGAIN_DISTURBED_S), found
+    return _known[key][1]
+
+
+def add_reference(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Put a chain beside the model's own nodes, in place; its result is one more output."""
+    nodes, weights, image, result = _chain(_BESIDE)
+    model.graph.node.extend(nodes)
+    model.graph.initializer.extend(weights)
+    model.graph.input.append(image)
+    model.graph.output.append(result)
+    return model
+
+
+def reference_feed() -> dict[str, Array]:
+    """Return the chain's input, by name."""
+    return {f"{REFERENCE}_image": np.zeros((1, 1, *REFERENCE_SHAPE[2:]), np.float32)}
+
+
+def profiler_beside(runs: Sequence[Sequence[NodeTime]], node_ms: float) -> float:
+    """Return what the profiler added to each node of these runs: the links tell, averaged as blocks are."""
+    links = [Sample(node.ms) for run in runs for node in run if _is_link(node)]
+    return max(summarise(links, 0.0, RESOLUTION_MS).median_ms - node_ms, 0.0)
+
+
+def without_reference(nodes: Sequence[NodeTime]) -> list[NodeTime]:
+    """Return a run's nodes without those of the chain."""
+    own = [node for node in nodes if not node.name.startswith(REFERENCE)]
+    for node in reversed(own):
+        if node.operation == "ReorderOutput" and node.output_shapes == (REFERENCE_SHAPE,):
+            own.remove(node)  # the conversion of its result, which has no name of its own
+            break
+    return own
+
+
+def _is_link(node: NodeTime) -> bool:
+    return node.operation == "Conv" and node.name.startswith(f"{REFERENCE}_link")
+
+
+def _measured(threads: int, spinning: bool) -> tuple[Overhead, bool]:
+    """Return it by rounds of undisturbed runs, and whether there were any."""
+    models = [_chain_model(length) for length in _LENGTHS]
+    feed = reference_feed()
+    options = session_options(threads, spinning)
+    sessions = [create_session(model, options) for model in models]
+    timers = [stopwatch(functools.partial(session.run, None, feed)) for session in sessions]
+    calm_rounds, others = list[list[float]](), list[list[float]]()
+    while len(calm_rounds) < _ROUNDS and len(others) < _MOST_DISTURBED:
+        turns = [[_sample(timer, threads) for timer in timers] for _ in range(_RUNS)][_RUNS // 4 :]
+        each = list(zip(*turns, strict=True))
+        undisturbed = min(sum(not sample.disturbed for sample in own) for own in each)
+        kept = calm_rounds if undisturbed >= _ENOUGH else others
+        kept.append([float(np.median([s.ms for s in calm(own, _ENOUGH)])) for own in each])
+    rounds = calm_rounds or others
+    node = float(np.median([long - short for short, long in rounds])) / (_LENGTHS[1] - _LENGTHS[0])
+    run = min(short for short, _ in rounds) - _LENGTHS[0] * node  # what disturbs a run makes it longer
+    return Overhead(max(run, 0.0), node), bool(calm_rounds)
+
+
+def _sample(timer: Timer, threads: int) -> Sample:
+    return take_sample(timer, pace() if threads == 1 else None)
+
+
+def _chain(
+    length: int,
+) -> tuple[list[onnx.NodeProto], list[TensorProto], onnx.ValueInfoProto, onnx.ValueInfoProto]:
+    """Return nodes, weights, input and output of a chain of 1x1 convolutions that the runtime fuses with nothing.
+
+    The first has an image of one channel for input, which needs no conversion to the runtime's layout. The others
+    have a bias, as most in a network: the profiler writes the shapes of all that a node reads, and takes longer with
+    more.
+    """
+    node: Callable[..., onnx.NodeProto] = helper.make_node
+    first, weight, bias, image = (f"{REFERENCE}_{name}" for name in ("first", "weight", "bias", "image"))
+    links = [f"{REFERENCE}_link{i}" for i in range(length)]
+    nodes = [node("Conv", [image, f"{first}_weight"], [first], first)]
+    nodes += [node("Conv", [a, weight, bias], [b], b) for a, b in itertools.pairwise([first, *links])]
+    eye = np.eye(_CHANNELS, dtype=np.float32)
+    weights = [
+        numpy_helper.from_array(eye[:, :1, None, None], f"{first}_weight"),
+        numpy_helper.from_array(eye[:, :, None, None], weight),
+        numpy_helper.from_array(eye[0], bias),
+    ]
+    height, width = REFERENCE_SHAPE[2:]
+    return (
+        nodes,
+        weights,
+        helper.make_tensor_value_info(image, TensorProto.FLOAT, [1, 1, height, width]),
+        helper.make_tensor_value_info(links[-1], TensorProto.FLOAT, list(REFERENCE_SHAPE)),
+    )
+
+
+def _chain_model(length: int) -> bytes:
+    nodes, weights, image, result = _chain(length)
+    graph = helper.make_graph(nodes, "chain", [image], [result], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.checker.check_model(model)
+    data: bytes = model.SerializeToString()
+    return data
+
+
+@functools.cache
+def code_warmer(threads: int = 1, spinning: bool = True) -> Callable[[], object]:
+    """Return a function that runs a tiny network of every common kind of node.
+
+    Run after the caches were emptied, it brings the runtime's code back but hardly any data: as in a network,
+    where a block's weights may be cold, but its kernels are those of the blocks before.
+    """
+    session = create_session(_sampler(), session_options(threads, spinning))
+    feed = {"x": np.ones((1, _CHANNELS, 8, 8), np.float32)}
+    return functools.partial(session.run, None, feed)
+
+
+def _sampler() -> bytes:
+    c = _CHANNELS
+    shapes = {"w1": (c, c, 1, 1), "w3": (c, c, 3, 3), "wd": (c, 1, 3, 3), "wg": (c, c)}
+    node: Callable[..., onnx.NodeProto] = helper.make_node
+    pads = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
+    graph = helper.make_graph(
+        [
+            node("Conv", ["x", "w1"], ["a"], "pointwise"),
+            node("Relu", ["a"], ["b"]),
+            node("Conv", ["b", "w3"], ["c"], "dense", **pads),
+            node("Conv", ["c", "wd"], ["d"], "depthwise", group=c, **pads),
+            node("Sigmoid", ["d"], ["e"]),
+            node("Mul", ["d", "e"], ["f"]),
+            node("Add", ["f", "b"], ["g"]),
+            node("MaxPool", ["g"], ["h"], **pads),
+            node("GlobalAveragePool", ["h"], ["i"]),
+            node("Flatten", ["i"], ["j"]),
+            node("Gemm", ["j", "wg"], ["y"]),
+        ],
+        "sampler",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, c, 8, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, c])],
+        [numpy_helper.from_array(np.full(shape, 0.01, np.float32), name) for name, shape in shapes.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    data: bytes = model.SerializeToString()
+    return data

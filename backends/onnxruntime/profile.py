@@ -1,0 +1,113 @@
+"""ONNX Runtime's profiler: what each node of each run took."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import onnxruntime as ort
+
+from smcp_fx.backends.onnxruntime.session import create_session, session_options
+
+_SUFFIX = "_kernel_time"
+#: What tells the events of nodes, and the one that ends a run.
+_KERNEL, _RUN = f'{_SUFFIX}"', '"model_run"'
+#: An event's duration and its name, as JSON writes it; the arguments behind them are in another order each time.
+_EVENT = re.compile(r'"dur" :(\d+),.*?"name" :("(?:[^"\\]|\\.)*")')
+#: The profiler's clock counts microseconds.
+RESOLUTION_MS = 0.001
+
+
+@dataclass(frozen=True)
+class NodeTime:
+    """One node in one run: the runtime's name of it, operation, shapes of its outputs, and the ms it took."""
+
+    name: str
+    operation: str
+    output_shapes: tuple[tuple[int, ...], ...]
+    ms: float
+
+
+class Profiler:
+    """A session with profiling on, in a context manager; `runs` ends the profiling and reads it.
+
+    Every run is on inputs of the same shapes.
+    """
+
+    def __init__(self, model: Path | bytes, threads: int = 1, spinning: bool = True) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="smcp_fx_profile_")
+        options = session_options(threads, spinning)
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(self._folder.name) / "ort")
+        try:
+            self._session: ort.InferenceSession | None = create_session(model, options)
+        except BaseException:
+            self._folder.cleanup()
+            raise
+
+    @property
+    def session(self) -> ort.InferenceSession:
+        """The session to run."""
+        assert self._session is not None
+        return self._session
+
+    def runs(self, wanted: Collection[int] | None = None) -> list[list[NodeTime]]:
+        """Return the nodes of every run so far, in order of execution. The session profiles no further.
+
+        ``wanted``: runs to read, by position; of the others the list is empty (reading takes longer than running).
+        """
+        runs: list[list[NodeTime]] = []
+        events: list[str] = []  # one a line, a node's among them
+        known: list[tuple[str, NodeTime]] = []
+        for line in Path(self.session.end_profiling()).read_text().splitlines():
+            if _KERNEL in line:
+                events.append(line)
+            elif _RUN in line:
+                read = wanted is None or len(runs) in wanted
+                runs.append(_nodes(events, known) if read else [])
+                events = []
+        return runs
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session = None
+        self._folder.cleanup()
+
+
+def _nodes(events: Sequence[str], known: list[tuple[str, NodeTime]]) -> list[NodeTime]:
+    """Return the nodes of a run. ``known``, filled by the first: all but the times is the same in the others.
+
+    To read every event's JSON takes twice as long, and longer than most nodes do.
+    """
+    nodes = []
+    for position, line in enumerate(events):
+        found = _EVENT.search(line)
+        if found is not None and position < len(known) and known[position][0] == found[2]:
+            same = known[position][1]
+            node = NodeTime(same.name, same.operation, same.output_shapes, int(found[1]) / 1e3)
+        else:
+            node = _node(line)
+            if found is not None and position == len(known):
+                known.append((found[2], node))
+        nodes.append(node)
+    return nodes
+
+
+def _node(line: str) -> NodeTime:
+    event = json.loads(line.rstrip().rstrip(","))
+    arguments = event["args"]
+    shapes = tuple(
+        tuple(int(n) for n in next(iter(shape.values()))) for shape in arguments.get("output_type_shape", ())
+    )
+    return NodeTime(
+        event["name"].removesuffix(_SUFFIX), arguments.get("op_name", ""), shapes, event["dur"] / 1e3
+    )

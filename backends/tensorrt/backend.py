@@ -1,0 +1,324 @@
+"""TensorRT on an NVIDIA GPU: engines built and timed by a worker process, see `smcp_fx.backends.tensorrt.worker`.
+
+The worker may run under another Python (``worker_python``), which then needs TensorRT and this one needs not. A
+builder that crashes fails what it was building, nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import shlex
+import shutil
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import onnx
+import torch
+from torch import Tensor, nn
+
+from smcp_fx.backends.base import Array, Backend, BlockLatency, Fingerprint, to_arrays
+from smcp_fx.backends.onnx.blocks import BlockModels
+from smcp_fx.backends.onnx.export import (
+    compare_outputs,
+    eval_mode,
+    export_model_proto,
+    flatten_outputs,
+    random_inputs,
+    write_model,
+)
+from smcp_fx.backends.onnx.precision import cast_model
+from smcp_fx.backends.tensorrt.answers import OPSET, ROW_TIMING, fingerprint_of, measurement, tiny_model
+from smcp_fx.backends.tensorrt.engine import TensorRTEngine
+from smcp_fx.backends.tensorrt.worker.building import PRECISIONS, BuildOptions
+from smcp_fx.backends.tensorrt.worker.client import InProcess, Worker, WorkerProcess, archive
+from smcp_fx.backends.tensorrt.worker.problems import WorkerError, cache_folder
+from smcp_fx.backends.tensorrt.worker.serving import description
+from smcp_fx.backends.timing.measuring import TimingConfig
+from smcp_fx.errors import BackendError, InputError
+
+if TYPE_CHECKING:
+    from smcp_fx.blocks.sharing import Block
+
+#: Largest difference from PyTorch's float32 outputs, over their scale. TF32 keeps ten bits of the mantissa.
+TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
+
+
+class TensorRTBackend(Backend):
+    """TensorRT with fixed settings on GPU ``gpu``.
+
+    ``precision``: "fp32", "fp16" or "bf16", checked layer by layer in every engine. ``tf32``: whether fp32 may use
+    it. ``worker_python``: command of the Python that has TensorRT (default: this one); ``in_process``: no process of
+    its own. ``builders``: processes that build beside each other. ``folder``: where timing caches are kept.
+    ``check``: ask the worker at once, so that what is missing is told now. The rest: see `BuildOptions`.
+    """
+
+    name: ClassVar[str] = "tensorrt"
+
+    def __init__(
+        self,
+        threads: int = 1,
+        precision: str = "fp16",
+        *,
+        tf32: bool = False,
+        gpu: int = 0,
+        worker_python: str | None = None,
+        in_process: bool = False,
+        builders: int = 1,
+        graph_replay: bool = True,
+        optimization_level: int | None = None,
+        workspace_mib: int | None = None,
+        version_compatible: bool = False,
+        lean: bool = False,
+        tactic_sources_off: Sequence[str] = (),
+        folder: Path | str | None = None,
+        timeout_s: float = 1800.0,
+        check: bool = True,
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise InputError(f"precision {precision!r}: choose from {', '.join(PRECISIONS)}")
+        if builders < 1:
+            raise InputError(f"builders = {builders}: at least 1 is needed")
+        self.threads, self.graph_replay = threads, graph_replay  # the host's threads do not matter on a GPU
+        self.options = BuildOptions(
+            precision, tf32, optimization_level=optimization_level, workspace_mib=workspace_mib,
+            version_compatible=version_compatible, lean=lean, tactic_sources_off=tuple(tactic_sources_off),
+        )  # fmt: skip
+        self.scratch = Path(tempfile.mkdtemp(prefix="smcp_fx-tensorrt-"))
+        self._cache = Path(folder) if folder is not None else cache_folder()
+        command = shlex.split(worker_python or "") or [sys.executable]
+        command += [str(self.scratch / "worker.pyz"), "--serve", "--gpu", str(gpu)]
+        self._workers: list[Worker] = []
+        self._command, self._in_process, self._gpu, self._timeout_s = command, in_process, gpu, timeout_s
+        self._builders, self._keys = builders, itertools.count()
+        self._models = BlockModels(OPSET)
+        self._prebuilt: dict[tuple[str, tuple[int, ...]], Path | BackendError] = {}
+        self._about: dict[str, Any] | None = None
+        self._run_ms: float | None = None
+        if not in_process:
+            archive(self.scratch / "worker.pyz")
+        weakref.finalize(self, _end, self._workers, self.scratch)
+        if check:
+            self.about()
+
+    # ---- the worker -----------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """Counts the worker's processes: engines loaded in earlier ones are gone."""
+        return self._worker().generation
+
+    def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
+        """Return the worker's answer; `BackendError` for its errors, and where it died."""
+        try:
+            return self._worker().ask(op, **arguments)
+        except WorkerError as error:
+            raise BackendError(str(error)) from error
+
+    def about(self) -> dict[str, Any]:
+        """Return what TensorRT and GPU the worker has."""
+        if self._about is None:
+            self._about = self.ask("about")
+        return self._about
+
+    def new_key(self) -> str:
+        """Return a name that no engine has in the worker."""
+        return f"engine{next(self._keys)}"
+
+    def close(self) -> None:
+        """End the worker and drop what it left behind; engine files stay where they were asked for."""
+        _end(self._workers, self.scratch)
+
+    def _worker(self, number: int = 0) -> Worker:
+        while len(self._workers) <= number:
+            try:
+                self._workers.append(
+                    InProcess(self._gpu)
+                    if self._in_process
+                    else WorkerProcess(self._command, self._timeout_s)
+                )
+            except WorkerError as error:
+                raise BackendError(str(error)) from error
+        return self._workers[number]
+
+    # ---- what every backend does ----------------------------------------------------------------------------
+
+    def fingerprint(self) -> Fingerprint:
+        """Return GPU, driver, TensorRT's version, precision and settings."""
+        return fingerprint_of(self.about(), self.options)
+
+    def cache_bytes(self) -> int:
+        """Return the size of the GPU's L2 cache."""
+        return int(self.about()["l2_bytes"])
+
+    def compile(
+        self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None
+    ) -> TensorRTEngine:
+        """Export ``module``, build its engine at the examples' batch, and compare it with the module.
+
+        ``path``: the ONNX file's; the engine lies beside it (.engine), with a description (.engine.json).
+        `BackendError` where outputs differ from PyTorch's by more than `TOLERANCES`, or the precision is not what
+        was asked.
+        """
+        onnx_file = Path(path) if path is not None else self.scratch / f"{self.new_key()}.onnx"
+        exported = export_model_proto(module, example_inputs, opset=OPSET, dynamic_batch=False)
+        write_model(cast_model(exported, self.options.precision), onnx_file)
+        engine_file = onnx_file.with_suffix(".engine")
+        self.ask("build", **self._request(onnx_file, block=False), engine=str(engine_file))
+        engine = TensorRTEngine(self, engine_file, to_arrays(example_inputs))
+        try:
+            self._compare(engine, module, example_inputs)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
+        """Export ``module`` as `compile` does, and leave it at that."""
+        export_model_proto(module, example_inputs, opset=OPSET, dynamic_batch=False)
+
+    def open(self, path: Path | str, example_inputs: Sequence[Tensor] = ()) -> TensorRTEngine:
+        """Load an engine file that is there already; refused where it is of another device or version."""
+        return TensorRTEngine(self, Path(path), to_arrays(example_inputs))
+
+    def files(self, path: Path | str) -> list[Path]:
+        """Return the files that `compile` leaves for ``path``."""
+        engine = Path(path).with_suffix(".engine")
+        return [Path(path), engine, description(engine)]
+
+    def run_overhead_ms(self) -> float | None:
+        """Return what a run costs beside its layers: of a network of one small layer, alone and in a row."""
+        if self._run_ms is None:
+            with self._measurable(self._written(tiny_model()), None) as key:
+                alone = self.ask("measure", key=key)["measured"]["median_ms"]
+                row = self.ask("measure", key=key, timing={"repeated": True})["measured"]["median_ms"]
+            self._run_ms = max(float(alone) - float(row), 0.0)
+        return self._run_ms
+
+    def block_latency(
+        self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None
+    ) -> BlockLatency:
+        """Measure ``block`` at ``widths`` as an engine of its own, which takes and gives tensors in any layout.
+
+        Runs in a row inside one CUDA graph, as layers follow each other in a network. ``config`` sets repeats and
+        limits; by default a row is quick.
+        """
+        ahead = self._prebuilt.pop((block.signature, widths), None)
+        if isinstance(ahead, BackendError):
+            raise ahead
+        onnx_file = self._written(self._models.model(block, widths)) if ahead is None else None
+        timing: dict[str, Any] = {**ROW_TIMING, "graph": self.graph_replay}
+        if config is not None:
+            timing |= {
+                "min_repeats": config.min_repeats, "max_repeats": config.max_repeats, "warmup_ms": config.warmup_ms,
+                "budget_ms": config.budget_ms, "spread_limit": config.spread_limit, "attempts": config.attempts,
+            }  # fmt: skip
+        with self._measurable(onnx_file, ahead) as key:
+            return BlockLatency(measurement(self.ask("measure", key=key, timing=timing)["measured"]))
+
+    def prepare_blocks(self, block: Block, points: Sequence[tuple[int, ...]]) -> None:
+        """Build the engines of ``points`` beside each other, where there are several builders.
+
+        Nothing is measured meanwhile: builders time kernels on the GPU that a measurement would wait for.
+        """
+        wanted = [point for point in points if (block.signature, point) not in self._prebuilt]
+        if self._builders < 2 or len(wanted) < 2:
+            return
+        workers = [self._worker(number) for number in range(self._builders)]
+        jobs = [(point, self._written(self._models.model(block, point))) for point in wanted]
+        stopped = threading.Event()
+
+        def build(number: int) -> None:
+            for point, onnx_file in jobs[number :: len(workers)]:
+                if stopped.is_set():
+                    return
+                engine = onnx_file.with_suffix(".engine")
+                found: Path | BackendError = engine
+                try:
+                    workers[number].ask("build", **self._request(onnx_file, block=True), engine=str(engine))
+                except WorkerError as error:
+                    found = BackendError(str(error))
+                onnx_file.unlink(missing_ok=True)
+                self._prebuilt[block.signature, point] = found
+
+        with ThreadPoolExecutor(len(workers)) as pool:
+            try:
+                list(pool.map(build, range(len(workers))))
+            finally:  # interrupted: what is being built is waited for, the rest is not
+                stopped.set()
+
+    # ---- engines --------------------------------------------------------------------------------------------
+
+    def _written(self, model: onnx.ModelProto) -> Path:
+        file = self.scratch / f"{self.new_key()}.onnx"
+        write_model(cast_model(model, self.options.precision), file)
+        return file
+
+    def _request(self, onnx_file: Path, block: bool) -> dict[str, Any]:
+        options = asdict(replace(self.options, block=block))
+        return {"onnx": str(onnx_file), "options": options, "cache": str(self._cache)}
+
+    @contextlib.contextmanager
+    def _measurable(self, onnx_file: Path | None, engine: Path | None) -> Iterator[str]:
+        """Build a block's ONNX file, or load its engine, under a key; both files are gone afterwards."""
+        key = self.new_key()
+        try:
+            if onnx_file is not None:
+                self.ask("build", **self._request(onnx_file, block=True), key=key)
+            else:
+                self.ask("load", engine=str(engine), key=key)
+            yield key
+        except BackendError:  # the next engine wants its memory
+            with contextlib.suppress(BackendError):
+                self.ask("unload", key=key)
+            raise
+        else:
+            self.ask("unload", key=key)
+        finally:
+            for file in (onnx_file, engine, description(engine) if engine else None):
+                if file is not None:
+                    file.unlink(missing_ok=True)
+
+    def _compare(self, engine: TensorRTEngine, module: nn.Module, examples: tuple[Tensor, ...]) -> None:
+        inputs = random_inputs(examples)
+        expected = reference_outputs(module, inputs)
+        kind = "tf32" if self.options.precision == "fp32" and self.options.tf32 else self.options.precision
+        names = [output["name"] for output in engine.build["outputs"]]
+        compare_outputs(engine.run(to_arrays(inputs)), expected, names, "TensorRT", TOLERANCES[kind])
+
+
+def reference_outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Array]:
+    """Return a module's outputs in float32 without TF32.
+
+    On the GPU where PyTorch has one: a batch of 256 takes long elsewhere.
+    """
+    if torch.cuda.is_available():
+        try:
+            # cuDNN's convolutions compute in TF32 unless they are told not to.
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False, fp32_precision="ieee"):
+                return _computed(copy.deepcopy(module).cuda(), tuple(x.cuda() for x in inputs))
+        except RuntimeError:  # no memory left, or a device that is written into the graph
+            pass
+        finally:
+            torch.cuda.empty_cache()  # the builder wants the memory
+    return _computed(module, inputs)
+
+
+def _computed(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Array]:
+    with eval_mode(module), torch.no_grad():
+        return to_arrays(flatten_outputs(module(*inputs)))
+
+
+def _end(workers: list[Worker], scratch: Path) -> None:
+    for worker in workers:
+        worker.close()
+    workers.clear()
+    shutil.rmtree(scratch, ignore_errors=True)

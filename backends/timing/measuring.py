@@ -1,0 +1,240 @@
+"""The measurement loop: warm up until stable, repeat, take the median and the quartiles.
+
+Several timers are measured *interleaved* (a b c a b c ...), so that a slow moment of the machine hits all of
+them alike and their ratio stays fair. Each turn begins with untimed runs, since the others have left it cold
+caches. A run during which the thread was kept off its core (another process had it), or behind which the core runs
+at another pace than it usually does, is dropped; if there are too few others, it counts, by the time it had its
+core. A set of samples whose spread is above the limit is thrown
+away and taken again; if no attempt is calm, the calmest is returned and marked unstable.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from smcp_fx.backends.timing.pace import Pace, pace
+from smcp_fx.errors import InputError
+
+#: Runs the thing once and returns how long it took, in ms.
+Timer = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Median and quartiles of repeated runs, in ms; ``stable``: the spread was within its limit."""
+
+    median_ms: float
+    q1_ms: float
+    q3_ms: float
+    repeats: int
+    stable: bool
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median, dimensionless."""
+        return (self.q3_ms - self.q1_ms) / self.median_ms if self.median_ms > 0 else 0.0
+
+    def surer(self, other: Measurement) -> Measurement:
+        """Return the steady one of two measurements of the same thing; where both or neither is, the calmer."""
+        return other if (other.stable, -other.spread) > (self.stable, -self.spread) else self
+
+
+@dataclass(frozen=True)
+class TimingConfig:
+    """How long to measure: ``max_repeats`` runs, fewer once ``budget_ms`` is spent, ``min_repeats`` at least.
+
+    ``spread_limit``: interquartile range over median above which the samples are taken again, ``attempts``
+    times at most. ``warmup_tolerance``: the warm-up ends when the median of the last ``warmup_window`` runs
+    is within it of the median of the ones before, or after ``warmup_ms``. ``droppable``: disturbed runs that
+    are dropped, per repeat wanted; beyond that the machine is too busy to measure on, and the result is
+    unstable. Where several timers take turns, a turn begins with ``settle`` untimed runs, or as many as fit into
+    ``settle_ms`` (one at least): the others pushed its data out of the caches, and it takes about ten runs until
+    a network runs as it does by itself. Then follow ``burst`` timed runs.
+    """
+
+    min_repeats: int = 7
+    max_repeats: int = 100
+    budget_ms: float = 500.0
+    spread_limit: float = 0.05
+    attempts: int = 3
+    warmup_window: int = 2
+    warmup_tolerance: float = 0.05
+    warmup_ms: float = 1000.0
+    droppable: float = 3.0
+    settle: int = 12
+    settle_ms: float = 30.0
+    burst: int = 3
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_repeats <= self.max_repeats:
+            raise InputError(
+                f"min_repeats = {self.min_repeats} and max_repeats = {self.max_repeats}: "
+                "1 <= min_repeats <= max_repeats is needed"
+            )
+        if self.attempts < 1 or self.warmup_window < 1:
+            raise InputError(
+                f"attempts = {self.attempts} and warmup_window = {self.warmup_window} must be at least 1"
+            )
+
+
+#: For one block among hundreds: the table's sums average the noise out, so a row may be quick.
+QUICK = TimingConfig(
+    min_repeats=3,
+    max_repeats=5,
+    budget_ms=8.0,
+    spread_limit=0.08,
+    attempts=2,
+    droppable=1.0,
+    warmup_window=1,
+    warmup_ms=4.0,
+)
+
+
+#: A thread that had less of its core than this, as a share of the time that passed, was disturbed.
+_UNDISTURBED = 0.95
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run: how long it took, and whether its thread was kept off its core meanwhile, or the core's pace changed.
+
+    Of a run that was kept off its core ``ms`` is the time that the thread had it.
+    """
+
+    ms: float
+    disturbed: bool = False
+
+
+def take_sample(timer: Timer, pace: Pace | None = None) -> Sample:
+    """Run ``timer`` once.
+
+    ``pace``: given where all is computed in this thread, as a disturbance shows only there. Wait until the core
+    runs as it usually does, and call a run disturbed that was kept off it, or before or behind which it runs
+    otherwise.
+    """
+    if pace is None:
+        return Sample(timer())
+    usual = pace.await_usual()
+    cpu, wall = time.thread_time(), time.perf_counter()
+    ms = timer()
+    wall, cpu = 1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - cpu)
+    if cpu < _UNDISTURBED * wall - 0.002:
+        return Sample(min(ms, cpu), disturbed=True)
+    return Sample(ms, disturbed=not (usual and pace.is_usual()))
+
+
+def stopwatch(run: Callable[[], object]) -> Timer:
+    """Return a timer of ``run`` by the wall clock."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start)
+
+    return once
+
+
+def calm(samples: Sequence[Sample], least: int) -> Sequence[Sample]:
+    """Return the undisturbed samples where they are so many, else all."""
+    found = [sample for sample in samples if not sample.disturbed]
+    return found if len(found) >= least else samples
+
+
+def summarise(samples: Sequence[Sample], spread_limit: float, resolution_ms: float = 0.0) -> Measurement:
+    """Return median and quartiles; stable when the spread is within its limit and most runs undisturbed.
+
+    A clock that counts in steps of ``resolution_ms`` gives no median finer than that: then the mean of the
+    samples around it is taken, whose rounding averages out, and quartiles a step or two apart are no spread.
+    """
+    times = np.asarray([sample.ms for sample in samples], dtype=np.float64)
+    q1, median, q3 = (float(q) for q in np.percentile(times, [25, 50, 75]))
+    if resolution_ms:
+        near = np.abs(times - median) <= max(2 * resolution_ms, spread_limit * median)
+        median = float(times[near].mean()) if near.any() else median
+    undisturbed = 2 * sum(sample.disturbed for sample in samples) <= len(samples)
+    steady = q3 - q1 <= max(spread_limit * median, 2 * resolution_ms)
+    return Measurement(median, q1, q3, len(samples), stable=undisturbed and steady)
+
+
+def warm_up(timer: Timer, config: TimingConfig) -> int:
+    """Run ``timer`` until two windows of runs in a row agree, and return the number of runs."""
+    window = config.warmup_window
+    samples: list[float] = []
+    start = time.perf_counter()
+    while True:
+        samples.append(timer())
+        if len(samples) >= 2 * window:
+            before = float(np.median(samples[-2 * window : -window]))
+            last = float(np.median(samples[-window:]))
+            if abs(last - before) <= config.warmup_tolerance * before:
+                return len(samples)
+        if 1e3 * (time.perf_counter() - start) >= config.warmup_ms:
+            return len(samples)
+
+
+def measure_timers(
+    timers: Sequence[Timer], config: TimingConfig | None = None, *, cpu_bound: bool = False
+) -> list[Measurement]:
+    """Measure all ``timers`` interleaved, one `Measurement` each, in their order.
+
+    All of them run equally often; of each, disturbed runs are dropped where enough others are left. When one is
+    unstable the whole set is taken again, since samples of different moments are not comparable.
+    """
+    config = config or TimingConfig()
+    if not timers:
+        return []
+    for timer in timers:
+        warm_up(timer, config)
+    best: list[Measurement] = []
+    for _ in range(config.attempts):
+        taken = take_turns(timers, config, cpu_bound)
+        result = [summarise(calm(own, config.min_repeats), config.spread_limit) for own in taken]
+        if not best or _unrest(result) < _unrest(best):
+            best = result
+        if all(m.stable for m in result):
+            break
+    return best
+
+
+def _unrest(result: Sequence[Measurement]) -> tuple[bool, float]:
+    return not all(m.stable for m in result), max(m.spread for m in result)
+
+
+def take_turns(timers: Sequence[Timer], config: TimingConfig, cpu_bound: bool = False) -> list[list[Sample]]:
+    """Run ``timers`` in turns until there are enough samples of each, and return them, in order.
+
+    Disturbed runs are among them once more were than may be dropped.
+    """
+    samples: list[list[Sample]] = [[] for _ in timers]
+    droppable = [int(config.droppable * config.min_repeats)] * len(timers)
+    burst = config.burst if len(timers) > 1 else 1
+    spent_ms = 0.0
+    while len(samples[0]) < config.min_repeats or (
+        len(samples[0]) < config.max_repeats and spent_ms < config.budget_ms * len(timers)
+    ):
+        for index, (timer, own) in enumerate(zip(timers, samples, strict=True)):
+            if len(timers) > 1:
+                _settle(timer, config)
+            taken = 0
+            while taken < burst:
+                sample = take_sample(timer, pace() if cpu_bound else None)
+                if sample.disturbed and droppable[index]:
+                    droppable[index] -= 1
+                    continue
+                own.append(sample)
+                spent_ms += sample.ms
+                taken += 1
+    return samples
+
+
+def _settle(timer: Timer, config: TimingConfig) -> None:
+    """Run untimed, so that the caches hold again what the others' turns pushed out."""
+    start = time.perf_counter()
+    for _ in range(config.settle):
+        timer()
+        if 1e3 * (time.perf_counter() - start) >= config.settle_ms:
+            break

@@ -1,0 +1,52 @@
+"""Layer pruning: let groups keep nothing where the network stays in one piece without them.
+
+Which groups: those whose channels are written inside the modules that the user names (everywhere, by default), as
+many as can keep nothing all at once without an output losing an input it depends on. Where not all can (one of the
+branches of a concat must stay), narrow groups come first, so that the widest connection stays. Left out are groups
+whose absence would leave a constant that only sizes could tell (`smcp_fx.passes.remove_branches`).
+"""
+
+from __future__ import annotations
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.branches import Branches, Flow, bits
+from smcp_fx.errors import InputError
+from smcp_fx.passes.remove_branches import Removal
+from smcp_fx.tracing.tracer import Traced
+
+
+def allow_layer_pruning(traced: Traced, channels: ChannelGraph, within: tuple[str, ...] = ()) -> None:
+    """Give 0 to the permitted counts of the groups that may keep nothing.
+
+    ``within``: paths of modules; `InputError` for one that holds no layer whose channels are free.
+    """
+    groups = channels.groups
+    free = [index for index, group in enumerate(groups) if group.free and group.consumers]
+    inside = {path: {i for i in free if _is_in(path, groups[i].producers)} for path in within}
+    for path, found in inside.items():
+        if not found:
+            raise InputError(
+                f"layer_pruning_in: no layer in {path!r} has output channels that may go; among those that have are "
+                f"{', '.join(groups[i].producers[0] for i in free[:6]) or 'none'}"
+            )
+    candidates = sorted(set().union(*inside.values())) if within else free
+    flow = Flow(traced.module, channels)
+    widths = {i: groups[i].size * max(groups[i].channels.values(), default=1) for i in candidates}
+    removable = flow.widest_cut_free(sorted(candidates, key=lambda i: (widths[i], i)))
+    # All at once, then each on its own with what is of no use without it: nothing must have to stay.
+    removable = Removal(traced.module, channels, removable, flow).zero
+    while True:
+        branches = Branches(flow, removable)
+        bad = 0
+        for group in bits(removable):
+            together = 1 << group | branches.implied[group]
+            if Removal(traced.module, channels, together, flow).zero != together:
+                bad |= 1 << group
+        if not bad:
+            break
+        removable &= ~bad
+    channels.allow_nothing(branches)
+
+
+def _is_in(path: str, layers: tuple[str, ...]) -> bool:
+    return any(layer == path or layer.startswith(f"{path}.") for layer in layers)

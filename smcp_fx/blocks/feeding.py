@@ -1,0 +1,99 @@
+"""How the tensors that a block reads were written: what they cost it depends on that.
+
+Runtimes on processors keep what convolutions write in blocks of channels, one vector wide, and fuse some activations
+into them. What moves channels about (a concatenation, a split, a shuffle) or scales them one by one (a gate) leaves a
+plain layout, which the next convolution has to convert. And an activation that is not fused has read as much as it
+wrote, so that of a large tensor only half is in cache when the next layer reads it.
+
+Of EfficientNet-B0 at 64 x 64, batch 32, a depthwise convolution of 96 channels takes 0.5 ms behind a convolution and
+1.2 to 1.5 ms behind its SiLU; norms and conversions behind concatenations are an eighth of a pruned DenseNet-121.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from smcp_fx.blocks.signature import MOVES, operation_of
+from smcp_fx.tracing.tracer import Traced
+from smcp_fx.tracing.values import TensorInfo
+
+#: How a tensor was written: by a convolution and what is fused with it, by an activation behind that, or as it lies.
+CONVOLUTION, ACTIVATION, MOVEMENT = "convolution", "activation", "movement"
+
+#: What runtimes do not fuse into a convolution but compute in its layout; and what they compute in a plain one alone.
+_UNFUSED = {"silu", "gelu", "hardswish", "mul"}
+_PLAIN = {"elu", "mish", "prelu", "softplus", "groupnorm", "instancenorm", "layernorm", "cat", "stack", "hstack",
+          "vstack"} | {f"convtranspose{rank}d" for rank in (1, 2, 3)}  # fmt: skip
+#: What leaves everything where it is; zeros around an image become those of the convolution or pooling behind.
+_NOTHING = {"dropout", "dropout2d", "featuredropout", "identity", "stochasticdepth", "contiguous", "detach", "to",
+            "clone", "pad", "zeropad2d"}  # fmt: skip
+#: Elementwise: what reads a plain layout writes one.
+_ELEMENTWISE = {"add", "sub", "div", "batchnorm", "relu", "relu6", "leakyrelu", "hardtanh", "clamp",
+                "sigmoid", "hardsigmoid", "tanh"} | _UNFUSED  # fmt: skip
+
+
+def how_written(traced: Traced) -> dict[fx.Node, str]:
+    """Return how each node of a traced network writes its tensor, for tensors of four axes: (N, C, H, W)."""
+    found: dict[fx.Node, str] = {}
+    for node in traced.module.graph.nodes:
+        operation = operation_of(traced, node) if node.op.startswith("call_") else None
+        shape = _shape(traced, node)
+        if operation is None or shape is None:
+            continue
+        read = _read(traced, node)
+        ways = [found.get(source, CONVOLUTION) for source in read]
+        if operation in _NOTHING and ways:
+            found[node] = ways[0]
+        elif operation in MOVES | _PLAIN or (
+            operation in _ELEMENTWISE
+            and (MOVEMENT in ways or any(_shape(traced, source) != shape for source in read))
+        ):
+            found[node] = MOVEMENT
+        elif operation in _UNFUSED and (operation != "mul" or len(read) > 1):  # by a number: it is folded
+            found[node] = ACTIVATION
+        else:
+            found[node] = CONVOLUTION
+    return found
+
+
+def gated(traced: Traced, how: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
+    """Return the tensors that are scaled channel by channel, each with the node that does it.
+
+    A gate reads a plain layout whatever the widths are. So it pays for the conversion, and not the mean before it,
+    which reads a plain layout where it has to.
+    """
+    found = {}
+    for node, way in how.items():
+        if way == MOVEMENT and operation_of(traced, node) == "mul":
+            shape = _shape(traced, node)
+            read = _read(traced, node)
+            if any(_shape(traced, source) != shape for source in read):
+                found.update({source: node for source in read if _shape(traced, source) == shape})
+    return found
+
+
+def _read(traced: Traced, node: fx.Node) -> list[fx.Node]:
+    """Return the tensors of four axes that a node reads, parameters aside: these are folded into what they scale."""
+    return [
+        source
+        for source in node.all_input_nodes
+        if _shape(traced, source) is not None and not _is_parameter(source)
+    ]
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether a tensor is a parameter, or a view of one."""
+    return node.op == "get_attr" or (
+        node.op.startswith("call_")
+        and bool(node.all_input_nodes)
+        and all(_is_parameter(source) for source in node.all_input_nodes)
+    )
+
+
+def _shape(traced: Traced, node: fx.Node) -> tuple[int, ...] | None:
+    """Return the shape of a node's tensor, None where that has not four axes."""
+    for value in pytree.tree_leaves(traced.values[node.name]):
+        if isinstance(value, TensorInfo) and len(value.shape) == 4:
+            return tuple(value.shape)
+    return None

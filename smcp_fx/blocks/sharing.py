@@ -1,0 +1,113 @@
+"""Blocks as a latency table sees them, and which of them share rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from smcp_fx.errors import InputError
+from smcp_fx.latency.surface import Grids
+
+
+class Block(Protocol):
+    """A part of a network that the engine runs as one fused kernel, with up to two free widths.
+
+    ``name``: where it is, for messages. ``signature``: canonical JSON of everything but the widths; blocks of
+    one signature share their rows. ``grids``: for each free width the ascending values that it can take.
+    ``read_before``: the inputs, by position, that another block has converted into the layout that this one reads as
+    well, where the runtime has layouts. ``fed_by``: of each input, how it was written (`block_feeding`); of those
+    that it does not tell, by a convolution. ``weight_bytes``: of its weights at the full widths.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def signature(self) -> str: ...
+
+    @property
+    def grids(self) -> tuple[tuple[int, ...], ...]: ...
+
+    @property
+    def read_before(self) -> tuple[int, ...]: ...
+
+    @property
+    def fed_by(self) -> tuple[str, ...]: ...
+
+    @property
+    def weight_bytes(self) -> float: ...
+
+    def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        """Return an eval-mode module with random weights at ``widths``, and its example inputs."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Widened:
+    """The largest of several blocks of one signature, on the grids of all of them."""
+
+    largest: Block
+    grids: Grids
+
+    @property
+    def name(self) -> str:
+        return self.largest.name
+
+    @property
+    def signature(self) -> str:
+        return self.largest.signature
+
+    @property
+    def read_before(self) -> tuple[int, ...]:
+        return self.largest.read_before
+
+    @property
+    def fed_by(self) -> tuple[str, ...]:
+        return self.largest.fed_by
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.largest.weight_bytes
+
+    def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        return self.largest.build(widths)
+
+
+def priced_as(blocks: Iterable[Block]) -> dict[tuple[str, Grids], Block]:
+    """Return, for every signature and grids, the block whose rows price it: the largest as wide on each axis.
+
+    So the layers of a dense block, say, which differ in nothing but how many channels they may read, are measured
+    once rather than each about its own full size.
+    """
+    alike: dict[str, dict[Grids, Block]] = {}
+    for block in blocks:
+        alike.setdefault(block.signature, {}).setdefault(block.grids, block)
+    found: dict[tuple[str, Grids], Block] = {}
+    for signature, of_grids in alike.items():
+        members: dict[Grids, list[Grids]] = {}
+        largest = sorted(of_grids, key=lambda grids: -math.prod(grid[-1] for grid in grids))
+        for own in largest:
+            home = next(grids for grids in largest if _reaches(grids, own))
+            members.setdefault(home, []).append(own)
+        for home, those in members.items():
+            grids = tuple(tuple(sorted(set().union(*values))) for values in zip(*those, strict=True))
+            block = of_grids[home] if grids == home else _Widened(of_grids[home], grids)
+            found.update({(signature, own): block for own in those})
+    return found
+
+
+def _reaches(grids: Grids, others: Grids) -> bool:
+    return len(grids) == len(others) and all(a[-1] >= b[-1] for a, b in zip(grids, others, strict=True))
+
+
+def unique_blocks(blocks: Iterable[Block], shard: int = 1, shards: int = 1) -> list[Block]:
+    """Return blocks that share no rows, in order; of these every ``shards``-th, from the ``shard``-th (from 1)."""
+    if not 1 <= shard <= shards:
+        raise InputError(f"shard {shard}/{shards}: give i/n with 1 <= i <= n")
+    found = list({(block.signature, block.grids): block for block in priced_as(blocks).values()}.values())
+    mine = set(list(dict.fromkeys(block.signature for block in found))[shard - 1 :: shards])
+    return [block for block in found if block.signature in mine]

@@ -1,0 +1,95 @@
+"""What tells a block from another in a latency table: all but its widths."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.graph import RULES
+from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
+from smcp_fx.tracing.operations import describe, operation_name
+from smcp_fx.tracing.tracer import Traced
+from smcp_fx.tracing.values import TensorInfo
+
+#: Operations that move elements and compute nothing.
+MOVES = set(MOVEMENTS) - {"cat", "stack", "hstack", "vstack", "pad", "getattr"}
+#: Fields of modules that say how many channels there are, or that do not matter at inference.
+_UNSIGNED = set(
+    """
+in_channels out_channels in_features out_features num_features num_channels num_groups num_parameters
+normalized_shape embedding_dim training eps momentum track_running_stats inplace p
+""".split()
+)
+
+
+def operation_of(traced: Traced, node: fx.Node) -> str | None:
+    """Return the name of a node's operation, whichever way the network calls it; None where it has none."""
+    module = traced.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return operation_name(node, module)
+
+
+def signature(
+    traced: Traced,
+    nodes: list[fx.Node],
+    inputs: list[fx.Node],
+    axes: dict[str, int | None],
+    channels: ChannelGraph,
+    read_before: tuple[int, ...],
+    fed_by: tuple[str, ...],
+) -> str:
+    """Return canonical JSON of everything but a block's widths; sizes that are written into the graph count.
+
+    ``inputs``: the nodes whose tensors ``nodes`` read; ``axes``: which axis of each has the channels, by name;
+    ``read_before`` and ``fed_by``: as `FusedBlock` has them.
+    """
+    place: dict[fx.Node, str] = {n: f"input{i}" for i, n in enumerate(inputs)}
+    place.update({n: f"node{i}" for i, n in enumerate(nodes)})
+    steps = []
+    for node in nodes:
+        operation = operation_of(traced, node) or describe(node)
+        step: dict[str, Any] = {"operation": operation}
+        step["from"] = [place.get(n, n.op) for n in node.all_input_nodes]
+        if node.op == "call_module":
+            step["module"] = _fields(traced.module.get_submodule(str(node.target)))
+        arguments = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: place.get(n, n.op)))
+        step["arguments"] = arguments
+        if operation in MOVES or operation not in RULES:
+            step["shape"] = [
+                list(v.shape)
+                for v in pytree.tree_leaves(traced.values[node.name])
+                if isinstance(v, TensorInfo)
+            ]
+        steps.append(step)
+    shapes = []
+    for node in inputs:
+        info = traced.values[node.name]
+        axis = axes[node.name]
+        shapes.append([*("c" if d == axis else s for d, s in enumerate(info.shape)), str(info.dtype)])
+    fixed = [
+        list(labels.shape)
+        for layer in channels.layers
+        if layer.node in {n.name for n in nodes}
+        for labels in (layer.in_labels, layer.out_labels)
+        if not channels.width(labels).groups
+    ]
+    parts: dict[str, Any] = {"steps": steps, "inputs": shapes, "fixed": fixed}
+    if read_before:
+        parts["read before"] = read_before
+    if fed_by:
+        parts["fed by"] = fed_by
+    return json.dumps(parts, sort_keys=True, separators=(",", ":"))
+
+
+def _fields(module: nn.Module) -> dict[str, str]:
+    fields = {"class": type(module).__name__}
+    depthwise = getattr(module, "groups", 1) == getattr(module, "in_channels", 0)
+    for name, value in sorted(vars(module).items()):
+        simple = isinstance(value, (int, float, str, bool, tuple, type(None)))
+        if simple and not name.startswith("_") and name not in _UNSIGNED:
+            fields[name] = "depthwise" if name == "groups" and depthwise and value > 1 else repr(value)
+    fields["bias"] = str(getattr(module, "bias", None) is not None)
+    return fields

@@ -1,0 +1,397 @@
+"""The latency table's file: SQLite, one row a block, widths and fingerprint, committed as it is measured.
+
+A row is *claimed* before it is measured, so that two processes never measure the same one; a claim whose
+process is gone is free again. `kill -9` therefore loses the row under way and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smcp_fx.backends.base import BlockLatency, Fingerprint
+from smcp_fx.backends.timing.measuring import Measurement
+from smcp_fx.errors import TableError
+from smcp_fx.latency import values
+from smcp_fx.latency.file import TableFile
+from smcp_fx.latency.surface import Point
+from smcp_fx.storage.files import brief, parse_json
+
+#: A claim from another machine, whose process cannot be looked up, is given up after this long.
+_REMOTE_CLAIM_SECONDS = 600.0
+#: A row that took its process down this often is marked as failed.
+MAX_ATTEMPTS = 3
+
+_HOT = "hot_ms, hot_q1_ms, hot_q3_ms, hot_repeats, hot_stable"
+_COLD = _HOT.replace("hot", "cold")
+_FINGERPRINTS = "SELECT id, key, fields FROM fingerprint ORDER BY id"
+_BLOCKS = "SELECT id, name, signature FROM block ORDER BY id"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table. ``latency`` is None and ``error`` says why where the measurement failed."""
+
+    name: str
+    signature: str
+    widths: Point
+    fingerprint: Fingerprint
+    latency: BlockLatency | None
+    error: str | None
+    measured_at: float
+
+
+class LatencyStore:
+    """The SQLite file of a latency table. Errors: `TableError`, which names the file, and the row that is no row.
+
+    ``read_only``: a table that is there, which nothing is written to, nor beside it.
+    """
+
+    def __init__(self, path: Path | str, *, create: bool = True, read_only: bool = False) -> None:
+        self.path = Path(path)
+        self._owner = _process_name(os.getpid())
+        with self._reported():
+            existed = self.path.exists() and self.path.stat().st_size > 0
+            if not existed and (read_only or not create):
+                raise TableError(f"there is no latency table {self.path}: measure one first")
+            self._file = TableFile(self.path, read_only=read_only)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def fingerprints(self) -> list[Fingerprint]:
+        """Return the devices and runtimes that the table has rows of."""
+        with self._reported():
+            used = {number for (number,) in self._file.run("SELECT DISTINCT fingerprint FROM latency")}
+            return [self._fingerprint(*row) for row in self._file.run(_FINGERPRINTS) if row[0] in used]
+
+    def measured(self, signature: str, fingerprint: Fingerprint) -> dict[Point, BlockLatency]:
+        """Return what is measured of one block, by widths."""
+        found: dict[Point, BlockLatency] = {}
+        with self._reported():
+            for row in self._of_block(f"widths, {_HOT}, {_COLD}", "measured", signature, fingerprint):
+                with self._placed(signature, row[0]):
+                    point = values.widths_of_text(row[0])
+                    found[point] = values.latency(row[1:])
+                    values.as_many(point, len(next(iter(found))))
+        return found
+
+    def failures(self, signature: str, fingerprint: Fingerprint) -> dict[Point, str]:
+        """Return the errors of the measurements that failed of one block, by widths."""
+        found: dict[Point, str] = {}
+        with self._reported():
+            for row in self._of_block("widths, error", "failed", signature, fingerprint):
+                with self._placed(signature, row[0]):
+                    found[values.widths_of_text(row[0])] = values.text(row[1], "the error")
+        return found
+
+    def rows(self, fingerprint: Fingerprint | None = None) -> list[Row]:
+        """Return all rows that are measured or failed, or those of one fingerprint."""
+        found = []
+        for row in self.looked_through():
+            if isinstance(row, TableError):
+                raise row
+            if fingerprint is None or row.fingerprint == fingerprint:
+                found.append(row)
+        return found
+
+    def looked_through(self) -> Iterator[Row | TableError]:
+        """Yield every row that is measured or failed; in place of one that is none, what is wrong with it."""
+        with self._reported():
+            prints: dict[int, Fingerprint | TableError] = {}
+            for row in self._file.run(_FINGERPRINTS):
+                try:
+                    prints[row[0]] = self._fingerprint(*row)
+                except TableError as error:
+                    prints[row[0]] = error
+            blocks = {number: (name, signature) for number, name, signature in self._file.run(_BLOCKS)}
+            rows = self._file.run(
+                f"SELECT fingerprint, block, widths, state, error, changed, owner, attempts, {_HOT}, {_COLD} "
+                "FROM latency ORDER BY block, changed"
+            )
+            dimensions: dict[int, int] = {}
+            for row in rows:
+                here = prints.get(row[0])
+                if here is None or row[1] not in blocks:
+                    continue  # refers to nothing, which `damage` tells
+                try:
+                    if isinstance(here, TableError):
+                        raise here
+                    with self._placed(blocks[row[1]][0], row[2]):
+                        found = _row(here, *blocks[row[1]], *row[2:])
+                        if found is not None:
+                            values.as_many(found.widths, dimensions.setdefault(row[1], len(found.widths)))
+                except TableError as error:
+                    yield error
+                else:
+                    if found is not None:
+                        yield found
+
+    def claim(
+        self, name: str, signature: str, fingerprint: Fingerprint, points: Sequence[Point]
+    ) -> Point | None:
+        """Claim the first of ``points`` that is neither known nor claimed; None when there is none."""
+        with self._transaction() as run:
+            key = (self._fingerprint_id(fingerprint), self._block_id(name, signature))
+            taken = {}
+            for widths, state, owner, attempts, changed in run(
+                "SELECT widths, state, owner, attempts, changed FROM latency WHERE fingerprint = ? AND block = ?",
+                key,
+            ):
+                with self._placed(name, widths):
+                    tried = values.whole(attempts, "the number of attempts", 0)
+                    taken[widths] = state, owner, tried, values.moment(changed, "its time")
+            for point in points:
+                widths = json.dumps(point)
+                state, owner, attempts, changed = taken.get(widths, ("free", "", 0, 0.0))
+                if state in ("measured", "failed") or (state == "claimed" and self._alive(owner, changed)):
+                    continue
+                if attempts >= MAX_ATTEMPTS:
+                    run(
+                        "UPDATE latency SET state = 'failed', error = ?, changed = ? "
+                        "WHERE fingerprint = ? AND block = ? AND widths = ?",
+                        (f"the process died {attempts} times measuring it", time.time(), *key, widths),
+                    )
+                    continue
+                run(
+                    "INSERT OR REPLACE INTO latency "
+                    "(fingerprint, block, widths, state, owner, attempts, changed) "
+                    "VALUES (?, ?, ?, 'claimed', ?, ?, ?)",
+                    (*key, widths, self._owner, attempts + 1, time.time()),
+                )
+                return point
+        return None
+
+    def write(
+        self, signature: str, fingerprint: Fingerprint, results: Mapping[Point, BlockLatency | str]
+    ) -> None:
+        """Write rows that were claimed before, all or none: their latencies, or the errors that prevented them."""
+        columns = [f"{name} = ?" for name in f"{_HOT}, {_COLD}".split(", ")]
+        with self._transaction() as run:
+            for point, result in results.items():
+                times: list[float | int | None] = [None] * 10
+                if isinstance(result, BlockLatency):
+                    times = [*_columns(result.hot), *_columns(result.cold)]
+                run(
+                    f"UPDATE latency SET state = ?, error = ?, changed = ?, {', '.join(columns)} "
+                    "WHERE fingerprint = (SELECT id FROM fingerprint WHERE key = ?) "
+                    "AND block = (SELECT id FROM block WHERE signature = ?) AND widths = ?",
+                    (
+                        "measured" if isinstance(result, BlockLatency) else "failed",
+                        None if isinstance(result, BlockLatency) else result,
+                        time.time(),
+                        *times,
+                        fingerprint.key(),
+                        signature,
+                        json.dumps(point),
+                    ),
+                )
+
+    def insert(self, rows: Sequence[Row]) -> int:
+        """Add rows that were measured elsewhere, all or none; return how many were new or better than what stood.
+
+        A measured row is better than a failed or claimed one, and a stable one than an unstable one.
+        """
+        taken = 0
+        with self._transaction() as run:
+            for row in rows:
+                key = (self._fingerprint_id(row.fingerprint), self._block_id(row.name, row.signature))
+                (other,) = run("SELECT max(widths) FROM latency WHERE block = ?", key[1:]).fetchone()
+                with self._placed(row.name, json.dumps(row.widths)):
+                    values.as_many(
+                        row.widths, len(values.widths_of_text(other)) if other else len(row.widths)
+                    )
+                found = run(
+                    "SELECT state, hot_stable, cold_stable FROM latency "
+                    "WHERE fingerprint = ? AND block = ? AND widths = ?",
+                    (*key, json.dumps(row.widths)),
+                ).fetchone()
+                standing = -1 if found is None else _rank(found[0] == "measured", found[1:])
+                latency = row.latency
+                columns = [*_columns(latency.hot), *_columns(latency.cold)] if latency else [None] * 10
+                if _rank(latency is not None, (columns[4], columns[9])) <= standing:
+                    continue
+                run(
+                    f"INSERT OR REPLACE INTO latency (fingerprint, block, widths, state, owner, attempts, changed, "
+                    f"{_HOT}, {_COLD}, error) VALUES ({', '.join('?' * 18)})",
+                    (
+                        *key,
+                        json.dumps(row.widths),
+                        "measured" if latency else "failed",
+                        "elsewhere",
+                        1,
+                        row.measured_at,
+                        *columns,
+                        row.error,
+                    ),
+                )
+                taken += 1
+        return taken
+
+    def claimed(self) -> tuple[int, int]:
+        """Return how many rows are under way: claimed by processes that live, and left by those that do not."""
+        with self._reported():
+            owners = self._file.run("SELECT owner, changed FROM latency WHERE state = 'claimed'").fetchall()
+        alive = sum(self._alive(owner, changed) for owner, changed in owners)
+        return alive, len(owners) - alive
+
+    def damage(self) -> list[str]:
+        """Return what SQLite finds wrong with the file; nothing for a sound one."""
+        with self._reported():
+            found = [row[0] for row in self._file.run("PRAGMA integrity_check").fetchall()]
+            orphans = self._file.run("PRAGMA foreign_key_check").fetchall()
+        return [str(line) for line in found if line != "ok"] + [
+            f"a row of table {row[0]} refers to nothing" for row in orphans
+        ]
+
+    def release(self, signature: str, fingerprint: Fingerprint, points: Sequence[Point]) -> None:
+        """Give up claims, so that they can be taken again at once."""
+        with self._transaction() as run:
+            for point in points:
+                run(
+                    "DELETE FROM latency WHERE state = 'claimed' AND owner = ? AND widths = ? "
+                    "AND fingerprint = (SELECT id FROM fingerprint WHERE key = ?) "
+                    "AND block = (SELECT id FROM block WHERE signature = ?)",
+                    (self._owner, json.dumps(point), fingerprint.key(), signature),
+                )
+
+    def forget_failures(self, signature: str, fingerprint: Fingerprint) -> int:
+        """Drop the failed rows of one block, so that they are measured again; return how many."""
+        with self._transaction() as run:
+            return run(
+                "DELETE FROM latency WHERE state = 'failed' "
+                "AND fingerprint = (SELECT id FROM fingerprint WHERE key = ?) "
+                "AND block = (SELECT id FROM block WHERE signature = ?)",
+                (fingerprint.key(), signature),
+            ).rowcount
+
+    def _of_block(
+        self, columns: str, state: str, signature: str, fingerprint: Fingerprint
+    ) -> Iterator[tuple[Any, ...]]:
+        return self._file.run(
+            f"SELECT {columns} FROM latency JOIN block ON block.id = block JOIN fingerprint f ON f.id = fingerprint "
+            "WHERE signature = ? AND key = ? AND state = ?",
+            (signature, fingerprint.key(), state),
+        )
+
+    def _fingerprint(self, number: int, key: Any, fields: Any) -> Fingerprint:
+        with self._placed("fingerprint", number):
+            found = values.fingerprint(parse_json(values.text(fields, "its fields")))
+            if found.key() != key:
+                raise ValueError(f"its key is {brief(key)}, its fields have {found.key()}")
+        return found
+
+    @contextmanager
+    def _placed(self, name: Any, at: Any) -> Iterator[None]:
+        """Say of which row of the file a value is that is none."""
+        try:
+            yield
+        except ValueError as error:
+            raise TableError(
+                f"{self.path} is damaged: {brief(name)} at {brief(at)}: {error}. Measure into another table, or take "
+                "a sound copy"
+            ) from error
+
+    def _fingerprint_id(self, fingerprint: Fingerprint) -> int:
+        self._file.run(
+            "INSERT OR IGNORE INTO fingerprint (key, fields) VALUES (?, ?)",
+            (fingerprint.key(), json.dumps(fingerprint.as_dict(), sort_keys=True)),
+        )
+        found = self._file.run("SELECT id FROM fingerprint WHERE key = ?", (fingerprint.key(),))
+        return int(found.fetchone()[0])
+
+    def _block_id(self, name: str, signature: str) -> int:
+        self._file.run("INSERT OR IGNORE INTO block (signature, name) VALUES (?, ?)", (signature, name))
+        found = self._file.run("SELECT id FROM block WHERE signature = ?", (signature,))
+        return int(found.fetchone()[0])
+
+    def _alive(self, owner: Any, claimed: Any) -> bool:
+        """Whether the process that claimed a row is still there; this process's own old claims are not."""
+        host, _, rest = str(owner).partition("/")
+        pid = rest.partition("/")[0]
+        if not pid.isdecimal():
+            return False
+        if host != socket.gethostname():
+            return isinstance(claimed, float) and 0 <= time.time() - claimed < _REMOTE_CLAIM_SECONDS
+        return bool(owner != self._owner and _process_name(int(pid)) == owner)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            advice = "; free space, or measure into another folder" if "full" in str(error) else ""
+            raise TableError(f"the latency table {self.path} cannot be used: {error}{advice}") from error
+        except (
+            sqlite3.DatabaseError,
+            UnicodeDecodeError,
+        ) as error:  # SQLite's own words may hold what is damaged
+            raise TableError(
+                f"{self.path} is no latency table, or a damaged one ({error}); move it away and measure anew"
+            ) from error
+        except OSError as error:
+            raise TableError(
+                f"cannot open the latency table {self.path}: {error.strerror or error}"
+            ) from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
+        with self._reported(), self._file.transaction() as run:
+            yield run
+
+
+def _process_name(pid: int) -> str:
+    """Return host/pid/start, so that a reused pid is not taken for the process; start 0 if it is gone."""
+    try:
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        started = "0"
+    return f"{socket.gethostname()}/{pid}/{started}"
+
+
+def _columns(measurement: Measurement | None) -> list[float | int | None]:
+    if measurement is None:
+        return [None] * 5
+    m = measurement
+    return [m.median_ms, m.q1_ms, m.q3_ms, m.repeats, int(m.stable)]
+
+
+def _rank(measured: bool, stable: Sequence[Any]) -> int:
+    """Return how good a row is: measured before failed, stable before unstable."""
+    return (1 + all(flag != 0 for flag in stable)) if measured else 0
+
+
+def _row(
+    fingerprint: Fingerprint,
+    name: Any,
+    signature: Any,
+    widths: Any,
+    state: Any,
+    error: Any,
+    changed: Any,
+    owner: Any,
+    attempts: Any,
+    *times: Any,
+) -> Row | None:
+    """Return a row of the file, checked; None for one that is under way. `ValueError` says what is wrong with it."""
+    point = values.widths_of_text(widths)
+    name, signature = values.text(name, "the block's name"), values.text(signature, "the block's signature")
+    at = values.moment(changed, "its time")
+    values.text(owner, "its owner")
+    values.whole(attempts, "the number of attempts", 0)
+    if state == "claimed":
+        return None
+    if state == "measured":
+        return Row(name, signature, point, fingerprint, values.latency(times), None, at)
+    if state != "failed":
+        raise ValueError(f"its state is {brief(state)}, not claimed, measured or failed")
+    return Row(name, signature, point, fingerprint, None, values.text(error, "the error"), at)

@@ -1,0 +1,166 @@
+"""Taylor importance of channels: how much the loss would change without them (SMCP eq. 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.trail import Layer
+from smcp_fx.config import ImportanceRule
+from smcp_fx.errors import TrainingError
+from smcp_fx.passes.insert_soft_masks import masked_layers
+from smcp_fx.pruning import ranks
+from smcp_fx.pruning.state import PruningState
+
+#: Elements of a product that are made at a time on a CPU: they are summed before they leave its cache.
+_CHUNK = 1 << 17
+
+
+class TaylorImportance:
+    """Importance of every free unit from the gradients of the dense weights.
+
+    ``abs_of_sum``: |sum over the unit's slots in all its consumers of sum W * dL/dW|. ``sum_of_abs``: the
+    sum over the consumers of each one's absolute value.
+
+    A frozen weight has no gradient; its mask takes one instead, whose elements are the same sums.
+    """
+
+    def __init__(self, channels: ChannelGraph, state: PruningState, rule: ImportanceRule) -> None:
+        self.rule = rule
+        self.layers = masked_layers(channels)
+        self._free = [group for group in channels.groups if group.free]
+        self._state = state
+        places = [state.layer_places(layer) for layer in self.layers]
+        every = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+        layer_index = torch.cat([torch.full_like(p, i) for i, p in enumerate(places)]) if places else every
+        count = state.keep.numel()
+        used = (every >= 0).nonzero().flatten()
+        pairs, pair = torch.unique(layer_index[used] * count + every[used], return_inverse=True)
+        # Which slots count, the (layer, unit) pair of each, and the unit of each pair; on the gradients' device.
+        self._indices = [used, pair, pairs % max(count, 1)]
+        self._count = count
+
+    def __call__(self, module: nn.Module, scale: float | Tensor = 1.0) -> Tensor:
+        """Return importances [units], float32, of the gradients now in ``module``, divided by ``scale``.
+
+        Nothing is read back from the device. Raises `TrainingError` when no weight has a gradient.
+        """
+        if not self.layers:
+            unread = ", ".join(repr(group.name) for group in self._free[:4])
+            if unread:
+                raise TrainingError(
+                    f"no layer reads the channels that are free (of {unread}), which have no importance, so there is "
+                    "nothing to prune: take out the layers whose outputs the network does not use"
+                )
+            raise TrainingError(
+                "no channel of this network is free, so there is nothing to prune; prepared.channels.groups says "
+                "what pins each group"
+            )
+        weights = [module.get_parameter(layer.weight) for layer in self.layers]
+        signed = self._slots(weights)
+        if signed is None:
+            raise TrainingError(
+                "no weight has a gradient: call prepared.pruner.step() after loss.backward() and before "
+                "optimizer.step() and zero_grad()"
+            )
+        if self._indices[0].device != signed.device:
+            self._indices = [index.to(signed.device) for index in self._indices]
+        used, pair, unit = self._indices
+        slots = signed[used] / scale
+        pairs = slots.new_zeros(unit.numel()).index_add(0, pair, slots)
+        if self.rule == "sum_of_abs":
+            pairs = pairs.abs()
+        units = pairs.new_zeros(self._count).index_add(0, unit, pairs)
+        return units.abs()
+
+    def _slots(self, weights: list[nn.Parameter]) -> Tensor | None:
+        """Sum of W * dL/dW for each input slot of each layer, [all slots] float32; None without any gradient."""
+        sums: dict[int, Tensor] = {}
+        frozen: list[int] = []
+        learning: list[int] = []
+        switched = False
+        for index, (layer, weight) in enumerate(zip(self.layers, weights, strict=True)):
+            mask = self._state.layer_mask(layer)
+            if mask.requires_grad is weight.requires_grad:
+                mask.requires_grad_(not weight.requires_grad)  # counts from the next step on
+                mask.grad = None  # what it gathered before is of another time
+                switched = True
+            if not weight.requires_grad:
+                frozen.append(index)
+            elif weight.grad is not None:
+                learning.append(index)
+        masks = [self._state.layer_mask(self.layers[i]) for i in frozen]
+        if not learning and not switched and all(mask.grad is None for mask in masks):
+            return None
+        pairs = [(weights[i].detach(), weights[i].grad) for i in learning]
+        reduce: Callable[..., list[Tensor]] = _on_cpu if weights[0].device.type == "cpu" else _on_device
+        sums.update(zip(learning, reduce(pairs, [self.layers[i] for i in learning]), strict=True))
+        for index, found in zip(frozen, self._of_masks(frozen), strict=True):
+            sums[index] = found
+        for index, layer in enumerate(self.layers):
+            if index not in sums:
+                sums[index] = weights[0].new_zeros(layer.in_labels.numel())
+        return torch.cat([sums[index].float() for index in range(len(self.layers))])
+
+    def _of_masks(self, frozen: list[int]) -> list[Tensor]:
+        """What the masks of frozen weights have gathered since the last step: the mean over all ranks."""
+        if not frozen:
+            return []
+        found = []
+        for index in frozen:
+            layer = self.layers[index]
+            mask = self._state.layer_mask(layer)
+            gradient = torch.zeros_like(mask) if mask.grad is None else mask.grad
+            found.append(gradient.sum(_others(layer, gradient), dtype=_wide(gradient)).float())
+            mask.grad = None
+        # These gradients are none that DistributedDataParallel averages.
+        together = ranks.mean_over_ranks(torch.cat(found))
+        return list(torch.split(together, [part.numel() for part in found]))
+
+
+def _others(layer: Layer, tensor: Tensor) -> list[int]:
+    return [dim for dim in range(tensor.dim()) if dim != layer.in_dim]
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The type to add up in."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _on_device(pairs: list[tuple[Tensor, Tensor]], layers: list[Layer]) -> list[Tensor]:
+    """All products in one go, which takes as much memory as the weights for a moment."""
+    if not pairs:
+        return []
+    products = torch._foreach_mul([weight for weight, _ in pairs], [gradient for _, gradient in pairs])
+    return [p.sum(_others(la, p), dtype=_wide(p)) for p, la in zip(products, layers, strict=True)]
+
+
+def _on_cpu(pairs: list[tuple[Tensor, Tensor]], layers: list[Layer]) -> list[Tensor]:
+    return [_by_rows(*pair, layer) for pair, layer in zip(pairs, layers, strict=True)]
+
+
+def _by_rows(weight: Tensor, gradient: Tensor, layer: Layer) -> Tensor:
+    """Multiply and sum a few output channels at a time, along memory."""
+    rows, gradient_rows = _rows(weight), _rows(gradient)
+    if layer.in_dim != 1 or rows is None or gradient_rows is None or weight.stride() != gradient.stride():
+        return (weight * gradient).sum(_others(layer, weight), dtype=_wide(weight))
+    outputs, length = rows.shape
+    step = max(1, _CHUNK // max(length, 1))
+    total = rows.new_zeros(length, dtype=_wide(rows))
+    for start in range(0, outputs, step):
+        stop = start + step
+        total += (rows[start:stop] * gradient_rows[start:stop]).sum(0, dtype=total.dtype)
+    inputs = weight.shape[1]
+    return total.view(inputs, -1).sum(1) if weight.is_contiguous() else total.view(-1, inputs).sum(0)
+
+
+def _rows(tensor: Tensor) -> Tensor | None:
+    """The tensor as [outputs, everything else] in the order of memory; None where that takes a copy."""
+    if tensor.is_contiguous():
+        return tensor.flatten(1)
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.permute(0, 2, 3, 1).flatten(1)
+    return None

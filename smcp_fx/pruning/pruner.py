@@ -1,0 +1,401 @@
+"""The pruner: gathers importances while a model trains, and solves for its masks when they are due."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from smcp_fx.config import PruningConfig, is_number
+from smcp_fx.cost_model import NetworkCost
+from smcp_fx.costs.network_costs import absolute_target
+from smcp_fx.errors import CheckpointError, InfeasibleBudgetError, InputError, TrainingError
+from smcp_fx.pruning import ranks
+from smcp_fx.pruning.gradients import all_finite, loss_scale, norm
+from smcp_fx.pruning.importance import TaylorImportance
+from smcp_fx.pruning.loop_watch import LoopWatch
+from smcp_fx.pruning.observers import Observer
+from smcp_fx.pruning.selection import Choice, Selector
+from smcp_fx.pruning.solve import Solve
+from smcp_fx.pruning.solve_watch import SolveWatch
+from smcp_fx.pruning.worth import Worth
+from smcp_fx.schedule import Schedule
+
+if TYPE_CHECKING:
+    from smcp_fx.prepared import PreparedModel
+
+__all__ = ["Pruner", "Solve"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+#: A cost that is exact at some counts only is taken again at those a solve chose, so often at most, until what was
+#: chosen costs no more than the target (to rounding), and no less than this share below it.
+_PRICINGS, _MISS, _OVER = 5, 0.011, 1e-9
+
+
+def _eager(method: _Method) -> _Method:
+    """Keep `torch.compile` out of a method; its type stays."""
+    return cast(_Method, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+
+
+class Pruner:
+    """Belongs to a prepared model; call `step` once an optimiser step.
+
+    ``cost`` is the network's cost, ``target`` the final one in its unit; ``history`` lists the solves;
+    ``observers`` are told of every step and solve.
+    """
+
+    def __init__(
+        self,
+        model: PreparedModel,
+        cost: NetworkCost,
+        target: float,
+        config: PruningConfig,
+        schedule: Schedule | None,
+    ) -> None:
+        self._model = model
+        self.cost = cost
+        self.target = target
+        self.config = config
+        self.schedule = schedule
+        self.history: list[Solve] = []
+        self.observers: list[Observer] = []
+        self._state = model.smcp
+        self._selector = Selector(model.smcp, config, model.channels.branches)
+        self._importance = TaylorImportance(model.channels, model.smcp, config.importance)
+        self._watch = LoopWatch(model, [layer.weight for layer in self._importance.layers])
+        self._watch.active = schedule is not None
+        self._solve_watch = SolveWatch()
+        # Calls of `step` counted here, so that the device need not be asked: never below the state's own count.
+        self._calls = 0
+        self._loads = -1
+        self.full_cost = cost.cost(cost.full_counts)
+
+    @property
+    def correction(self) -> float:
+        """What targets are divided by, 1 until measured: measured over predicted cost."""
+        return float(self._state.correction)
+
+    @correction.setter
+    def correction(self, value: float) -> None:
+        if not is_number(value) or not 0 < value <= sys.float_info.max:
+            raise InputError(f"correction must be a positive, finite number, not {value!r}")
+        self._state.correction.fill_(value)
+
+    # ---- in the training loop ---------------------------------------------------------------------------
+
+    @_eager
+    def step(self, scaler: Any = None) -> Solve | None:
+        """Gather importance, and solve for the masks when the schedule says so.
+
+        Call once an optimiser step, after its last ``backward()`` and before clipping and
+        ``optimizer.step()``. ``scaler``: the `GradScaler` in use, whether it has unscaled the gradients or
+        not. Steps with gradients that are not finite are neither gathered nor counted. Returns the solve, if
+        there was one. The device is asked for values only when a solve is due.
+
+        Raises `TrainingError` when there are no gradients, or none since the last call, and what `solve` raises;
+        `InputError` for a ``scaler`` that is none.
+        """
+        if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
+            raise InputError(f"scaler must be the GradScaler in use or None, not {scaler!r}")
+        state = self._state
+        self._watch.before_step(self._model.training, scaler is not None)
+        scale = loss_scale(scaler)
+        units = self._importance(self._model, 1.0 if scale is None else scale)
+        finite = torch.isfinite(units).all()
+        if scale is not None:  # the scaler leaves the step out when any gradient is not finite
+            finite = finite & all_finite(self._model.parameters())
+        state.gather(units, finite, self.config.momentum)
+        step = self._counted()
+        total = None if self.schedule is None else self.schedule.total_steps
+        for observer in self.observers:
+            observer.stepped(step, total)
+        if self.schedule is None or not self.schedule.due(step):
+            return None
+        step = self._calls = int(ranks.broadcast(state.steps))
+        gathers = int(ranks.broadcast(state.gathers))
+        # Where steps were skipped, the due one is still to come, or was solved at already.
+        if not (gathers and self.schedule.due(step)):
+            self._solve_watch.going_on(step + 1, gathers, int(state.skipped))
+            return None
+        target = self.schedule.target(step, self.full_cost, self.target / self.correction)
+        return self._solve(target, step, scale)
+
+    def _counted(self) -> int:
+        """The number of this step, or more where steps were skipped since the last solve."""
+        if self._loads != self._state.loads:  # new, or a checkpoint was loaded
+            self._loads = self._state.loads
+            self._calls = int(self._state.steps) + int(self._state.skipped)  # on all ranks the same
+            if self._calls <= 1 and self.schedule is not None:
+                self._warn_of_infeasible()
+        else:
+            self._calls += 1
+        self._watch.active = self.schedule is not None and self._calls < self.schedule.last_step
+        return self._calls
+
+    @_eager
+    def solve(self, target: float | str | None = None) -> Solve:
+        """Solve for masks now, from the importances gathered so far.
+
+        ``target``: a fraction of the unpruned cost, an absolute cost with its unit, or None for the model's
+        own target. Raises `InfeasibleBudgetError` when no permitted choice reaches it, `TrainingError` when no
+        importance is known or another rank has died. On several ranks, all must call it.
+        """
+        wanted = self.target if target is None else absolute_target(target, self.full_cost, self.cost.unit)
+        self.warn_of_idle_target(wanted)
+        return self._solve(wanted / self.correction, int(self._state.steps))
+
+    def check_target(self) -> None:
+        """Raise `InfeasibleBudgetError` now if no permitted choice reaches the final target."""
+        if self.cost.cost(self.cost.smallest_counts) <= self.target:
+            return  # a choice that reaches it; equal importances would make a search for the best one long
+        flat = torch.ones_like(self._state.gathered)
+        try:
+            self._selector.best(flat, self.cost, self.target)
+        except InfeasibleBudgetError as error:
+            raise self._explained(error) from error
+
+    def warn_of_idle_target(self, target: float) -> None:
+        """Warn when the whole network costs less than the target, so that nothing is pruned for it."""
+        if target > (1 + _OVER) * self.full_cost:
+            self._solve_watch.idle_target(target, self.full_cost, self.cost.unit)
+
+    def check_finished(self) -> None:
+        """Warn when a trained model is still whole though there is no schedule, or has not brought the target yet."""
+        # The correction may have been measured after the last solve.
+        steps, target = int(self._state.steps), self.target / min(self.correction, 1.0)
+        if not (steps or self._watch.backwards):
+            return
+        if self.schedule is None:
+            if not int(self._state.solves) and bool(self._state.keep.all()) and target < self.full_cost:
+                self._solve_watch.nothing_pruned(steps, self.full_cost, target, self.cost.unit)
+            return
+        cost = self.present_cost
+        solved_for = self.history[-1].target if self.history else math.inf
+        if cost > (1 + _MISS) * target and solved_for > (1 + _OVER) * target:
+            self._solve_watch.unfinished(steps, self.schedule, cost, target)
+
+    def go_on_from(self, other: Pruner) -> None:
+        """Take over what a copy of ``other``'s model does not hold: the history, and the count of calls."""
+        self.history = list(other.history)
+        self._calls, self._loads = other._calls, other._loads
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pruner:
+        """The pruner of the model's copy: what holds both is copied as a whole."""
+        return copy.deepcopy(self._model, memo).pruner
+
+    def __reduce__(self) -> Any:
+        raise CheckpointError(
+            "a pruner is not pickled: save the prepared model's state_dict(), or the run with smcp_fx.save_checkpoint"
+        )
+
+    def retire(self) -> None:
+        """Watch no longer how the model is trained: its weights go on without the pruner."""
+        self._watch.close()
+
+    def smallest_cost(self) -> float:
+        """Return the smallest cost that permitted counts reach, priced around the present ones."""
+        flat = torch.ones_like(self._state.gathered)
+        try:
+            return self._selector.best(flat, self.cost.at(self.counts), 0.0).allocation.cost
+        except InfeasibleBudgetError as error:
+            return error.smallest
+
+    def _warn_of_infeasible(self) -> None:
+        try:
+            self.check_target()
+        except InfeasibleBudgetError as error:
+            self._solve_watch.infeasible(error)
+
+    # ---- what a solve rests on --------------------------------------------------------------------------
+
+    @property
+    def importance(self) -> dict[str, Tensor]:
+        """Importances of every free group's units, [size], as the next solve would see them."""
+        vector = self._scores()
+        return {g.name: self._state.of_group(vector, g.name) for g in self._model.channels.groups if g.free}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Units kept, by free group."""
+        return self._selector.counts()
+
+    @property
+    def present_cost(self) -> float:
+        """What the network costs with the present masks, in the unit of ``cost``."""
+        counts = self.counts
+        return self.cost.at(counts).cost(counts)
+
+    def _scores(self) -> Tensor:
+        """Momentum average since the last solve, blended with what was known before it.
+
+        Each is a share of its sum, so that solves count alike whatever the loss (and its gradients) were. Units
+        of a group that has been narrowed look more important for it, those it keeps and those it does not: what
+        was gathered at a share r of the group's units counts r ** width_exponent.
+        """
+        state = self._state
+        gathers = int(state.gathers)
+        if gathers == 0:
+            return state.remembered.clone()
+        shares = self._shares_kept()
+        gathered = state.gathered * shares**self.config.width_exponent
+        fresh = gathered / gathered.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        if self.config.memory:
+            # Gradients do not reach a branch that was removed: what was known of it is kept.
+            fresh = torch.where(shares > 0, fresh, state.remembered)
+        solves = int(state.solves)
+        memory = min(self.config.memory, solves / (solves + 1))  # a plain mean until the memory is full,
+        if self.schedule is not None and int(state.steps) >= self.schedule.ramp_end and solves:
+            memory = self.config.memory  # or until the target has arrived
+        return memory * state.remembered + (1 - memory) * fresh
+
+    def _shares_kept(self) -> Tensor:
+        """For every free unit, [units], the share of its group that is kept."""
+        shares = torch.empty_like(self._state.gathered)
+        for name, mask in self._state.free_masks().items():
+            self._state.of_group(shares, name).fill_(mask.to(shares.dtype).mean())
+        return shares
+
+    def _solve(self, target: float, step: int, scale: Tensor | float | None = None) -> Solve:
+        began = time.perf_counter()
+        state = self._state
+        scores = ranks.broadcast(self._scores())
+        before = state.keep.clone()
+        found = self._chosen(scores, target, step)
+        state.refresh()
+        if self.config.mask == "permanent":
+            self._zero_pruned()
+        masks = ranks.digest([state.layer_mask(layer) for layer in self._importance.layers])
+        ranks.check_same(masks, "masks", state.keep.device)
+        total = float(scores.sum())
+        changed = before != state.keep
+        record = Solve(
+            step=step,
+            target=target,
+            cost=found["cost"],
+            importance_kept=found["importance"] / total,
+            bound=min(found["bound"] / total, 1.0),
+            changed={name: int(state.of_group(changed, name).sum()) for name in self.cost.permitted},
+            returned=int((state.keep & ~before).sum()),
+            units=state.keep.numel(),
+            seconds=time.perf_counter() - began,
+            reverted=int((changed & state.flipped).sum()),
+            gradient_norm=norm(self._model.parameters(), scale),
+            skipped=int(state.skipped),
+            scales={name: float(value.float().mean()) for name, value in state.scales.items()},
+            masks=masks,
+        )
+        any_importance = bool((state.gathered > 0).any())
+        gathers, moving = int(state.gathers), self._moving(step)
+        self._solve_watch.solved(record, gathers, any_importance, scale is not None, moving)
+        self.history.append(record)
+        state.flipped.copy_(changed)
+        state.remembered.copy_(scores)
+        state.forget()
+        state.solves += 1
+        for observer in self.observers:
+            observer.solved(record)
+        return record
+
+    def _chosen(self, scores: Tensor, target: float, step: int) -> dict[str, float]:
+        """Let rank 0 choose; then every rank's ``keep`` is its choice. Returns its cost, importance and bound."""
+        state = self._state
+        failure: Exception | None = None
+        message: dict[str, Any] = {}
+        if ranks.rank() == 0:
+            try:
+                choice = self._choose(scores, target, step)
+                state.keep.copy_(choice.keep)
+                allocation = choice.allocation
+                kept = float(scores[choice.keep].sum())
+                beyond = max(allocation.bound - choice.worth, 0.0)
+                message = {"cost": allocation.cost, "importance": kept, "bound": kept + beyond}
+            except Exception as error:
+                failure = error
+                message = {"error": str(error)}
+                if isinstance(error, InfeasibleBudgetError):
+                    message |= {"smallest": error.smallest, "budget": error.budget}
+        message = ranks.broadcast_json(message, state.keep.device)
+        if failure is not None:
+            raise failure
+        if "smallest" in message:
+            smallest, budget = message["smallest"], message["budget"]
+            raise InfeasibleBudgetError(message["error"], smallest=smallest, budget=budget)
+        if "error" in message:
+            raise TrainingError(f"rank 0 could not solve for the masks: {message['error']}")
+        ranks.broadcast(state.keep)
+        return message
+
+    def _choose(self, scores: Tensor, target: float, step: int) -> Choice:
+        if not bool((scores > 0).any()):
+            skipped, gathers = int(self._state.skipped), int(self._state.gathers)
+            if skipped and not gathers:
+                raise TrainingError(
+                    f"no importance is known: all {skipped} steps so far had gradients that are not finite, and were "
+                    "not counted. Check the loss for NaN and infinite values, lower the learning rate or clip "
+                    "gradients; with a GradScaler pass it, prepared.pruner.step(scaler)"
+                )
+            raise TrainingError(
+                "every importance is zero, so nothing tells which channels matter: train with "
+                "prepared.pruner.step() for some steps before solving, and check that gradients reach the weights"
+            )
+        worth = Worth(scores, self._state, self.config.width_exponent)
+        permanent = self.config.mask == "permanent"
+        if permanent:
+            scores = torch.where(self._state.keep, scores, torch.zeros_like(scores))
+        cost = self.cost.at(self.counts)
+        found: list[Choice] = []
+        for _ in range(_PRICINGS):
+            if permanent:
+                cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
+            try:
+                choice = self._selector.settled(scores, cost, target, self._moving(step), worth)
+            except InfeasibleBudgetError as error:
+                if found:
+                    break
+                raise self._explained(error) from error
+            counts = choice.allocation.counts
+            cost = self.cost.at(counts)
+            allocation = dataclasses.replace(choice.allocation, cost=cost.cost(counts))
+            found.append(dataclasses.replace(choice, allocation=allocation))
+            if cost is self.cost or -_MISS <= allocation.cost / target - 1 <= _OVER:
+                return found[-1]
+        # Nothing lands: the dearest within the target, or else what exceeds it least.
+        return min(found, key=lambda c: (c.allocation.cost > target, abs(c.allocation.cost - target)))
+
+    def _moving(self, step: int) -> bool:
+        """Is the target still falling?"""
+        return self.schedule is not None and step < self.schedule.ramp_end
+
+    def _remaining(self, permitted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Permitted counts no larger than what is kept: permanently pruned channels do not return."""
+        counts = self.counts
+        return {
+            name: tuple(c for c in allowed if c <= counts[name]) or (counts[name],)
+            for name, allowed in permitted.items()
+        }
+
+    def _zero_pruned(self) -> None:
+        for layer in self._importance.layers:
+            weight = self._model.get_parameter(layer.weight)
+            with torch.no_grad():
+                weight.mul_(self._state.layer_mask(layer))
+
+    def _explained(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+        pinned = [f"{g.name} ({g.pinned[0]})" for g in self._model.channels.groups if not g.free]
+        shown = ", ".join(pinned[:5]) + (f" and {len(pinned) - 5} more" if len(pinned) > 5 else "")
+        return InfeasibleBudgetError(
+            f"the target of {error.budget:.6g} {self.cost.unit} cannot be reached: the smallest reachable cost is "
+            f"{error.smallest:.6g} {self.cost.unit}, {error.smallest / self.full_cost:.1%} of the unpruned "
+            f"{self.full_cost:.6g}. These groups must stay whole: {shown or 'none'}. Raise the target, or let "
+            f"fewer channels be kept (multiple={self.config.multiple}).",
+            smallest=error.smallest,
+            budget=error.budget,
+        )

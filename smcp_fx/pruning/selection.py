@@ -1,0 +1,219 @@
+"""Which units to keep: the best within a target, or the choice near it that changes the masks least.
+
+Importances are noisy, and quite different choices can be worth the same. Masks that follow every new optimum
+keep the network from learning; masks that never move are not pruned for importance. So of the choices that
+are worth nearly as much as the best, the one is taken that moves the fewest units.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from smcp_fx.allocation import Allocation, allocate
+from smcp_fx.allocation.rounding import grow_for_free
+from smcp_fx.channels.branches import Branches
+from smcp_fx.config import PruningConfig
+from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
+from smcp_fx.errors import InfeasibleBudgetError
+from smcp_fx.pruning.settling import Settling, settled_mask
+from smcp_fx.pruning.state import PruningState
+from smcp_fx.pruning.worth import Worth
+
+#: Bonuses for units that are kept already, in mean importances: allocations to start the search from.
+_BONUSES = (0.25, 2.0)
+#: How many permitted counts away from the present one a group may go, for further starts.
+_WINDOWS = (1, 2, 4)
+#: A choice that leaves more than this share of the target unspent is no substitute for the best one.
+_UNSPENT = 0.01
+#: Shares of the tolerance that a choice which moves masks may use up, tried in this order (the first ones only
+#: while the target is still moving) ...
+_SHARES = (0.1, 0.3, 0.5, 0.7, 0.85, 1.0)
+_SHARES_MOVING = 2
+#: ... until one changes no more than this share of the units.
+_FEW = 0.01
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Units to keep ([units] bool), how they were allocated, and what they are worth."""
+
+    keep: Tensor
+    allocation: Allocation
+    worth: float
+
+
+class Selector:
+    """Chooses units for importances ``scores`` ([units] float32, of the free groups) within a target cost.
+
+    ``branches``: with layer pruning, the groups that may keep nothing. What is of no use beside a group that keeps
+    nothing keeps nothing either: its importances speak of a branch that is no more.
+    """
+
+    def __init__(self, state: PruningState, config: PruningConfig, branches: Branches | None = None) -> None:
+        self.state = state
+        self.config = config
+        self.branches = branches
+
+    def best(self, scores: Tensor, cost: NetworkCost, target: float) -> Choice:
+        """The choice of greatest worth; `InfeasibleBudgetError` when nothing permitted is cheap enough."""
+        return self._choose(scores, scores, self._worth(scores), self._coupled(cost), target)
+
+    def settled(
+        self,
+        scores: Tensor,
+        cost: NetworkCost,
+        target: float,
+        moving: bool = False,
+        worth: Worth | None = None,
+    ) -> Choice:
+        """The choice within ``tolerance`` of the best that changes the fewest masks: none, if they still fit.
+
+        What may be given up is that share of the importance that the best choice keeps. ``worth``: where ``scores``
+        are not those of whole groups.
+        While the target is ``moving`` masks must change anyway, and stay closer to the best, so that there is
+        tolerance left to stand still with when it has arrived.
+        """
+        cost = self._coupled(cost)
+        worth = worth or self._worth(scores)
+        best = self._choose(scores, scores, worth, cost, target)
+        if not self.config.tolerance:
+            return best
+        slack = self.config.tolerance * float(scores[best.keep].sum())
+        present = self._present(scores, worth, cost)
+        if present is not None and self._fits(present, best, slack, target):
+            return _bounded(present, best)
+        names = list(cost.permitted)
+        values = {name: _array(self.state.of_group(scores, name)) for name in names}
+        kept = {name: self.state.of_group(self.state.keep, name).cpu().numpy() for name in names}
+        least = min(best.allocation.cost, (1 - _UNSPENT) * target)
+        together = () if self.branches is None else self.branches.sets()
+        search = Settling(values, kept, worth.of, cost, least, target, together)
+        starts: list[Mapping[str, int]] = [best.allocation.counts]
+        if present is not None:
+            starts.append(present.allocation.counts)  # where swaps alone may do
+        for bonus in _BONUSES:
+            favoured = scores + bonus * scores.mean() * self.state.keep
+            starts.append(self._choose(favoured, scores, worth, cost, target).allocation.counts)
+        for window in _WINDOWS:
+            near = dataclasses.replace(cost, permitted=self._near(cost.permitted, window))
+            with contextlib.suppress(InfeasibleBudgetError):
+                starts.append(self._choose(scores, scores, worth, near, target).allocation.counts)
+        # When masks must move, they move closer to the best than they need to (else every solve would move
+        # them), unless that takes many changes.
+        move = None
+        for share in _SHARES[:_SHARES_MOVING] if moving else _SHARES:
+            move = search.fewest(starts, best.worth - share * slack)
+            if move is not None and move.changes <= _FEW * self.state.keep.numel():
+                break
+        if move is None:
+            return best
+        counts = grow_for_free(cost, move.counts)
+        keep = self.state.keep.clone()
+        for name in names:
+            swaps = search.swaps(name, counts[name], move.swaps.get(name, 0))
+            mask = settled_mask(values[name], kept[name], counts[name], swaps)
+            self.state.of_group(keep, name).copy_(torch.from_numpy(mask))
+        value = worth.of_units(scores, keep, self.state)
+        moved = Allocation(counts, value, cost.cost(counts), 0.0, 0.0, 0.0, "settled")
+        return _bounded(Choice(keep, moved, value), best)
+
+    def _fits(self, choice: Choice, best: Choice, slack: float, target: float) -> bool:
+        """Is it worth enough, and does it use the budget up?"""
+        cost = choice.allocation.cost
+        return (
+            choice.worth >= best.worth - slack
+            and min(best.allocation.cost, (1 - _UNSPENT) * target) <= cost <= target
+        )
+
+    def _present(self, scores: Tensor, worth: Worth, cost: NetworkCost) -> Choice | None:
+        """The masks as they are, where their counts are permitted."""
+        counts = self.counts()
+        if any(counts[name] not in permitted for name, permitted in cost.permitted.items()):
+            return None
+        value = worth.of_units(scores, self.state.keep, self.state)
+        as_is = Allocation(counts, value, cost.cost(counts), value, 0.0, 0.0, "as is")
+        return Choice(self.state.keep.clone(), as_is, value)
+
+    def counts(self) -> dict[str, int]:
+        """Units kept now, by free group."""
+        return {name: int(mask.sum()) for name, mask in self.state.free_masks().items()}
+
+    def _worth(self, scores: Tensor) -> Worth:
+        return Worth(scores, self.state, self.config.width_exponent)
+
+    def _choose(
+        self, ranking: Tensor, scores: Tensor, worth: Worth, cost: NetworkCost, target: float
+    ) -> Choice:
+        """The best counts for ``ranking``, and in each group its best units; judged by ``scores``."""
+        state, present = self.state, self.counts()
+        values, ranked = {}, {}
+        for name, permitted in cost.permitted.items():
+            ordered, ranked[name] = torch.sort(state.of_group(ranking, name), descending=True, stable=True)
+            total = torch.cat([torch.zeros(1, dtype=torch.float64), torch.cumsum(ordered.double().cpu(), 0)])
+            values[name] = worth.of(name, total[torch.tensor(permitted)].numpy())
+        allowed = all(present[name] in permitted for name, permitted in cost.permitted.items())
+        found = allocate(
+            values, cost, target, self.config.allocation, current=present, start=present if allowed else None
+        )
+        if self.branches is not None:
+            counts = self.branches.closed(found.counts)
+            if counts != found.counts:
+                found = dataclasses.replace(found, counts=counts, cost=cost.cost(counts))
+        keep = torch.zeros_like(state.keep)
+        for name, count in found.counts.items():
+            state.of_group(keep, name)[ranked[name][:count]] = True
+        return Choice(keep, found, worth.of_units(scores, keep, state))
+
+    def _coupled(self, cost: NetworkCost) -> NetworkCost:
+        """The cost, with a prohibitive price where a group keeps units that are of no use beside the others' counts.
+
+        Not for the paper's linearisation, which would take such prices for those of single groups.
+        """
+        if self.branches is None or self.config.allocation == "paper":
+            return cost
+        beyond = 2.0 * (abs(cost.constant) + sum(abs(term.cost(cost.full_counts)) for term in cost.terms))
+        paired = {frozenset(term.groups) for term in cost.terms}
+        terms = [
+            CostTerm(f"{b} without {a}", (_count_of(a), _count_of(b)), _prohibitive(beyond))
+            for a, b in self.branches.couplings(paired)
+            if 0 in cost.permitted[a] and 0 in cost.permitted[b]
+        ]
+        return dataclasses.replace(cost, terms=(*cost.terms, *terms))
+
+    def _near(self, permitted: Mapping[str, tuple[int, ...]], window: int) -> dict[str, tuple[int, ...]]:
+        """Permitted counts at most ``window`` steps from the present one (or from the nearest below it)."""
+        present = self.counts()
+        near = {}
+        for name, allowed in permitted.items():
+            at = max((i for i, count in enumerate(allowed) if count <= present[name]), default=0)
+            near[name] = allowed[max(0, at - window) : at + window + 1]
+        return near
+
+
+def _count_of(group: str) -> Width:
+    return Width(groups=((group, 1),))
+
+
+def _prohibitive(price: float) -> Price:
+    def priced(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.where((a == 0) & (b > 0), price, 0.0)
+
+    return priced
+
+
+def _bounded(choice: Choice, best: Choice) -> Choice:
+    """The choice with the bound that was proved for the best one."""
+    allocation = dataclasses.replace(choice.allocation, bound=best.allocation.bound)
+    return dataclasses.replace(choice, allocation=allocation)
+
+
+def _array(vector: Tensor) -> NDArray[np.float64]:
+    return vector.double().cpu().numpy()

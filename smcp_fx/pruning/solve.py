@@ -1,0 +1,62 @@
+"""The record of one solve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Solve:
+    """One solve: what was aimed at, what it costs, what it keeps, and what it changed.
+
+    Costs are in the unit of the cost model; ``importance_kept`` is the share of all importance that is kept,
+    ``bound`` that share and what any choice within the target could be worth beyond it (`smcp_fx.pruning.worth`);
+    ``changed`` counts units whose mask changed, by group, ``returned`` those that came back, ``reverted`` those that
+    the solve before had changed, too; ``units`` are all that may change. ``gradient_norm`` is the norm of all
+    gradients at this step, ``skipped`` the steps since the last solve whose gradients were not finite; ``scales`` the
+    mean scale of each batch norm; ``masks`` a hash of the masks, equal on all ranks.
+    """
+
+    step: int
+    target: float
+    cost: float
+    importance_kept: float
+    bound: float
+    changed: dict[str, int]
+    returned: int
+    units: int
+    seconds: float
+    reverted: int = 0
+    gradient_norm: float | None = None
+    skipped: int = 0
+    scales: dict[str, float] = field(default_factory=dict)
+    masks: str = ""
+
+    @property
+    def changed_share(self) -> float:
+        """Share of the free units whose mask changed."""
+        return sum(self.changed.values()) / self.units if self.units else 0.0
+
+    @property
+    def reverted_share(self) -> float:
+        """Share of the free units whose mask changed back."""
+        return self.reverted / self.units if self.units else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers by name, for a logger: "cost", "changed/layer1.0.conv1", "scale/bn1" and so on."""
+        found = {
+            "target": self.target,
+            "cost": self.cost,
+            "importance_kept": self.importance_kept,
+            "importance_bound": self.bound,
+            "changed_share": self.changed_share,
+            "reverted_share": self.reverted_share,
+            "returned": float(self.returned),
+            "skipped_steps": float(self.skipped),
+            "seconds": self.seconds,
+        }
+        if self.gradient_norm is not None:
+            found["gradient_norm"] = self.gradient_norm
+        found |= {f"changed/{name}": float(count) for name, count in self.changed.items()}
+        found |= {f"scale/{name}": scale for name, scale in self.scales.items()}
+        return found

@@ -1,0 +1,79 @@
+"""The graph module that `convert` and `load` return: one that every process can unpickle, and that stays right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+from torch.fx.graph_module import _CodeOnlyModule
+
+
+class ConvertedModule(fx.GraphModule):
+    """A `GraphModule` that pickles as a plain one, without this library, wherever that gives the same graph.
+
+    `torch.fx` pickles a graph as its code, and traces the code again when it is loaded. Tracing freezes what the
+    code asks of a module (`self.head.training`) and fails at questions asked of values (`not flag`). A graph that
+    does not come back the same is pickled as `smcp_fx.save` writes it, and needs this library to be loaded.
+    """
+
+    def __reduce__(self) -> Any:
+        """Errors: `CheckpointError` for a graph that neither way can hold (as in `smcp_fx.save`)."""
+        self._tracer_cls = None  # the default one, whose constructor needs no arguments
+        self._graphmodule_cls_name = type(self).__name__
+        self.__dict__.pop("_tracer_extras", None)
+        if retraces_the_same(self):
+            return super().__reduce__()
+        from smcp_fx.serialization.saving import pack, unpack
+
+        return unpack, pack(self)
+
+
+def retraces_the_same(module: fx.GraphModule) -> bool:
+    """Does tracing the generated code again, as unpickling does, give the same operations in the same order?"""
+
+    class CodeOnly(_CodeOnlyModule):
+        forward = type(module).forward
+
+    code_only = CodeOnly({name: value for name, value in vars(module).items() if name != "_graph"})
+
+    class KeepModules(fx.Tracer):
+        def is_leaf_module(self, m: Any, module_qualified_name: str) -> bool:
+            return True
+
+    try:
+        traced = KeepModules().trace(code_only)
+        again = fx.GraphModule(code_only, traced)
+    except Exception:  # tracing runs the graph's functions on proxies: any error tells that it cannot
+        return False
+    # The constructor makes anew what holds the modules: buffers outside the state dict and modes may change.
+    modes, modes_again = (
+        {name: part.training for name, part in one.named_modules() if name} for one in (module, again)
+    )
+    return (
+        modes == modes_again
+        and list(module.state_dict()) == list(again.state_dict())
+        and _operations(module.graph) == _operations(traced)
+    )
+
+
+def _operations(graph: fx.Graph) -> list[Any]:
+    place = {node: index for index, node in enumerate(graph.nodes)}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return ("node", place[value])
+        if isinstance(value, (tuple, list)):
+            return [plain(item) for item in value]
+        if isinstance(value, dict):
+            return [(key, plain(item)) for key, item in value.items()]
+        if isinstance(value, slice):
+            return ("slice", plain(value.start), plain(value.stop), plain(value.step))
+        return repr(value)
+
+    return [
+        (node.op, _called(node.target), plain(node.args), plain(dict(node.kwargs))) for node in graph.nodes
+    ]
+
+
+def _called(target: Any) -> Any:
+    return target if isinstance(target, str) else getattr(target, "__name__", repr(target))

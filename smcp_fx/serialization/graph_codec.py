@@ -1,0 +1,176 @@
+"""Graphs as JSON. Functions are looked up in closed lists; nothing is evaluated or imported by a made-up name.
+
+Because a `GraphModule` generates Python code from its graph, every name that ends up in that code is checked.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from smcp_fx.errors import CheckpointError
+from smcp_fx.serialization.call_rules import describe
+from smcp_fx.serialization.safe_operations import LEAF_FUNCTIONS, function_names, functions
+from smcp_fx.serialization.saved_names import check_argument, check_identifier, check_path
+from smcp_fx.storage.value_codec import Special, decode_value, encode_value
+from smcp_fx.tracing.modes import ModeCodeGen, by_mode, with_branches
+
+_OPERATIONS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
+_MOST_NODES = 200_000
+
+
+def function_name(function: Any, where: str) -> str:
+    """Return the name a function is saved under; `CheckpointError` for one that is not on the list."""
+    try:
+        name = function_names().get(function)
+    except TypeError:  # what cannot be hashed
+        name = None
+    if name is not None:
+        return name
+    if isinstance(function, type) and issubclass(
+        function, dict
+    ):  # the class of an output: its entries are saved
+        return "builtins.dict"
+    module = str(getattr(function, "__module__", None))
+    attribute = str(getattr(function, "__qualname__", function))
+    if attribute in LEAF_FUNCTIONS.get(module, "").split():
+        return f"{module}.{attribute}"
+    raise CheckpointError(
+        f"{where}: the function {module}.{attribute} cannot be saved by name. Allowed are the tensor functions of "
+        "torch, operator, math, and leaf functions of torchvision and timm. Write the model with these, or let "
+        "torch.fx trace into the function (without torch.fx.wrap)."
+    )
+
+
+def find_function(name: Any, where: str) -> Callable[..., Any]:
+    """Return the function of a saved name; `CheckpointError` for everything that is not on the list."""
+    found = functions().get(name) if isinstance(name, str) else None
+    if found is not None:
+        return found
+    module, _, attribute = str(name).rpartition(".")
+    if attribute and attribute in LEAF_FUNCTIONS.get(module, "").split():
+        try:
+            return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+        except (ImportError, AttributeError) as error:
+            package = module.partition(".")[0]
+            raise CheckpointError(
+                f"{where}: {name} cannot be imported ({error}). The model calls into {package}: install it, in the "
+                "version that the manifest names under 'libraries'."
+            ) from error
+    raise CheckpointError(
+        f"{where}: the function {str(name)[:120]!a} is not one that a saved model may call. The manifest was made by "
+        "another version of a library, or was tampered with: save the model again with the versions here."
+    )
+
+
+def encode_graph(graph: fx.Graph) -> list[dict[str, Any]]:
+    """Return a graph as a list of nodes: name, op, target, args, kwargs. `CheckpointError` names the node."""
+    if not _generates_its_code(graph):
+        raise CheckpointError(
+            f"the graph generates its code with {type(graph._codegen).__name__}, which cannot be saved; trace the "
+            "model with smcp_fx.prepare, which takes its inputs as they are"
+        )
+    return [_encode_node(node) for node in graph.nodes]
+
+
+def _generates_its_code(graph: fx.Graph) -> bool:
+    """Can the code be generated again from the nodes alone?"""
+    return type(graph._codegen) in (fx.graph.CodeGen, ModeCodeGen)
+
+
+def _encode_node(node: fx.Node) -> dict[str, Any]:
+    where = describe(node)
+
+    def special(value: Any) -> Any:
+        return {"node": value.name} if isinstance(value, fx.Node) else None
+
+    target = node.target
+    saved = function_name(target, where) if node.op == "call_function" else str(target)
+    data = {
+        "name": node.name,
+        "op": node.op,
+        "target": saved,
+        "args": [encode_value(value, where, special) for value in node.args],
+        "kwargs": {key: encode_value(value, where, special) for key, value in node.kwargs.items()},
+    }
+    check_identifier(node.name, where)
+    for key in node.kwargs:
+        check_identifier(key, where)
+    _check_target(node.op, saved, where)
+    return data
+
+
+def _check_target(op: str, target: str, where: str) -> None:
+    """What holds of every node that is written or read; what it may be called on, `smcp_fx.serialization.call_rules` says."""
+    if op == "placeholder":
+        check_argument(target.removeprefix("*").removeprefix("*"), where)
+    elif op in ("get_attr", "call_module"):
+        check_path(target, where)
+    elif op == "call_method":
+        check_identifier(target, where)
+
+
+def decode_graph(nodes: list[dict[str, Any]], device: torch.device) -> fx.Graph:
+    """Inverse of `encode_graph`; device constants become ``device``."""
+    if not isinstance(nodes, list) or not 0 < len(nodes) <= _MOST_NODES:
+        raise CheckpointError(f"the graph has no nodes, or more than {_MOST_NODES}: save the model again")
+    graph = fx.Graph()
+    known: dict[str, fx.Node] = {}
+    special: dict[str, Special] = {
+        "node": lambda name: known[name],
+        "device": lambda name: torch.device("meta") if name == "meta" else device,
+    }
+    for data in nodes:
+        name, op, target = data["name"], data["op"], data["target"]
+        where = f"node {str(name)[:80]!a}"
+        check_identifier(name, where)
+        if op not in _OPERATIONS or not isinstance(target, str) or name in known:
+            raise CheckpointError(
+                f"{where}: operation {str(op)[:80]!a} of {target[:80]!a} is not one of a graph, or comes twice"
+            )
+        _check_target(op, target, where)
+        if not isinstance(data["args"], list) or (op in ("get_attr", "placeholder") and data["kwargs"]):
+            raise CheckpointError(f"{where}: its arguments are not those of a {op}")
+        args = tuple(decode_value(value, where, special) for value in data["args"])
+        kwargs = {
+            check_identifier(key, where): decode_value(value, where, special)
+            for key, value in data["kwargs"].items()
+        }
+        called = find_function(target, where) if op == "call_function" else target
+        node = graph.create_node(op, called, args, kwargs, name=name)
+        if node.name != name:
+            raise CheckpointError(f"{where}: the name stands for something else in generated code")
+        if called is by_mode and not _is_choice(node):
+            raise CheckpointError(f"{where}: it does not choose between two values by a module's mode")
+        if op == "call_function" and target not in functions():
+            node.meta["is_wrapped"] = True  # a leaf when the loaded model is traced again, too
+        known[name] = node
+    if [data["op"] for data in nodes].count("output") != 1 or nodes[-1]["op"] != "output":
+        raise CheckpointError(
+            "the graph has no output, or several; the manifest is damaged: save the model again"
+        )
+    return with_branches(graph)
+
+
+def _is_choice(node: fx.Node) -> bool:
+    """`by_mode(flag, evaluated, trained)`, whose generated code names the flag."""
+    flag = node.args[0] if len(node.args) == 3 and not node.kwargs else None
+    return (
+        isinstance(flag, fx.Node) and flag.op == "get_attr" and str(flag.target).split(".")[-1] == "training"
+    )
+
+
+def saved_function_names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The name under which the function of each node is saved; `CheckpointError` names what has none."""
+    return {
+        node: function_name(node.target, describe(node)) for node in graph.nodes if node.op == "call_function"
+    }
+
+
+def read_values(graph: fx.Graph) -> set[str]:
+    """The paths of what the graph reads from its modules: tensors, flags, numbers."""
+    return {str(node.target) for node in graph.nodes if node.op == "get_attr"}

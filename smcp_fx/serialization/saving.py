@@ -1,0 +1,282 @@
+"""Save a converted model as two files, tensors and manifest, and load it without the class it came from.
+
+    pruned.safetensors   every tensor once, also what several modules share
+    pruned.json          the graph, the leaf modules' classes and attributes, the tensor file's sha256 and its own
+
+No code is stored and none is evaluated on loading. What a file may name are the functions, tensor methods and
+attributes of `smcp_fx.serialization.safe_operations` and the module classes of `smcp_fx.serialization.safe_modules`; both lists are closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, fx, nn
+
+from smcp_fx.errors import CheckpointError, InputError
+from smcp_fx.prepared import PreparedModel
+from smcp_fx.regions import runs_in_regions
+from smcp_fx.serialization.converted import ConvertedModule
+from smcp_fx.serialization.graph_codec import decode_graph, encode_graph, read_values
+from smcp_fx.serialization.module_codec import check_targets, decode_modules, encode_modules
+from smcp_fx.serialization.saved_names import check_identifier, is_identifier
+from smcp_fx.storage.tensor_file import TensorWriter, restore, write_together
+from smcp_fx.storage.versions import library_versions, saved_with
+
+FORMAT = "smcp_fx.model"
+FORMAT_VERSION = 2
+_SUFFIX = ".safetensors"
+#: More than any network's: 200,000 nodes of 300 characters each.
+_MANIFEST_BYTES = 1 << 26
+#: The manifest's last line: the sha256 of all that stands before it.
+_SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
+_SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
+
+
+def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] | None = None) -> Path:
+    """Write a converted model to ``path`` (``*.safetensors``) and its manifest beside it (``*.json``).
+
+    ``metadata`` (kept counts, target, source: anything JSON can hold) goes into the manifest, and
+    `read_metadata` returns it. Both files are written in full beside their places before they are renamed.
+    The same model gives the same bytes. Attributes of modules that neither their class nor the graph reads are
+    left out. Returns the path of the tensor file.
+
+    Errors: `InputError` for arguments of the wrong kind; `CheckpointError` for a node or module that a file
+    cannot hold (both named), and when writing fails.
+    """
+    path = Path(path)
+    if path.suffix != _SUFFIX:
+        raise InputError(
+            f"a model is saved to a *{_SUFFIX} file, its manifest beside it as *.json; not to {path}"
+        )
+    if isinstance(converted, PreparedModel):
+        raise InputError("a prepared model is not saved: save smcp_fx.convert(prepared), or its state_dict()")
+    try:
+        noted = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"the metadata cannot be written as JSON ({error}); use numbers, strings, lists, dicts"
+        ) from error
+    content, manifest = _contents(converted, noted)
+    write_together({path: content, _manifest_path(path): manifest})
+    return path
+
+
+def load(path: Path | str, map_location: str | torch.device = "cpu") -> fx.GraphModule:
+    """Read what `save` wrote and return a plain `GraphModule`; tensors and device constants on ``map_location``.
+
+    Modules are in the modes (train or eval) they were saved in. Raises `CheckpointError` for files that are
+    missing, damaged, not each other's, of another version, or name what a model may not call.
+    """
+    path = Path(path)
+    try:
+        device = torch.empty(0, device=map_location).device
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"map_location {map_location!r} is not a device of this machine: {error}") from error
+    manifest = _read_manifest(path)
+    _check_tensor_file(path, manifest)
+    with _damaged(path, manifest):
+        return _assembled(manifest, safetensors.torch.load_file(path), device)
+
+
+def check_savable(model: nn.Module) -> None:
+    """Raise what `save` would raise for what `convert` makes of a prepared model, or for a converted one.
+
+    To be asked before training: which units go changes no class, function or attribute. A prepared model is
+    copied and sliced for it; nothing is written.
+    """
+    if isinstance(model, PreparedModel):
+        from smcp_fx.prepare import sliced
+
+        if not runs_in_regions(model):
+            model = sliced(model)
+    _encoded(model, {}, TensorWriter())
+
+
+def pack(converted: nn.Module) -> tuple[bytes, bytes]:
+    """Return the two files of `save` as bytes, for `unpack`; errors as for `save`."""
+    return _contents(converted, {})
+
+
+def unpack(content: bytes, manifest: bytes) -> fx.GraphModule:
+    """Inverse of `pack`; errors as for `load`."""
+    path = Path("a pickled model")
+    read = _parsed(manifest, path)
+    with _damaged(path, read):
+        return _assembled(read, safetensors.torch.load(content), torch.device("cpu"))
+
+
+def _contents(converted: nn.Module, metadata: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    tensors = TensorWriter()
+    manifest = _encoded(converted, metadata, tensors)
+    try:
+        # One entry only: safetensors writes several in an order that changes from run to run.
+        content = safetensors.torch.save(tensors.stored, {"format": "pt"})
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the tensors cannot be written as safetensors: {error}") from error
+    manifest["tensor_file"] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    return content, render(manifest)
+
+
+def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorWriter) -> dict[str, Any]:
+    if runs_in_regions(converted):
+        raise CheckpointError(
+            f"{type(converted).__name__} was traced in regions: the rest of it is Python code, which a file cannot "
+            "hold. Save prepared.state_dict() instead, load it into a model prepared in the same way, and convert "
+            "that: the masks are in it."
+        )
+    if not isinstance(converted, fx.GraphModule):
+        raise InputError(f"save needs what smcp_fx.convert returned, not {type(converted).__name__}")
+    name = type(converted).__name__
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "libraries": library_versions(),
+        "class": name if is_identifier(name) else "GraphModule",
+        "metadata": metadata,
+        "graph": encode_graph(converted.graph),
+        "modules": encode_modules(converted, read_values(converted.graph), tensors),
+        "tensors": tensors.entries,
+    }
+    check_targets(converted, converted.graph)
+    return manifest
+
+
+def _assembled(
+    manifest: Mapping[str, Any], stored: Mapping[str, Tensor], device: torch.device
+) -> fx.GraphModule:
+    graph = decode_graph(manifest["graph"], device)
+    root = decode_modules(
+        manifest["modules"], read_values(graph), restore(stored, manifest["tensors"], device)
+    )
+    check_targets(root, graph)
+    module = ConvertedModule(root, graph, class_name=check_identifier(manifest["class"], "the model's class"))
+    # The constructor copies what the graph refers to; the saved order, and what it does not use, count too.
+    for name, value in vars(root).items():
+        if name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training"):
+            vars(module)[name] = value
+    return module
+
+
+def read_metadata(path: Path | str) -> dict[str, Any]:
+    """Return the metadata that `save` was given for the model at ``path``; errors as for `load`."""
+    path = Path(path)
+    manifest = _read_manifest(path)
+    with _damaged(path, manifest):
+        return dict(manifest["metadata"])
+
+
+def _manifest_path(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def render(manifest: Mapping[str, Any]) -> bytes:
+    """JSON with one line a node, module and tensor, to be compared line by line, and the sha256 of it all."""
+    lines = []
+    for key, value in manifest.items():
+        if key == "sha256":
+            continue
+        content = json.dumps(value, allow_nan=False)
+        if isinstance(value, list) and value:
+            content = "[\n  " + ",\n  ".join(json.dumps(item, allow_nan=False) for item in value) + "\n ]"
+        lines.append(f" {json.dumps(key)}: {content}")
+    text = ("{\n" + ",\n".join(lines)).encode()
+    return text + f',\n "sha256": "{hashlib.sha256(text).hexdigest()}"\n}}\n'.encode()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    manifest_path = _manifest_path(path)
+    if path.suffix != _SUFFIX:
+        raise CheckpointError(
+            f"{path} is not a *{_SUFFIX} file: pass the tensor file that smcp_fx.save wrote; its manifest is "
+            "found beside it"
+        )
+    for file, what in ((path, "model"), (manifest_path, "manifest")):
+        if not file.is_file():
+            raise CheckpointError(
+                f"there is no {what} file {file}: smcp_fx.save writes {path.name} and {manifest_path.name}; keep "
+                "both in one directory, under one name"
+            )
+    try:
+        if manifest_path.stat().st_size > _MANIFEST_BYTES:
+            raise CheckpointError(
+                f"{manifest_path} is larger than any model's manifest: save the model again"
+            )
+        content = manifest_path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{manifest_path} cannot be read: {error}") from error
+    return _parsed(content, manifest_path)
+
+
+def _parsed(content: bytes, manifest_path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{manifest_path} is damaged ({error}): copy it again, or save the model again"
+        ) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{manifest_path} is not a manifest of smcp_fx.save: pass the path that save was given, and see that "
+            "no other program wrote a file of that name"
+        )
+    if manifest.get("version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{manifest_path} has format version {manifest.get('version')!r}; this smcp_fx reads version "
+            f"{FORMAT_VERSION}. Load it with the smcp_fx that wrote it {saved_with(manifest)}, or save it again."
+        )
+    sealed, last = content[:-_SEAL_BYTES], _SEAL.fullmatch(content[-_SEAL_BYTES:])
+    if last is None or last[1].decode() != hashlib.sha256(sealed).hexdigest():
+        raise CheckpointError(
+            f"{manifest_path} is damaged (its sha256 differs): it was changed since it was written. Copy it again, "
+            "or save the model again"
+        )
+    return manifest
+
+
+def _check_tensor_file(path: Path, manifest: Mapping[str, Any]) -> None:
+    with _damaged(path, manifest):
+        digest, size = str(manifest["tensor_file"]["sha256"]), int(manifest["tensor_file"]["bytes"])
+    try:
+        found = path.stat().st_size
+        if found < size:
+            raise CheckpointError(
+                f"{path} is cut off: {found} of {size} bytes are there. Copy it again, or save the model again."
+            )
+        hasher = hashlib.sha256()
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                hasher.update(chunk)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if hasher.hexdigest() != digest:
+        raise CheckpointError(
+            f"{path} is not the file that {_manifest_path(path)} describes (its sha256 differs): the two come "
+            "from different saves, or the file was changed. Put together what one smcp_fx.save wrote, or save again."
+        )
+
+
+@contextlib.contextmanager
+def _damaged(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
+    """Turn whatever a manifest of the right version but with wrong content leads to into one clear error."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error} {saved_with(manifest)}") from error
+    except (
+        *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, OSError),
+        *(RecursionError, RuntimeError, SafetensorError, SyntaxError, TypeError, ValueError),
+    ) as error:
+        raise CheckpointError(
+            f"{_manifest_path(path)} is damaged ({type(error).__name__}: {error}): copy it again, or save the "
+            f"model again {saved_with(manifest)}"
+        ) from error

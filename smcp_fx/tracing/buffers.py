@@ -1,0 +1,109 @@
+"""Modules that write into their own buffers (running averages of their own): they are found, and called as they are.
+
+    if self.training: self.mean.mul_(0.9).add_(0.1 * x.mean((0, 2, 3)))
+
+A graph that holds both modes would do so in both; tracing itself would do a part of it, and lose what is assigned.
+Counters (buffers of integers) are not worth that: they only get their value back.
+"""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from smcp_fx.errors import TraceError
+from smcp_fx.tracing.operations import writes_in_place
+
+
+class WritesBuffersError(TraceError):
+    """The modules of these ``paths`` write into buffers."""
+
+    def __init__(self, paths: set[str]) -> None:
+        self.paths = paths
+        names = ", ".join(repr(path) if path else "the model itself" for path in sorted(paths))
+        super().__init__(
+            f"Buffers of {names} change in forward, which a graph would not do in the right mode. Move what changes "
+            "them into a module of its own: it is then called as it is."
+        )
+
+
+class Buffers:
+    """The buffers of a model before it is traced: forward may assign to them, or write into them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [
+            (path, module, name, buffer, buffer.detach().clone())
+            for path, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> set[str]:
+        """Give them their values back, if not their names; returns the modules whose numbers were changed."""
+        written = set()
+        for path, module, name, buffer, value in self._held:
+            same = bool(((buffer == value) | (value != value)).all())
+            if dict(module._buffers.items()).get(name) is not buffer or not same:
+                buffer.data.copy_(value)
+                written |= {path} if buffer.is_floating_point() else set()
+        return written
+
+    def written_by(self, model: nn.Module, graph: fx.Graph) -> set[str]:
+        """The modules into whose buffers an operation of the graph writes."""
+        owners = {
+            f"{path}.{name}" if path else name: path
+            for path, _, name, buffer, _ in self._held
+            if buffer.is_floating_point()
+        }
+        found = set()
+        for node in graph.nodes:
+            first = node.args[0] if node.args else None
+            if isinstance(first, fx.Node) and first.op == "get_attr" and writes_in_place(node, model):
+                found |= {owners[str(first.target)]} if first.target in owners else set()
+        return found
+
+
+def keep_in_state(model: nn.Module, traced: nn.Module) -> None:
+    """Give the graph's module what the graph does not read, of the model's state: branches not taken have weights.
+
+    The state dict keeps its keys, so that checkpoints of the original load, and those of the graph load there. A
+    module that stands in several places does so here, and follows the `eval()` of each.
+    """
+    _keep_places(model, traced)
+    have = set(traced.state_dict())
+    for name in model.state_dict(keep_vars=True).keys() - have:
+        path, _, attribute = name.rpartition(".")
+        source = model.get_submodule(path)
+        owner = _owner(traced, name)
+        if attribute in source._parameters:
+            owner.register_parameter(attribute, source._parameters[attribute])
+        elif attribute in source._buffers:
+            owner.register_buffer(attribute, source._buffers[attribute])
+
+
+def _keep_places(model: nn.Module, traced: nn.Module) -> None:
+    places: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(path)
+    for paths in places.values():
+        known = dict(traced.named_modules(remove_duplicate=False)) if len(paths) > 1 else {}
+        there = [path for path in paths if path in known]
+        for path in paths if there else ():
+            if path not in known:
+                _owner(traced, path).add_module(path.rpartition(".")[2], known[there[0]])
+    if any(len(paths) > 1 for paths in places.values()):  # what stands in two places is named after the first
+        originals = dict(model.named_modules(remove_duplicate=False))
+        for path, module in dict(traced.named_modules()).items():
+            order = list(originals[path]._modules) if path in originals else []
+            parts = dict(module._modules)
+            module._modules.clear()
+            module._modules.update({name: parts[name] for name in (*order, *parts) if name in parts})
+
+
+def _owner(traced: nn.Module, name: str) -> nn.Module:
+    """The module that holds what has this name; made where there is none."""
+    owner = traced
+    for part in name.split(".")[:-1]:
+        if not hasattr(owner, part):
+            owner.add_module(part, nn.Module())
+        owner = owner.get_submodule(part)
+    return owner

@@ -1,0 +1,220 @@
+"""Contexts that a forward enters: what is computed without gradients stays so; autocast stays Python.
+
+    before   with torch.no_grad():            after    f = self.back(x)
+                 f = self.back(x)                      detach = f.detach()
+             return self.head(f)                       return self.head(detach)
+
+Tracing runs the contexts, so that the mode of autograd can be read as each node is made; however it was set. What is
+made without gradients and read where there are some is detached in between: same numbers, same gradients, None where
+there are none. Layers in there are pinned, since no gradient tells what their channels are worth.
+
+Autocast chooses a precision for each operation, which no rewriting of the graph says: a module that enters it is
+called as it is, or, when it holds most of the model, split into regions whose Python enters it as ever.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.errors import TraceError
+from smcp_fx.tracing.modes import ModeInterpreter
+from smcp_fx.tracing.operations import describe, operation_name, writes_in_place
+from smcp_fx.tracing.values import OPAQUE, TensorInfo
+
+#: On nodes that were made where autograd is off.
+NO_GRAD = "smcp_no_grad"
+_FROZEN = "runs without gradients, so that nothing tells what its channels are worth"
+
+
+class AutocastError(TraceError):
+    """The modules of these ``paths`` enter or leave autocast."""
+
+    def __init__(self, paths: set[str]) -> None:
+        self.paths = paths
+        names = ", ".join(repr(path) if path else "the model itself" for path in sorted(paths))
+        super().__init__(
+            f"The forward of {names} enters `torch.autocast`, which a graph would lose. Enter it around the "
+            "model, or move what needs another precision into a module of its own, which is then called as it is."
+        )
+
+    def by_themselves(self, model: nn.Module) -> bool:
+        """Are they small parts of the model, which may be called as they are?"""
+        inside = [p for path in self.paths for p in model.get_submodule(path).parameters()]
+        whole = sum(p.numel() for p in model.parameters())
+        return "" not in self.paths and 2 * sum(p.numel() for p in inside) < whole
+
+
+class Contexts:
+    """The contexts entered while one model is traced, in the thread that traces it."""
+
+    def __init__(self) -> None:
+        self.path = ""  # of the module whose forward runs
+        self.autocast: set[str] = set()
+        self._entered: list[str] = []
+        self._thread = threading.get_ident()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Is this another thread, whose modules have nothing to do with the trace?"""
+        return threading.get_ident() != self._thread
+
+    def note(self, node: fx.Node) -> None:
+        """Tag a new node with what holds where it is made."""
+        if not torch.is_grad_enabled():
+            node.meta[NO_GRAD] = True
+        self.autocast |= set(self._entered[-1:])
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Start with gradients on, and see autocast entered and left."""
+        kind = torch.amp.autocast_mode.autocast
+        enter, leave = kind.__enter__, kind.__exit__
+
+        def entered(context: Any) -> Any:
+            if not self.elsewhere:
+                self._entered.append(self.path)
+            return enter(context)  # type: ignore[no-untyped-call]
+
+        def left(context: Any, *error: Any) -> Any:
+            if not self.elsewhere:
+                self._entered.pop()
+            return leave(context, *error)
+
+        with mock.patch.multiple(kind, __enter__=entered, __exit__=left), torch.enable_grad():
+            yield
+
+
+def same_modes(evaluated: fx.Graph, trained: fx.Graph) -> None:
+    """`set_grad_enabled(self.training)`: how training has it, when both modes run the same operations."""
+    pairs = list(zip(evaluated.nodes, trained.nodes, strict=False))
+    if len(evaluated.nodes) == len(trained.nodes) and all(a.op == b.op for a, b in pairs):
+        for a, b in pairs:
+            same_mode(a, b)
+
+
+def same_mode(evaluated: fx.Node, trained: fx.Node) -> None:
+    """A node that both modes run has gradients where it has them in training."""
+    evaluated.meta.pop(NO_GRAD, None)
+    evaluated.meta |= {NO_GRAD: True} if NO_GRAD in trained.meta else {}
+
+
+class _Returned(ModeInterpreter):
+    """Finds the operations that return what they were given: that keeps its gradient, wherever they run."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.operand: dict[fx.Node, fx.Node] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor) and NO_GRAD in n.meta:
+            given = [node for node in n.all_input_nodes if self.env.get(node) is result]
+            self.operand |= {n: given[0]} if given else {}
+        return result
+
+
+def without_gradients(
+    traced: fx.GraphModule, values: dict[str, Any], run: Callable[[Callable[..., Any]], Any]
+) -> None:
+    """Detach what was made without gradients where it is read with them.
+
+    ``values`` are those of the nodes; ``run`` calls a function on the example inputs, the model in eval mode.
+    Raises `TraceError` for an operation in there that writes into a tensor which has gradients.
+    """
+    graph = traced.graph
+    frozen = {
+        n for n in graph.nodes if NO_GRAD in n.meta and n.op not in ("placeholder", "get_attr", "output")
+    }
+    if not frozen:
+        return
+    returned = _operands(traced, run)
+    for node in graph.nodes:
+        source = node.args[0] if node.args else None
+        if node in frozen and writes_in_place(node, traced) and source not in frozen:
+            raise TraceError(
+                f"{describe(node)} writes, under torch.no_grad(), into {source}, which has gradients: write it "
+                "out of place, or move it into a module that is named in prepare(..., leaves=[...])."
+            )
+        if node in frozen and node in returned and returned[node] not in frozen:
+            frozen.remove(node)
+        elif node.target is operator.getitem and source in frozen and not _is_tensor(values, source):
+            frozen.add(node)  # a part of several tensors, which no operation makes
+    for node in frozen:
+        if node.op == "call_module":
+            weights = list(traced.get_submodule(str(node.target)).parameters())
+        else:
+            read = [n for n in node.all_input_nodes if n.op == "get_attr"]
+            weights = [w for n in read if isinstance(w := _attribute(traced, str(n.target)), nn.Parameter)]
+        if any(weight.dim() > 1 for weight in weights):
+            node.meta.setdefault(
+                OPAQUE, f"{node.target if node.op == 'call_module' else describe(node)!r} {_FROZEN}"
+            )
+    for node in [n for n in graph.nodes if n in frozen]:
+        readers = [user for user in node.users if user not in frozen and _has_tensors(values.get(user.name))]
+        if readers and _has_tensors(values.get(node.name)):
+            with graph.inserting_after(node):
+                detached = _detached(graph, node, values)
+            for user in readers:
+                user.replace_input_with(node, detached)
+    graph.lint()
+    traced.recompile()
+
+
+def _operands(traced: fx.GraphModule, run: Callable[[Callable[..., Any]], Any]) -> dict[fx.Node, fx.Node]:
+    finder = _Returned(traced)
+    run(finder.run)
+    modules = dict(traced.named_modules())
+    return {
+        node: operand
+        for node, operand in finder.operand.items()
+        if "drop"
+        not in str(operation_name(node, modules[str(node.target)] if node.op == "call_module" else None))
+    }
+
+
+def _detached(graph: fx.Graph, node: fx.Node, values: dict[str, Any]) -> fx.Node:
+    """The node's tensor, or its tuple or list of tensors, detached; added at the graph's insert point."""
+    value = values[node.name]
+    if isinstance(value, TensorInfo):
+        made = graph.call_method("detach", (node,))
+    elif isinstance(value, (tuple, list)):
+        parts = []
+        point = node
+        for index, part in enumerate(value):
+            with graph.inserting_after(point):
+                item = point = graph.call_function(operator.getitem, (node, index))
+            values[item.name] = part
+            if _has_tensors(part):
+                with graph.inserting_after(item):
+                    item = point = _detached(graph, item, values)
+            parts.append(item)
+        with graph.inserting_after(point):
+            made = graph.call_function(type(value) if type(value) in (tuple, list) else tuple, (parts,))
+    else:
+        raise TraceError(
+            f"{describe(node)} returns a {type(value).__name__} under torch.no_grad(): return tensors."
+        )
+    values[made.name] = value
+    return made
+
+
+def _is_tensor(values: dict[str, Any], node: Any) -> bool:
+    return isinstance(values.get(node.name), TensorInfo)
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, TensorInfo) for leaf in pytree.tree_leaves(value))
+
+
+def _attribute(module: nn.Module, target: str) -> Any:
+    path, _, name = target.rpartition(".")
+    return getattr(module.get_submodule(path), name, None)

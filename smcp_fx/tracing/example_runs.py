@@ -1,0 +1,188 @@
+"""What a model is run on before it is traced, and what runs show: outputs, values of nodes, work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.errors import InputError
+from smcp_fx.tracing.attributes import Attributes
+from smcp_fx.tracing.modes import ALWAYS, ModeInterpreter
+from smcp_fx.tracing.multiply_adds import MultiplyAdds
+from smcp_fx.tracing.shape_tracer import plain_lists
+from smcp_fx.tracing.values import TensorInfo
+
+#: max |eager - traced| may reach this share of the output's scale: both run the same kernels in the same order.
+_SAME = 1e-6
+
+
+def as_inputs(example_inputs: Tensor | tuple[Any, ...] | list[Any]) -> tuple[Any, ...]:
+    """Return the example inputs as a tuple of positional arguments."""
+    return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+
+
+def default_inputs(model: nn.Module) -> tuple[Any, ...]:
+    """Guess inputs the model accepts: its `example_input_array`, timm's `pretrained_cfg`, or an image.
+
+    The image has the first convolution's input channels, batch 2, and the smallest of 32, 64, 224, 299
+    pixels a side that the model takes. Raises `InputError` when none fits.
+    """
+    given = getattr(model, "example_input_array", None)
+    if given is not None:
+        return as_inputs(given)
+    config = getattr(model, "pretrained_cfg", None)
+    if isinstance(config, dict) and "input_size" in config:
+        return (torch.randn(2, *config["input_size"]),)
+    first = next((m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d))), None)
+    reasons = ["no convolution was found"]
+    if first is not None:
+        rank = len(first.kernel_size)
+        reasons = []
+        for side in (32, 64, 224, 299) if rank < 3 else (16, 32, 112):
+            image = torch.randn(2, first.in_channels, *(side,) * rank)
+            try:
+                run_eager(model, (image.to(first.weight),))
+            except Exception as error:
+                reasons.append(f"{tuple(image.shape)}: {first_line(error)}")
+            else:
+                return (image.to(first.weight),)
+    raise InputError(
+        f"no example input fits {type(model).__name__} ({'; '.join(reasons)}). "
+        "Pass one: prepare(model, example_inputs=torch.randn(...))."
+    )
+
+
+def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any] | None = None) -> Any:
+    """Run the model (or ``run``) in eval mode without gradients; modes are kept, caches that forward fills undone.
+
+    It gets copies of the inputs, into which it may write.
+    """
+    copies: dict[int, Tensor] = {}
+    inputs = pytree.tree_map(
+        lambda v: copies.setdefault(id(v), v.detach().clone()) if isinstance(v, Tensor) else v, inputs
+    )
+    before = Attributes(model)
+    model.eval()
+    try:
+        with torch.no_grad():
+            return (run or model)(*inputs)
+    finally:
+        before.restore(constants=False)
+
+
+class Recorder(ModeInterpreter):
+    """Notes what the nodes that one mode runs give, and what they take."""
+
+    def __init__(self, module: fx.GraphModule, training: bool) -> None:
+        super().__init__(module, training)
+        self.values: dict[str, Any] = {}
+        self.work: dict[str, int] = {}
+        self.counted = MultiplyAdds()
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """Lists as the generated code has them: functions may write into them."""
+        return plain_lists(super().fetch_args_kwargs_from_env(n))
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not self.runs(n):
+            return None
+        before = self.counted.total
+        result = super().run_node(n)
+        if self.counted.total > before:
+            self.work[n.name] = self.counted.total - before
+        self.values[n.name] = pytree.tree_map(
+            lambda v: TensorInfo(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v, result
+        )
+        if isinstance(result, (torch.finfo, torch.iinfo)):
+            self.values[n.name] = None  # cannot be copied, and no size follows from it
+        return result
+
+
+def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    """Run a graph in eval mode; return its output, and the values and work of its nodes, as `Traced` holds them.
+
+    What only training runs is run, too, for its values; buffers and the random generator are as they were.
+    """
+    recorder = Recorder(module, False)
+    two_modes = any(condition != ALWAYS for condition in recorder.when.values())
+    with recorder.counted:
+        output = run_eager(module, inputs, recorder.run)
+    if not two_modes:
+        return output, recorder.values, recorder.work
+    also = Recorder(module, True)
+    with unchanged(module):
+        run_eager(module, inputs, also.run)
+    return output, {node.name: None for node in recorder.when} | also.values | recorder.values, recorder.work
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Buffers, attributes that forward sets, and the random generator are left as they were."""
+    before = Attributes(module)
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = sorted({buffer.device.index or 0 for buffer in module.buffers() if buffer.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        before.restore(constants=False)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):  # a write would count as a change
+                    buffer.copy_(value)
+
+
+def images_in(inputs: tuple[Any, ...]) -> int:
+    """How many images the example holds; a region's own batch may be something else (boxes, say).
+
+    The length of the first argument: a batch, or a list of images.
+    """
+    first = inputs[0] if inputs else None
+    return len(first) if isinstance(first, (list, tuple, Tensor)) and len(first) else 1
+
+
+def same_values(expected: Any, found: Any) -> bool:
+    """Tell whether two outputs (any pytree) hold the same tensors, up to rounding."""
+    left, left_spec = pytree.tree_flatten(plain(expected))
+    right, right_spec = pytree.tree_flatten(plain(found))
+    if left_spec != right_spec:
+        return False
+    for a, b in zip(left, right, strict=True):
+        if isinstance(a, Tensor) != isinstance(b, Tensor):
+            return False
+        if isinstance(a, Tensor):
+            if a.shape != b.shape or a.dtype != b.dtype:
+                return False
+            if not torch.allclose(a, b, rtol=0, atol=_SAME * _scale(a), equal_nan=True):
+                return False
+    return True
+
+
+def plain(tree: Any) -> Any:
+    """Containers as dict and tuple: fx returns its own kinds of them."""
+    if isinstance(tree, Mapping):
+        return {key: plain(value) for key, value in tree.items()}
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {f.name: plain(getattr(tree, f.name)) for f in dataclasses.fields(tree)}
+    if isinstance(tree, (list, tuple)):
+        return tuple(plain(value) for value in tree)
+    return tree
+
+
+def _scale(value: Tensor) -> float:
+    if not value.numel() or not value.is_floating_point():
+        return 0.0
+    return float(torch.nan_to_num(value.detach(), 0.0, 0.0, 0.0).abs().max())
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, as a sentence."""
+    text = str(error).strip().splitlines()
+    line = text[0] if text else type(error).__name__
+    return line if line.endswith((".", "!", "?")) else line + "."

@@ -1,0 +1,180 @@
+"""How many parts `split`, `unbind` and their like give: fixed by the model, or by the example's sizes?
+
+q, k, v = qkv.reshape(b, n, 3, h, d).permute(2, 0, 3, 1, 4).unbind(0)     three, whatever the input
+for tile in x.split(8, dim=3)                                             as many as the width holds
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from smcp_fx.tracing.operations import operation_name
+
+_SPLITS = {"split", "unbind", "chunk", "unsafesplit", "unsafechunk"}
+#: Operations that keep the size of every dimension.
+_SAME_SIZES = frozenset(
+    """
+relu relu6 leakyrelu elu selu celu gelu silu mish sigmoid tanh softmax logsoftmax hardswish hardsigmoid hardtanh
+dropout dropout2d identity contiguous batchnorm layernorm groupnorm instancenorm normalize clone detach float half to
+typeas prelu softplus clamp abs neg exp sqrt square zeroslike oneslike emptylike fulllike randnlike maskedfill
+""".split()
+)
+_ARITHMETIC = {"add", "sub", "mul", "div"}
+_FACTORIES = {"zeros", "ones", "empty", "randn", "rand"}
+_SIZED = _FACTORIES | {"view", "reshape", "newzeros", "newones", "newempty"}
+_SPATIAL = {
+    f"{kind}pool{rank}d" for kind in ("max", "avg", "adaptiveavg", "adaptivemax") for rank in (1, 2, 3)
+}
+_CONVOLUTIONS = {f"conv{rank}d" for rank in (1, 2, 3)} | {f"convtranspose{rank}d" for rank in (1, 2, 3)}
+
+
+class Sizes:
+    """Which sizes of a traced graph are in the model's code or parameters, so that no input changes them.
+
+    ``value`` tells nodes' values on the example.
+    """
+
+    def __init__(self, model: nn.Module, value: Callable[[fx.Node], Any]) -> None:
+        self.model = model
+        self.value = value
+        self._known: dict[tuple[fx.Node, int], bool] = {}
+
+    # ---- parts ------------------------------------------------------------------------------------------
+
+    def may_vary(self, node: fx.Node) -> bool:
+        """May `split`, `unbind` or one of their like give another number of parts for another input?"""
+        name = self._name(node)
+        if name not in _SPLITS or not isinstance(_source(node), fx.Node):
+            return False
+        if name != "unbind" and isinstance(_asked(node), (tuple, list)):
+            return False
+        return not self.is_fixed(_source(node), self._dim(node))
+
+    def number_of_parts(self, node: fx.Node, proxy: Callable[[fx.Node], Any]) -> Any:
+        """How many parts such a node gives, as a number of the graph (``proxy`` stands for a node)."""
+        size = proxy(_source(node)).size(self._dim(node))
+        name, asked = self._name(node), _asked(node)
+        if name == "unbind":
+            return size
+        asked = proxy(asked) if isinstance(asked, fx.Node) else asked
+        if "chunk" in name:
+            asked = (size + (asked - 1)) // asked  # how large each part is
+        return (size + (asked - 1)) // asked
+
+    def _dim(self, node: fx.Node) -> int:
+        """The dimension that is split."""
+        dim = _argument(node, 1 if self._name(node) == "unbind" else 2, "dim")
+        dim = self.value(dim) if isinstance(dim, fx.Node) else dim or 0
+        return int(dim) if dim >= 0 else int(dim) + int(self.value(_source(node)).dim())
+
+    # ---- sizes ------------------------------------------------------------------------------------------
+
+    def is_fixed(self, node: fx.Node, dim: int) -> bool:
+        """Is the size of this dimension the same for every input?"""
+        passed = []
+        while (node, dim) not in self._known:
+            passed.append((node, dim))
+            self._known[node, dim] = False  # until it is told
+            found = self._told(node, dim)
+            if isinstance(found, bool):
+                self._known[node, dim] = found
+            else:
+                node, dim = found
+        for place in passed:
+            self._known[place] = self._known[node, dim]
+        return self._known[node, dim]
+
+    def _told(self, node: fx.Node, dim: int) -> bool | tuple[fx.Node, int]:
+        """The answer, or the node and dimension of which it is the same."""
+        if node.op == "get_attr":
+            return True
+        name, source = self._name(node), _source(node)
+        if name in _CONVOLUTIONS:
+            return bool(dim == self.value(node).dim() - int(name[-2]) - 1)
+        if name in ("linear", "embedding") and dim == self.value(node).dim() - 1:
+            return True
+        if name in _SIZED:
+            return self._is_written(_flat(node.args[name not in _FACTORIES :]), dim)
+        if name == "cat" and isinstance(source, (tuple, list)):
+            along = _argument(node, 1, "dim") or 0
+            fixed = (self.is_fixed(part, dim) for part in source if isinstance(part, fx.Node))
+            return all(fixed) if along % self.value(node).dim() == dim else any(fixed)
+        if node.op == "call_function" and node.target is operator.getitem and isinstance(source, fx.Node):
+            if self._name(source) not in ("split", "chunk") or isinstance(_asked(source), fx.Node):
+                return False
+            source = _source(source)
+        if name == "permute" and isinstance(source, fx.Node):
+            order = _flat(node.args[1:])
+            return (source, order[dim] % len(order)) if all(type(place) is int for place in order) else False
+        if not isinstance(source, fx.Node) or not isinstance(self.value(source), Tensor):
+            return False
+        shape = self.value(source).shape
+        if name == "transpose":
+            pair = [place % len(shape) for place in node.args[1:] if type(place) is int]
+            other = pair[1 - pair.index(dim)] if len(pair) == 2 and dim in pair else dim
+            return (source, other) if len(pair) == 2 else False
+        if name in _ARITHMETIC:  # broadcasting changes no size but 1
+            return (source, dim) if len(shape) == self.value(node).dim() and shape[dim] != 1 else False
+        spatial = name in _SPATIAL and dim >= len(shape) - int(name[-2])
+        known = name in _SAME_SIZES or name in _SPATIAL or name in ("linear", "getitem")
+        return (source, dim) if known and not spatial else False
+
+    def is_fixed_number(self, node: fx.Node) -> bool:
+        """Does the number follow from such sizes alone?"""
+        todo = [node]
+        while todo:
+            here = todo.pop()
+            source, dim = (*here.args, None, None)[:2]
+            if here.op == "call_function" and here.target is operator.getitem and isinstance(source, fx.Node):
+                asked = source.target is getattr and source.args[1] == "shape"
+                asked |= source.target == "size" and len(source.args) == 1
+                source = source.args[0] if asked else None
+            elif here.op == "call_function" and getattr(here.target, "__module__", "") in (
+                "_operator",
+                "math",
+            ):
+                todo += here.all_input_nodes
+                continue
+            elif here.op != "call_method" or here.target != "size":
+                return False
+            tensor = self.value(source) if isinstance(source, fx.Node) else None
+            if not isinstance(tensor, Tensor) or type(dim) is not int:
+                return False
+            if not self.is_fixed(source, dim % tensor.dim()):  # type: ignore[arg-type]
+                return False
+        return True
+
+    def _is_written(self, sizes: list[Any], dim: int) -> bool:
+        """Is the size of the dimension a known number in the arguments of `view`, `zeros` and their like?"""
+        size = sizes[dim] if dim < len(sizes) else None
+        if isinstance(size, fx.Node):
+            return type(self.value(size)) is int and self.is_fixed_number(size)
+        return type(size) is int and size > 0
+
+    def _name(self, node: fx.Node) -> str:
+        if node.op not in ("call_function", "call_method", "call_module"):
+            return ""
+        module = self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        return operation_name(node, module) or ""
+
+
+def _source(node: fx.Node) -> Any:
+    return node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("tensor"))
+
+
+def _asked(node: fx.Node) -> Any:
+    return _argument(node, 1, "chunks", "split_size", "split_size_or_sections")
+
+
+def _flat(arguments: Any) -> list[Any]:
+    return list(arguments[0] if arguments and isinstance(arguments[0], (tuple, list)) else arguments)
+
+
+def _argument(node: fx.Node, position: int, *names: str) -> Any:
+    if len(node.args) > position:
+        return node.args[position]
+    return next((node.kwargs[name] for name in names if name in node.kwargs), None)

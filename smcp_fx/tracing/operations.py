@@ -1,0 +1,150 @@
+"""Names for the operations of a graph: one name, whether called as function, method or module.
+
+Only the callables of torch's own namespaces have a name; what has none is an unknown operation, and what is
+unknown is pinned (the channel graph is a closed world). `F.leaky_relu`, `Tensor.leaky_relu_` and
+`nn.LeakyReLU` all are "leakyrelu": lower case, no underscores.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+_IN_OPERATORS = ("iadd", "isub", "imul", "itruediv", "setitem")
+_ALIASES = {
+    "iadd": "add",
+    "isub": "sub",
+    "imul": "mul",
+    "itruediv": "div",
+    "truediv": "div",
+    "truedivide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "concat": "cat",
+    "concatenate": "cat",
+    "clip": "clamp",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "moveaxis": "movedim",
+    "absolute": "abs",
+    "negative": "neg",
+    "syncbatchnorm": "batchnorm",
+    "batchnorm1d": "batchnorm",
+    "batchnorm2d": "batchnorm",
+    "batchnorm3d": "batchnorm",
+    "instancenorm1d": "instancenorm",
+    "instancenorm2d": "instancenorm",
+    "instancenorm3d": "instancenorm",
+}
+#: Operations that move data without changing it; what they return may be a view of what they were given.
+MOVES = frozenset(
+    """
+broadcastto channelshuffle chunk contiguous diagonal expand expandas flatten flip getitem indexselect movedim
+narrow permute pixelshuffle pixelunshuffle repeat repeatinterleave reshape reshapeas roll select split
+splitwithsizes squeeze tensorsplit tile t transpose unbind unflatten unsqueeze view viewas rot90
+unsafechunk unsafesplit atleast2d
+""".split()
+)
+#: Operations that return what they were given, always or in some mode or for some type.
+_SAME = frozenset(
+    """
+identity dropout dropout1d dropout2d dropout3d alphadropout featurealphadropout stochasticdepth detach to type
+typeas float double half bfloat16 positive pos
+""".split()
+)
+#: Functions of other packages that are wrapped as graph leaves; named so that they need not be imported.
+_FOREIGN = {
+    ("torchvision.ops.stochastic_depth", "stochastic_depth"): "stochasticdepth",
+    ("smcp_fx.tracing.modes", "by_mode"): "bymode",
+}
+
+
+def normal_name(name: str) -> str:
+    """Return the name in normal form, aliases resolved."""
+    plain = name.lower().replace("_", "")
+    return _ALIASES.get(plain, plain)
+
+
+@functools.cache
+def _function_names() -> dict[int, str]:
+    names: dict[int, str] = {}
+    for space in (torch.nn.functional, torch, torch._C._nn, torch.special, operator, math):
+        for name in dir(space):
+            value = getattr(space, name, None)
+            if callable(value) and not isinstance(value, type) and not name.startswith("__"):
+                names.setdefault(id(value), normal_name(name))
+    names[id(getattr)] = "getattr"
+    return names
+
+
+def function_name(function: Callable[..., Any]) -> str | None:
+    """Return the operation a function performs, or None when it is not one of torch's."""
+    found = _function_names().get(id(function))
+    key = (getattr(function, "__module__", None), getattr(function, "__name__", None))
+    return found if found is not None else _FOREIGN.get(key)  # type: ignore[arg-type]
+
+
+def module_name(module: nn.Module) -> str | None:
+    """Return the operation a module performs; None for classes that are not exactly one of torch.nn's."""
+    plain = type(module).__module__.startswith("torch.nn.modules")
+    return normal_name(type(module).__name__) if plain and not is_changed(module) else None
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Tell whether hooks or parametrisations make the module do more than its class says."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or nn.utils.parametrize.is_parametrized(module)
+    )
+
+
+def operation_name(node: fx.Node, module: nn.Module | None) -> str | None:
+    """Return the operation of a call node (its module given for `call_module`), None when unknown."""
+    if module is not None:
+        return module_name(module)
+    if node.op == "call_method":
+        return normal_name(str(node.target))
+    return function_name(node.target) if callable(node.target) else None
+
+
+def describe(node: fx.Node) -> str:
+    """Return how a reader would name the node's operation, for messages."""
+    if callable(node.target):
+        return str(getattr(node.target, "__name__", node.target))
+    return str(node.target)
+
+
+def writes_in_place(node: fx.Node, module: nn.Module) -> bool:
+    """Does the node, of a graph of ``module``, change its first operand?"""
+    if node.op == "call_module":
+        return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    plain = name.endswith("_") and not name.endswith("__")
+    in_operator = getattr(operator, name, None) is node.target and name in _IN_OPERATORS
+    place = _place_of_inplace(node.target) if callable(node.target) else None
+    asked = node.args[place] if place is not None and len(node.args) > place else node.kwargs.get("inplace")
+    return plain or in_operator or asked is True
+
+
+def may_be_operand(node: fx.Node, module: nn.Module) -> bool:
+    """May the node return its first operand itself, instead of a tensor of its own?"""
+    target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return writes_in_place(node, module) or operation_name(node, target) in _SAME
+
+
+@functools.cache
+def _place_of_inplace(function: Callable[..., Any]) -> int | None:
+    """Where a function of torch.nn.functional takes ``inplace``, when that is by position."""
+    if getattr(function, "__module__", None) != "torch.nn.functional":
+        return None
+    names = [*inspect.signature(function).parameters]
+    return names.index("inplace") if "inplace" in names else None

@@ -1,0 +1,52 @@
+"""Give outputs the container types that the original model returns.
+
+fx writes every kind of dictionary as a plain one. What callers rely on (`.logits` and `[0]` of a `ModelOutput`, the
+class of an `OrderedDict`) comes back by a call at the graph's end:
+
+    before   return {"logits": fc}
+    after    out = ImageClassifierOutput(logits=fc); return out
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from typing import Any
+
+from torch import fx
+
+from smcp_fx.tracing.modes import is_by_mode
+
+
+def keep_output_types(graph: fx.Graph, returned: Any) -> None:
+    """Rebuild the dictionaries of the graph's output as the classes that ``returned``, the model's output, has.
+
+    Only `OrderedDict` and dictionaries that are dataclasses are rebuilt: how others are made is not known.
+    """
+    end = next(node for node in graph.nodes if node.op == "output")
+    with graph.inserting_before(end):
+        end.args = (_rebuilt(graph, end.args[0], returned),)
+
+
+def _rebuilt(graph: fx.Graph, found: Any, returned: Any) -> Any:
+    if isinstance(found, fx.Node) and is_by_mode(found):
+        with graph.inserting_before(found):  # what training alone returns is of the same class
+            sides = [_rebuilt(graph, side, returned) for side in found.args[1:]]
+        found.args = (found.args[0], *sides)
+        return found
+    if isinstance(found, dict) and isinstance(returned, dict):
+        values = {key: _rebuilt(graph, found[key], returned.get(key)) for key in found}
+        kind = type(returned)
+        if kind is OrderedDict:
+            return graph.call_function(OrderedDict, (list(values.items()),))
+        if dataclasses.is_dataclass(kind) and values.keys() <= {f.name for f in dataclasses.fields(kind)}:
+            return graph.call_function(kind, (), values)
+        return values
+    if (
+        isinstance(found, (list, tuple))
+        and isinstance(returned, (list, tuple))
+        and len(found) == len(returned)
+    ):
+        parts = [_rebuilt(graph, a, b) for a, b in zip(found, returned, strict=True)]
+        return type(found)(*parts) if hasattr(found, "_fields") else type(found)(parts)
+    return found

@@ -1,0 +1,213 @@
+"""What stands for a tensor, or for a number that comes of one, while a model is traced.
+
+Python's questions (`isinstance(x, Tensor)`, `x.shape[1] in table`, `np.sqrt(h)`, `"Half" in x.type()`) are answered
+as the example answers them; `x[:, :4] = y` becomes a node. What a graph cannot do is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.proxy import Attribute, Proxy
+from torch.fx.proxy import TraceError as FxTraceError
+from torch.utils import _pytree as pytree
+
+from smcp_fx.tracing.frames import asks_for_type, in_library, instruction_of, looks_up
+from smcp_fx.tracing.sentences import express
+
+if TYPE_CHECKING:
+    from smcp_fx.tracing.shape_tracer import ShapeTracer
+
+#: Functions of numpy on single numbers that give what Python's own give; those of `_FLOATS` as a float.
+_OF_NUMBERS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
+    "floor_divide": operator.floordiv, "remainder": operator.mod, "power": operator.pow,
+    "negative": operator.neg, "sqrt": math.sqrt, "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc,
+    "less": operator.lt, "less_equal": operator.le, "greater": operator.gt, "greater_equal": operator.ge,
+    "equal": operator.eq, "not_equal": operator.ne,
+}  # fmt: skip
+_FLOATS = {"ceil", "floor", "trunc"}
+
+
+class Answers(Proxy):
+    """Python's questions, answered by the node's value on the example inputs."""
+
+    tracer: ShapeTracer
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What `isinstance` asks for: the type of the value.
+
+        Only where the model itself asks: code in C that looks whether this is a tensor would take it for one.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name == "__instancecheck__":
+            frame = frame.f_back
+        asked = frame is not None and not in_library(frame) and asks_for_type(frame)
+        return self.tracer.kind(self) if asked else type(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_is_param":  # asked by `isinstance(x, nn.Parameter)`
+            return issubclass(self.tracer.kind(self), nn.Parameter)
+        if not hasattr(Tensor, name):  # `hasattr(x, "tensors")` is False of a tensor
+            if name.startswith("__"):
+                raise AttributeError(name)
+            kind = self.tracer.kind(self)
+            if not hasattr(self.tracer.value(self.node), name):
+                raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
+        return ValueAttribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(Tensor, name) and not in_library(sys._getframe(1)):
+            raise FxTraceError(
+                f"{express(self.node)}.{name} is assigned, which a graph does not do; write into the tensor "
+                "(`x.copy_(...)`), or use another name"
+            )
+        super().__setattr__(name, value)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __contains__(self, item: Any) -> bool:
+        value = self.tracer.value(self.node)
+        if isinstance(value, dict) and not isinstance(item, Proxy):
+            return item in value  # the structure of the graph's own values follows from what made them
+        return bool(self.tracer.create_proxy("call_function", operator.contains, (self, item), {}))
+
+    def __hash__(self) -> int:
+        frame = sys._getframe(1)
+        if in_library(frame) or self.tracer.is_tensor(self):
+            return object.__hash__(self)
+        if not looks_up(frame):  # functools.lru_cache would keep what was traced, and give it to others
+            raise TypeError(
+                f"a number of the traced graph cannot be hashed here: write int({express(self.node)})"
+            )
+        return hash(self.tracer.number(self))
+
+    def __int__(self) -> int:
+        return int(self.tracer.number(self))
+
+    def __index__(self) -> int:
+        return operator.index(self.tracer.index(self, sys._getframe(1)))
+
+    def __float__(self) -> float:
+        return float(self.tracer.number(self))
+
+    def __len__(self) -> int:
+        return self.tracer.length(self)
+
+    def __iadd__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.iadd, operator.add, self, other)
+
+    def __isub__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.isub, operator.sub, self, other)
+
+    def __imul__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.imul, operator.mul, self, other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.itruediv, operator.truediv, self, other)
+
+    def __round__(self, digits: int | None = None) -> Proxy:
+        arguments = (self,) if digits is None else (self, digits)
+        return self.tracer.create_proxy("call_function", round, arguments, {})
+
+    def __divmod__(self, other: Any) -> tuple[Proxy, Proxy]:
+        return self // other, self % other
+
+    def __iter__(self) -> Iterator[Any]:
+        instruction = instruction_of(sys._getframe(1))
+        if instruction is None or instruction.opname != "UNPACK_SEQUENCE":
+            return self.tracer.iter(self)
+        self.tracer.check_parts(self)
+        return iter([self[place] for place in range(instruction.argval)])  # type: ignore[index]
+
+    def __str__(self) -> str:
+        return repr(self) if in_library(sys._getframe(1)) else self._text()
+
+    def __format__(self, form: str) -> str:
+        return format(repr(self) if in_library(sys._getframe(1)) else self._text(), form)
+
+    def _text(self) -> str:
+        """What a type or a device is called; a size is not fixed for a message's sake."""
+        asked = vars(self).get("attr")  # no value is worked out for a message either
+        named = asked in ("dtype", "device", "layout") or (asked is None and self.node.target == "type")
+        return str(self.tracer.number(self)) if named else f"<{express(self.node)} of the traced graph>"
+
+    def __copy__(self) -> Proxy:
+        """A copy shares the memory, and no gradient goes through it."""
+        detached = self.tracer.is_tensor(self)
+        return self.tracer.create_proxy("call_method", "detach", (self,), {}) if detached else self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Proxy:
+        detached = self.tracer.is_tensor(self)
+        return self.__copy__().clone() if detached else self
+
+    @classmethod
+    def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Proxy:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Answers):
+                leaf.tracer.keep_symbolic(leaf, sys._getframe(1))
+        return super().__torch_function__(orig_method, types, args, kwargs)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        import numpy
+
+        return numpy.asarray(self.tracer.number(self), *args)
+
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        import numpy
+
+        name = {"true_divide": "divide"}.get(function.__name__, function.__name__)
+        if (
+            name in _OF_NUMBERS
+            and method == "__call__"
+            and not kwargs
+            and not any(isinstance(v, numpy.ndarray) for v in inputs)
+        ):
+            result = self.tracer.create_proxy("call_function", _OF_NUMBERS[name], inputs, {})
+            return operator.mul(result, 1.0) if name in _FLOATS else result
+        return _plain(getattr(function, method)(*self._numbers(inputs), **self._numbers(kwargs)))
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if function.__name__ == "prod" and len(args) == 1 and not kwargs:
+            return self.tracer.create_proxy("call_function", math.prod, args, {})
+        return _plain(function(*self._numbers(args), **self._numbers(kwargs)))
+
+    def _numbers(self, tree: Any) -> Any:
+        return pytree.tree_map(lambda v: self.tracer.number(v) if isinstance(v, Proxy) else v, tree)
+
+
+class ValueProxy(Answers):
+    """The proxy of a node."""
+
+
+class ValueAttribute(Answers, Attribute):
+    """The proxy of a node's attribute, whose own node is made when it is needed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if self.attr == "device" and name == "type":
+            return self.tracer.value(self.node).type  # a string that contexts such as autocast want
+        return super().__getattr__(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Proxy:
+        if self.attr == "type":  # `x.type(torch.FloatTensor)`: the class by its name, as torch also takes it
+            args = tuple(f"{a.__module__}.{a.__name__}" if _is_tensor_type(a) else a for a in args)
+        return super().__call__(*args, **kwargs)
+
+
+def _plain(value: Any) -> Any:
+    import numpy
+
+    return value.item() if isinstance(value, numpy.generic) else value
+
+
+def _is_tensor_type(value: Any) -> bool:
+    return isinstance(value, type(torch.FloatTensor)) and isinstance(value, type)

@@ -1,0 +1,208 @@
+"""Functions that give a number of their own, and so would freeze a size, stood in for while a model is traced.
+
+`torch.zeros(x.shape[0], 3)` and `torch.finfo(x.dtype).min` become nodes, and in the files of the model's own modules
+`int(h / 2)`, `float(h)` and `len(x)`. Without a proxy among their arguments, they just run.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import math
+import operator
+import sys
+import threading
+from collections.abc import Callable
+from types import FunctionType, ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.proxy import Proxy
+from torch.utils import _pytree as pytree
+
+from smcp_fx.tracing.frames import in_library
+from smcp_fx.tracing.random_draws import drawing
+from smcp_fx.tracing.sentences import asking_line
+
+if TYPE_CHECKING:
+    from smcp_fx.tracing.shape_tracer import ShapeTracer
+
+_FACTORIES = "zeros ones full empty arange linspace eye tensor as_tensor full_like meshgrid".split()
+_TOLD = ("int", "float", "len", "isinstance")
+#: Where a type is only looked at, and a stand-in does as well.
+_LOOKS = {"isinstance", "issubclass"}
+_CACHED = functools._lru_cache_wrapper
+
+
+class StandIns:
+    """A context in which they stand in; what was there is put back at its end."""
+
+    def __init__(self, tracer: ShapeTracer, model: nn.Module) -> None:
+        self.tracer = tracer
+        self._put: list[tuple[Any, str, Any]] = []
+        torch_wide = {
+            **{name: self._factory(getattr(torch, name)) for name in _FACTORIES},
+            **{name: self._limits(getattr(torch, name)) for name in ("finfo", "iinfo")},
+            "is_tensor": self._is_tensor,
+            "is_grad_enabled": self._is_grad_enabled(torch.is_grad_enabled),
+        }
+        self._wanted: list[tuple[Any, str, Any]] = [
+            (torch, name, value) for name, value in torch_wide.items()
+        ]
+        told = {
+            "int": self._type(int, self._int),
+            "float": self._type(float, self._float),
+            "len": self._len,
+            "isinstance": self._isinstance,
+        }
+        for space in _spaces(model):
+            if isinstance(space, ModuleType):
+                called = _called(space.__name__)
+                self._wanted += [(space, name, told[name]) for name in called if name not in vars(space)]
+            cached = [(name, value) for name, value in vars(space).items() if isinstance(value, _CACHED)]
+            self._wanted += [(space, name, _uncached(value)) for name, value in cached]
+        self._wanted += drawing(self._drawn, _spaces(model))
+
+    def __enter__(self) -> None:
+        for space, name, value in self._wanted:
+            self._put.append((space, name, vars(space).get(name, self)))
+            setattr(space, name, value)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        while self._put:
+            space, name, value = self._put.pop()
+            if value is self:
+                delattr(space, name)
+            else:
+                setattr(space, name, value)
+
+    def _factory(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def factory(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
+                return self.tracer.create_proxy("call_function", function, args, kwargs)
+            return function(*args, **kwargs)
+
+        return factory
+
+    def _drawn(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
+        if self.tracer.made() is None:  # a value is worked out, of no tensor that counts
+            return target(*args, **kwargs) if callable(target) else getattr(Tensor, target)(*args, **kwargs)
+        return self.tracer.create_proxy(kind, target, args, kwargs)
+
+    def _isinstance(self, value: Any, kinds: Any) -> bool:
+        return (
+            issubclass(self.tracer.kind(value), kinds)
+            if isinstance(value, Proxy)
+            else isinstance(value, kinds)
+        )
+
+    def _is_tensor(self, value: Any) -> bool:
+        return issubclass(self.tracer.kind(value) if isinstance(value, Proxy) else type(value), Tensor)
+
+    def _is_grad_enabled(self, function: Callable[[], bool]) -> Callable[[], bool]:
+        thread = threading.get_ident()
+
+        def enabled() -> bool:
+            ours = threading.get_ident() == thread and not in_library(sys._getframe(1))
+            return function() and (not ours or self.tracer.gradients.enabled(asking_line()))
+
+        return enabled
+
+    def _limits(self, kind: type) -> type:
+        return self._type(kind, lambda p: self.tracer.create_proxy("call_function", kind, (p,), {}))
+
+    def _int(self, proxy: Proxy) -> Any:
+        value = self.tracer.value(proxy.node)
+        if type(value) is float:
+            return self.tracer.create_proxy("call_function", math.trunc, (proxy,), {})
+        return proxy if type(value) is int else int(proxy)  # type: ignore[call-overload]
+
+    def _float(self, proxy: Proxy) -> Any:
+        value = self.tracer.value(proxy.node)
+        if type(value) is int:
+            return self.tracer.create_proxy("call_function", operator.truediv, (proxy, 1), {})
+        return proxy if type(value) is float else float(proxy)  # type: ignore[arg-type]
+
+    def _len(self, value: Any) -> Any:
+        if isinstance(value, Proxy) and isinstance(self.tracer.value(value.node), Tensor):
+            return self.tracer.create_proxy("call_method", "size", (value, 0), {})
+        return len(value)
+
+    def _type(self, kind: type, record: Callable[[Proxy], Any]) -> type:
+        """A type that passes for ``kind``, and records a call with a proxy."""
+        tracer = self.tracer
+
+        class StandIn(type):
+            def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+                traced = len(args) == 1 and not kwargs and isinstance(args[0], Proxy)
+                return record(args[0]) if traced else kind(*args, **kwargs)
+
+            def __instancecheck__(cls, value: Any) -> bool:
+                return issubclass(tracer.kind(value) if isinstance(value, Proxy) else type(value), kind)
+
+            def __subclasscheck__(cls, other: type) -> bool:
+                return issubclass(other, kind)
+
+            def __getattr__(cls, name: str) -> Any:
+                return getattr(kind, name)
+
+        return StandIn(kind.__name__, (), {})
+
+
+def _uncached(function: Any) -> Callable[..., Any]:
+    """A function behind `functools.lru_cache`, which would keep what is traced and give it to others."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        traced = any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
+        return (function.__wrapped__ if traced else function)(*args, **kwargs)
+
+    return call
+
+
+def _spaces(model: nn.Module) -> list[ModuleType | type]:
+    """The classes of the model's modules, their files, and the files of its package whose functions they import."""
+    classes = [
+        cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)
+    ]
+    held = [value for module in model.modules() for value in vars(module).values()]
+    names = [cls.__module__ for cls in classes]
+    names += [value.__module__ for value in held if isinstance(value, FunctionType)]
+    found: dict[ModuleType | type, None] = dict.fromkeys(cls for cls in classes if _is_models(cls.__module__))
+    for name in filter(_is_models, dict.fromkeys(names)):
+        found[sys.modules[name]] = None
+        for value in list(vars(sys.modules[name]).values()):
+            near = str(getattr(value, "__module__", "")).partition(".")[0] == name.partition(".")[0]
+            if near and isinstance(value, (FunctionType, _CACHED)) and _is_models(value.__module__):
+                found[sys.modules[value.__module__]] = None
+    return list(found)
+
+
+def _is_models(name: str) -> bool:
+    return name in sys.modules and name.partition(".")[0] not in ("torch", "smcp_fx", "builtins")
+
+
+@functools.cache
+def _called(module: str) -> tuple[str, ...]:
+    """Which of `int`, `float`, `len` and `isinstance` a file calls, and uses for nothing else.
+
+    (`dtype=int` needs the type itself.)
+    """
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return ()
+    called, looked, hints = set[str](), set[int](), set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called.add(node.func.id)
+            looked.add(id(node.func))
+            for argument in node.args if node.func.id in _LOOKS else ():
+                looked |= {id(part) for part in ast.walk(argument)}
+        for hint in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            hints |= {id(part) for part in ast.walk(hint)} if isinstance(hint, ast.AST) else set()
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    other = {node.id for node in names if id(node) not in looked | hints}
+    return tuple(name for name in _TOLD if name in called and name not in other)

@@ -1,0 +1,151 @@
+"""What is rewritten in a fresh trace, so that rules and passes meet fewer ways to say one thing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from smcp_fx.tracing.operations import operation_name, writes_in_place
+from smcp_fx.tracing.values import TensorInfo
+
+_EXPANSIONS = {"expand", "expandas", "broadcastto", "cat", "repeat", "repeatinterleave", "tile"}
+#: What is done to each value on its own, before or after it is spread over the channels.
+_ALONE = set(
+    """
+clamp exp gelu hardsigmoid hardswish hardtanh leakyrelu neg pow relu relu6 sigmoid silu softplus square sqrt tanh
+""".split()
+)
+#: Methods that change their tensor's shape, and do what they do out of place, too.
+_RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "swapdims_", "t_"}
+
+
+def normalise(model: nn.Module, graph: fx.Graph) -> None:
+    """First arguments by position, so that rules and passes find them; `nn.Unflatten` as the function it is.
+
+    `h.unsqueeze_(1)` becomes `h = h.unsqueeze(1)`: no tensor has two shapes.
+    """
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if node.op == "call_method" and node.target in _RESHAPED and isinstance(node.args[0], fx.Node):
+            node.target = str(node.target).rstrip("_")
+            for user in [user for user in node.args[0].users if place[user] > place[node]]:
+                user.replace_input_with(node.args[0], node)
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_module"):
+            continue
+        kwargs = dict(node.kwargs)
+        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        called = node.target if module is None else module.forward
+        for name in ("input", "tensors", "tensor"):
+            if not node.args and name in kwargs and _is_first(called, name):
+                node.args = (kwargs.pop(name),)
+        for name in ("shape", "size"):
+            sizes = kwargs.get(name)
+            by_keyword = len(node.args) == 1 and isinstance(sizes, (tuple, list))
+            if by_keyword and node.target in (torch.reshape, torch.broadcast_to):
+                node.args = (*node.args, kwargs.pop(name))
+        if len(node.args) == 1 and node.target is torch.unflatten and {"dim", "sizes"} <= kwargs.keys():
+            node.args = (*node.args, kwargs.pop("dim"), kwargs.pop("sizes"))
+        node.kwargs = kwargs
+        if type(module) is nn.Unflatten and isinstance(module.dim, int):
+            node.op, node.target = "call_function", torch.unflatten
+            node.args = (node.args[0], module.dim, tuple(module.unflattened_size))
+    for node in graph.nodes:
+        if node.op == "call_method" and len(node.args) == 1:
+            names = {
+                "view": ["size"],
+                "reshape": ["shape"],
+                "expand": ["size"],
+                "unflatten": ["dim", "sizes"],
+            }
+            wanted = names.get(str(node.target), [])
+            if wanted and all(name in node.kwargs for name in wanted):
+                node.args = (*node.args, *(node.kwargs[name] for name in wanted))
+                node.kwargs = {k: v for k, v in node.kwargs.items() if k not in wanted}
+
+
+def _is_first(function: Callable[..., Any], name: str) -> bool:
+    """Is this the function's first parameter? Those of torch that do not say take their input first, but for two."""
+    try:
+        return next(iter(inspect.signature(function).parameters), None) == name
+    except (TypeError, ValueError):
+        return function not in (torch.where, torch.searchsorted)
+
+
+def drop_expansions(traced: fx.GraphModule, values: dict[str, Any]) -> None:
+    """Leave the spreading of one value over the channels to the arithmetic that reads it.
+
+    before   gate.expand_as(x).sigmoid() * x      after   gate.sigmoid() * x
+
+    An expanded gate would need as many channels as ``x`` keeps; one that broadcasts needs nothing.
+    """
+    changed = False
+    for node in list(traced.graph.nodes):
+        source, info = _spread(node), values.get(node.name)
+        held = values.get(source.name) if source is not None else None
+        if source is None or not isinstance(info, TensorInfo) or not isinstance(held, TensorInfo):
+            continue
+        padded = (1,) * (len(info.shape) - len(held.shape)) + held.shape
+        spread = all(a in (1, b) for a, b in zip(padded, info.shape, strict=True))
+        alone: dict[str, TensorInfo] = {}
+        if spread and _waits(traced, node, held, info, values, alone):
+            node.replace_all_uses_with(source)
+            traced.graph.erase_node(node)
+            values.update(alone)
+            changed = True
+    if changed:
+        traced.recompile()
+
+
+def _spread(node: fx.Node) -> fx.Node | None:
+    """What the node spreads or repeats; of a concat, the one tensor that it joins with itself."""
+    name = None if node.op == "call_module" else operation_name(node, None)
+    source = node.args[0] if node.args and name in _EXPANSIONS else None
+    if name == "cat" and isinstance(source, (list, tuple)) and source:
+        source = source[0] if all(part is source[0] for part in source) else None
+    return source if isinstance(source, fx.Node) else None
+
+
+def _waits(
+    traced: fx.GraphModule,
+    node: fx.Node,
+    held: TensorInfo,
+    info: TensorInfo,
+    values: dict[str, Any],
+    alone: dict[str, TensorInfo],
+) -> bool:
+    """Does all that reads the node, spread from ``held`` to ``info``, give the same when it is spread there?
+
+    ``alone`` gets the values that are smaller then.
+    """
+    for user in node.users:
+        module = traced.get_submodule(str(user.target)) if user.op == "call_module" else None
+        name, value = operation_name(user, module), values.get(user.name)
+        if writes_in_place(user, traced):
+            return False
+        others = [values.get(n.name) for n in user.all_input_nodes if n is not node]
+        arithmetic = module is None and name in ("add", "sub", "mul", "div")
+        if arithmetic and _broadcast([held, *others]) == info.shape:
+            continue
+        on_its_own = name in _ALONE or (arithmetic and not others)
+        if not on_its_own or user.all_input_nodes != [node] or not isinstance(value, TensorInfo):
+            return False
+        smaller = alone[user.name] = TensorInfo(held.shape, value.dtype)
+        if value.shape != info.shape or not _waits(traced, user, smaller, value, values, alone):
+            return False
+    return bool(node.users)
+
+
+def _broadcast(values: list[Any]) -> tuple[int, ...] | None:
+    """The shape that these values have together; None where one of them is no tensor or number."""
+    if not all(isinstance(value, (TensorInfo, int, float)) for value in values):
+        return None
+    shapes = [value.shape for value in values if isinstance(value, TensorInfo)]
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None

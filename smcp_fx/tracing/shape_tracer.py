@@ -1,0 +1,340 @@
+"""A tracer that lets Python ask about shapes: `if x.shape[-1] > 7`, `len(x.shape)`, `int(h)`, `for s in x.shape`.
+
+Sizes stay nodes of the graph, so that batch and resolution stay free. Only where Python needs a value to go on
+(a branch, a loop, an index) is the node's value worked out, on fake tensors of the example inputs' shapes, and
+written down: the graph gets a `torch._assert` which says what was assumed, and fails with that sentence on an
+input for which it does not hold. What depends on the values in a tensor is refused.
+
+    before   if x.shape[-1] % 2: x = F.pad(x, (0, 1))
+    after    getattr_1 = getattr(x, "shape"); getitem = getattr_1[-1]; mod = getitem % 2
+             _assert = torch._assert(not_(mod), "traced for inputs where not x.shape[-1] % 2 ...")
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.proxy import Proxy
+from torch.fx.proxy import TraceError as FxTraceError
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors
+from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
+from smcp_fx.tracing.lengths import Sizes
+from smcp_fx.tracing.proxies import ValueProxy
+from smcp_fx.tracing.python_builtins import StandIns
+from smcp_fx.tracing.sentences import AGAIN, INFIX, TAKEN, asking_line, express
+from smcp_fx.tracing.views import may_be_seen
+from smcp_fx.tracing.writes import functional_writes, own_constants
+
+#: What asks for a tensor's values, whatever kind of number it returns.
+_READS = {"item", "tolist", "numpy", "equal", "allclose", "any", "all", "is_nonzero", "data_ptr"}
+
+
+class ShapeTracer(fx.Tracer):
+    """The standard tracer for one model and its example inputs; ``assumptions`` lists what was taken for given."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.gradients = GradientQuestions()
+        self.assumptions: list[str] = []
+        self._known: set[str] = set()
+        self._asked: dict[tuple[fx.Node, CodeType, int], tuple[str, fx.Node]] = {}
+        self._values: dict[fx.Node, Any] = {}
+        self._order: dict[fx.Node, int] = {}
+        self._evaluating = False
+        self._fake: Any = None
+        self._held: dict[str, Tensor] = {}
+
+    # ---- what fx asks of a tracer -----------------------------------------------------------------------
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace, with torch's factories of tensors and Python's types of numbers taking proxies."""
+        model = root if isinstance(root, nn.Module) else nn.Module()
+        before = Attributes(model)
+        graph = self._traced(root, model, concrete_args)
+        if self.gradients.asked and not self.gradients.answer:
+            after = Attributes(model)
+            before.restore(constants=False)
+            other = copy.copy(self)
+            ShapeTracer.__init__(other, self.inputs)
+            other.gradients = GradientQuestions(answer=True)
+            kept = other.trace(root, concrete_args)
+            self.gradients.compare((graph, self._constants()), (kept, other._constants()))
+            after.restore(constants=False)
+        return graph
+
+    def _traced(self, root: Any, model: nn.Module, concrete_args: dict[str, Any] | None) -> fx.Graph:
+        self._held = dict(held_tensors(model))
+        self._sizes = Sizes(model, self.value)
+        with StandIns(self, model), Assignments(self._held), Checkpoints():
+            graph = super().trace(root, concrete_args)
+        own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
+        functional_writes(graph, model, self.value, self._adopt)
+        _drop_constant_questions(graph)
+        return graph
+
+    def _constants(self) -> dict[str, Tensor]:
+        return {name: value for value, name in self.tensor_attrs.items() if isinstance(value, Tensor)}
+
+    def proxy(self, node: fx.Node) -> Proxy:
+        """Every node's proxy knows how to answer."""
+        return ValueProxy(node, self)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Nodes are numbered as they are made."""
+        node = super().create_node(*args, **kwargs)
+        self._order[node] = len(self._order)
+        return node
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Arguments that the example leaves out have their defaults, and are no inputs of the graph."""
+        function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
+        for index, argument in enumerate(arguments[1:], start=1):
+            if index <= len(self.inputs) or not isinstance(argument, Proxy):
+                continue
+            node = argument.node
+            stars = len(str(node.target)) - len(str(node.target).lstrip("*"))
+            if node.op == "placeholder" and (stars or node.args):
+                arguments[index] = ((), {})[stars - 1] if stars else node.args[0]
+                self.graph.erase_node(node)
+        return function, arguments
+
+    def create_arg(self, a: Any) -> Any:
+        """Numbers of numpy are plain ones in a graph; what was worked out on the example's shapes is no constant."""
+        if isinstance(a, Tensor) and self._fake is not None and getattr(a, "fake_mode", None) is self._fake:
+            raise FxTraceError(
+                "a tensor comes from a hook, or from a list outside the model, which keeps what modules give"
+            )
+        return super().create_arg(
+            a.item() if type(a).__module__ == "numpy" and getattr(a, "ndim", 1) == 0 else a
+        )
+
+    def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Modules called while a value is worked out just run; those outside the model are looked into."""
+        if self._evaluating:
+            return forward(*args, **kwargs)
+        if isinstance(m, nn.Module) and self.submodule_paths and m not in self.submodule_paths:
+            _refuse_state(m)
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """So do they read their parameters."""
+        return attr_val if self._evaluating else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def to_bool(self, obj: Proxy) -> bool:
+        """The branch taken."""
+        value = bool(self._plain(obj, "a branch"))
+        self._assume(obj, obj if value else obj.tracer.create_proxy("call_function", operator.not_, (obj,), {}),
+                     express(obj.node) if value else f"not {express(obj.node)}")  # fmt: skip
+        return value
+
+    def iter(self, obj: Proxy) -> Iterator[Any]:
+        """The parts, as many as there are in the example; the keys of a dict."""
+        value = self.value(obj.node)
+        if isinstance(value, dict):
+            return iter(list(value))
+        return iter([obj[index] for index in range(self.length(obj))])  # type: ignore[index]
+
+    def keys(self, obj: Proxy) -> Any:
+        """The keys of a dict, as they are in the example."""
+        value = self.value(obj.node)
+        return list(value) if isinstance(value, dict) else super().keys(obj)
+
+    def made(self) -> int | None:
+        """How many nodes there are by now; None while a value is worked out."""
+        return None if self._evaluating else len(self._order)
+
+    @property
+    def place(self) -> dict[fx.Node, int]:
+        """Each node's place in the order in which they were made."""
+        return self._order
+
+    def in_place(self, written: Callable[..., Any], plain: Callable[..., Any], obj: Proxy, other: Any) -> Any:
+        """`x += y`: it writes into inputs and views, which others see; a tensor of its own gets another name."""
+        kept = may_be_seen(obj.node) and isinstance(self.value(obj.node), Tensor)
+        return self.create_proxy("call_function", written if kept else plain, (obj, other), {})
+
+    # ---- values -----------------------------------------------------------------------------------------
+
+    def number(self, obj: Proxy) -> Any:
+        """The number a proxy stands for; what follows from it is fixed in the graph."""
+        value = self._plain(obj, "a number")
+        equal = self.create_proxy("call_function", operator.eq, (obj, value), {})
+        self._assume(obj, equal, f"{express(obj.node)} == {value}")
+        return value
+
+    def index(self, obj: Proxy, asker: FrameType) -> Any:
+        """The number, asked for by ``__index__``; whoever asks may still take the proxy itself."""
+        known = len(self.assumptions)
+        value = self.number(obj)
+        if len(self.assumptions) > known:
+            asserted = next(iter(reversed(self.graph.nodes)))
+            self._asked[obj.node, asker.f_code, asker.f_lasti] = self.assumptions[-1], asserted
+        return value
+
+    def keep_symbolic(self, obj: Proxy, caller: FrameType) -> None:
+        """Take back an assumption that a function of torch made by looking whether its argument is a number.
+
+        Its parser asks for the index, and then the call is recorded with the proxy, by the same instruction.
+        """
+        asked = self._asked.pop((obj.node, caller.f_code, caller.f_lasti), None)
+        if asked is None:
+            return
+        message, asserted = asked
+        condition = asserted.args[0]
+        self.assumptions.remove(message)
+        self._known = {sentence for sentence in self._known if f" where {sentence} (" not in message}
+        self.graph.erase_node(asserted)
+        if isinstance(condition, fx.Node) and not condition.users:
+            self.graph.erase_node(condition)
+
+    def length(self, obj: Proxy) -> int:
+        """How many parts a tensor, tuple or list has."""
+        value = self.value(obj.node)
+        count = len(value)
+        if isinstance(value, Tensor):
+            size = self.create_proxy("call_method", "size", (obj, 0), {})
+        elif self._sizes.may_vary(obj.node):
+            size = self._sizes.number_of_parts(obj.node, self.proxy)
+        else:
+            return count  # the structure of the graph's own values follows from what made them
+        equal = self.create_proxy("call_function", operator.eq, (size, count), {})
+        self._assume(obj, equal, f"len({express(obj.node)}) == {count}")
+        return count
+
+    def _adopt(self, node: fx.Node) -> None:
+        """Know a node that was put into the graph afterwards, with its value."""
+        self._order[node] = len(self._order)
+        self.value(node)
+
+    def check_parts(self, obj: Proxy) -> None:
+        """Where a fixed number of parts is unpacked of a tensor that was split: there are as many."""
+        if obj.node.op in ("call_function", "call_method") and self._sizes.may_vary(obj.node):
+            self.length(obj)
+
+    def value(self, node: fx.Node) -> Any:
+        """The value of a node on (fake tensors like) the example inputs."""
+        wanted, stack = {node}, [node]
+        while stack:
+            for source in stack.pop().all_input_nodes:
+                if source not in self._values and source not in wanted:
+                    wanted.add(source)
+                    stack.append(source)
+        self._evaluating = True
+        try:
+            with self._fake_mode(), torch.no_grad():
+                for each in sorted(wanted - self._values.keys(), key=self._order.__getitem__):
+                    self._values[each] = self._evaluate(each)
+        finally:
+            self._evaluating = False
+        return self._values[node]
+
+    def kind(self, obj: Proxy) -> type:
+        """The type of what a proxy stands for."""
+        value = self.value(obj.node)
+        if isinstance(value, Tensor):
+            return nn.Parameter if isinstance(self._held.get(str(obj.node.target)), nn.Parameter) else Tensor
+        return type(value)
+
+    def is_tensor(self, obj: Proxy) -> bool:
+        """Does a proxy stand for a tensor, or for what only a tensor's values tell?"""
+        try:
+            return isinstance(self.value(obj.node), Tensor)
+        except FxTraceError:
+            return True
+
+    def _plain(self, obj: Proxy, what: str) -> Any:
+        value = self.value(obj.node)
+        if isinstance(value, Tensor):
+            raise FxTraceError(f"{what} depends on the values in a tensor ({express(obj.node)})")
+        return value
+
+    def _evaluate(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            place = [n for n in self.graph.nodes if n.op == "placeholder"].index(node)
+            given = self.inputs[place] if place < len(self.inputs) else node.args[0]
+            return pytree.tree_map(self._faked, given)
+        if node.op == "get_attr":
+            name = str(node.target)
+            if name in self._held:  # as it was: forward may have put a proxy in its place
+                return self._faked(self._held[name])
+            value: Any = self.root
+            for part in name.split("."):
+                value = getattr(value, part)
+            return pytree.tree_map(self._faked, value)
+        if self.gradients.asks(node):
+            return self.gradients.answered(node, asking_line())
+        args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__))
+        try:
+            if node.op == "call_module":
+                module = self.root.get_submodule(str(node.target))
+                if isinstance(module, _BatchNorm) and len(args) == 1 and isinstance(args[0], Tensor):
+                    return torch.empty_like(args[0])  # a fake one is decomposed, which is slow
+                return module(*args, **kwargs)
+            if node.op == "call_method":
+                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                result = node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception as error:
+            raise FxTraceError(f"{express(node)} cannot be told from shapes alone ({error})") from error
+        if str(getattr(node.target, "__name__", node.target)) in _READS and isinstance(args[0], Tensor):
+            raise FxTraceError(f"{express(node)} depends on the values in a tensor")
+        return result
+
+    def _fake_mode(self) -> Any:
+        if self._fake is None:
+            from torch._subclasses.fake_tensor import FakeTensorMode  # half a second to import
+
+            self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        return self._fake
+
+    def _faked(self, value: Any) -> Any:
+        return self._fake.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
+
+    def _assume(self, obj: Proxy, condition: Proxy, sentence: str) -> None:
+        if sentence in self._known or self.gradients.tell(obj.node):
+            return
+        self._known.add(sentence)
+        message = f"{TAKEN}{sentence} ({asking_line()})"
+        self.assumptions.append(message)
+        self.create_proxy("call_function", torch._assert, (condition, message + AGAIN), {})
+
+
+def plain_lists(tree: Any) -> Any:
+    """The arguments of a node with lists and dicts that can be written into; fx's own refuse it."""
+    # Named tuples, and what `torch.max` returns, stay what they are.
+    if isinstance(tree, list) or type(tree) is tuple:
+        return [*map(plain_lists, tree)] if isinstance(tree, list) else tuple(map(plain_lists, tree))
+    if isinstance(tree, dict):
+        return {key: plain_lists(value) for key, value in tree.items()}
+    return tree
+
+
+def _drop_constant_questions(graph: fx.Graph) -> None:
+    """Comparisons that were made for Python's sake and that no assertion needs."""
+    for node in reversed(list(graph.nodes)):
+        asked = node.op == "call_function" and (
+            node.target in INFIX or node.target in (operator.not_, getattr)
+        )
+        if asked and not node.users:
+            graph.erase_node(node)
+
+
+def _refuse_state(module: nn.Module) -> None:
+    """A module that forward makes, or keeps where `nn.Module` does not look, may hold no tensors of its own."""
+    held = next(iter([*module.named_parameters(), *module.named_buffers()]), None)
+    if held is not None:
+        raise FxTraceError(
+            f"a {type(module).__name__} that is called is no submodule of the model, so that its {held[0]!r} is not "
+            "in the state dict: make it in __init__, and keep it as an attribute or in an nn.ModuleList"
+        )

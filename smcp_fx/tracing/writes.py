@@ -1,0 +1,274 @@
+"""Writes into a part of a tensor, as new tensors where nobody could tell the difference.
+
+    before   x[:, :4] = y                       after   x = cat([y.type_as(x), x[:, 4:]], 1)
+    before   x[x < 0] = 0                       after   x = x.masked_fill(x < 0, 0)
+
+A write into what others hold too (an input, a parameter, a view that is read later) stays the write it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.proxy import TraceError as FxTraceError
+from torch.utils import _pytree as pytree
+
+from smcp_fx.tracing.lengths import Sizes
+from smcp_fx.tracing.operations import MOVES, may_be_operand, operation_name, writes_in_place
+
+Value = Callable[[fx.Node], Any]
+
+
+def functional_writes(
+    graph: fx.Graph, model: nn.Module, value: Value, adopt: Callable[[fx.Node], None]
+) -> None:
+    """Rewrite the graph's writes by index.
+
+    ``value`` gives a traced node's value on the example; ``adopt`` makes a new node known to it.
+    """
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is operator.setitem:
+            _once(node)
+            write = _Write(graph, model, value, node)
+            last = node.prev
+            result = write.rewritten()
+            while last.next is not node:
+                last = last.next
+                last.meta = dict(node.meta)
+                adopt(last)
+            if result is not None:
+                write.put(result)
+
+
+_PLAIN: dict[Any, Callable[..., Any]] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+
+
+def _once(node: fx.Node) -> None:
+    """`x[i] += y`, which Python takes for `v = x[i]; v += y; x[i] = v`: the last step alone writes."""
+    target, index, source = node.args
+    if not isinstance(source, fx.Node) or source.target not in _PLAIN or len(source.users) > 1:
+        return
+    part = source.args[0]
+    if isinstance(part, fx.Node) and part.target is operator.getitem and part.args == (target, index):
+        source.target = _PLAIN[source.target]
+
+
+def own_constants(
+    graph: fx.Graph, model: nn.Module, names: Iterable[str], adopt: Callable[[fx.Node], None]
+) -> None:
+    """Let every call write into copies of its own of the tensors that forward made, and that are constants now."""
+    for node in graph.nodes:
+        if node.op == "call_method" and node.target == "__setitem__":
+            node.op, node.target = "call_function", operator.setitem
+    for name in names:
+        nodes = [node for node in graph.nodes if node.op == "get_attr" and node.target == name]
+        users = [(node, user) for node in nodes for user in node.users]
+        if not any(
+            user.args and user.args[0] is node and writes_in_place(user, model) for node, user in users
+        ):
+            continue
+        with graph.inserting_after(nodes[0]):
+            copied = graph.call_method("clone", (nodes[0],))
+        copied.meta = dict(nodes[0].meta)
+        adopt(copied)
+        for node, user in users:
+            user.replace_input_with(node, copied)
+        for node in nodes[1:]:
+            graph.erase_node(node)
+
+
+class _Write:
+    """One `target[index] = source`."""
+
+    def __init__(self, graph: fx.Graph, model: nn.Module, value: Value, node: fx.Node) -> None:
+        self.graph, self.model, self.node = graph, model, node
+        self.value = value
+        self.sizes = Sizes(model, value)
+        self.place = {other: index for index, other in enumerate(graph.nodes)}
+        self.target: Any = node.args[0]
+        self.index: Any = node.args[1]
+        self.source: Any = node.args[2]
+        self.fixed = False  # are the dimensions that the index cuts of one size for every input?
+
+    def rewritten(self) -> fx.Node | None:
+        """The new tensor; None where the write stays."""
+        try:
+            for node in self.node.all_input_nodes:
+                self.value(node)
+            if not isinstance(self.target, fx.Node) or self._is_shared(self.target):
+                return None
+        except FxTraceError:  # shapes that only values tell: it stays the write it is
+            return None
+        with self.graph.inserting_before(self.node):
+            return self._masked() if _is_mask(self._example(self.index)) else self._parts()
+
+    def put(self, result: fx.Node) -> None:
+        """Put the new tensor in the target's place, for those who read it later."""
+        after = self.place[self.node]
+        for user in [user for user in self.target.users if self.place.get(user, -1) > after]:
+            user.replace_input_with(self.target, result)
+        self.graph.erase_node(self.node)
+
+    # ---- who else would see the write -------------------------------------------------------------------
+
+    def _is_shared(self, target: fx.Node) -> bool:
+        """Does anyone who reads later, or the caller, hold the target's memory under another name?"""
+        known, todo, after = {target}, [target], self.place[self.node]
+        while todo:
+            node = todo.pop()
+            if node.op in ("placeholder", "get_attr"):
+                return True
+            upward = [source for source in node.all_input_nodes if self._may_alias(node, source)]
+            earlier = [
+                user for user in node.users if self.place[user] < after and self._may_alias(user, node)
+            ]
+            for other in (*upward, *earlier):
+                if other not in known:
+                    known.add(other)
+                    todo.append(other)
+        return any(self.place[user] > after for node in known - {target} for user in node.users)
+
+    def _may_alias(self, node: fx.Node, source: fx.Node) -> bool:
+        """May the node's result be memory of this operand?"""
+        if node.op not in ("call_function", "call_method", "call_module") or node.target is operator.setitem:
+            return False
+        held = _storages(self.value(node))
+        if not held.isdisjoint(_storages(self.value(source))):
+            return True
+        if not held or node.all_input_nodes[0] is not source:
+            return False
+        module = self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        name = operation_name(node, module)
+        return name is None or name in MOVES or name == "getattr" or may_be_operand(node, self.model)
+
+    # ---- the new tensor ---------------------------------------------------------------------------------
+
+    def _masked(self) -> fx.Node | None:
+        """`x[mask] = number`, and `x[mask] = y[mask]`."""
+        tensor, mask, source = self._example(self.target), self.index, self.source
+        picked = source if isinstance(source, fx.Node) and source.target is operator.getitem else None
+        other = picked.args[0] if picked is not None and picked.args[1] is mask else None
+        same = isinstance(other, fx.Node) and self._example(other).shape == tensor.shape
+        if not same and not isinstance(source, (int, float)):
+            return None
+        for _ in range(tensor.dim() - self._example(mask).dim()):
+            mask = self.graph.call_method("unsqueeze", (mask, -1))
+        if not same:
+            return self.graph.call_method("masked_fill", (self.target, mask, source))
+        other = self.graph.call_method("type_as", (other, self.target))
+        return self.graph.call_function(torch.where, (mask, other, self.target))
+
+    def _parts(self) -> fx.Node | None:
+        """`x[:, 2:4] = y`: y between the parts of x that stay."""
+        tensor = self._example(self.target)
+        index = _full_index(self.index, tensor.dim())
+        if index is None:
+            return None
+        cut, self.fixed = [], True
+        for dim, part in enumerate(index):
+            if isinstance(part, slice) and part == slice(None):
+                continue
+            fixed = self.sizes.is_fixed(self.target, dim)
+            edges = self._edges(part, tensor.shape[dim], fixed)
+            if edges is None:
+                return None
+            cut.append((dim, *edges))
+            self.fixed &= fixed
+        gone = [dim for dim, part in enumerate(index) if not isinstance(part, slice)]
+        return self._within(self.target, cut, gone, tensor)
+
+    def _edges(self, part: Any, size: int, fixed: bool) -> tuple[Any, Any] | None:
+        """Where a part starts and stops; None where that is not told, or may be another order at another size."""
+        if isinstance(part, slice) and part.step not in (None, 1):
+            return None
+        start, stop = (part.start, part.stop) if isinstance(part, slice) else (part, _next(part))
+        start, stop = (self._number(edge) for edge in (start, stop))
+        known = [self._example(edge) for edge in (start, stop)]
+        if any(type(edge) not in (int, type(None)) for edge in known):
+            return None
+        first, last, _ = slice(*known).indices(size)
+        if first >= last or (type(known[0]) is int and known[0] < -size):
+            return None
+        if fixed:
+            return first or None, None if last == size else last
+        signs = {edge < 0 for edge in known if edge is not None}
+        moving = any(isinstance(edge, fx.Node) for edge in (start, stop)) and None not in (start, stop)
+        if (
+            moving
+            or len(signs) > 1
+            or (first == 0 and start not in (None, 0))
+            or (last == size and stop is not None)
+        ):
+            return None
+        return start, stop
+
+    def _number(self, edge: Any) -> Any:
+        """A node's number, where no input changes it."""
+        told = isinstance(edge, fx.Node) and self.sizes.is_fixed_number(edge)
+        return self.value(edge) if told else edge
+
+    def _within(self, whole: fx.Node, cut: list[Any], gone: list[int], tensor: Tensor) -> fx.Node:
+        if not cut:
+            return self._fitted(whole, gone, tensor)
+        dim, start, stop = cut[0]
+        ahead = [slice(None)] * dim
+
+        def part(first: int | None, last: int | None) -> fx.Node:
+            return self.graph.call_function(operator.getitem, (whole, (*ahead, slice(first, last))))
+
+        inner_shape = tensor[(*ahead, slice(self._example(start), self._example(stop)))]
+        pieces = [] if start in (None, 0) else [part(None, start)]
+        pieces.append(self._within(part(start, stop), cut[1:], gone, inner_shape))
+        pieces += [] if stop is None else [part(stop, None)]
+        return self.graph.call_function(torch.cat, (pieces, dim)) if len(pieces) > 1 else pieces[0]
+
+    def _fitted(self, region: fx.Node, gone: list[int], tensor: Tensor) -> fx.Node:
+        """What is written, in the region's shape and type."""
+        source = self.source
+        if not isinstance(source, fx.Node) or not isinstance(self._example(source), Tensor):
+            return self.graph.call_function(torch.full_like, (region, source))
+        shape = list(self._example(source).shape)
+        left = tensor.dim() - len(gone) - len(shape)  # dimensions that broadcasting adds in front
+        for dim in gone:
+            if dim - sum(other < dim for other in gone) >= left and shape:
+                source = self.graph.call_method("unsqueeze", (source, dim - max(left, 0)))
+                shape.insert(dim - max(left, 0), 1)
+        if tuple(shape) != tuple(tensor.shape) or not self.fixed:  # at other sizes: tells what does not fit
+            source = self.graph.call_method("expand_as", (source, region))
+        return self.graph.call_method("type_as", (source, region))
+
+    def _example(self, node: Any) -> Any:
+        return self.value(node) if isinstance(node, fx.Node) else node
+
+
+def _storages(value: Any) -> set[int]:
+    """Whose memory the tensors of a value are; none of a size."""
+    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.bool
+
+
+def _full_index(index: Any, rank: int) -> list[Any] | None:
+    """One entry a dimension: slices and integers; None for other indices."""
+    parts = list(index) if isinstance(index, (tuple, list)) else [index]
+    if isinstance(index, list) or any(type(part) not in (int, slice, type(...)) for part in parts):
+        return None
+    if ... in parts:
+        place = parts.index(...)
+        parts[place : place + 1] = [slice(None)] * (rank - len(parts) + 1)
+    return parts + [slice(None)] * (rank - len(parts)) if len(parts) <= rank else None
+
+
+def _next(place: int) -> int | None:
+    return None if place == -1 else place + 1

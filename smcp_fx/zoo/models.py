@@ -1,0 +1,201 @@
+"""Models by name, made to fit the data: its classes, its channels, its size."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smcp_fx.compiler.data import ImageData, call_factory
+from smcp_fx.errors import CheckpointError, InputError
+from smcp_fx.tracing.example_runs import run_eager
+
+#: Of a batch of images: 4 GiB.
+_MOST_VALUES = 2**30
+_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299)
+
+
+@dataclass(frozen=True)
+class FittedModel:
+    """A model, and the images it takes: ``channels`` x ``size`` x ``size``; ``notes`` say what was adapted."""
+
+    model: nn.Module
+    name: str
+    channels: int
+    size: int
+    notes: tuple[str, ...]
+
+
+def load_model(
+    spec: str, data: ImageData, weights: str | None = None, base: Path | None = None
+) -> FittedModel:
+    """Build ``torchvision:NAME``, ``timm:NAME`` or ``path/to/file.py:factory`` for the data's classes.
+
+    ``base``: the folder that relative paths begin at (default: the working directory).
+
+    Images smaller than the model takes are enlarged to the smallest size that works; a grey image is repeated
+    over the model's input channels. A torchvision ResNet on images up to 64 pixels gets a 3x3 stem of stride 1
+    with the data's channels, unless weights are given. Raises `InputError` where nothing fits.
+    """
+    kind, _, name = spec.partition(":")
+    notes: list[str] = []
+    if kind == "torchvision" and name:
+        model = _torchvision(name, data.classes)
+        if weights is None and data.size <= 64 and type(model).__name__ == "ResNet":
+            stem: Any = model.conv1
+            model.conv1 = nn.Conv2d(data.channels, stem.out_channels, 3, 1, 1, bias=False)
+            notes.append(
+                f"stem adapted to {data.size}x{data.size} images: 3x3 convolution of stride 1 on {data.channels} "
+                f"channel{'s' * (data.channels > 1)}"
+            )
+    elif kind == "timm" and name:
+        model = _timm(name, data)
+    else:
+        model = _from_factory(spec, base)
+    channels, size = _fit(model, spec, data)
+    if channels != data.channels:
+        notes.append(
+            f"images of {data.channels} channel{'s' * (data.channels > 1)} given on {channels} channels"
+        )
+    if size != data.size:
+        notes.append(f"images resized from {data.size} to {size} pixels, the smallest size the model takes")
+    if weights is not None:
+        load_weights(model, str((base or Path()) / weights))
+    return FittedModel(model, name if kind in ("torchvision", "timm") else spec, channels, size, tuple(notes))
+
+
+def build_model(spec: str, **options: Any) -> nn.Module:
+    """Build ``torchvision:NAME`` (of any task), ``timm:NAME``, ``smcp:NAME`` or ``path/to/file.py:factory``.
+
+    ``smcp:`` are the networks of the recipes. ``options`` go to what builds a named one; else it is built as it
+    comes. Weights are random. Raises `InputError` for what is not there or does not build.
+    """
+    kind, _, name = spec.partition(":")
+    if kind == "torchvision" and name:
+        from torchvision import models
+
+        _check_name(name, models.list_models(), "model")
+        parameters = inspect.signature(models.get_model_builder(name)).parameters
+        if "weights_backbone" in parameters:
+            options.setdefault("weights_backbone", None)
+        if name in ("googlenet", "inception_v3"):
+            options["init_weights"] = False  # half a minute of sampling that nobody looks at
+        try:
+            model: nn.Module = models.get_model(name, weights=None, **options)
+        except Exception as error:
+            raise InputError(f"torchvision cannot build {name!r}: {type(error).__name__}: {error}") from error
+        return model
+    if kind == "timm" and name:
+        return _create_timm(name, **options)
+    if kind == "smcp" and name:
+        from smcp_fx.zoo import build_network
+
+        return build_network(name, **options)
+    return _from_factory(spec)
+
+
+def example_images(batch: int, *sizes: int) -> Tensor:
+    """Return random images; `InputError` where they are more than any network takes."""
+    values = batch * math.prod(sizes)
+    if values > _MOST_VALUES:
+        shape = "x".join(map(str, (batch, *sizes)))
+        raise InputError(
+            f"images of {shape} hold more than {_MOST_VALUES} numbers: take a smaller batch or smaller images"
+        )
+    return torch.randn(batch, *sizes)
+
+
+def load_weights(model: nn.Module, path: str) -> None:
+    """Load a state dict from .safetensors, or from .pt/.pth without running code in it."""
+    file = Path(path)
+    if not file.is_file():
+        raise CheckpointError(f"there are no weights at {file}")
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state: Any = load_file(file)
+        else:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read as weights: {type(error).__name__}: {error}") from error
+    state = state.get("state_dict", state) if isinstance(state, dict) else state
+    if isinstance(state, dict):  # saved from DataParallel or DistributedDataParallel
+        state = {str(name).removeprefix("module."): value for name, value in state.items()}
+    try:
+        model.load_state_dict(state)
+    except Exception as error:
+        first = "; ".join(line.strip() for line in str(error).splitlines()[1:3])
+        raise CheckpointError(f"the weights in {file} do not fit {type(model).__name__}: {first}") from error
+
+
+def _torchvision(name: str, classes: int) -> nn.Module:
+    from torchvision import models
+
+    _check_name(name, models.list_models(module=models), "classification model")
+    options: dict[str, Any] = {"num_classes": classes}
+    if name in ("googlenet", "inception_v3"):
+        options.update(aux_logits=False, init_weights=False)
+    model: nn.Module = models.get_model(name, **options)
+    return model
+
+
+def _check_name(name: str, known: list[str], what: str) -> None:
+    if name not in known:
+        near = [other for other in known if other.startswith(name[:4])]
+        raise InputError(
+            f"torchvision has no {what} {name!r}" + (f"; it has {', '.join(near)}" if near else "")
+        )
+
+
+def _timm(name: str, data: ImageData) -> nn.Module:
+    return _create_timm(name, num_classes=data.classes, in_chans=data.channels)
+
+
+def _create_timm(name: str, **options: Any) -> nn.Module:
+    try:
+        import timm
+    except ModuleNotFoundError as error:
+        raise InputError("--model timm:NAME needs timm: pip install timm") from error
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=False, **options)
+    except Exception as error:
+        raise InputError(f"timm cannot build {name!r}: {type(error).__name__}: {error}") from error
+    return model
+
+
+def _from_factory(spec: str, base: Path | None = None) -> nn.Module:
+    if not spec.rpartition(":")[0].endswith(".py"):
+        raise InputError(
+            f"unknown model {spec!r}: give torchvision:NAME, timm:NAME, or path/to/file.py:factory"
+        )
+    model = call_factory(spec, base)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{spec} must return an nn.Module, not {type(model).__name__}")
+    return model
+
+
+def _fit(model: nn.Module, spec: str, data: ImageData) -> tuple[int, int]:
+    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    if first is None:
+        raise InputError(f"{spec} has no 2-d convolution; this command takes image classifiers")
+    channels = first.in_channels
+    if data.channels not in (1, channels) and channels != 1:
+        raise InputError(f"{spec} takes {channels} channels, the data has {data.channels}")
+    reasons = []
+    for size in dict.fromkeys((data.size, *(s for s in _SIZES if s > data.size))):
+        try:
+            output = run_eager(model, (torch.zeros(2, channels, size, size),))
+        except Exception as error:
+            reasons.append(f"{size}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            continue
+        if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[1] < data.classes:
+            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise InputError(f"{spec} is no classifier of {data.classes} classes: its output is {shape}")
+        return channels, size
+    raise InputError(f"{spec} runs at no image size tried ({'; '.join(reasons[:3])})")
