@@ -14,9 +14,10 @@ from torch import Tensor, fx
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Layer, Norm
+from smcp_fx.config import GammaGradient
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.weight_products import insert_product, require_buffer
-from smcp_fx.tracing.masking import SCALES, GammaGradient
+from smcp_fx.tracing.masking import SCALES
 
 
 def scale_name(norm: Norm) -> str:

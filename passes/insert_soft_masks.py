@@ -14,9 +14,10 @@ from torch import fx
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Layer
+from smcp_fx.config import MaskMode
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.weight_products import insert_product, require_buffer
-from smcp_fx.tracing.masking import MASKS, MaskMode
+from smcp_fx.tracing.masking import MASKS
 
 
 def mask_name(layer: Layer) -> str:

@@ -25,6 +25,7 @@ from smcp_fx.knapsack import KnapsackSolution, solve_knapsack
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, prepare
+from smcp_fx.pruning import observers
 from smcp_fx.pruning.loop_watch import TrainingWarning
 from smcp_fx.schedule import Schedule
 from smcp_fx.serialization.saving import load, save
@@ -46,6 +47,7 @@ __all__ = [
     "export_onnx",
     "load",
     "load_checkpoint",
+    "observers",
     "prepare",
     "save",
     "save_checkpoint",

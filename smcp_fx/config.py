@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from smcp_fx.errors import InputError
-from smcp_fx.tracing.masking import GammaGradient, MaskMode
 
 ImportanceRule = Literal["abs_of_sum", "sum_of_abs"]
+MaskMode = Literal["soft", "hard", "permanent"]
+GammaGradient = Literal["chain", "direct"]
 AllocationMethod = Literal["coupled", "paper"]
 
 

@@ -16,7 +16,7 @@ from smcp_fx.errors import InputError, TraceError
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
-from smcp_fx.prepared import Plan, PreparedGraph, PreparedModel, PreparedRegions, copy_modes, unwrapped
+from smcp_fx.prepared import Plan, PreparedGraph, PreparedModel, PreparedRegions, copy_modes
 from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
 from smcp_fx.pruning.state import PruningState
@@ -30,6 +30,7 @@ from smcp_fx.tracing.masking import META, STATE
 from smcp_fx.tracing.output_types import keep_output_types
 from smcp_fx.tracing.own_modes import own_modes
 from smcp_fx.tracing.tracer import Traced, trace
+from smcp_fx.tracing.wrapping import unwrapped
 
 __all__ = ["PreparedModel", "convert", "prepare"]
 
@@ -196,10 +197,10 @@ def convert(prepared: nn.Module, *, check: bool = True) -> nn.Module:
     """Return a plain, physically smaller model that computes what the masked model computes.
 
     A `GraphModule`, which needs nothing of this library to run, train or export, nor to be unpickled, unless it
-    asks a module for its mode or a value for more than tensors can (`smcp_fx.serialization.converted`); for a model that was
-    traced in regions, a module of its own class whose regions run as sliced graphs. ``prepared`` stays as it was;
-    it may come as `DistributedDataParallel`, `DataParallel` or `torch.compile` wrapped it. ``check``: compare the two
-    on a few of the example's images; raises `PassError` where they differ.
+    asks a module for its mode or a value for more than tensors can (`ConvertedModule`). For a model that was traced
+    in regions: a module of its own class whose regions run as sliced graphs. ``prepared`` stays as it was, and may
+    come as `DistributedDataParallel`, `DataParallel` or `torch.compile` wrapped it. ``check``: compare the two on a
+    few of the example's images; raises `PassError` where they differ.
     """
     prepared = unwrapped(prepared)
     if not isinstance(prepared, PreparedModel):

@@ -105,7 +105,7 @@ class PreparedGraph(PreparedModel, fx.GraphModule):
         super().__init__(root, graph, class_name=name)
         self.plan = plan
         self.add_module(STATE, state)
-        self.pruner = Pruner(self, plan.cost, plan.target, plan.config, plan.schedule)
+        self.pruner = Pruner(self, plan.channels, state, plan.cost, plan.target, plan.config, plan.schedule)
 
     def train(self, mode: bool = True) -> PreparedGraph:
         """As the original's."""
@@ -149,7 +149,7 @@ class PreparedRegions(PreparedModel):
         self.add_module(STATE, state)
         assert plan.joined is not None
         run_by_graphs(python, graph, plan.joined)
-        self.pruner = Pruner(self, plan.cost, plan.target, plan.config, plan.schedule)
+        self.pruner = Pruner(self, plan.channels, state, plan.cost, plan.target, plan.config, plan.schedule)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the original's."""
@@ -184,14 +184,3 @@ def copy_modes(source: nn.Module, target: nn.Module) -> None:
     modes = {name: module.training for name, module in source.named_modules()}
     for name, module in target.named_modules():
         module.training = modes.get(name, source.training)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside `DistributedDataParallel`, `DataParallel` and `torch.compile`."""
-    while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model

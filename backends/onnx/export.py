@@ -29,7 +29,7 @@ from smcp_fx.backends.onnx.attention import FourDimensionalAttention
 from smcp_fx.backends.onnx.clean import clean_model
 from smcp_fx.backends.onnx.opset import lower_opset
 from smcp_fx.errors import BackendError, InputError
-from smcp_fx.prepared import PreparedModel, unwrapped
+from smcp_fx.tracing.wrapping import is_prepared
 
 DEFAULT_OPSET = 20
 OLDEST_OPSET = 17
@@ -63,7 +63,7 @@ def export_onnx(
     a model that is prepared and not converted yet.
     """
     path = Path(path)
-    if isinstance(unwrapped(model), PreparedModel):
+    if is_prepared(model):
         raise InputError(
             "the model is prepared, not converted: its file would be as large as the unpruned network's. "
             "Export what smcp_fx.convert(prepared) returns."
@@ -286,18 +286,22 @@ def _module_of(node_name: str, program: torch.export.ExportedProgram) -> str | N
 def _compare_with_module(
     file: Path, model: nn.Module, example_inputs: tuple[Tensor, ...], dynamic_batch: bool
 ) -> None:
-    from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeEngine
+    from smcp_fx.backends.onnxruntime.session import create_session, run_session, session_options
 
     batches: list[int | None] = [None]
     if dynamic_batch:
         batches.append(3 if example_inputs[0].shape[0] != 3 else 2)
-    with contextlib.closing(OnnxRuntimeEngine(file, example_inputs)) as engine:
-        for seed, batch in enumerate(batches):
-            inputs = random_inputs(example_inputs, batch, seed)
-            found = engine.run(to_arrays(inputs))  # first: the module may write into its inputs
-            with eval_mode(model), torch.no_grad():
-                expected = to_arrays(flatten_outputs(model(*inputs)))
-            compare_outputs(found, expected, engine.output_names)
+    session = create_session(file, session_options())
+    read, written = (
+        [value.name for value in values] for values in (session.get_inputs(), session.get_outputs())
+    )
+    for seed, batch in enumerate(batches):
+        inputs = random_inputs(example_inputs, batch, seed)
+        # First: the module may write into its inputs.
+        found = run_session(session, dict(zip(read, to_arrays(inputs), strict=True)))
+        with eval_mode(model), torch.no_grad():
+            expected = to_arrays(flatten_outputs(model(*inputs)))
+        compare_outputs(found, expected, written)
 
 
 def compare_outputs(

@@ -38,6 +38,7 @@ from smcp_fx.backends.onnxruntime.session import (
     bound_run,
     check_device,
     create_session,
+    run_session,
     session_options,
     settings,
 )
@@ -88,12 +89,7 @@ class OnnxRuntimeEngine(Engine):
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
         """Return the network's outputs, in order."""
-        session, feed = self._live(), self._feed(inputs)
-        try:
-            return [np.asarray(output) for output in session.run(None, feed)]
-        except Exception as error:
-            shapes = [tuple(array.shape) for array in inputs]
-            raise BackendError(f"ONNX Runtime failed on inputs of shapes {shapes}: {error}") from error
+        return run_session(self._live(), self._feed(inputs))
 
     def timer(self, inputs: Sequence[Array] | None = None) -> Timer:
         """Return a function that runs once and returns the ms it took.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
@@ -65,6 +66,15 @@ def create_session(
     except Exception as error:
         what = str(model) if isinstance(model, Path) else "the model"
         raise BackendError(f"ONNX Runtime {ort.__version__} refuses {what}: {error}") from error
+
+
+def run_session(session: ort.InferenceSession, feed: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    """Return the network's outputs, in order; `BackendError` with the inputs' shapes where the runtime fails."""
+    try:
+        return [np.asarray(output) for output in session.run(None, dict(feed))]
+    except Exception as error:
+        shapes = [tuple(array.shape) for array in feed.values()]
+        raise BackendError(f"ONNX Runtime failed on inputs of shapes {shapes}: {error}") from error
 
 
 def bound_run(

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.blocks.feeding import CONVOLUTION, gated, how_written
-from smcp_fx.blocks.signature import MOVES, operation_of, signature
+from smcp_fx.blocks.signature import MOVES, signature
 from smcp_fx.blocks.widths import take_out, thin
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.graph import RULES
@@ -29,6 +29,7 @@ from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.units import close
 from smcp_fx.cost_model import Width
 from smcp_fx.tracing.modes import evaluated_graph
+from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import TensorInfo
 
@@ -121,7 +122,7 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
     gates = gated(traced, how)
     blocks = []
     for nodes in _partition(traced):
-        first = operation_of(traced, nodes[0])
+        first = operation_of(traced.module, nodes[0])
         read = seen if first == "cat" else {source for source, gate in gates.items() if gate not in nodes}
         read = set() if first in _ANCHORS else read
         blocks.append(_block(traced, channels, nodes, read, how))
@@ -139,7 +140,7 @@ def _partition(traced: Traced) -> list[list[fx.Node]]:
     for node in traced.module.graph.nodes:
         if not _computes(traced, node):
             continue
-        operation = operation_of(traced, node)
+        operation = operation_of(traced.module, node)
         target = None
         # The latest of the blocks that end in this node's operands takes it in: engines fuse an addition
         # with the convolution that runs last before it.
@@ -164,7 +165,7 @@ def _partition(traced: Traced) -> list[list[fx.Node]]:
 
 
 def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
-    operations = [operation_of(traced, node) for node in block]
+    operations = [operation_of(traced.module, node) for node in block]
     if all(name in MOVES for name in operations):
         return operation in MOVES or operation == "linear"
     if (

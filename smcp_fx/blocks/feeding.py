@@ -14,7 +14,8 @@ from __future__ import annotations
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from smcp_fx.blocks.signature import MOVES, operation_of
+from smcp_fx.blocks.signature import MOVES
+from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import TensorInfo
 
@@ -37,7 +38,7 @@ def how_written(traced: Traced) -> dict[fx.Node, str]:
     """Return how each node of a traced network writes its tensor, for tensors of four axes: (N, C, H, W)."""
     found: dict[fx.Node, str] = {}
     for node in traced.module.graph.nodes:
-        operation = operation_of(traced, node) if node.op.startswith("call_") else None
+        operation = operation_of(traced.module, node) if node.op.startswith("call_") else None
         shape = _shape(traced, node)
         if operation is None or shape is None:
             continue
@@ -65,7 +66,7 @@ def gated(traced: Traced, how: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
     """
     found = {}
     for node, way in how.items():
-        if way == MOVEMENT and operation_of(traced, node) == "mul":
+        if way == MOVEMENT and operation_of(traced.module, node) == "mul":
             shape = _shape(traced, node)
             read = _read(traced, node)
             if any(_shape(traced, source) != shape for source in read):

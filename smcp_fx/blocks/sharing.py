@@ -10,7 +10,9 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from smcp_fx.errors import InputError
-from smcp_fx.latency.surface import Grids
+
+#: Of each free width of a block, the values that it can take, ascending.
+Grids = tuple[tuple[int, ...], ...]
 
 
 class Block(Protocol):

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.graph import RULES
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
-from smcp_fx.tracing.operations import describe, operation_name
+from smcp_fx.tracing.operations import describe, operation_of
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import TensorInfo
 
@@ -24,12 +24,6 @@ in_channels out_channels in_features out_features num_features num_channels num_
 normalized_shape embedding_dim training eps momentum track_running_stats inplace p
 """.split()
 )
-
-
-def operation_of(traced: Traced, node: fx.Node) -> str | None:
-    """Return the name of a node's operation, whichever way the network calls it; None where it has none."""
-    module = traced.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return operation_name(node, module)
 
 
 def signature(
@@ -50,7 +44,7 @@ def signature(
     place.update({n: f"node{i}" for i, n in enumerate(nodes)})
     steps = []
     for node in nodes:
-        operation = operation_of(traced, node) or describe(node)
+        operation = operation_of(traced.module, node) or describe(node)
         step: dict[str, Any] = {"operation": operation}
         step["from"] = [place.get(n, n.op) for n in node.all_input_nodes]
         if node.op == "call_module":

@@ -15,22 +15,34 @@ import itertools
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from smcp_fx.channels.groups import Group
 from smcp_fx.channels.labels import narrow_uniform
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
-from smcp_fx.channels.trail import ParameterRef
+from smcp_fx.channels.trail import Layer, ParameterRef, Trail
+from smcp_fx.channels.units import Units
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 
-if TYPE_CHECKING:
-    from smcp_fx.channels.graph import ChannelGraph
-
 NUMBER, PARAMETER, LIVE, CONSTANT, EMPTY = range(5)
+
+
+class Channels(Protocol):
+    """What is read of a `ChannelGraph`."""
+
+    groups: list[Group]
+    trail: Trail
+    units: Units
+    free_units: Tensor
+    group_of_unit: Tensor
+
+    @property
+    def layers(self) -> list[Layer]: ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,7 @@ class Walk:
 class Flow:
     """How the network's inputs reach its outputs, for any choice of groups that keep nothing (bits)."""
 
-    def __init__(self, module: fx.GraphModule, channels: ChannelGraph) -> None:
+    def __init__(self, module: fx.GraphModule, channels: Channels) -> None:
         self.channels = channels
         nodes = list(module.graph.nodes)
         self.place = {node.name: index for index, node in enumerate(nodes)}
@@ -310,7 +322,7 @@ def writes_shared(node: fx.Node, module: torch.nn.Module) -> bool:
     return False
 
 
-def _tensors(channels: ChannelGraph, node: fx.Node) -> list[Tensor]:
+def _tensors(channels: Channels, node: fx.Node) -> list[Tensor]:
     """The label tensors of what a node computes."""
     trail = channels.trail
     value = trail.labels.get(node.name)

@@ -5,27 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.weight_views import Dims
-
-# What a graph tells of its nodes in their ``meta``:
-#: On a placeholder or the output: where the tensors come from, or why they stay, in place of the usual words.
-ORIGIN = "smcp_origin"
-#: On the output: the places, among its tensors, of those that need not stay for its sake.
-PASSED_ON = "smcp_passed_on"
-#: On a module's call: why nothing is known of the inside, whatever the module is.
-OPAQUE = "smcp_opaque"
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What the example run showed of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+from smcp_fx.tracing.values import TensorInfo
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,11 @@ class Units:
     unit: Tensor
     why: Why
 
+    @property
+    def count(self) -> int:
+        """How many units there are."""
+        return int(self.unit.max()) + 1 if self.unit.numel() else 0
+
     def of(self, labels: Tensor) -> Tensor:
         """Units of labels; -1 where the source always stays."""
         core = narrow_uniform(labels)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.backends import Backend, CompareConfig, Engine, Measurement, RelativeLatency, compare
-from smcp_fx.compiler.data import ImageData
 from smcp_fx.errors import CheckpointError, TableError
 from smcp_fx.prepare import PreparedModel, sliced
 from smcp_fx.pruning.solve import Solve
 from smcp_fx.storage.files import brief, read_json, write_texts
+from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
 #: A measured fraction this far from the target is good enough to leave the masks as they are.

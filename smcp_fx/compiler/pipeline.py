@@ -15,7 +15,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from smcp_fx.backends import Backend, Engine, Fingerprint, compare, get_backend
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine
 from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
-from smcp_fx.compiler.data import ImageData, load_data
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.compiler.measuring import Corrector, accuracy_of, converted_full, measured_as_predicted
 from smcp_fx.compiler.reporting import Measured, build_report
@@ -32,6 +31,7 @@ from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, prepare
 from smcp_fx.report import summary_table, write_report
 from smcp_fx.serialization.saving import save
+from smcp_fx.zoo.data import ImageData, load_data
 from smcp_fx.zoo.models import FittedModel, example_images, load_model
 
 

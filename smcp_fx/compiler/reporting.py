@@ -12,7 +12,6 @@ from typing import Any, cast
 from torch import fx
 
 from smcp_fx.backends import Backend, RelativeLatency
-from smcp_fx.compiler.data import ImageData
 from smcp_fx.compiler.measuring import Corrector, layer_counts
 from smcp_fx.compiler.saving import WEIGHTS
 from smcp_fx.compiler.settings import CompileSettings, as_record
@@ -22,6 +21,7 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.costs.network_costs import bind
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.prepare import PreparedModel
+from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
 

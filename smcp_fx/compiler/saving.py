@@ -11,10 +11,13 @@ from smcp_fx.serialization.saving import check_savable
 WEIGHTS = "pruned.safetensors"
 
 
-def why_unsavable(model: nn.Module) -> str:
-    """Return why `smcp_fx.save` refuses a model; nothing where it does not."""
+def why_unsavable(converted: nn.Module) -> str:
+    """Return why `smcp_fx.save` refuses a model; nothing where it does not.
+
+    Which units go changes no class, function or attribute: a model converted at full size tells.
+    """
     try:
-        check_savable(model)
+        check_savable(converted)
     except CheckpointError as error:
         return str(error)
     return ""

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
-from smcp_fx.compiler.data import ImageData
 from smcp_fx.errors import TrainingError
+from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
 #: Called after every optimiser step with (steps done, steps in all, loss).

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
-from smcp_fx.blocks.signature import operation_of
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.labels import varied_dims
 from smcp_fx.channels.trail import Layer
@@ -24,6 +23,7 @@ from smcp_fx.config import is_number
 from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
 from smcp_fx.errors import InputError
 from smcp_fx.tracing.modes import run_in_eval
+from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.tracer import Traced
 
 
@@ -177,7 +177,7 @@ def _products(
     nodes = {node.name: node for node in traced.module.graph.nodes}
     for name in traced.work.keys() - layers:
         count, node = traced.work[name], nodes.get(name)
-        if node is not None and operation_of(traced, node) == "scaleddotproductattention":
+        if node is not None and operation_of(traced.module, node) == "scaleddotproductattention":
             query, value = (_argument(node, *which) for which in ((0, "query"), (2, "value")))
             lengths = [traced.values[given.name].shape[-1] for given in (query, value)]
             scores = count * lengths[0] // sum(lengths)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.channels import ChannelGraph, build
-from smcp_fx.channels.graph import Group
+from smcp_fx.channels.groups import Group
 from smcp_fx.channels.trail import Layer
 from smcp_fx.errors import InputError
 from smcp_fx.prepare import trace_parts

@@ -10,7 +10,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.graph import Group
+from smcp_fx.channels.groups import Group
 from smcp_fx.channels.trail import Layer
 from smcp_fx.errors import InputError
 from smcp_fx.inspection.description import Inspection, groups_of, pinned_summary, unique_layers

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from smcp_fx.latency.surface import TOOTH, Axis, Grids, Point, is_aligned
+from smcp_fx.blocks.sharing import Grids
+from smcp_fx.latency.surface import TOOTH, Axis, Point, is_aligned
 
 #: A step is clear where widths rise by more than this share from one to the next, and within one by no more than that
 #: share of it.

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from smcp_fx.allocation.rounding import without_dominated
 from smcp_fx.backends.base import Backend, Fingerprint
 from smcp_fx.blocks.cutting import FusedBlock, cut
-from smcp_fx.blocks.sharing import Block, priced_as
+from smcp_fx.blocks.sharing import Block, Grids, priced_as
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
 from smcp_fx.costs.network_costs import ParamsCost, without_branch
 from smcp_fx.errors import InputError
 from smcp_fx.latency.filling import MeasureReport, Progress
 from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency, Whole, calibrate
-from smcp_fx.latency.surface import Grids, Surface
+from smcp_fx.latency.surface import Surface
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.tracing.tracer import Traced
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from smcp_fx.backends.base import Backend, BlockLatency
+from smcp_fx.backends.base import Backend, BlockLatency, Fingerprint
 from smcp_fx.backends.timing.measuring import TimingConfig
 from smcp_fx.backends.timing.pace import TOLERANCE
-from smcp_fx.blocks.sharing import Block
+from smcp_fx.blocks.sharing import Block, Grids
 from smcp_fx.errors import MachineBusyError
-from smcp_fx.latency.surface import Grids, Point
-
-if TYPE_CHECKING:
-    from smcp_fx.latency.table import LatencyTable
+from smcp_fx.latency.sampling import Plan
+from smcp_fx.latency.store import LatencyStore
+from smcp_fx.latency.surface import Point
 
 #: So often are unsteady rows measured again, as long as that makes more than this share of them steady.
 _AGAIN, _WORTH = 3, 0.25
@@ -64,12 +63,31 @@ class MeasureReport:
         )
 
 
+class Table(Protocol):
+    """What filling asks of a latency table: see `LatencyTable` and `LatencyStore`."""
+
+    @property
+    def store(self) -> LatencyStore: ...
+
+    def wanted(
+        self, blocks: Iterable[Block], fingerprint: Fingerprint
+    ) -> Sequence[tuple[Block, tuple[Point, ...]]]: ...
+
+    def plan(
+        self, block: Block, fingerprint: Fingerprint, instead: Mapping[Point, BlockLatency] | None = None
+    ) -> tuple[Plan, dict[Point, str]]: ...
+
+    def unsteady(
+        self, blocks: Iterable[Block], fingerprint: Fingerprint
+    ) -> Sequence[tuple[Block, Point, BlockLatency]]: ...
+
+
 class Filling:
     """Measures what a table lacks of ``blocks`` and keeps every row as it comes: complete blocks stay complete."""
 
     def __init__(
         self,
-        table: LatencyTable,
+        table: Table,
         blocks: Sequence[Block],
         backend: Backend,
         config: TimingConfig | None,

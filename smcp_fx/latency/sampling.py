@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from smcp_fx.blocks.sharing import Grids
 from smcp_fx.errors import InputError
 from smcp_fx.latency.axis import Known, Wanted, axis_values, find_axis, point_on
-from smcp_fx.latency.surface import Axis, Grids, Point, Surface, held_out_errors, is_aligned, surface_points
+from smcp_fx.latency.surface import Axis, Point, Surface, held_out_errors, is_aligned, surface_points
 
 
 @dataclass(frozen=True)

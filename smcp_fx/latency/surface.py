@@ -27,8 +27,6 @@ from numpy.typing import NDArray
 from smcp_fx.errors import InputError, TableError
 
 Point = tuple[int, ...]
-#: Of each free width, the values that it may have, ascending.
-Grids = tuple[tuple[int, ...], ...]
 Floats = NDArray[np.float64]
 
 #: Steps that kernels compute at a time.

@@ -1,6 +1,6 @@
 """What happens while pruning, made visible: lines of JSON, TensorBoard, a progress bar, or a user's own observer.
 
-prepared.pruner.observers.append(smcp_fx.pruning.observers.JsonLines("pruning.jsonl"))
+prepared.pruner.observers.append(smcp_fx.observers.JsonLines("pruning.jsonl"))
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TensorBoard(Observer):
             board: Any = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
             raise InputError(
-                f"TensorBoard is not installed ({error}): pip install tensorboard, or use smcp_fx.pruning.observers.JsonLines"
+                f"TensorBoard is not installed ({error}): pip install tensorboard, or use smcp_fx.observers.JsonLines"
             ) from error
         self.prefix = prefix
         self.writer: Any = board.SummaryWriter(str(folder)) if ranks.rank() == 0 else None

@@ -8,11 +8,12 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from smcp_fx.channels import ChannelGraph
 from smcp_fx.config import PruningConfig, is_number
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs.network_costs import absolute_target
@@ -25,11 +26,9 @@ from smcp_fx.pruning.observers import Observer
 from smcp_fx.pruning.selection import Choice, Selector
 from smcp_fx.pruning.solve import Solve
 from smcp_fx.pruning.solve_watch import SolveWatch
+from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Worth
 from smcp_fx.schedule import Schedule
-
-if TYPE_CHECKING:
-    from smcp_fx.prepared import PreparedModel
 
 __all__ = ["Pruner", "Solve"]
 
@@ -54,7 +53,9 @@ class Pruner:
 
     def __init__(
         self,
-        model: PreparedModel,
+        model: nn.Module,
+        channels: ChannelGraph,
+        state: PruningState,
         cost: NetworkCost,
         target: float,
         config: PruningConfig,
@@ -67,9 +68,10 @@ class Pruner:
         self.schedule = schedule
         self.history: list[Solve] = []
         self.observers: list[Observer] = []
-        self._state = model.smcp
-        self._selector = Selector(model.smcp, config, model.channels.branches)
-        self._importance = TaylorImportance(model.channels, model.smcp, config.importance)
+        self._channels = channels
+        self._state = state
+        self._selector = Selector(state, config, channels.branches)
+        self._importance = TaylorImportance(channels, state, config.importance)
         self._watch = LoopWatch(model, [layer.weight for layer in self._importance.layers])
         self._watch.active = schedule is not None
         self._solve_watch = SolveWatch()
@@ -189,7 +191,7 @@ class Pruner:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pruner:
         """The pruner of the model's copy: what holds both is copied as a whole."""
-        return copy.deepcopy(self._model, memo).pruner
+        return cast(Pruner, copy.deepcopy(self._model, memo).pruner)
 
     def __reduce__(self) -> Any:
         raise CheckpointError(
@@ -220,7 +222,7 @@ class Pruner:
     def importance(self) -> dict[str, Tensor]:
         """Importances of every free group's units, [size], as the next solve would see them."""
         vector = self._scores()
-        return {g.name: self._state.of_group(vector, g.name) for g in self._model.channels.groups if g.free}
+        return {g.name: self._state.of_group(vector, g.name) for g in self._channels.groups if g.free}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -389,7 +391,7 @@ class Pruner:
                 weight.mul_(self._state.layer_mask(layer))
 
     def _explained(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
-        pinned = [f"{g.name} ({g.pinned[0]})" for g in self._model.channels.groups if not g.free]
+        pinned = [f"{g.name} ({g.pinned[0]})" for g in self._channels.groups if not g.free]
         shown = ", ".join(pinned[:5]) + (f" and {len(pinned) - 5} more" if len(pinned) > 5 else "")
         return InfeasibleBudgetError(
             f"the target of {error.budget:.6g} {self.cost.unit} cannot be reached: the smallest reachable cost is "

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from smcp_fx.errors import InputError
 from smcp_fx.recipes.multibox import multibox_loss
 from smcp_fx.recipes.recipe import Recipe
-from smcp_fx.recipes.tasks import Meter, torchmetrics
+from smcp_fx.recipes.task import Meter, torchmetrics
 from smcp_fx.zoo.boxes import detections
 from smcp_fx.zoo.ssd import SSD300, SSD512, priors_of
 

@@ -20,7 +20,7 @@ from smcp_fx.errors import TrainingError
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning import ranks
 from smcp_fx.recipes.recipe import Training
-from smcp_fx.recipes.tasks import Task
+from smcp_fx.recipes.task import Task
 from smcp_fx.recipes.timeline import Timeline
 
 

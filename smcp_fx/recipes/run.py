@@ -29,7 +29,8 @@ from smcp_fx.recipes.processes import joined, world
 from smcp_fx.recipes.recipe import load_recipe
 from smcp_fx.recipes.record import Record, figures_of, write_record
 from smcp_fx.recipes.settings import RunSettings
-from smcp_fx.recipes.tasks import Task, load_task, torchmetrics
+from smcp_fx.recipes.task import Task, torchmetrics
+from smcp_fx.recipes.tasks import load_task
 from smcp_fx.recipes.timeline import Timeline
 from smcp_fx.recipes.weights import check_given, starting_network
 from smcp_fx.report.formats import milliseconds, percent

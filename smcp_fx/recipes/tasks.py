@@ -1,51 +1,19 @@
-"""What differs between classifying and detecting: the data, the loss, and how good a network is."""
+"""The tasks of the recipes: classifying, in full, and the way to detecting."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
-from smcp_fx.compiler.data import image_folder
-from smcp_fx.errors import InputError
 from smcp_fx.recipes.recipe import Recipe
-
-
-class Meter(Protocol):
-    """Gathers outputs over a test set (on all ranks) and says how good they were."""
-
-    def update(self, outputs: Any, targets: Any) -> None:
-        """Take a batch in."""
-        ...
-
-    def compute(self) -> dict[str, float]:
-        """Return percentages by name, the one to look at first."""
-        ...
-
-
-class Task(Protocol):
-    """``classes`` that the network tells apart, its data sets, its loss, and a `Meter` for it."""
-
-    classes: int
-    train: Dataset[Any]
-    test: Dataset[Any]
-
-    def collate(self, samples: Sequence[Any]) -> tuple[Tensor, Any]:
-        """Make a batch: images [N, 3, size, size], and targets as `loss` takes them."""
-        ...
-
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the training loss of the network's outputs."""
-        ...
-
-    def meter(self, device: torch.device) -> Meter:
-        """Return a fresh meter."""
-        ...
+from smcp_fx.recipes.task import Meter, Task, torchmetrics
+from smcp_fx.zoo.data import image_folder
 
 
 def load_task(recipe: Recipe, data: Path) -> Task:
@@ -55,15 +23,6 @@ def load_task(recipe: Recipe, data: Path) -> Task:
 
         return Detection(recipe, data)
     return Classification(recipe, data)
-
-
-def torchmetrics() -> Any:
-    """The package, or an `InputError` that says how to get it."""
-    try:
-        import torchmetrics as package
-    except ModuleNotFoundError as error:
-        raise InputError(f"evaluating needs {error.name}: pip install 'smcp_fx[recipes]'") from error
-    return package
 
 
 class Classification:

@@ -22,8 +22,8 @@ where the model takes the inputs there (detection models do, when targets are am
 """
 
 from smcp_fx.regions.finding import Region, find_regions
-from smcp_fx.regions.joining import Joined, join_regions
-from smcp_fx.regions.running import run_by_graphs, runs_in_regions, sharing
+from smcp_fx.regions.joining import join_regions
+from smcp_fx.regions.running import Joined, run_by_graphs, runs_in_regions, sharing
 
 __all__ = [
     "Joined",

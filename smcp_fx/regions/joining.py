@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -10,29 +9,13 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import TraceError
 from smcp_fx.regions.finding import Region, Split
-from smcp_fx.regions.running import CALL, sharing
-from smcp_fx.regions.wiring import Source, observe
+from smcp_fx.regions.running import CALL, Joined, sharing
+from smcp_fx.regions.wiring import observe
 from smcp_fx.tracing.example_runs import images_in, record, run_eager, same_values
 from smcp_fx.tracing.modes import with_branches
 from smcp_fx.tracing.multiply_adds import MultiplyAdds
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import ORIGIN, PASSED_ON
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Plain data about a joined graph, shared by copies of a model.
-
-    The graph's output is a tuple with one tuple of tensors a call. ``first[i]`` is the number of region i's first
-    call, ``sources[i]`` says where that call's inputs come from: output tensors of other calls, or the
-    placeholders that ``names[i]`` lists in the same order.
-    """
-
-    regions: tuple[Region, ...]
-    first: tuple[int, ...]
-    sources: tuple[tuple[Source, ...], ...]
-    names: tuple[tuple[str, ...], ...]
-    stopped: dict[str, str]
 
 
 def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tuple[Traced, Joined]:

@@ -5,21 +5,36 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError, PassError
+from smcp_fx.regions.finding import Region
+from smcp_fx.regions.wiring import Source
 from smcp_fx.tracing.modes import with_branches
-
-if TYPE_CHECKING:
-    from smcp_fx.regions.finding import Region
-    from smcp_fx.regions.joining import Joined
 
 #: In a node's meta: the number of the region's call it belongs to.
 CALL = "smcp_call"
 _TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Plain data about a joined graph, shared by copies of a model.
+
+    The graph's output is a tuple with one tuple of tensors a call. ``first[i]`` is the number of region i's first
+    call, ``sources[i]`` says where that call's inputs come from: output tensors of other calls, or the
+    placeholders that ``names[i]`` lists in the same order.
+    """
+
+    regions: tuple[Region, ...]
+    first: tuple[int, ...]
+    sources: tuple[tuple[Source, ...], ...]
+    names: tuple[tuple[str, ...], ...]
+    stopped: dict[str, str]
 
 
 def sharing(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -105,7 +105,7 @@ def _encode_node(node: fx.Node) -> dict[str, Any]:
 
 
 def _check_target(op: str, target: str, where: str) -> None:
-    """What holds of every node that is written or read; what it may be called on, `smcp_fx.serialization.call_rules` says."""
+    """What holds of every node that is written or read; what it may be called on, `call_rules` says."""
     if op == "placeholder":
         check_argument(target.removeprefix("*").removeprefix("*"), where)
     elif op in ("get_attr", "call_module"):

@@ -4,7 +4,7 @@
     pruned.json          the graph, the leaf modules' classes and attributes, the tensor file's sha256 and its own
 
 No code is stored and none is evaluated on loading. What a file may name are the functions, tensor methods and
-attributes of `smcp_fx.serialization.safe_operations` and the module classes of `smcp_fx.serialization.safe_modules`; both lists are closed.
+attributes of `safe_operations` and the module classes of `safe_modules`; both lists are closed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from safetensors import SafetensorError
 from torch import Tensor, fx, nn
 
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.prepared import PreparedModel
 from smcp_fx.regions import runs_in_regions
 from smcp_fx.serialization.converted import ConvertedModule
 from smcp_fx.serialization.graph_codec import decode_graph, encode_graph, read_values
@@ -31,6 +30,7 @@ from smcp_fx.serialization.module_codec import check_targets, decode_modules, en
 from smcp_fx.serialization.saved_names import check_identifier, is_identifier
 from smcp_fx.storage.tensor_file import TensorWriter, restore, write_together
 from smcp_fx.storage.versions import library_versions, saved_with
+from smcp_fx.tracing.wrapping import is_prepared
 
 FORMAT = "smcp_fx.model"
 FORMAT_VERSION = 2
@@ -58,7 +58,7 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
         raise InputError(
             f"a model is saved to a *{_SUFFIX} file, its manifest beside it as *.json; not to {path}"
         )
-    if isinstance(converted, PreparedModel):
+    if is_prepared(converted):
         raise InputError("a prepared model is not saved: save smcp_fx.convert(prepared), or its state_dict()")
     try:
         noted = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
@@ -88,18 +88,9 @@ def load(path: Path | str, map_location: str | torch.device = "cpu") -> fx.Graph
         return _assembled(manifest, safetensors.torch.load_file(path), device)
 
 
-def check_savable(model: nn.Module) -> None:
-    """Raise what `save` would raise for what `convert` makes of a prepared model, or for a converted one.
-
-    To be asked before training: which units go changes no class, function or attribute. A prepared model is
-    copied and sliced for it; nothing is written.
-    """
-    if isinstance(model, PreparedModel):
-        from smcp_fx.prepare import sliced
-
-        if not runs_in_regions(model):
-            model = sliced(model)
-    _encoded(model, {}, TensorWriter())
+def check_savable(converted: nn.Module) -> None:
+    """Raise what `save` would raise for a model because of what it consists of; nothing is written."""
+    _encoded(converted, {}, TensorWriter())
 
 
 def pack(converted: nn.Module) -> tuple[bytes, bytes]:

@@ -20,9 +20,6 @@ STATE = "smcp"
 #: Key of this library's metadata in `node.meta`.
 META = "smcp"
 
-MaskMode = Literal["soft", "hard", "permanent"]
-GammaGradient = Literal["chain", "direct"]
-
 
 @dataclass(frozen=True)
 class Mark:

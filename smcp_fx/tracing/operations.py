@@ -114,6 +114,11 @@ def operation_name(node: fx.Node, module: nn.Module | None) -> str | None:
     return function_name(node.target) if callable(node.target) else None
 
 
+def operation_of(graph: fx.GraphModule, node: fx.Node) -> str | None:
+    """Return the name of a node's operation, whichever way the network calls it; None where it has none."""
+    return operation_name(node, graph.get_submodule(str(node.target)) if node.op == "call_module" else None)
+
+
 def describe(node: fx.Node) -> str:
     """Return how a reader would name the node's operation, for messages."""
     if callable(node.target):

@@ -11,7 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,9 @@ from torch.fx.proxy import Attribute, Proxy
 from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
+from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.frames import asks_for_type, in_library, instruction_of, looks_up
 from smcp_fx.tracing.sentences import express
-
-if TYPE_CHECKING:
-    from smcp_fx.tracing.shape_tracer import ShapeTracer
 
 #: Functions of numpy on single numbers that give what Python's own give; those of `_FLOATS` as a float.
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
@@ -39,7 +37,7 @@ _FLOATS = {"ceil", "floor", "trunc"}
 class Answers(Proxy):
     """Python's questions, answered by the node's value on the example inputs."""
 
-    tracer: ShapeTracer
+    tracer: AnsweringTracer
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

@@ -15,19 +15,17 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FunctionType, ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx.proxy import Proxy
 from torch.utils import _pytree as pytree
 
+from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.frames import in_library
 from smcp_fx.tracing.random_draws import drawing
 from smcp_fx.tracing.sentences import asking_line
-
-if TYPE_CHECKING:
-    from smcp_fx.tracing.shape_tracer import ShapeTracer
 
 _FACTORIES = "zeros ones full empty arange linspace eye tensor as_tensor full_like meshgrid".split()
 _TOLD = ("int", "float", "len", "isinstance")
@@ -39,7 +37,7 @@ _CACHED = functools._lru_cache_wrapper
 class StandIns:
     """A context in which they stand in; what was there is put back at its end."""
 
-    def __init__(self, tracer: ShapeTracer, model: nn.Module) -> None:
+    def __init__(self, tracer: AnsweringTracer, model: nn.Module) -> None:
         self.tracer = tracer
         self._put: list[tuple[Any, str, Any]] = []
         torch_wide = {

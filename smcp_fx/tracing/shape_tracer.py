@@ -25,6 +25,7 @@ from torch.fx.proxy import TraceError as FxTraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors
 from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
 from smcp_fx.tracing.lengths import Sizes
@@ -38,7 +39,7 @@ from smcp_fx.tracing.writes import functional_writes, own_constants
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "any", "all", "is_nonzero", "data_ptr"}
 
 
-class ShapeTracer(fx.Tracer):
+class ShapeTracer(AnsweringTracer):
     """The standard tracer for one model and its example inputs; ``assumptions`` lists what was taken for given."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.compiler.data import ImageData, call_factory
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.tracing.example_runs import run_eager
+from smcp_fx.zoo.data import ImageData, call_factory
 
 #: Of a batch of images: 4 GiB.
 _MOST_VALUES = 2**30

@@ -20,10 +20,10 @@ from smcp_fx.cli import table as table_cli
 from smcp_fx.cli import train as train_cli
 from smcp_fx.cli.common import consoles, guarded
 from smcp_fx.compiler import CompileSettings
-from smcp_fx.compiler.data import call_factory, image_folder, load_data
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.storage.files import locked
+from smcp_fx.zoo.data import call_factory, image_folder, load_data
 
 FILE = """
 import os, sys

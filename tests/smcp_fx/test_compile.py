@@ -19,7 +19,7 @@ from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
 from smcp_fx.cli.compile import build_parser, main
 from smcp_fx.cli.table import main as table_main
 from smcp_fx.compiler import CompileSettings, measuring, training
-from smcp_fx.compiler.data import load_data
+from smcp_fx.zoo.data import load_data
 
 MODEL = """
 import torch

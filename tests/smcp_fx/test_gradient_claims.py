@@ -108,7 +108,7 @@ def test_masking_inputs_gives_every_channel_a_gradient() -> None:
 
 def trained(mask: str) -> list[int]:
     """Channels that come back at each solve of a training on the digits."""
-    from smcp_fx.compiler.data import load_data
+    from smcp_fx.zoo.data import load_data
 
     data = load_data("digits")
     torch.manual_seed(0)

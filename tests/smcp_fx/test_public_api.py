@@ -27,6 +27,7 @@ NAMES = [
     "export_onnx",
     "load",
     "load_checkpoint",
+    "observers",
     "prepare",
     "save",
     "save_checkpoint",

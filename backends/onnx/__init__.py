@@ -1,0 +1,1 @@
+"""ONNX: exporting a module, cleaning and converting the model, and models of blocks."""

@@ -1,0 +1,1 @@
+"""ONNX Runtime: engines, and the latencies of blocks from its profiler."""

@@ -1,0 +1,1 @@
+"""TensorRT: engines built and timed by a worker process."""

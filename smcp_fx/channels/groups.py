@@ -1,0 +1,203 @@
+"""Groups: units among which one count is chosen, and the counts that each permits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels import rules_elementwise, rules_layers, rules_movement, rules_products
+from smcp_fx.channels.labels import narrow_uniform
+from smcp_fx.channels.propagation import Rule
+from smcp_fx.channels.trail import Trail
+from smcp_fx.channels.units import Units, Why
+
+if TYPE_CHECKING:
+    pass
+
+RULES: dict[str, Rule] = {
+    **rules_elementwise.RULES,
+    **rules_movement.RULES,
+    **rules_layers.RULES,
+    **rules_products.RULES,
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units among which one count is chosen.
+
+    ``consumers`` and ``producers`` are module paths (the weight's name for functional calls); ``pinned``
+    holds the reasons why its units must stay and is empty when all of them are free; ``channels`` maps each
+    consumer or producer, as ``(path, "in" | "out")``, to the channels one unit has there.
+    """
+
+    name: str
+    size: int
+    consumers: tuple[str, ...]
+    producers: tuple[str, ...]
+    permitted: tuple[int, ...]
+    pinned: tuple[str, ...]
+    channels: Mapping[tuple[str, str], int] = field(repr=False)
+    units: Tensor = field(repr=False, compare=False)  # [size], ascending
+
+    @property
+    def free(self) -> bool:
+        """True when its units may go."""
+        return not self.pinned
+
+
+def form_groups(trail: Trail, units: Units, multiple: int) -> tuple[list[Group], Units]:
+    """Units with the same slots in the same weights form a group. Returns the units, too: unproduced ones stay."""
+    count = units.count
+    table = _Slots(count)
+    produced = torch.zeros(count, dtype=torch.bool)
+    seen: set[tuple[str, int]] = set()
+    for layer in trail.layers:
+        if (layer.weight, layer.in_dim) in seen:
+            continue
+        seen.add((layer.weight, layer.in_dim))
+        if layer.kind != "dense":
+            table.add((layer.path, "carry"), units.of(layer.output_channels))
+            continue
+        table.add((layer.path, "in"), units.of(layer.input_channels))
+        outputs = table.add((layer.path, "out"), units.of(layer.output_channels))
+        produced[outputs] = True
+    in_layers = table.present.clone()
+    layered = {name for layer in trail.layers for name in (layer.weight, layer.bias)}
+    others = {
+        f"{name}.{dim}": labels
+        for name, dims in trail.slots.items()
+        if name not in layered
+        for dim, labels in dims.items()
+    }
+    # Units that pass other norms, or other pieces of a split tensor, must not share a count: each of these
+    # would not know how many channels it keeps, and could be left with none.
+    for name, labels in {**others, **trail.elements, **_pieces(trail)}.items():
+        table.add((name, "carry"), narrow_uniform(units.of(labels)).reshape(-1), in_layers)
+    orphans = (in_layers & ~produced & ~units.why.pinned(count)).nonzero().flatten()
+    if orphans.numel():
+        units = Units(units.unit, units.why.and_also(orphans, "", "no layer produces it"))
+    found = []
+    order = {layer.path: index for index, layer in enumerate(trail.layers)}
+    for members in table.alike(units.why):
+        channels = table.of(int(members[0]))
+        pinned = tuple(sorted({why for _, why in units.why.get(int(members[0]), [])}))
+        place = min(order[path] + (side == "in") / 2 for path, side in channels if path in order)
+        found.append((place, channels, pinned, members))
+    groups: list[Group] = []
+    names: set[str] = set()
+    for _, channels, pinned, members in sorted(found, key=lambda item: item[0]):
+        consumers = tuple(path for path, side in channels if side == "in")
+        producers = tuple(path for path, side in channels if side == "out")
+        base = (
+            producers[0]
+            if producers
+            else f"input of {consumers[0]}"
+            if consumers
+            else next(iter(channels))[0]
+        )
+        name, number = base, 1
+        while name in names:
+            number += 1
+            name = f"{base}#{number}"
+        names.add(name)
+        kept_sides = {key: count for key, count in channels.items() if key[1] != "carry"}
+        size = members.numel()
+        groups.append(
+            Group(
+                name=name,
+                size=size,
+                consumers=consumers,
+                producers=producers,
+                permitted=(size,) if pinned else permitted_counts(size, kept_sides.values(), multiple),
+                pinned=pinned,
+                channels=kept_sides,
+                units=members,
+            )
+        )
+    return groups, units
+
+
+def _counted(units: Tensor) -> tuple[Tensor, Tensor]:
+    found, counts = torch.unique(units, return_counts=True)
+    return found, counts
+
+
+class _Slots:
+    """How many slots each unit has in each weight: rows (unit, key, count), and units compared by their rows."""
+
+    def __init__(self, count: int) -> None:
+        self.present = torch.zeros(count, dtype=torch.bool)
+        self.keys: list[tuple[str, str]] = []
+        self._rows: list[Tensor] = []  # each [3, n]
+        self._sorted: Tensor | None = None
+
+    def add(self, key: tuple[str, str], units: Tensor, among: Tensor | None = None) -> Tensor:
+        """Count the units' slots under a key; returns the different units. ``among``: leave out the others."""
+        found, counts = _counted(units)
+        kept = found >= 0
+        if among is not None:
+            kept &= among[found.clamp(min=0)]
+        found, counts = found[kept], counts[kept]
+        self._rows.append(torch.stack([found, torch.full_like(found, len(self.keys)), counts]))
+        self.keys.append(key)
+        self.present[found] = True
+        return found
+
+    def alike(self, why: Why) -> list[Tensor]:
+        """The units that have a row, those with the same rows and reasons together; each ascending.
+
+        Sets of rows are compared by the sum of one random 64-bit number for each different row.
+        """
+        if not self._rows:
+            return []
+        rows = torch.cat(self._rows, dim=1)
+        self._sorted = rows[:, torch.argsort(rows[0], stable=True)]
+        texts: dict[str, int] = {}
+        number = torch.tensor([texts.setdefault(text, len(texts)) for _, text in why.texts] or [0])
+        reasons = torch.unique(torch.stack([why.units, number[why.reasons]]), dim=1)
+        generator = torch.Generator().manual_seed(0)
+        total = torch.zeros(self.present.numel(), dtype=torch.int64)
+        for units, kinds in ((rows[0], (rows[1] << 32) | rows[2]), (reasons[0], reasons[1])):
+            different, which = torch.unique(kinds, return_inverse=True)
+            numbers = torch.randint(-(2**63), 2**63 - 1, different.shape, generator=generator)
+            total.index_add_(0, units, numbers[which])
+        members = self.present.nonzero().flatten()
+        _, which, sizes = torch.unique(total[members], return_inverse=True, return_counts=True)
+        parts = torch.split(members[torch.argsort(which, stable=True)], sizes.tolist())
+        return sorted(parts, key=lambda part: int(part[0]))
+
+    def of(self, unit: int) -> dict[tuple[str, str], int]:
+        """A unit's rows, in the order the keys were added."""
+        assert self._sorted is not None
+        first, last = torch.searchsorted(self._sorted[0], torch.tensor([unit, unit + 1])).tolist()
+        _, keys, counts = self._sorted[:, first:last].tolist()
+        return {self.keys[key]: count for key, count in zip(keys, counts, strict=True)}
+
+
+def _pieces(trail: Trail) -> dict[str, Tensor]:
+    """Tensors that hold a part of another tensor's elements: pieces of splits, slices, selections."""
+    found = {}
+    for name in trail.parts:
+        for index, labels in enumerate(pytree.tree_leaves(trail.labels[name])):
+            if isinstance(labels, Tensor):
+                found[f"{name}[{index}]"] = labels
+    return found
+
+
+def permitted_counts(size: int, channels_per_unit: Any, multiple: int) -> tuple[int, ...]:
+    """Counts that keep a multiple of ``multiple`` channels in every layer, and the full size; never 0.
+
+    ``channels_per_unit``: the channels one unit has at each of the group's producers and consumers.
+    """
+    step = 1
+    for channels in channels_per_unit:
+        needed = multiple // gcd(multiple, channels)
+        step = step * needed // gcd(step, needed)
+    return (*range(step, size, step), size)

@@ -1,0 +1,53 @@
+"""What a task is: the data, the loss, and how good a network is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from smcp_fx.errors import InputError
+
+
+class Meter(Protocol):
+    """Gathers outputs over a test set (on all ranks) and says how good they were."""
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Take a batch in."""
+        ...
+
+    def compute(self) -> dict[str, float]:
+        """Return percentages by name, the one to look at first."""
+        ...
+
+
+class Task(Protocol):
+    """``classes`` that the network tells apart, its data sets, its loss, and a `Meter` for it."""
+
+    classes: int
+    train: Dataset[Any]
+    test: Dataset[Any]
+
+    def collate(self, samples: Sequence[Any]) -> tuple[Tensor, Any]:
+        """Make a batch: images [N, 3, size, size], and targets as `loss` takes them."""
+        ...
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the training loss of the network's outputs."""
+        ...
+
+    def meter(self, device: torch.device) -> Meter:
+        """Return a fresh meter."""
+        ...
+
+
+def torchmetrics() -> Any:
+    """The package, or an `InputError` that says how to get it."""
+    try:
+        import torchmetrics as package
+    except ModuleNotFoundError as error:
+        raise InputError(f"evaluating needs {error.name}: pip install 'smcp_fx[recipes]'") from error
+    return package

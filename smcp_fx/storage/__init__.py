@@ -1,0 +1,1 @@
+"""Files that are whole or absent: writing, tensors with a checksum, values as JSON, random states, versions."""

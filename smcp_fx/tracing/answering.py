@@ -1,0 +1,59 @@
+"""What proxies and stand-ins ask of the tracer that made them: see `ShapeTracer`, which answers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch import fx
+from torch.fx.proxy import Proxy
+
+from smcp_fx.tracing.gradients import GradientQuestions
+
+
+class AnsweringTracer(fx.Tracer):
+    """A tracer that knows the value of every node on the example inputs."""
+
+    gradients: GradientQuestions
+
+    @abstractmethod
+    def made(self) -> int | None:
+        """How many nodes there are by now; None while a value is worked out."""
+
+    @abstractmethod
+    def value(self, node: fx.Node) -> Any:
+        """The value of a node on (fake tensors like) the example inputs."""
+
+    @abstractmethod
+    def kind(self, obj: Proxy) -> type:
+        """The type of what a proxy stands for."""
+
+    @abstractmethod
+    def is_tensor(self, obj: Proxy) -> bool:
+        """Does a proxy stand for a tensor, or for what only a tensor's values tell?"""
+
+    @abstractmethod
+    def number(self, obj: Proxy) -> Any:
+        """The number a proxy stands for; what follows from it is fixed in the graph."""
+
+    @abstractmethod
+    def index(self, obj: Proxy, asker: FrameType) -> Any:
+        """The number, asked for by ``__index__``; whoever asks may still take the proxy itself."""
+
+    @abstractmethod
+    def length(self, obj: Proxy) -> int:
+        """How many parts a tensor, tuple or list has."""
+
+    @abstractmethod
+    def check_parts(self, obj: Proxy) -> None:
+        """Where a fixed number of parts is unpacked of a tensor that was split: there are as many."""
+
+    @abstractmethod
+    def keep_symbolic(self, obj: Proxy, caller: FrameType) -> None:
+        """Take back an assumption that a function of torch made by looking whether its argument is a number."""
+
+    @abstractmethod
+    def in_place(self, written: Callable[..., Any], plain: Callable[..., Any], obj: Proxy, other: Any) -> Any:
+        """`x += y`: it writes into inputs and views, which others see; a tensor of its own gets another name."""

@@ -1,0 +1,22 @@
+"""What a traced graph knows of its values, and the keys of what it tells of its nodes in their ``meta``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+#: On a placeholder or the output: where the tensors come from, or why they stay, in place of the usual words.
+ORIGIN = "smcp_origin"
+#: On the output: the places, among its tensors, of those that need not stay for its sake.
+PASSED_ON = "smcp_passed_on"
+#: On a module's call: why nothing is known of the inside, whatever the module is.
+OPAQUE = "smcp_opaque"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What the example run showed of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype

@@ -1,0 +1,130 @@
+"""The rooms of the house: which folder may import which, read from the syntax of every file."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+#: Modules at the top of the package that import nothing of ours, and those that users call.
+CONTRACTS = {"errors", "config", "cost_model", "schedule"}
+VERBS = {"prepare", "prepared", "checkpoint", "proof", "outcomes"}
+
+#: Room: the rooms that it may import, beside the contracts, which all may. A room stands below those it is listed in.
+MAY_IMPORT = {
+    "contracts": "",
+    "storage": "",
+    "tracing": "",
+    "channels": "tracing",
+    "regions": "tracing",
+    "knapsack": "",
+    "allocation": "knapsack",
+    "passes": "channels tracing",
+    "costs": "channels tracing",
+    "blocks": "passes channels tracing",
+    "backends": "blocks tracing",
+    "latency": "backends blocks costs allocation channels tracing storage",
+    "pruning": "passes costs allocation channels storage",
+    "serialization": "regions tracing storage",
+    "verbs": "pruning serialization regions passes costs channels tracing storage",
+    "smcp_fx": "verbs serialization latency pruning allocation knapsack channels backends",
+    "report": "storage",
+    "zoo": "tracing",
+    "inspection": "report zoo verbs channels tracing",
+    "compiler": "report zoo latency backends verbs serialization pruning regions costs storage",
+    "recipes": "compiler report zoo latency backends verbs serialization pruning allocation storage",
+    "integrations": "verbs pruning",
+    "cli": "recipes compiler inspection zoo latency backends blocks channels tracing storage",
+}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name: file, of all modules."""
+    found = {}
+    for folder, package in (("smcp_fx", ""), ("passes", "passes"), ("backends", "backends")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = [
+                part for part in (package, *path.relative_to(ROOT / folder).with_suffix("").parts) if part
+            ]
+            found[".".join(["smcp_fx", *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+@cache
+def imports() -> dict[str, frozenset[str]]:
+    """Module: the modules of ours that it imports, lazily and for type checking included."""
+    return {name: frozenset(_imported(name, path)) for name, path in modules().items()}
+
+
+def _imported(name: str, path: Path) -> Iterator[str]:
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("smcp_fx"))
+        elif isinstance(node, ast.ImportFrom):
+            outer = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*outer, *filter(None, [node.module])])
+            if source.startswith("smcp_fx"):
+                for alias in node.names:
+                    inner = f"{source}.{alias.name}"
+                    yield inner if inner in modules() else source
+
+
+def room_of(module: str) -> str:
+    """The folder that a module is in; of those at the top, what they are."""
+    first = module.split(".")[1] if "." in module else "smcp_fx"
+    return "contracts" if first in CONTRACTS else "verbs" if first in VERBS else first
+
+
+def arrows() -> dict[tuple[str, str], str]:
+    """(room, room it imports): a sentence that says where."""
+    return {
+        (room_of(importer), room_of(imported)): f"{importer} imports {imported}"
+        for importer, those in imports().items()
+        for imported in those
+        if room_of(importer) != room_of(imported)
+    }
+
+
+def test_every_room_imports_only_what_it_may() -> None:
+    allowed = {(a, b) for a, rooms in MAY_IMPORT.items() for b in (*rooms.split(), "contracts")}
+    assert [where for arrow, where in arrows().items() if arrow not in allowed] == []
+
+
+def test_the_table_lists_every_room_and_no_arrow_that_is_gone() -> None:
+    assert set(MAY_IMPORT) == {room_of(module) for module in modules()}
+    listed = {(a, b) for a, rooms in MAY_IMPORT.items() for b in rooms.split()}
+    assert listed - set(arrows()) == set()
+
+
+def test_imports_go_one_way() -> None:
+    rooms = nx.DiGraph([(a, b) for a, those in MAY_IMPORT.items() for b in those.split()])
+    assert list(nx.simple_cycles(rooms)) == []
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    files = nx.DiGraph([(a, b) for a, those in imports().items() for b in those if a != b])
+    assert [sorted(part) for part in nx.strongly_connected_components(files) if len(part) > 1] == []
+
+
+def test_every_folder_is_installed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {name if path.name == "__init__.py" else None for name, path in modules().items()} - {None}
+    assert set(settings["tool"]["setuptools"]["packages"]) == folders
+
+
+@pytest.mark.parametrize("name", sorted(MAY_IMPORT.keys() - {"contracts", "verbs"}))
+def test_every_room_says_what_it_is(name: str) -> None:
+    file = modules()["smcp_fx" if name == "smcp_fx" else f"smcp_fx.{name}"]
+    assert ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
