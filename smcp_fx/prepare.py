@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import build
 from smcp_fx.config import PruningConfig
-from smcp_fx.costs.network_costs import CostModel, absolute_target, bind
+from smcp_fx.costs.binding import CostModel, absolute_target, bind
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning

@@ -270,7 +270,7 @@ class _Run:
         """
         pruner, wanted = prepared.pruner, self.settings.wanted
         if isinstance(wanted, str) and pruner.cost.unit == "ms":
-            from smcp_fx.costs.network_costs import absolute_target
+            from smcp_fx.costs.binding import absolute_target
 
             fraction = absolute_target(wanted, dense_ms, "ms") / dense_ms
             pruner.target = fraction * pruner.full_cost

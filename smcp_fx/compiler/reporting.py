@@ -18,7 +18,7 @@ from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.surfaces import surfaces
 from smcp_fx.compiler.training import EpochResult
 from smcp_fx.config import PruningConfig
-from smcp_fx.costs.network_costs import bind
+from smcp_fx.costs.binding import bind
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.prepare import PreparedModel
 from smcp_fx.zoo.data import ImageData

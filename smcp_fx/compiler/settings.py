@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smcp_fx.config import PruningConfig, option
-from smcp_fx.costs.network_costs import absolute_target
+from smcp_fx.costs.binding import absolute_target
 from smcp_fx.errors import InputError
 from smcp_fx.schedule import Schedule
 

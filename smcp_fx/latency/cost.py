@@ -15,7 +15,8 @@ from smcp_fx.blocks.cutting import FusedBlock, cut
 from smcp_fx.blocks.sharing import Block, Grids, priced_as
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
-from smcp_fx.costs.network_costs import ParamsCost, without_branch
+from smcp_fx.costs.parameters import ParamsCost
+from smcp_fx.costs.terms import without_branch
 from smcp_fx.errors import InputError
 from smcp_fx.latency.filling import MeasureReport, Progress
 from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency, Whole, calibrate

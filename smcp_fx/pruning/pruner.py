@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.config import PruningConfig, is_number
 from smcp_fx.cost_model import NetworkCost
-from smcp_fx.costs.network_costs import absolute_target
+from smcp_fx.costs.binding import absolute_target
 from smcp_fx.errors import CheckpointError, InfeasibleBudgetError, InputError, TrainingError
 from smcp_fx.pruning import ranks
 from smcp_fx.pruning.gradients import all_finite, loss_scale, norm

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchvision import models
 
 import smcp_fx
-from smcp_fx.costs.network_costs import absolute_target
+from smcp_fx.costs.binding import absolute_target
 from smcp_fx.errors import InputError
 
 

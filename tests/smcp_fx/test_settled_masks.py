@@ -13,7 +13,7 @@ import smcp_fx
 from smcp_fx.allocation.rounding import grow_for_free
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import NetworkCost, Price
-from smcp_fx.costs.network_costs import FlopsCost
+from smcp_fx.costs.flops import FlopsCost
 from smcp_fx.tracing.tracer import Traced
 
 SCHEDULE = smcp_fx.Schedule(epochs=1, steps_per_epoch=45, warmup=0.1, ramp=0.4, cooldown=0, every=1)

@@ -26,7 +26,7 @@ from torch import nn
 
 import smcp_fx
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.costs.network_costs import CostModel
+from smcp_fx.costs.binding import CostModel
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.pruning.pruner import Solve
 

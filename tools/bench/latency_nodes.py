@@ -39,7 +39,7 @@ from smcp_fx.backends.timing.pace import pace
 from smcp_fx.blocks.cutting import FusedBlock, cut
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import NetworkCost
-from smcp_fx.costs.network_costs import FlopsCost
+from smcp_fx.costs.flops import FlopsCost
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.tracing.tracer import Traced
 

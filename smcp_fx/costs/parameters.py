@@ -1,0 +1,65 @@
+"""Parameters of a network as a function of the channels it keeps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod
+
+from torch import Tensor
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.labels import varied_dims
+from smcp_fx.cost_model import CostTerm, NetworkCost, Width
+from smcp_fx.costs.terms import network_cost, proportional, without_branch
+from smcp_fx.tracing.tracer import Traced
+
+
+class ParamsCost:
+    """Parameters of the whole network (buffers not counted)."""
+
+    def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
+        """Bind to a network."""
+        terms, constant = [], 0.0
+        readers = _readers(traced) if channels.branches is not None else {}
+        for name, parameter in traced.module.named_parameters():
+            slots = channels.trail.slots.get(name, {})
+            dims = {dim: channels.width(labels) for dim, labels in slots.items()}
+            elements = channels.trail.elements.get(name)
+            if elements is not None and not dims:
+                dims = _element_widths(channels, elements)
+            widths = tuple(width for _, width in sorted(dims.items()) if width.groups)
+            rest = prod(size for dim, size in enumerate(parameter.shape) if dim not in dims)
+            rest *= prod(width.constant for width in dims.values() if not width.groups)
+            term = without_branch(channels, readers.get(name, ()), CostTerm(name, widths, proportional(rest)))
+            if term.widths:
+                terms.append(term)
+            else:
+                constant += parameter.numel()
+        return network_cost("parameters", channels, terms, constant)
+
+
+def _readers(traced: Traced) -> dict[str, list[str]]:
+    """The nodes that read each parameter."""
+    names = {id(parameter): name for name, parameter in traced.module.named_parameters()}
+    found: dict[str, list[str]] = defaultdict(list)
+    for node in traced.module.graph.nodes:
+        if node.op == "call_module":
+            for parameter in traced.module.get_submodule(str(node.target)).parameters():
+                found[names[id(parameter)]].append(node.name)
+        elif node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            held = getattr(traced.module.get_submodule(path), name)
+            if id(held) in names:
+                found[names[id(held)]].append(node.name)
+    return found
+
+
+def _element_widths(channels: ChannelGraph, elements: Tensor) -> dict[int, Width]:
+    varied = varied_dims(channels.units.of(elements))
+    if len(varied) != 1:
+        return {}
+    line = elements
+    for dim in range(elements.dim()):
+        if dim != varied[0]:
+            line = line.narrow(dim, 0, 1)
+    return {varied[0]: channels.width(line.reshape(-1))}

@@ -1,0 +1,56 @@
+"""Terms of a network's cost: what costs in proportion to widths, and what goes with a branch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
+
+
+def network_cost(unit: str, channels: ChannelGraph, terms: list[CostTerm], constant: float) -> NetworkCost:
+    """Return the sum of terms; those that no choice changes join the constant."""
+    permitted = {group.name: group.permitted for group in channels.groups if group.free}
+    kept: list[CostTerm] = []
+    for term in terms:
+        if term.groups:
+            kept.append(term)
+        else:
+            constant += term.cost({})
+    return NetworkCost(unit, permitted, tuple(kept), constant)
+
+
+def proportional(factor: float) -> Price:
+    """Return ``factor`` times the product of the widths."""
+
+    def price(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
+        result = np.asarray(float(factor))
+        for width in widths:
+            result = result * width
+        return result
+
+    return price
+
+
+def without_branch(channels: ChannelGraph, nodes: Collection[str], term: CostTerm) -> CostTerm:
+    """The term, and nothing where these nodes are of no use since a group keeps nothing (layer pruning).
+
+    Left as it is where it says so itself, and where it depends on two widths already.
+    """
+    free = tuple(width for width in term.widths if width.groups)
+    if channels.branches is None or len(free) > 1:
+        return term
+    own = [width.groups[0][0] for width in free if len(width.groups) == 1 and not width.constant]
+    remover = channels.branches.remover(nodes, own)
+    if remover is None:
+        return term
+
+    def price(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
+        given = iter(widths[:-1])
+        every = [next(given) if width.groups else np.asarray(width.constant) for width in term.widths]
+        return np.where(widths[-1] > 0, term.price(*every), 0.0)
+
+    return CostTerm(term.name, (*free, Width(groups=((remover, 1),))), price)
