@@ -1,21 +1,9 @@
-"""Shared set-up: one thread, a fixed seed for every test, and the installed package, not this folder's name."""
+"""Shared set-up: one thread, and a fixed seed for every test."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-# pytest puts this folder on the path, where `smcp_fx/` (the tests of that package) looks like a namespace
-# package and would hide an editable install. Import the real one while the folder is out of the way.
-_HERE = str(Path(__file__).parent)
-_PATH = sys.path[:]
-sys.path[:] = [entry for entry in sys.path if entry != _HERE]
-import smcp_fx  # noqa: E402, F401
-
-sys.path[:] = _PATH
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "report": "storage",
     "zoo": "tracing",
     "inspection": "report zoo verbs channels tracing",
-    "compiler": "report zoo latency backends verbs serialization pruning regions costs storage",
+    "compiler": "report zoo latency backends verbs serialization pruning costs storage",
     "recipes": "compiler report zoo latency backends verbs serialization pruning allocation storage",
     "integrations": "verbs pruning",
     "cli": "recipes compiler inspection zoo latency backends blocks channels tracing storage",

@@ -1,6 +1,6 @@
 """Load damaged and made-up manifests, run what loads, and watch what the process does meanwhile.
 
-    python tests/smcp_fx/manifest_fuzzing.py 100000 [seed]
+    python tests/serialization/manifest_fuzzing.py 100000 [seed]
 
 Prints a JSON object: how many were refused with our error, how many loaded and ran, and the faults: other errors,
 and audit events (files written, imports, processes, sockets, code run) that a valid load and run do not have.
@@ -19,10 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [
-    str(Path(__file__).parents[2]),
-    str(Path(__file__).parents[1]),
-]  # in this order: both have a smcp_fx
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from saved_models import (
