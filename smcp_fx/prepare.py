@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from smcp_fx.channels import build
 from smcp_fx.config import PruningConfig
@@ -16,7 +15,7 @@ from smcp_fx.errors import InputError, TraceError
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
-from smcp_fx.prepared import Plan, PreparedGraph, PreparedModel, PreparedRegions, copy_modes
+from smcp_fx.prepared import Preparation, PreparedGraph, PreparedModel, PreparedRegions, copy_modes
 from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
 from smcp_fx.pruning.state import PruningState
@@ -95,10 +94,13 @@ def _prepared(
     own = deep_copy(model)
     _check_names(model)
     traced, joined = trace_parts(own, inputs, leaves)
-    channels = build(traced.module, traced.values, multiple=config.multiple, exclude=config.exclude)
-    if config.keep_first_convolution and channels.layers:
-        exclude = (*config.exclude, channels.layers[0].path)
-        channels = build(traced.module, traced.values, multiple=config.multiple, exclude=exclude)
+    channels = build(
+        traced.module,
+        traced.values,
+        multiple=config.multiple,
+        exclude=config.exclude,
+        keep_first_layer=config.keep_first_convolution,
+    )
     if config.layer_pruning:
         allow_layer_pruning(traced, channels, config.layer_pruning_in)
     if joined is not None and not any(group.free for group in channels.groups):
@@ -108,16 +110,17 @@ def _prepared(
         )
     network_cost = bind(cost, traced, channels)
     full = network_cost.cost(network_cost.full_counts)
-    plan = Plan(
-        traced=replace(traced, module=fx.GraphModule(nn.Module(), fx.Graph()), returned=None),
+    plan = Preparation(
         channels=channels,
         cost=network_cost,
         flops=network_cost if cost == "flops" else bind("flops", traced, channels),
+        parameters=network_cost if cost == "params" else bind("params", traced, channels),
         target=absolute_target(target, full, network_cost.unit),
         config=config,
         schedule=schedule,
         example_inputs=inputs,
         joined=joined,
+        assumptions=traced.assumptions,
         modes=own_modes(own) if joined is None else None,
     )
     state = PruningState(channels, traced.module)

@@ -22,22 +22,22 @@ from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.masking import STATE
 from smcp_fx.tracing.own_modes import set_own_modes
 from smcp_fx.tracing.sentences import TAKEN
-from smcp_fx.tracing.tracer import Traced
 
 
 @dataclass(frozen=True)
-class Plan:
+class Preparation:
     """What a prepared model was made with; shared by its copies."""
 
-    traced: Traced
     channels: ChannelGraph
     cost: NetworkCost
     flops: NetworkCost
+    parameters: NetworkCost
     target: float
     config: PruningConfig
     schedule: Schedule | None
     example_inputs: tuple[Any, ...]
     joined: Joined | None = None
+    assumptions: tuple[str, ...] = ()
     modes: nn.Module | None = None  # see `own_modes`
 
 
@@ -49,7 +49,7 @@ class PreparedModel(nn.Module):
     """
 
     smcp: PruningState
-    plan: Plan
+    plan: Preparation
     pruner: Pruner
     graph: fx.Graph
 
@@ -101,7 +101,9 @@ class PreparedModel(nn.Module):
 class PreparedGraph(PreparedModel, fx.GraphModule):
     """A model that was traced as a whole."""
 
-    def __init__(self, root: nn.Module, graph: fx.Graph, plan: Plan, state: PruningState, name: str) -> None:
+    def __init__(
+        self, root: nn.Module, graph: fx.Graph, plan: Preparation, state: PruningState, name: str
+    ) -> None:
         super().__init__(root, graph, class_name=name)
         self.plan = plan
         self.add_module(STATE, state)
@@ -138,7 +140,7 @@ class PreparedRegions(PreparedModel):
 
     python: nn.Module
 
-    def __init__(self, python: nn.Module, graph: fx.Graph, plan: Plan, state: PruningState) -> None:
+    def __init__(self, python: nn.Module, graph: fx.Graph, plan: Preparation, state: PruningState) -> None:
         super().__init__()
         for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[table] = python.__dict__[table]

@@ -224,7 +224,7 @@ def describe(prepared: Any) -> dict[str, Any]:
         "groups": len(graph.groups),
         "free_groups": sum(group.free for group in graph.groups),
         "pinned": dict(why.most_common(6)),
-        "assumed": list(getattr(prepared.plan.traced, "assumptions", ())),
+        "assumed": list(prepared.plan.assumptions),
     }
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from smcp_fx.allocation.dual import Dual, Relaxation
-from smcp_fx.allocation.elimination import Definition, Link, Minimisation, Plan
+from smcp_fx.allocation.dual import CoupledDual, Relaxation
+from smcp_fx.allocation.elimination import Definition, EliminationOrder, Link, Minimisation
 from smcp_fx.allocation.local_search import Moves
 from smcp_fx.allocation.problem import Array, Ints
 
@@ -42,7 +42,7 @@ class _Step:
     checks: list[Link]
 
 
-def _ordered(plan: Plan, buckets: list[list[Array]]) -> list[_Step]:
+def _ordered(plan: EliminationOrder, buckets: list[list[Array]]) -> list[_Step]:
     """Return the steps so that each finds what it depends on, and few positions have to be remembered.
 
     Any such order splits the cost into the same losses. Next is always the step that leaves the fewest
@@ -109,7 +109,7 @@ def _variables(link: Link) -> set[int]:
 class _Listing:
     """Lists the choices around a dual's minimum up to a loss."""
 
-    def __init__(self, relaxation: Relaxation, dual: Dual) -> None:
+    def __init__(self, relaxation: Relaxation, dual: CoupledDual) -> None:
         self.relaxation, self.gain = relaxation, 1.0 / dual.multiplier
         self.grids = relaxation.plan.grids
         self.steps = _ordered(relaxation.plan, dual.minimum.buckets)
@@ -225,7 +225,7 @@ def _take(rows: _Rows, kept: NDArray[np.intp], needed: frozenset[int]) -> _Rows:
     return _Rows(positions, rows.loss[kept], rows.value[kept])
 
 
-def certify(relaxation: Relaxation, dual: Dual, moves: Moves, incumbent: Ints) -> tuple[Ints, float]:
+def certify(relaxation: Relaxation, dual: CoupledDual, moves: Moves, incumbent: Ints) -> tuple[Ints, float]:
     """Return the best choice found and the tightest bound proven, from a choice within the budget."""
     gain = 1.0 / dual.multiplier
     bound, best = dual.bound, moves.value(incumbent)

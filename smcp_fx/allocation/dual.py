@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from smcp_fx.allocation.elimination import Minimum, Plan
+from smcp_fx.allocation.elimination import EliminationOrder, Minimum
 from smcp_fx.allocation.problem import Array, Ints
 
 
 @dataclass(frozen=True)
-class Dual:
+class CoupledDual:
     """The least bound seen, the multiplier it was seen at and the points met on the way."""
 
     bound: float
@@ -30,7 +30,7 @@ class Dual:
 class Relaxation:
     """Evaluates ``min T - V / multiplier + links * excess`` for one plan, values and budget."""
 
-    def __init__(self, plan: Plan, values: list[Array], constant: float, budget: float) -> None:
+    def __init__(self, plan: EliminationOrder, values: list[Array], constant: float, budget: float) -> None:
         self.plan, self.values, self.constant, self.budget = plan, values, constant, budget
         self.groups = len(values)
         self.most = float(sum(np.abs(v).max() for v in values))
@@ -69,7 +69,7 @@ class Relaxation:
         return float(over / gain)
 
 
-def secant(relaxation: Relaxation, cheapest: Ints, most: Ints, costs: tuple[float, float]) -> Dual:
+def secant(relaxation: Relaxation, cheapest: Ints, most: Ints, costs: tuple[float, float]) -> CoupledDual:
     """Minimise the bound over the multiplier, no sum being loose.
 
     ``cheapest`` is a point of least cost (within the budget), ``most`` one of greatest value (beyond it);
@@ -80,13 +80,13 @@ def secant(relaxation: Relaxation, cheapest: Ints, most: Ints, costs: tuple[floa
     low_cost, high_cost = costs
     low_value, high_value = relaxation.value(low), relaxation.value(high)
     visited = [low, high]
-    best: Dual | None = None
+    best: CoupledDual | None = None
     for _ in range(100):
         gain = (high_cost - low_cost) / (high_value - low_value)
         minimum = relaxation.minimise(gain, none)
         bound = relaxation.bound(minimum, gain)
         if best is None or bound < best.bound:
-            best = Dual(bound, 1.0 / gain, minimum, none, ())
+            best = CoupledDual(bound, 1.0 / gain, minimum, none, ())
         point = minimum.positions[: relaxation.groups]
         value = relaxation.value(point)
         cost = minimum.value + relaxation.constant + gain * value
@@ -103,7 +103,7 @@ def secant(relaxation: Relaxation, cheapest: Ints, most: Ints, costs: tuple[floa
         if high_value <= low_value or high_cost <= low_cost:
             break
     assert best is not None
-    return Dual(best.bound, best.multiplier, best.minimum, none, (high, low, *reversed(visited)))
+    return CoupledDual(best.bound, best.multiplier, best.minimum, none, (high, low, *reversed(visited)))
 
 
 #: Cells touched in one bundle: about two seconds on one thread. A count, not a clock, so that equal inputs
@@ -111,7 +111,7 @@ def secant(relaxation: Relaxation, cheapest: Ints, most: Ints, costs: tuple[floa
 _CELLS, _OVERHEAD = 2_000_000_000, 10_000_000
 
 
-def bundle(relaxation: Relaxation, multiplier: float, tolerance: float = 1e-5) -> Dual:
+def bundle(relaxation: Relaxation, multiplier: float, tolerance: float = 1e-5) -> CoupledDual:
     """Minimise the bound over the multiplier and the loosened sums' multipliers, from a first multiplier.
 
     The bound is convex in ``x = (1, links) * multiplier``. Each evaluation is a cut below it, and a linear
@@ -126,7 +126,7 @@ def bundle(relaxation: Relaxation, multiplier: float, tolerance: float = 1e-5) -
     point, radius, predicted = np.concatenate([[1.0], np.zeros(size - 1)]), 0.5, np.inf
     model = _Cuts(size)
     visited: list[Ints] = []
-    best: Dual | None = None
+    best: CoupledDual | None = None
     centre = point
     for _ in range(max(20, _CELLS // (plan.cells + _OVERHEAD))):
         x = point * scale
@@ -139,7 +139,7 @@ def bundle(relaxation: Relaxation, multiplier: float, tolerance: float = 1e-5) -
         slope = (bound - relaxation.value(choice) + float(x[1:] @ excess)) / x[0]
         model.add(np.concatenate([[slope], -excess]) * scale, point, bound)
         if best is None or bound < best.bound:
-            best, centre = Dual(bound, float(x[0]), minimum, x[1:] / x[0], ()), point
+            best, centre = CoupledDual(bound, float(x[0]), minimum, x[1:] / x[0], ()), point
         elif bound - best.bound > predicted:
             radius *= 0.5
         enough = tolerance * abs(best.bound)
@@ -160,8 +160,8 @@ def bundle(relaxation: Relaxation, multiplier: float, tolerance: float = 1e-5) -
     return _with_visited(best, visited)
 
 
-def _with_visited(dual: Dual, visited: list[Ints]) -> Dual:
-    return Dual(dual.bound, dual.multiplier, dual.minimum, dual.links, tuple(reversed(visited)))
+def _with_visited(dual: CoupledDual, visited: list[Ints]) -> CoupledDual:
+    return CoupledDual(dual.bound, dual.multiplier, dual.minimum, dual.links, tuple(reversed(visited)))
 
 
 class _Cuts:

@@ -1,6 +1,6 @@
 """Minimise a sum of tables exactly by eliminating one variable after the other.
 
-A `Plan` (see `planning`) fixes the order once for a problem; `Plan.minimise` runs it for any unary costs,
+An `EliminationOrder` (see `planning`) fixes the order once for a problem. Its `minimise` runs it for any unary costs,
 forth through the variables for the least value and back for where it is.
 """
 
@@ -72,7 +72,7 @@ class Minimum:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EliminationOrder:
     """An elimination order for one problem, with all index arithmetic done."""
 
     grids: tuple[Ints, ...]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from smcp_fx.allocation.problem import Array, Ints, Problem
+from smcp_fx.allocation.problem import Array, CoupledProblem, Ints
 
 
 class Moves:
     """Prices of all single changes around a choice (one option index a group)."""
 
-    def __init__(self, problem: Problem, values: list[Array]) -> None:
+    def __init__(self, problem: CoupledProblem, values: list[Array]) -> None:
         variables, groups = problem.variables, len(problem.groups)
         self.constant = problem.constant
         self.sizes = np.array([len(v) for v in values], np.int64)

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from smcp_fx.allocation.problem import Array, Ints, Problem
+from smcp_fx.allocation.problem import Array, CoupledProblem, Ints
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError, InputError
 
 
-def linearised(cost: NetworkCost, problem: Problem, current: Mapping[str, int]) -> tuple[list[Array], float]:
+def linearised(
+    cost: NetworkCost, problem: CoupledProblem, current: Mapping[str, int]
+) -> tuple[list[Array], float]:
     """Return each group's costs at its permitted counts and the constant rest.
 
     A layer that reads one group costs ``T_l(p, current output width)``. One that reads several (a concat)
@@ -51,7 +53,7 @@ def linearised(cost: NetworkCost, problem: Problem, current: Mapping[str, int]) 
 
 
 def paper_choice(
-    cost: NetworkCost, problem: Problem, values: list[Array], budget: float, current: Mapping[str, int]
+    cost: NetworkCost, problem: CoupledProblem, values: list[Array], budget: float, current: Mapping[str, int]
 ) -> Ints:
     """Return the optimal choice of the linearised problem; the cheapest one where its capacity has none."""
     # Only this method needs the knapsack solver, and with it torch.

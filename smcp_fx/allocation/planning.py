@@ -13,8 +13,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from smcp_fx.allocation.elimination import Definition, Form, Link, Minimisation, Plan, Scope, Substitution
-from smcp_fx.allocation.problem import Array, Ints, Problem, Table, sum_grid
+from smcp_fx.allocation.elimination import (
+    Definition,
+    EliminationOrder,
+    Form,
+    Link,
+    Minimisation,
+    Scope,
+    Substitution,
+)
+from smcp_fx.allocation.problem import Array, CoupledProblem, Ints, PriceTable, sum_grid
 
 #: The most cells that one elimination touches: about ten milliseconds and 100 MB.
 MAX_CELLS = 1 << 24
@@ -26,7 +34,7 @@ _SOLVES, _SOLVES_PER_LINK, _ALL_CELLS = 13, 8, 2_200_000_000
 class _Planner:
     """The bookkeeping of `plan`."""
 
-    def __init__(self, problem: Problem, max_cells: int, dry: bool) -> None:
+    def __init__(self, problem: CoupledProblem, max_cells: int, dry: bool) -> None:
         self.max_cells, self.dry = max_cells, dry
         self.members: list[Form] = [v.members for v in problem.variables]
         self.grids: list[Ints] = [v.grid for v in problem.variables]
@@ -46,7 +54,7 @@ class _Planner:
         for group in range(self.groups):
             self.unaries[group] = self._add_factor((group,))
 
-    def _add_factor(self, scope: Scope, table: Table | None = None) -> int:
+    def _add_factor(self, scope: Scope, table: PriceTable | None = None) -> int:
         factor, self.next_factor = self.next_factor, self.next_factor + 1
         self.scopes[factor] = scope
         for variable in scope:
@@ -191,7 +199,7 @@ class _Planner:
         return True
 
 
-def plan(problem: Problem, max_cells: int = MAX_CELLS) -> Plan:
+def plan(problem: CoupledProblem, max_cells: int = MAX_CELLS) -> EliminationOrder:
     """Order the eliminations, smallest product of domains first; none touches more than ``max_cells`` cells.
 
     Replacing a sum by its parts adds a dimension, so it is put off; by how much is tried out. Where links are
@@ -213,7 +221,7 @@ def plan(problem: Problem, max_cells: int = MAX_CELLS) -> Plan:
     return _run(problem, limit, patience, dry=False)
 
 
-def _run(problem: Problem, max_cells: int, patience: int, dry: bool) -> Plan:
+def _run(problem: CoupledProblem, max_cells: int, patience: int, dry: bool) -> EliminationOrder:
     work = _Planner(problem, max_cells, dry)
     pending = set(work.definitions)
     remaining = set(range(len(work.grids)))
@@ -250,7 +258,7 @@ def _run(problem: Problem, max_cells: int, patience: int, dry: bool) -> Plan:
         remaining.discard(best)
         for variable in stale:
             prices.pop(variable, None)
-    return Plan(
+    return EliminationOrder(
         tuple(work.grids),
         work.definitions,
         tuple(work.links),

@@ -38,7 +38,7 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Table:
+class PriceTable:
     """Costs indexed by the grid positions of one or two variables."""
 
     scope: tuple[int, ...]
@@ -46,12 +46,12 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Problem:
+class CoupledProblem:
     """The groups, their costs' tables and the variables that index them; variable k is group k's count."""
 
     groups: tuple[str, ...]
     variables: tuple[Variable, ...]
-    tables: tuple[Table, ...]
+    tables: tuple[PriceTable, ...]
     constant: float
 
     def counts(self, choice: Ints) -> dict[str, int]:
@@ -70,7 +70,7 @@ def sum_grid(parts: list[tuple[Ints, int]]) -> Ints:
     return grid
 
 
-def tabulate(cost: NetworkCost) -> Problem:
+def tabulate(cost: NetworkCost) -> CoupledProblem:
     """Evaluate every term once on the grid of widths it can meet.
 
     Raises:
@@ -142,8 +142,8 @@ def tabulate(cost: NetworkCost) -> Problem:
             scope, costs = scope[::-1], costs.T
         key = tuple(scope)
         merged[key] = merged[key] + costs if key in merged else np.ascontiguousarray(costs)
-    tables = tuple(Table(scope, costs) for scope, costs in merged.items())
-    return Problem(groups, tuple(variables), tables, constant)
+    tables = tuple(PriceTable(scope, costs) for scope, costs in merged.items())
+    return CoupledProblem(groups, tuple(variables), tables, constant)
 
 
 def _evaluate(term: CostTerm, axes: list[Ints]) -> Array:
@@ -163,7 +163,7 @@ def _evaluate(term: CostTerm, axes: list[Ints]) -> Array:
     return costs
 
 
-def value_arrays(problem: Problem, values: Mapping[str, object]) -> list[Array]:
+def value_arrays(problem: CoupledProblem, values: Mapping[str, object]) -> list[Array]:
     """Return the values as one array a group.
 
     Raises:

@@ -12,11 +12,11 @@ from numpy.typing import ArrayLike
 
 from smcp_fx.allocation.branching import Node, close_gap
 from smcp_fx.allocation.certificate import certify
-from smcp_fx.allocation.dual import Dual, Relaxation, bundle, secant
+from smcp_fx.allocation.dual import CoupledDual, Relaxation, bundle, secant
 from smcp_fx.allocation.local_search import Moves, descend, improve, repair
 from smcp_fx.allocation.paper import paper_choice
 from smcp_fx.allocation.planning import MAX_CELLS, plan
-from smcp_fx.allocation.problem import Array, Ints, Problem, tabulate, value_arrays
+from smcp_fx.allocation.problem import Array, CoupledProblem, Ints, tabulate, value_arrays
 from smcp_fx.allocation.result import Allocation
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError, InputError
@@ -98,7 +98,9 @@ def _solved(cost: NetworkCost, values: dict[str, Array], budget: float) -> Node:
     return _node(cost, problem, arrays, _node_choice(problem, arrays, budget, cost.unit))
 
 
-def _node(cost: NetworkCost, problem: Problem, values: list[Array], found: tuple[Ints, float, Split]) -> Node:
+def _node(
+    cost: NetworkCost, problem: CoupledProblem, values: list[Array], found: tuple[Ints, float, Split]
+) -> Node:
     choice, bound, split = found
     value = float(sum(v[i] for v, i in zip(values, choice, strict=True)))
     named = None
@@ -107,7 +109,7 @@ def _node(cost: NetworkCost, problem: Problem, values: list[Array], found: tuple
     return Node(cost, problem.counts(choice), value, max(bound, value), named)
 
 
-def _options(problem: Problem, counts: Mapping[str, int] | None) -> Ints | None:
+def _options(problem: CoupledProblem, counts: Mapping[str, int] | None) -> Ints | None:
     """Return the option indices of counts.
 
     Raises:
@@ -127,14 +129,14 @@ def _options(problem: Problem, counts: Mapping[str, int] | None) -> Ints | None:
 
 
 def coupled_choice(
-    problem: Problem, values: list[Array], budget: float, *, max_cells: int = MAX_CELLS
+    problem: CoupledProblem, values: list[Array], budget: float, *, max_cells: int = MAX_CELLS
 ) -> tuple[Ints, float]:
     """Return the best choice found without halving and an upper bound on the value of any."""
     return _node_choice(problem, values, budget, max_cells=max_cells)[:2]
 
 
 def _node_choice(
-    problem: Problem,
+    problem: CoupledProblem,
     values: list[Array],
     budget: float,
     unit: str = "",
@@ -181,7 +183,7 @@ def _node_choice(
     return improve(moves, best, cap, dual.multiplier, scale), bound, split
 
 
-def _between(problem: Problem, high: Ints, low: Ints) -> Split:
+def _between(problem: CoupledProblem, high: Ints, low: Ints) -> Split:
     """The group in which two points are furthest apart, for its number of options, and the last low option."""
     apart = [
         abs(int(a) - int(b)) / len(variable.grid)
@@ -193,7 +195,7 @@ def _between(problem: Problem, high: Ints, low: Ints) -> Split:
     return group, (int(high[group]) + int(low[group])) // 2
 
 
-def _polished(moves: Moves, dual: Dual, points: list[Ints], cap: float, scale: float) -> Ints:
+def _polished(moves: Moves, dual: CoupledDual, points: list[Ints], cap: float, scale: float) -> Ints:
     """Return the best of the points after repair and improvement; the last one is within the budget."""
     best = points[-1]
     for point in points:

@@ -174,26 +174,33 @@ class ChannelGraph:
 
 
 def build(
-    module: fx.GraphModule, values: dict[str, Any], *, multiple: int = 8, exclude: tuple[str, ...] = ()
+    module: fx.GraphModule,
+    values: dict[str, Any],
+    *,
+    multiple: int = 8,
+    exclude: tuple[str, ...] = (),
+    keep_first_layer: bool = False,
 ) -> ChannelGraph:
     """Derive the channel graph of a traced module from what its example run showed.
 
-    ``values`` maps node names to recorded values (`smcp_fx.tracing.tracer.record`); ``exclude`` names modules whose
-    output channels stay.
+    ``values`` maps node names to recorded values (see `smcp_fx.tracing.example_runs`). ``exclude`` names modules
+    whose output channels stay, and so do those of the first layer with ``keep_first_layer``.
     """
     run = Propagation(module, values, RULES)
     trail = run.run()
-    _exclude(run, exclude)
+    _exclude(run, exclude, keep_first_layer)
     units = close(trail)
     if run.blind:  # ties found late may show what a rule could not see the first time
         second = Propagation(module, values, RULES, (trail, units.unit))
         trail = second.run()
-        _exclude(second, exclude)
+        _exclude(second, exclude, keep_first_layer)
         units = close(trail)
     return ChannelGraph(trail, units, multiple)
 
 
-def _exclude(run: Propagation, paths: tuple[str, ...]) -> None:
+def _exclude(run: Propagation, paths: tuple[str, ...], first_layer: bool) -> None:
+    if first_layer and run.trail.layers:
+        paths = (*paths, run.trail.layers[0].path)
     for path in paths:
         layers = [la for la in run.trail.layers if la.path == path or la.path.startswith(path + ".")]
         if not layers:

@@ -21,7 +21,7 @@ from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
     from smcp_fx.backends.timing.measuring import Measurement
-    from smcp_fx.latency.store import Row
+    from smcp_fx.latency.store import TableRow
 
 _EXAMPLES = """examples:
   smcp-table measure torchvision:resnet50 --batch 1              fill table.sqlite with what ResNet-50 needs here
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
     from smcp_fx.blocks.sharing import unique_blocks
-    from smcp_fx.latency.filling import Progress as State
+    from smcp_fx.latency.filling import MeasuringProgress
     from smcp_fx.latency.table import MEASURABLE_MS, LatencyTable
 
     if arguments.emit_requests or arguments.read_answers:
@@ -119,7 +119,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("measuring", total=1.0, left="")
 
-            def tell(state: State) -> None:
+            def tell(state: MeasuringProgress) -> None:
                 progress.update(
                     task,
                     completed=state.fraction,
@@ -166,7 +166,7 @@ def _show(arguments: argparse.Namespace, console: Console) -> int:
     rows = _read(arguments.table)
     if not rows:
         console.print(f"{arguments.table} is an empty latency table")
-    by_print: dict[str, list[Row]] = defaultdict(list)
+    by_print: dict[str, list[TableRow]] = defaultdict(list)
     for row in rows:
         by_print[row.fingerprint.key()].append(row)
     for key, of_print in by_print.items():
@@ -192,7 +192,7 @@ def _show(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _of_block(rows: Sequence[Row], name: str) -> list[Row]:
+def _of_block(rows: Sequence[TableRow], name: str) -> list[TableRow]:
     chosen = [row for row in rows if name in row.name]
     if not chosen:
         known = ", ".join(dict.fromkeys(row.name for row in rows))
@@ -200,11 +200,11 @@ def _of_block(rows: Sequence[Row], name: str) -> list[Row]:
     return sorted(chosen, key=lambda row: (row.name, row.widths))
 
 
-def _blocks_table(rows: Sequence[Row]) -> Table:
+def _blocks_table(rows: Sequence[TableRow]) -> Table:
     table = Table(box=None, padding=(0, 2))
     for name in ("block", "rows", "widths", "fastest in cache", "slowest", "largest spread", "from memory"):
         table.add_column(name, justify="left" if name == "block" else "right")
-    by_block: dict[str, list[Row]] = defaultdict(list)
+    by_block: dict[str, list[TableRow]] = defaultdict(list)
     for row in rows:
         by_block[row.signature].append(row)
     for members in by_block.values():
@@ -227,7 +227,7 @@ def _blocks_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _rows_table(rows: Sequence[Row]) -> Table:
+def _rows_table(rows: Sequence[TableRow]) -> Table:
     table = Table(box=None, padding=(0, 2))
     for column in (
         "block",
@@ -248,7 +248,7 @@ def _rows_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _sizes(row: Row) -> str:
+def _sizes(row: TableRow) -> str:
     return "x".join(map(str, row.widths))
 
 
@@ -284,7 +284,7 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _wanted(arguments: argparse.Namespace) -> list[Row]:
+def _wanted(arguments: argparse.Namespace) -> list[TableRow]:
     from dataclasses import replace
 
     from smcp_fx.latency.exchange import wanted_rows
@@ -345,7 +345,7 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
 # ---- what the commands share ------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> list[Row]:
+def _read(path: Path) -> list[TableRow]:
     from smcp_fx.latency.store import LatencyStore
 
     store = LatencyStore(path, read_only=True)

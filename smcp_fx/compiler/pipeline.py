@@ -25,8 +25,7 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.errors import CheckpointError, TableError, TraceError
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.latency.exchange import differences
-from smcp_fx.latency.filling import MeasureReport
-from smcp_fx.latency.filling import Progress as TableProgress
+from smcp_fx.latency.filling import MeasureReport, MeasuringProgress
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, prepare
 from smcp_fx.report import summary_table, write_report
@@ -43,11 +42,11 @@ def compile_model(
     Raises the library's errors for whatever does not fit; what was finished stays in ``--out`` and a run with
     ``resume`` goes on from there.
     """
-    run = _Run(placed(settings), config or PruningConfig(), console or Console())
+    run = _Compilation(placed(settings), config or PruningConfig(), console or Console())
     return run.go()
 
 
-class _Run:
+class _Compilation:
     def __init__(self, settings: CompileSettings, config: PruningConfig, console: Console) -> None:
         self.settings = settings
         self.config = config
@@ -237,7 +236,7 @@ class _Run:
             if isinstance(cost, LatencyCost):
                 task = progress.add_task("measuring the latency table", total=1.0)
 
-                def show(state: TableProgress) -> None:
+                def show(state: MeasuringProgress) -> None:
                     progress.update(
                         task, completed=state.fraction, description=f"latency table: {state.block}"
                     )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, cast
-
-from torch import fx
+from typing import Any
 
 from smcp_fx.backends import Backend, RelativeLatency
 from smcp_fx.compiler.measuring import Corrector, layer_counts
@@ -18,7 +16,6 @@ from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.surfaces import surfaces
 from smcp_fx.compiler.training import EpochResult
 from smcp_fx.config import PruningConfig
-from smcp_fx.costs.binding import bind
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.prepare import PreparedModel
 from smcp_fx.zoo.data import ImageData
@@ -53,8 +50,7 @@ def build_report(
     pruner = prepared.pruner
     counts, unit = pruner.counts, pruner.cost.unit
     full_counts = pruner.cost.full_counts
-    traced = replace(prepared.plan.traced, module=cast(fx.GraphModule, prepared))
-    others = {"flops": prepared.plan.flops, "params": bind("params", traced, prepared.channels)}
+    others = {"flops": prepared.plan.flops, "params": prepared.plan.parameters}
     predicted = {"dense": pruner.full_cost, "pruned": pruner.present_cost}
     latency, sides = measured.latency, {}
     for side, chosen, result, accuracy in zip(

@@ -10,7 +10,7 @@ import numpy as np
 
 from smcp_fx.knapsack.arrays import Array
 from smcp_fx.knapsack.dual import Groups
-from smcp_fx.knapsack.problem import Problem, quantise
+from smcp_fx.knapsack.problem import KnapsackProblem, quantise
 
 #: Greedy moves per filling; each is one pass over the core.
 _MAX_MOVES = 256
@@ -65,7 +65,7 @@ class Core:
         return core, several
 
 
-def build_core(problem: Problem, base: Array, kept: Array) -> Core:
+def build_core(problem: KnapsackProblem, base: Array, kept: Array) -> Core:
     """Quantise the options ``kept`` (flat, ascending, the base's among them) relative to ``base``."""
     ops = problem.groups.ops
     owner = problem.groups.group[kept]

@@ -18,7 +18,7 @@ import numpy as np
 
 from smcp_fx.knapsack.arrays import Array
 from smcp_fx.knapsack.core import Core
-from smcp_fx.knapsack.dual import Dual, solve_dual
+from smcp_fx.knapsack.dual import KnapsackDual, solve_dual
 
 #: Spacings tried: this many quantiles of the differences between neighbouring costs of a group.
 _SPACINGS = 16
@@ -32,7 +32,7 @@ class RoundingCut:
     """The rounded costs (int64), and the bound they give."""
 
     costs: Array
-    dual: Dual
+    dual: KnapsackDual
 
 
 def best_rounding_cut(core: Core, multiplier: float) -> RoundingCut | None:

@@ -66,7 +66,7 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Dual:
+class KnapsackDual:
     """A bound: every feasible choice has value <= ``bound`` - sum of its options' ``loss``.
 
     ``multiplier`` is the price of a unit of cost, and ``under`` one option a group: the dearest relaxed
@@ -79,14 +79,14 @@ class Dual:
     under: Array
 
 
-def solve_dual(groups: Groups, values: Array, costs: Array, capacity: float) -> Dual:
+def solve_dual(groups: Groups, values: Array, costs: Array, capacity: float) -> KnapsackDual:
     """Minimise z(a) by secant cuts.
 
     ``values`` and ``costs`` are float64; a value of -inf strikes an option out. The cheapest choice must fit.
     """
     top, over = groups.best(values)
     if float(costs[over].sum()) <= capacity:
-        return Dual(float(top.sum()), top[groups.group] - values, 0.0, over)
+        return KnapsackDual(float(top.sum()), top[groups.group] - values, 0.0, over)
     _, under = groups.cheapest(values, costs)
     over_value, over_cost = float(top.sum()), float(costs[over].sum())
     under_value, under_cost = float(values[under].sum()), float(costs[under].sum())
@@ -116,7 +116,9 @@ def solve_dual(groups: Groups, values: Array, costs: Array, capacity: float) -> 
             sought = _narrow(groups, values, costs, under, over)
     score = values - multiplier * costs
     top = groups.ops.segment_max(score, groups.starts, groups.group)
-    return Dual(float(top.sum()) + multiplier * capacity, top[groups.group] - score, multiplier, under)
+    return KnapsackDual(
+        float(top.sum()) + multiplier * capacity, top[groups.group] - score, multiplier, under
+    )
 
 
 @dataclass(frozen=True)

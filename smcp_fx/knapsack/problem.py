@@ -32,7 +32,7 @@ _MOST_DIGITS = 9
 
 
 @dataclass(frozen=True)
-class Problem:
+class KnapsackProblem:
     """A checked instance: options end to end, float64; ``limit`` is the capacity with its tolerance.
 
     ``worth`` is the values, -inf where no choice with that option can be the best; the other options' values
@@ -72,7 +72,7 @@ class Grid:
 
 def read_problem(
     values: Sequence[Any], costs: Sequence[Any], capacity: float, device: str | torch.device
-) -> Problem:
+) -> KnapsackProblem:
     """Check the arguments and bring them to ``device``, each side in one transfer.
 
     Raises:
@@ -121,7 +121,7 @@ def read_problem(
     if _has_contrast(ops, flat_values, starts):
         worth = _strike_hopeless(groups, worth, flat_costs, limit)
         largest_value = float(abs(flat_values[worth > -np.inf]).max())
-    return Problem(
+    return KnapsackProblem(
         groups, flat_values, flat_costs, worth, largest_value, largest_cost, starts, limit_base, limit
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 from smcp_fx.knapsack.arrays import Array
 from smcp_fx.knapsack.core import Core, fill_greedily, fill_ties
 from smcp_fx.knapsack.cuts import best_rounding_cut
-from smcp_fx.knapsack.dual import Dual, solve_dual
+from smcp_fx.knapsack.dual import KnapsackDual, solve_dual
 from smcp_fx.knapsack.search import BYTES_PER_STATE, BYTES_PER_STEP, Effort, search
 
 #: Partial choices a half may hold, level by level; the next is tried when one has nothing left to give.
@@ -27,7 +27,7 @@ _PATIENT_LEVEL, _SMALL_GAP = 1 << 17, 1e-9
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoundsOutcome:
     """The best choice of a core (flat indices), its value relative to the base, and a bound on any choice."""
 
     options: Array
@@ -35,25 +35,25 @@ class Outcome:
     bound: int
 
 
-def solve_core(core: Core, scale: float, deadline: float, memory_limit: float) -> Outcome:
+def solve_core(core: Core, scale: float, deadline: float, memory_limit: float) -> RoundsOutcome:
     """Maximise the core's value; ``scale`` is the size of the whole value, in core steps.
 
     The bound equals the value unless time or memory ran out, or the gap is a `_SMALL_GAP` of ``scale``.
     """
     if len(core.options) == 0:
-        return Outcome(core.settled, 0, 0)
+        return RoundsOutcome(core.settled, 0, 0)
     ops, groups = core.groups.ops, core.groups
     dual = solve_dual(groups, ops.floats(core.values), ops.floats(core.costs), float(core.room))
     solver = _Solver(core, dual)
     solver.fill()
     solver.prove(scale, deadline, memory_limit)
-    return Outcome(solver.options, solver.value, max(solver.value, int(np.floor(solver.bound))))
+    return RoundsOutcome(solver.options, solver.value, max(solver.value, int(np.floor(solver.bound))))
 
 
 class _Solver:
     """Incumbent (``options``, ``value``) and ``bound`` of a core; every step tightens one of them."""
 
-    def __init__(self, core: Core, dual: Dual) -> None:
+    def __init__(self, core: Core, dual: KnapsackDual) -> None:
         ops = core.groups.ops
         distance = ops.floats(abs(core.values)) + ops.floats(abs(core.costs))
         _, self.base = core.groups.best(-distance)
@@ -62,7 +62,7 @@ class _Solver:
         self.seed = 0
         self.adopt(dual, core.costs)
 
-    def adopt(self, dual: Dual, costs: Array) -> None:
+    def adopt(self, dual: KnapsackDual, costs: Array) -> None:
         """Search by the losses of this bound, got with ``costs``, from now on."""
         self.dual = dual
         largest = float(abs(self.core.values).max()) + dual.multiplier * float(abs(costs).max())

@@ -12,8 +12,8 @@ import torch
 from smcp_fx.errors import InputError
 from smcp_fx.knapsack.arrays import Array
 from smcp_fx.knapsack.core import build_core
-from smcp_fx.knapsack.dual import Dual, solve_dual
-from smcp_fx.knapsack.problem import Problem, read_problem
+from smcp_fx.knapsack.dual import KnapsackDual, solve_dual
+from smcp_fx.knapsack.problem import KnapsackProblem, read_problem
 from smcp_fx.knapsack.rounds import Outcome, solve_core
 
 
@@ -70,7 +70,9 @@ def solve_knapsack(
     )
 
 
-def _solve(problem: Problem, deadline: float, memory_limit: float) -> tuple[Array, float, float, float]:
+def _solve(
+    problem: KnapsackProblem, deadline: float, memory_limit: float
+) -> tuple[Array, float, float, float]:
     """Return the options taken (flat indices), their value and cost, and a bound."""
     groups = problem.groups
     dual = solve_dual(groups, problem.worth, problem.costs, problem.limit)
@@ -95,14 +97,14 @@ def _solve(problem: Problem, deadline: float, memory_limit: float) -> tuple[Arra
     return picked, value, cost, max(bound, value)
 
 
-def _apply(problem: Problem, base: Array, outcome: Outcome) -> tuple[Array, float, float]:
+def _apply(problem: KnapsackProblem, base: Array, outcome: Outcome) -> tuple[Array, float, float]:
     """Return the base with the core's options in it (flat indices), its value and its cost."""
     picked = problem.groups.ops.ints(base)
     picked[problem.groups.group[outcome.options]] = outcome.options
     return picked, *problem.evaluate(picked)
 
 
-def _promising(problem: Problem, dual: Dual, base: Array, base_value: float) -> Array:
+def _promising(problem: KnapsackProblem, dual: KnapsackDual, base: Array, base_value: float) -> Array:
     """Return the options (flat, ascending) that can be in a choice better than the base and its best swap.
 
     Losses are compared with a margin for their rounding, which only ever keeps an option too many.

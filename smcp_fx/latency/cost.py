@@ -18,7 +18,7 @@ from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
 from smcp_fx.costs.parameters import ParamsCost
 from smcp_fx.costs.terms import without_branch
 from smcp_fx.errors import InputError
-from smcp_fx.latency.filling import MeasureReport, Progress
+from smcp_fx.latency.filling import MeasureReport, MeasuringProgress
 from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency, Whole, calibrate
 from smcp_fx.latency.surface import Surface
 from smcp_fx.latency.table import LatencyTable
@@ -55,7 +55,7 @@ class LatencyCost:
         backend: Backend,
         *,
         measure: bool = True,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[MeasuringProgress], None] | None = None,
         fingerprint: Fingerprint | None = None,
         residency: Residency | None = None,
     ) -> None:

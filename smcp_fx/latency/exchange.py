@@ -19,7 +19,7 @@ from smcp_fx.backends.base import BlockLatency, Fingerprint
 from smcp_fx.backends.timing.measuring import Measurement
 from smcp_fx.errors import InputError, TableError
 from smcp_fx.latency import values
-from smcp_fx.latency.store import LatencyStore, Row
+from smcp_fx.latency.store import LatencyStore, TableRow
 from smcp_fx.latency.table import RUN_SIGNATURE
 from smcp_fx.storage.files import brief, parse_json, read_json, write_texts
 
@@ -53,7 +53,7 @@ def merge(target: Path, sources: Sequence[Path], fingerprint_key: str | None = N
     They must be of one fingerprint, what stands in ``target`` included, or ``fingerprint_key`` says which rows
     to take; else `TableError`. Of two measurements of one row the stable one stays.
     """
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     for source in sources:
         if source.resolve() == target.resolve():
             raise TableError(f"{source} is the file to merge into; name it once")
@@ -68,7 +68,7 @@ def merge(target: Path, sources: Sequence[Path], fingerprint_key: str | None = N
     return _insert(target, rows)
 
 
-def refuse_mixed(rows: Iterable[Row], advice: str) -> None:
+def refuse_mixed(rows: Iterable[TableRow], advice: str) -> None:
     """Raise `TableError` when rows are of several devices, runtimes or settings."""
     found = {row.fingerprint.key(): row.fingerprint for row in rows}
     if len(found) > 1:
@@ -90,7 +90,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **values["settings"], "settings": ""}
 
 
-def export_rows(rows: Sequence[Row], path: Path) -> None:
+def export_rows(rows: Sequence[TableRow], path: Path) -> None:
     """Write rows as ``.json`` or ``.csv``; the file is whole or not there."""
     kind = _kind(path)
     write_texts({path: _as_json(rows) if kind == "json" else _as_csv(rows)}, "the rows")
@@ -104,7 +104,7 @@ def import_rows(path: Path, target: Path) -> Exchanged:
     kind = _kind(path)
     if not path.exists():
         raise TableError(f"there is no file {path}")
-    rows, prints = list[Row](), dict[str, Fingerprint]()
+    rows, prints = list[TableRow](), dict[str, Fingerprint]()
     for place, record in _from_json(path) if kind == "json" else _from_csv(path):
         row = _row(record, f"{path}, {place}", prints)
         if row is not None:
@@ -114,9 +114,13 @@ def import_rows(path: Path, target: Path) -> Exchanged:
     return _insert(target, rows)
 
 
-def wanted_rows(missing: Iterable[tuple[str, str, tuple[int, ...]]], fingerprint: Fingerprint) -> list[Row]:
+def wanted_rows(
+    missing: Iterable[tuple[str, str, tuple[int, ...]]], fingerprint: Fingerprint
+) -> list[TableRow]:
     """Return rows without latencies for ``missing`` (name, signature, widths), for another device to fill in."""
-    return [Row(name, signature, widths, fingerprint, None, None, 0.0) for name, signature, widths in missing]
+    return [
+        TableRow(name, signature, widths, fingerprint, None, None, 0.0) for name, signature, widths in missing
+    ]
 
 
 # ---- checking ---------------------------------------------------------------------------------------------------
@@ -159,7 +163,7 @@ def check(path: Path) -> list[Finding]:
     return findings
 
 
-def _of_row(row: Row) -> list[Finding]:
+def _of_row(row: TableRow) -> list[Finding]:
     """What is wrong with a row: it failed, or was not steady, or took no time, which is a clock that says nothing."""
     where = f"{row.name} at {_join(row.widths) or 'its only size'}"
     if row.latency is None:
@@ -179,7 +183,7 @@ def _of_row(row: Row) -> list[Finding]:
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
-def _rows(path: Path) -> list[Row]:
+def _rows(path: Path) -> list[TableRow]:
     store = LatencyStore(path, read_only=True)
     try:
         return store.rows()
@@ -187,7 +191,7 @@ def _rows(path: Path) -> list[Row]:
         store.close()
 
 
-def _insert(target: Path, rows: Sequence[Row]) -> Exchanged:
+def _insert(target: Path, rows: Sequence[TableRow]) -> Exchanged:
     new = not target.exists()
     store = LatencyStore(target)
     try:
@@ -208,7 +212,7 @@ def _kind(path: Path) -> str:
     return kind
 
 
-def _record(row: Row) -> dict[str, Any]:
+def _record(row: TableRow) -> dict[str, Any]:
     record: dict[str, Any] = {"name": row.name, "widths": list(row.widths)}
     for state in ("hot", "cold"):
         found: Measurement | None = getattr(row.latency, state) if row.latency else None
@@ -225,14 +229,14 @@ def _record(row: Row) -> dict[str, Any]:
     }
 
 
-def _as_json(rows: Sequence[Row]) -> str:
+def _as_json(rows: Sequence[TableRow]) -> str:
     prints = {row.fingerprint.key(): row.fingerprint.as_dict() for row in rows}
     records = [{**_record(row), "fingerprint": row.fingerprint.key()} for row in rows]
     whole = {"format": FORMAT, "version": VERSION, "fingerprints": prints, "rows": records}
     return json.dumps(whole, indent=1) + "\n"
 
 
-def _as_csv(rows: Sequence[Row]) -> str:
+def _as_csv(rows: Sequence[TableRow]) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, _COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -307,7 +311,7 @@ def _of_cell(column: str, cell: str | None) -> Any:
     return float(cell) if column in _COLUMNS else cell
 
 
-def _row(record: Mapping[str, Any], where: str, prints: dict[str, Fingerprint]) -> Row | None:
+def _row(record: Mapping[str, Any], where: str, prints: dict[str, Fingerprint]) -> TableRow | None:
     """Return the row of a record; None when it holds neither a latency nor an error.
 
     ``prints``: the fingerprints met so far, by what the file has: a file of many rows has few.
@@ -322,7 +326,7 @@ def _row(record: Mapping[str, Any], where: str, prints: dict[str, Fingerprint]) 
         if known not in prints:
             prints[known] = values.fingerprint(parse_json(known))
         measured_at = record.get("measured_at")
-        return Row(
+        return TableRow(
             values.text(record["name"], "name"),
             values.text(record["signature"], "signature"),
             values.widths(record["widths"]),

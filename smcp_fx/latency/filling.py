@@ -14,7 +14,7 @@ from smcp_fx.backends.timing.measuring import TimingConfig
 from smcp_fx.backends.timing.pace import TOLERANCE
 from smcp_fx.blocks.sharing import Block, Grids
 from smcp_fx.errors import MachineBusyError
-from smcp_fx.latency.sampling import Plan
+from smcp_fx.latency.sampling import SamplingPlan
 from smcp_fx.latency.store import LatencyStore
 from smcp_fx.latency.surface import Point
 
@@ -27,7 +27,7 @@ _BUSY_TRIES = 3
 
 
 @dataclass(frozen=True)
-class Progress:
+class MeasuringProgress:
     """How far a measurement is. ``fraction`` is an estimate: sampling adapts to what it finds."""
 
     block: str
@@ -63,7 +63,7 @@ class MeasureReport:
         )
 
 
-class Table(Protocol):
+class FillableTable(Protocol):
     """What filling asks of a latency table: see `LatencyTable` and `LatencyStore`."""
 
     @property
@@ -75,7 +75,7 @@ class Table(Protocol):
 
     def plan(
         self, block: Block, fingerprint: Fingerprint, instead: Mapping[Point, BlockLatency] | None = None
-    ) -> tuple[Plan, dict[Point, str]]: ...
+    ) -> tuple[SamplingPlan, dict[Point, str]]: ...
 
     def unsteady(
         self, blocks: Iterable[Block], fingerprint: Fingerprint
@@ -87,11 +87,11 @@ class Filling:
 
     def __init__(
         self,
-        table: Table,
+        table: FillableTable,
         blocks: Sequence[Block],
         backend: Backend,
         config: TimingConfig | None,
-        progress: Callable[[Progress], None] | None,
+        progress: Callable[[MeasuringProgress], None] | None,
     ) -> None:
         self._table, self._backend, self._config = table, backend, config
         self._blocks: dict[str, list[Block]] = {}  # by signature: those that share rows
@@ -239,7 +239,7 @@ class Filling:
             return
         done = self._measured + self._repeated
         per_row = (time.monotonic() - self._start) / done
-        self._progress(Progress(block.name, self._measured, done / (done + rows), per_row * rows))
+        self._progress(MeasuringProgress(block.name, self._measured, done / (done + rows), per_row * rows))
 
 
 def _surer(found: BlockLatency, before: BlockLatency) -> BlockLatency:

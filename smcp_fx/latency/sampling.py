@@ -45,7 +45,7 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplingPlan:
     """What to measure next; or, when ``wanted`` is empty, the surface and the held-out points.
 
     ``used``: all that these rest on, the rows that only told where a step or a saw is among them.
@@ -63,7 +63,7 @@ def plan_samples(
     config: SamplingConfig | None = None,
     seed: int = 0,
     noise: Mapping[Point, float] | None = None,
-) -> Plan:
+) -> SamplingPlan:
     """Return what to measure next of a block with these ``grids``, given ``known`` (widths to ms).
 
     ``noise``: how far a known latency may be off, ms (half its interquartile range).
@@ -78,8 +78,8 @@ def plan_samples(
     try:
         surface, probes = _sample(grids, rows, config, np.random.default_rng(seed))
     except Wanted as wanted:
-        return Plan(wanted.points)
-    return Plan((), surface, probes, frozenset(rows.used))
+        return SamplingPlan(wanted.points)
+    return SamplingPlan((), surface, probes, frozenset(rows.used))
 
 
 def _sample(

@@ -37,7 +37,7 @@ _BLOCKS = "SELECT id, name, signature FROM block ORDER BY id"
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One row of the table. ``latency`` is None and ``error`` says why where the measurement failed."""
 
     name: str
@@ -94,7 +94,7 @@ class LatencyStore:
                     found[values.widths_of_text(row[0])] = values.text(row[1], "the error")
         return found
 
-    def rows(self, fingerprint: Fingerprint | None = None) -> list[Row]:
+    def rows(self, fingerprint: Fingerprint | None = None) -> list[TableRow]:
         """Return all rows that are measured or failed, or those of one fingerprint."""
         found = []
         for row in self.looked_through():
@@ -104,7 +104,7 @@ class LatencyStore:
                 found.append(row)
         return found
 
-    def looked_through(self) -> Iterator[Row | TableError]:
+    def looked_through(self) -> Iterator[TableRow | TableError]:
         """Yield every row that is measured or failed; in place of one that is none, what is wrong with it."""
         with self._reported():
             prints: dict[int, Fingerprint | TableError] = {}
@@ -196,7 +196,7 @@ class LatencyStore:
                     ),
                 )
 
-    def insert(self, rows: Sequence[Row]) -> int:
+    def insert(self, rows: Sequence[TableRow]) -> int:
         """Add rows that were measured elsewhere, all or none; return how many were new or better than what stood.
 
         A measured row is better than a failed or claimed one, and a stable one than an unstable one.
@@ -381,7 +381,7 @@ def _row(
     owner: Any,
     attempts: Any,
     *times: Any,
-) -> Row | None:
+) -> TableRow | None:
     """Return a row of the file, checked; None for one that is under way. `ValueError` says what is wrong with it."""
     point = values.widths_of_text(widths)
     name, signature = values.text(name, "the block's name"), values.text(signature, "the block's signature")
@@ -391,7 +391,7 @@ def _row(
     if state == "claimed":
         return None
     if state == "measured":
-        return Row(name, signature, point, fingerprint, values.latency(times), None, at)
+        return TableRow(name, signature, point, fingerprint, values.latency(times), None, at)
     if state != "failed":
         raise ValueError(f"its state is {brief(state)}, not claimed, measured or failed")
-    return Row(name, signature, point, fingerprint, None, values.text(error, "the error"), at)
+    return TableRow(name, signature, point, fingerprint, None, values.text(error, "the error"), at)

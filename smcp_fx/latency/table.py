@@ -23,9 +23,9 @@ from smcp_fx.backends.timing.measuring import Measurement, TimingConfig
 from smcp_fx.blocks.sharing import Block, unique_blocks
 from smcp_fx.cost_model import Price
 from smcp_fx.errors import InputError, TableError
-from smcp_fx.latency.filling import Filling, MeasureReport, Progress
-from smcp_fx.latency.sampling import Plan, SamplingConfig, plan_samples
-from smcp_fx.latency.store import LatencyStore, Row
+from smcp_fx.latency.filling import Filling, MeasureReport, MeasuringProgress
+from smcp_fx.latency.sampling import SamplingConfig, SamplingPlan, plan_samples
+from smcp_fx.latency.store import LatencyStore, TableRow
 from smcp_fx.latency.surface import Point, Surface, held_out_errors
 
 #: The signature of the row that holds what a run costs beside its blocks.
@@ -115,7 +115,7 @@ class LatencyTable:
         """Return the devices and runtimes that the table has rows of."""
         return self.store.fingerprints()
 
-    def rows(self, fingerprint: Fingerprint | None = None) -> list[Row]:
+    def rows(self, fingerprint: Fingerprint | None = None) -> list[TableRow]:
         """Return all rows, or those of one fingerprint, for reports."""
         return self.store.rows(fingerprint)
 
@@ -123,7 +123,7 @@ class LatencyTable:
         self,
         blocks: Iterable[Block],
         backend: Backend,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[MeasuringProgress], None] | None = None,
         config: TimingConfig | None = None,
         *,
         retry_failed: bool = False,
@@ -171,7 +171,7 @@ class LatencyTable:
 
     def plan(
         self, block: Block, fingerprint: Fingerprint, instead: Mapping[Point, BlockLatency] | None = None
-    ) -> tuple[Plan, dict[Point, str]]:
+    ) -> tuple[SamplingPlan, dict[Point, str]]:
         """Return what to measure next of a block, or its surface; and what failed, where that is wanted.
 
         ``instead``: rows to take in place of those in the file.

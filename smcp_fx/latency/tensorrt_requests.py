@@ -23,7 +23,7 @@ from smcp_fx.backends.tensorrt.worker.problems import WorkerError
 from smcp_fx.backends.timing.measuring import Measurement
 from smcp_fx.errors import BackendError, TableError
 from smcp_fx.latency import values
-from smcp_fx.latency.store import Row
+from smcp_fx.latency.store import TableRow
 from smcp_fx.latency.table import RUN_SIGNATURE
 from smcp_fx.storage.files import brief, parse_json, write_texts
 
@@ -39,7 +39,7 @@ _ALONE, _ROW = "run-alone", "run-in-a-row"
 class Answers:
     """What was read: rows for the table, how many requests have no answer yet, and of which device they are."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     unanswered: int
     fingerprint: Fingerprint | None
 
@@ -127,7 +127,7 @@ def _number(folder: Path, point_id: str, jobs: dict[str, dict[str, Any]], retry_
 def read_answers(folder: Path) -> Answers:
     """Read a folder that the worker has worked off; `TableError` names the answer that cannot be read."""
     requests = _requests(folder)
-    rows, unanswered = list[Row](), 0
+    rows, unanswered = list[TableRow](), 0
     found: dict[str, dict[str, Any]] = {}
     fingerprint: Fingerprint | None = None
     for job in requests["jobs"]:
@@ -148,7 +148,7 @@ def read_answers(folder: Path) -> Answers:
                     values.text(job[name], f"the request's {name}") for name in ("block", "signature")
                 )
                 rows.append(
-                    Row(block, signature, values.widths(job["widths"]), here, latency, reason, finished)
+                    TableRow(block, signature, values.widths(job["widths"]), here, latency, reason, finished)
                 )
         except (ValueError, KeyError, TypeError, WorkerError) as error:
             raise _unreadable(file, error) from error
@@ -185,13 +185,15 @@ def _measured(measured: Any) -> Measurement:
     return found
 
 
-def _run_row(found: dict[str, dict[str, Any]], fingerprint: Fingerprint | None) -> list[Row]:
+def _run_row(found: dict[str, dict[str, Any]], fingerprint: Fingerprint | None) -> list[TableRow]:
     sides = [found.get(number, {}).get("measured") for number in (_ALONE, _ROW)]
     if fingerprint is None or sides[0] is None or sides[1] is None:
         return []
     ms = max(sides[0]["median_ms"] - sides[1]["median_ms"], 0.0)
     latency = BlockLatency(measurement({**sides[0], "median_ms": ms, "q1_ms": ms, "q3_ms": ms}))
-    return [Row("one run", RUN_SIGNATURE, (), fingerprint, latency, None, float(found[_ALONE]["finished"]))]
+    return [
+        TableRow("one run", RUN_SIGNATURE, (), fingerprint, latency, None, float(found[_ALONE]["finished"]))
+    ]
 
 
 def _requests(folder: Path) -> dict[str, Any]:

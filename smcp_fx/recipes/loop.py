@@ -25,7 +25,7 @@ from smcp_fx.recipes.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class EpochResult:
+class RecipeEpoch:
     """An epoch: number (from 1), mean loss, learning rate at its end, seconds; what was evaluated behind it."""
 
     epoch: int
@@ -57,7 +57,7 @@ class RecipeTrainer:
         training = timeline.recipe.training
         self.mixed = training.mixed_precision and device.type == "cuda"
         self.step = 0
-        self.results: list[EpochResult] = []
+        self.results: list[RecipeEpoch] = []
         groups = parameter_groups(network, training, batch_norms)
         self.optimizer = torch.optim.SGD(groups, lr=timeline.peak_rate, momentum=training.momentum)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.mixed)
@@ -68,7 +68,7 @@ class RecipeTrainer:
         self._draws = torch.Generator()
         self._batches = self._loader(task.train, training.batch, self._sampler)
 
-    def run(self, finished: Callable[[EpochResult], None]) -> None:
+    def run(self, finished: Callable[[RecipeEpoch], None]) -> None:
         """Train to the end from wherever the trainer stands."""
         call = self._on_all_ranks()
         schedule = self.timeline.schedule
@@ -78,7 +78,7 @@ class RecipeTrainer:
             loss = self._epoch(epoch, call)
             values = self.evaluate() if self.timeline.evaluated(self.step) else {}
             rate = self.timeline.rate(self.step - 1)
-            self.results.append(EpochResult(epoch + 1, loss, rate, time.monotonic() - began, values))
+            self.results.append(RecipeEpoch(epoch + 1, loss, rate, time.monotonic() - began, values))
             self.save()
             finished(self.results[-1])
 
@@ -135,7 +135,7 @@ class RecipeTrainer:
             return False
         extras = load_checkpoint(self.checkpoint, self.network, self.optimizer, self.scaler)
         self.step = int(extras["step"])
-        self.results = [EpochResult(*entry) for entry in extras["results"]]
+        self.results = [RecipeEpoch(*entry) for entry in extras["results"]]
         return True
 
     def _on_all_ranks(self) -> nn.Module:

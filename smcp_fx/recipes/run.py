@@ -22,7 +22,7 @@ from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.prepare import convert, prepare
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning import ranks
-from smcp_fx.recipes.loop import EpochResult, RecipeTrainer, batch_norm_parameters
+from smcp_fx.recipes.loop import RecipeEpoch, RecipeTrainer, batch_norm_parameters
 from smcp_fx.recipes.plan import print_dense_plan, print_plan
 from smcp_fx.recipes.pricing import recipe_cost, runtime_here
 from smcp_fx.recipes.processes import joined, world
@@ -58,14 +58,14 @@ def run_recipe(
     with joined(settings.device) as device:
         shown = console or Console()
         quiet = Console(quiet=True)
-        run = _Run(name, settings, tuple(overrides), device, shown if ranks.rank() == 0 else quiet)
+        run = _Training(name, settings, tuple(overrides), device, shown if ranks.rank() == 0 else quiet)
         if settings.dry_run:
             run.plan()
             return None
         return run.go()
 
 
-class _Run:
+class _Training:
     def __init__(
         self,
         name: str,
@@ -231,7 +231,7 @@ class _Run:
 
     # ---- while training ---------------------------------------------------------------------------------
 
-    def _tell(self, result: EpochResult) -> None:
+    def _tell(self, result: RecipeEpoch) -> None:
         parts = [f"epoch {result.epoch}", f"loss {result.loss:.4g}", f"rate {result.rate:.3g}"]
         self._say(", ".join([*parts, *([_listed(result.values)] if result.values else []),
                                       f"{result.seconds:.0f} s"]))  # fmt: skip

@@ -26,7 +26,7 @@ _ARROW = "\N{RIGHTWARDS ARROW}"
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """One line of the comparison; ``spread`` holds the quartiles of dense and pruned, where known."""
 
     name: str
@@ -71,14 +71,14 @@ def headline(report: dict[str, Any]) -> str:
     return f"{model_name(report)} {sentence}"
 
 
-def comparison(report: dict[str, Any]) -> list[Row]:
+def comparison(report: dict[str, Any]) -> list[SummaryRow]:
     """Return the lines of the table: dense, pruned, change."""
     dense, pruned = _sides(report)
     accuracy = number(dense.get("accuracy")), number(pruned.get("accuracy"))
     points = ""
     if accuracy[0] is not None and accuracy[1] is not None:
         points = f"{signed(100 * (accuracy[1] - accuracy[0]))} points"
-    rows = [Row("accuracy", percent(accuracy[0]), percent(accuracy[1]), points)]
+    rows = [SummaryRow("accuracy", percent(accuracy[0]), percent(accuracy[1]), points)]
     for name, key in (
         ("latency, predicted by the table", "predicted_ms"),
         ("latency, measured", "latency_ms"),
@@ -86,14 +86,16 @@ def comparison(report: dict[str, Any]) -> list[Row]:
         before, after = dense.get(key), pruned.get(key)
         spread = (_quartiles(dense), _quartiles(pruned)) if key == "latency_ms" else ("", "")
         rows.append(
-            Row(name, milliseconds(before), milliseconds(after), relative_change(before, after), spread)
+            SummaryRow(
+                name, milliseconds(before), milliseconds(after), relative_change(before, after), spread
+            )
         )
     times = number(dense.get("latency_ms")), number(pruned.get("latency_ms"))
     faster = f"{significant(times[0] / times[1])}×" if times[0] and times[1] else MISSING
-    rows.append(Row("speed-up", "1×", faster, ""))
+    rows.append(SummaryRow("speed-up", "1×", faster, ""))
     for name, key in (("parameters", "params"), ("FLOPs per input", "flops")):
         before, after = dense.get(key), pruned.get(key)
-        rows.append(Row(name, count(before), count(after), relative_change(before, after)))
+        rows.append(SummaryRow(name, count(before), count(after), relative_change(before, after)))
     return rows
 
 

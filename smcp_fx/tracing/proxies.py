@@ -34,7 +34,7 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
 _FLOATS = {"ceil", "floor", "trunc"}
 
 
-class Answers(Proxy):
+class AnsweringProxy(Proxy):
     """Python's questions, answered by the node's value on the example inputs."""
 
     tracer: AnsweringTracer
@@ -151,7 +151,7 @@ class Answers(Proxy):
     @classmethod
     def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Proxy:
         for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Answers):
+            if isinstance(leaf, AnsweringProxy):
                 leaf.tracer.keep_symbolic(leaf, sys._getframe(1))
         return super().__torch_function__(orig_method, types, args, kwargs)
 
@@ -183,11 +183,11 @@ class Answers(Proxy):
         return pytree.tree_map(lambda v: self.tracer.number(v) if isinstance(v, Proxy) else v, tree)
 
 
-class ValueProxy(Answers):
+class ValueProxy(AnsweringProxy):
     """The proxy of a node."""
 
 
-class ValueAttribute(Answers, Attribute):
+class ValueAttribute(AnsweringProxy, Attribute):
     """The proxy of a node's attribute, whose own node is made when it is needed."""
 
     def __getattr__(self, name: str) -> Any:

@@ -33,7 +33,7 @@ from smcp_fx.compiler.settings import as_record
 from smcp_fx.config import PruningConfig
 from smcp_fx.errors import SmcpError
 from smcp_fx.latency.exchange import export_rows
-from smcp_fx.latency.store import LatencyStore, Row
+from smcp_fx.latency.store import LatencyStore, TableRow
 from smcp_fx.latency.tensorrt_requests import device_of, read_answers
 from smcp_fx.recipes.recipe import load_recipe
 from smcp_fx.recipes.record import Record, read_records, write_record
@@ -50,12 +50,13 @@ JOB = {
 Case = tuple[bytes, tuple[fuzzing.Mutator, ...], Callable[[bytes], None]]
 
 
-def rows() -> list[Row]:
+def rows() -> list[TableRow]:
     hot = Measurement(1.5, 1.0, 2.0, 9, True)
     found = [
-        Row("conv", '{"op": 1}', (8 * n, 8), HERE, BlockLatency(hot, hot), None, 1e9) for n in range(1, 9)
+        TableRow("conv", '{"op": 1}', (8 * n, 8), HERE, BlockLatency(hot, hot), None, 1e9)
+        for n in range(1, 9)
     ]
-    return [*found, Row("odd", '{"op": 2}', (8,), HERE, None, "it crashed", 1e9)]
+    return [*found, TableRow("odd", '{"op": 2}', (8,), HERE, None, "it crashed", 1e9)]
 
 
 @pytest.fixture(scope="module")

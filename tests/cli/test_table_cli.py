@@ -16,7 +16,7 @@ import pytest
 from smcp_fx.cli.networks import backend_of, blocks_of
 from smcp_fx.cli.table import build_parser, main
 from smcp_fx.latency.exchange import check
-from smcp_fx.latency.store import LatencyStore, Row
+from smcp_fx.latency.store import LatencyStore, TableRow
 from smcp_fx.latency.table import LatencyTable
 
 MODEL = """
@@ -57,7 +57,7 @@ def measuring(model: str, table: Path, *more: str) -> list[str]:
     return ["measure", model, "--table", str(table), "--input-size", "16", *more]
 
 
-def rows(path: Path) -> dict[tuple[str, tuple[int, ...]], Row]:
+def rows(path: Path) -> dict[tuple[str, tuple[int, ...]], TableRow]:
     if not path.exists() or not path.stat().st_size:  # SQLite makes the file before it writes
         return {}
     store = LatencyStore(path, create=False)

@@ -16,27 +16,27 @@ from smcp_fx.backends.timing.measuring import Measurement
 from smcp_fx.errors import InputError, TableError
 from smcp_fx.latency import file as latency_file
 from smcp_fx.latency.exchange import check, differences, export_rows, import_rows, merge, wanted_rows
-from smcp_fx.latency.store import LatencyStore, Row
+from smcp_fx.latency.store import LatencyStore, TableRow
 
 HERE = Fingerprint("fake", "here", "none", "1", 1, "float32", (("mode", "formula"),))
 
 
-def row(width: int, ms: float | None = 1.0, *, stable: bool = True, on: Fingerprint = HERE) -> Row:
+def row(width: int, ms: float | None = 1.0, *, stable: bool = True, on: Fingerprint = HERE) -> TableRow:
     hot = None if ms is None else Measurement(ms, 0.9 * ms, 1.1 * ms, 5, stable)
     latency = None if hot is None else BlockLatency(hot, replace(hot, median_ms=3 * hot.median_ms))
-    return Row(
+    return TableRow(
         "conv", '{"op": "conv"}', (width, 8), on, latency, "it crashed" if ms is None else None, 1e9 + width
     )
 
 
-def table(path: Path, *rows: Row) -> Path:
+def table(path: Path, *rows: TableRow) -> Path:
     store = LatencyStore(path)
     store.insert(rows)
     store.close()
     return path
 
 
-def read(path: Path) -> dict[tuple[int, ...], Row]:
+def read(path: Path) -> dict[tuple[int, ...], TableRow]:
     store = LatencyStore(path, create=False)
     rows = {r.widths: r for r in store.rows()}
     store.close()
@@ -78,7 +78,7 @@ def test_merge_refuses_mixed_fingerprints_and_leaves_no_file(tmp_path: Path) -> 
 def test_rows_go_out_and_come_back_unchanged(tmp_path: Path, kind: str) -> None:
     rows = [row(8, 0.1 + 0.2), row(16, None), row(24, 3.0, stable=False)]
     rows.append(
-        Row(
+        TableRow(
             'gate, "odd"\nname',
             '{"op": "a,b"}',
             (),

@@ -24,7 +24,7 @@ from smcp_fx.backends.base import Backend, BlockLatency, Engine, Fingerprint, Me
 from smcp_fx.backends.timing.measuring import TimingConfig
 from smcp_fx.blocks.sharing import Block, priced_as, unique_blocks
 from smcp_fx.errors import InputError, MachineBusyError, TableError
-from smcp_fx.latency.filling import Progress
+from smcp_fx.latency.filling import MeasuringProgress
 from smcp_fx.latency.sampling import SamplingConfig, plan_samples
 from smcp_fx.latency.store import LatencyStore
 from smcp_fx.latency.surface import Surface, held_out_errors
@@ -522,7 +522,7 @@ def test_states_are_weighed(tmp_path):
 
 
 def test_progress_rises_and_ends_at_one_block_after_the_other(tmp_path):
-    seen: list[Progress] = []
+    seen: list[MeasuringProgress] = []
     other = FakeBlock("other", "{}", (grid(64),))
     with LatencyTable(tmp_path / "t.sqlite") as table:
         report = table.measure([conv(), other], FakeBackend(), seen.append)

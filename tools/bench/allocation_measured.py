@@ -17,7 +17,7 @@ import smcp_fx
 from smcp_fx.backends import get_backend
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.latency.cost import LatencyCost
-from smcp_fx.latency.filling import Progress
+from smcp_fx.latency.filling import MeasuringProgress
 from smcp_fx.latency.table import LatencyTable
 
 
@@ -111,7 +111,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 def measured_cost(name: str, table: Path, side: int) -> NetworkCost:
     """The latency in ms of one of `MODULES` at 3 x side x side, around its full widths."""
 
-    def progress(state: Progress) -> None:
+    def progress(state: MeasuringProgress) -> None:
         if sys.stderr.isatty():
             print(
                 f"\r{name}: {state.fraction:.0%}, {state.remaining_seconds:.0f} s left",

@@ -39,7 +39,7 @@ from smcp_fx.backends.tensorrt.layers import blocks_beside_layers  # noqa: E402
 from smcp_fx.errors import InfeasibleBudgetError, SmcpError  # noqa: E402
 from smcp_fx.knapsack import solve_knapsack  # noqa: E402
 from smcp_fx.latency.cost import LatencyCost  # noqa: E402
-from smcp_fx.latency.filling import Progress  # noqa: E402
+from smcp_fx.latency.filling import MeasuringProgress  # noqa: E402
 from smcp_fx.latency.table import LatencyTable  # noqa: E402
 from smcp_fx.storage.files import write_texts  # noqa: E402
 from smcp_fx.zoo.models import build_model  # noqa: E402
@@ -204,7 +204,7 @@ class Bench:
             "run_overhead_ms": table.run_overhead(self.backend.fingerprint()), "builders": a.builders,
         }  # fmt: skip
 
-    def watch(self, state: Progress, found: dict[str, Any]) -> None:
+    def watch(self, state: MeasuringProgress, found: dict[str, Any]) -> None:
         """Keep how far the table is, and stop it in time for what comes after it."""
         found |= {"complete": False, "rows": state.measured, "remaining_seconds": state.remaining_seconds}
         later = set(self.arguments.parts) & {"prunings", "targets", "others"}
