@@ -14,7 +14,7 @@ from smcp_fx.knapsack.arrays import Array
 from smcp_fx.knapsack.core import build_core
 from smcp_fx.knapsack.dual import KnapsackDual, solve_dual
 from smcp_fx.knapsack.problem import KnapsackProblem, read_problem
-from smcp_fx.knapsack.rounds import Outcome, solve_core
+from smcp_fx.knapsack.rounds import RoundsOutcome, solve_core
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _solve(
     return picked, value, cost, max(bound, value)
 
 
-def _apply(problem: KnapsackProblem, base: Array, outcome: Outcome) -> tuple[Array, float, float]:
+def _apply(problem: KnapsackProblem, base: Array, outcome: RoundsOutcome) -> tuple[Array, float, float]:
     """Return the base with the core's options in it (flat indices), its value and its cost."""
     picked = problem.groups.ops.ints(base)
     picked[problem.groups.group[outcome.options]] = outcome.options

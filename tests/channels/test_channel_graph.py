@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.graph import permitted_counts
+from smcp_fx.channels.groups import permitted_counts
 from smcp_fx.errors import InputError
 
 IMAGE = torch.zeros(2, 3, 8, 8)
