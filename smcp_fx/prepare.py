@@ -19,6 +19,7 @@ from smcp_fx.example_runs import as_inputs, default_inputs
 from smcp_fx.layer_pruning import allow_layer_pruning
 from smcp_fx.loop_watch import TrainingWarning
 from smcp_fx.masking import META, STATE
+from smcp_fx.other_sizes import at_another_size
 from smcp_fx.output_types import keep_output_types
 from smcp_fx.own_modes import own_modes
 from smcp_fx.passes.base import run_pipeline
@@ -94,10 +95,13 @@ def _prepared(
     own = deep_copy(model)
     _check_names(model)
     traced, joined = trace_parts(own, inputs, leaves)
-    channels = build(traced.module, traced.values, multiple=config.multiple, exclude=config.exclude)
+    other = at_another_size(traced)
+    channels = build(
+        traced.module, traced.values, multiple=config.multiple, exclude=config.exclude, other=other
+    )
     if config.keep_first_convolution and channels.layers:
         exclude = (*config.exclude, channels.layers[0].path)
-        channels = build(traced.module, traced.values, multiple=config.multiple, exclude=exclude)
+        channels = build(traced.module, traced.values, multiple=config.multiple, exclude=exclude, other=other)
     if config.layer_pruning:
         allow_layer_pruning(traced, channels, config.layer_pruning_in)
     if joined is not None and not any(group.free for group in channels.groups):
@@ -108,7 +112,7 @@ def _prepared(
     network_cost = bind(cost, traced, channels)
     full = network_cost.cost(network_cost.full_counts)
     plan = Plan(
-        traced=replace(traced, module=fx.GraphModule(nn.Module(), fx.Graph()), returned=None),
+        traced=replace(traced, module=fx.GraphModule(nn.Module(), fx.Graph()), returned=None, given=()),
         channels=channels,
         cost=network_cost,
         flops=network_cost if cost == "flops" else bind("flops", traced, channels),

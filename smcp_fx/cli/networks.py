@@ -59,6 +59,7 @@ def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
     from smcp_fx.blocks import cut
     from smcp_fx.channels import build
     from smcp_fx.compiler.models import build_model, example_images
+    from smcp_fx.other_sizes import at_another_size
     from smcp_fx.tracing import trace
 
     if arguments.batch < 1 or arguments.multiple < 1:
@@ -68,7 +69,8 @@ def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
     channels = 3 if first is None else first.in_channels
     shape = _size(arguments.input_size, channels)
     traced = trace(model, (example_images(arguments.batch, *shape),))
-    return cut(traced, build(traced.module, traced.values, multiple=arguments.multiple))
+    other = at_another_size(traced)
+    return cut(traced, build(traced.module, traced.values, multiple=arguments.multiple, other=other))
 
 
 def _size(text: str, channels: int) -> tuple[int, ...]:
