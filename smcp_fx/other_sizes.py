@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smcp_fx.example_runs import plain, record, unchanged
+from smcp_fx.example_runs import record, unchanged
 from smcp_fx.tracing import Traced
 
 #: Networks that halve the image five times take sides that differ by so much, and not by less.
@@ -59,14 +59,14 @@ def _values(traced: Traced, times: int, sides: dict[int, int]) -> dict[str, Any]
     try:
         with unchanged(traced.module), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            output, values, _ = record(traced.module, given)
+            values = record(traced.module, given)[1]
     except Exception:  # whatever a model says to inputs that it was not made for
         return None
-    end = next(node for node in traced.module.graph.nodes if node.op == "output")
-    expected = pytree.tree_leaves(plain(traced.values[end.name]))
     images = _images(traced.given)
-    for before, after in zip(expected, pytree.tree_leaves(plain(output)), strict=False):
-        if getattr(before, "shape", ()) and before.shape[0] == images and after.shape[0] != times * images:
+    end = next(node.name for node in traced.module.graph.nodes if node.op == "output")
+    outputs = (pytree.tree_leaves(each[end]) for each in (traced.values, values))
+    for before, after in zip(*outputs, strict=False):
+        if getattr(before, "shape", ())[:1] == (images,) and after.shape[0] != times * images:
             return None  # `x.view(-1, 512)` made images of what is none
     return values
 

@@ -26,8 +26,8 @@ def keep_unsteady(one: Run, other: Run) -> Units:
     """The units of the first run, with those pinned that the second run ties otherwise, or pins."""
     units = one[1]
     count = int(units.unit.max()) + 1
-    pairs = torch.unique(torch.cat([pair for _, pair in _pairs(one, other)], dim=1), dim=1)
-    mine, theirs = pairs
+    pairs = torch.unique(torch.cat([*_pairs(one, other)]))
+    mine, theirs = (pairs >> 32) - 1, (pairs & 0xFFFFFFFF) - 1
     partners = torch.bincount(mine[mine >= 0], minlength=count) > 1
     shared = torch.bincount(theirs[(mine >= 0) & (theirs >= 0)]) > 1
     unsteady = partners.clone()
@@ -42,33 +42,33 @@ def keep_unsteady(one: Run, other: Run) -> Units:
             where,
             f"which channels meet at {where!r} depends on the size of the images, or on how many there are",
         )
-    return Units(units.unit, _also_pinned(why, unsteady | pinned, pairs, other))
+    return Units(units.unit, _also_pinned(why, unsteady | pinned, mine, theirs, other))
 
 
-def _also_pinned(why: Why, known: Tensor, pairs: Tensor, other: Run) -> Why:
+def _also_pinned(why: Why, known: Tensor, mine: Tensor, theirs: Tensor, other: Run) -> Why:
     """With the reasons that only the other size shows."""
-    theirs = other[1]
-    pinned = theirs.why.pinned(int(theirs.unit.max()) + 1)
-    for mine, its in pairs[:, (pairs >= 0).all(0)].T.tolist():
-        if pinned[its] and not known[mine]:
-            node, text = theirs.why.get(its, [])[0]
-            why = why.and_also(torch.tensor([mine]), node, f"{text}, at another size of the images")
+    reasons = other[1].why
+    pinned = reasons.pinned(int(other[1].unit.max()) + 1)
+    new = (mine >= 0) & (theirs >= 0) & ~known[mine.clamp(min=0)] & pinned[theirs.clamp(min=0)]
+    for unit, its in zip(mine[new].tolist(), theirs[new].tolist(), strict=True):
+        node, text = reasons.get(its, [])[0]
+        why = why.and_also(torch.tensor([unit]), node, f"{text}, at another size of the images")
     return why
 
 
-def _pairs(one: Run, other: Run) -> Iterator[tuple[str, Tensor]]:
-    """Units of the same slots, or channels, in both runs, each [2, n], with the name of what holds them."""
+def _pairs(one: Run, other: Run) -> Iterator[Tensor]:
+    """Units of the same slots, or channels, in both runs: 32 bits each, and one more than their numbers."""
     (trail, units), (trail2, units2) = one, other
     for name, slots in trail.slots.items():
         for dim, labels in slots.items():
             if dim in trail2.slots.get(name, {}):
-                yield name, _pair(units.of(labels), units2.of(trail2.slots[name][dim]))
+                yield _pair(units.of(labels), units2.of(trail2.slots[name][dim]))
     for name, labels in trail.elements.items():
         if name in trail2.elements:
-            yield name, _pair(units.of(labels), units2.of(trail2.elements[name]))
-    for name, before, after in _tensors(one, other):
+            yield _pair(units.of(labels), units2.of(trail2.elements[name]))
+    for _, before, after in _tensors(one, other):
         if _comparable(before := units.of(before), after := units2.of(after)):
-            yield name, _pair(before, after)
+            yield _pair(before, after)
 
 
 def _tensors(one: Run, other: Run) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -89,8 +89,8 @@ def _comparable(before: Tensor, after: Tensor) -> bool:
 
 
 def _pair(before: Tensor, after: Tensor) -> Tensor:
-    left, right = torch.broadcast_tensors(narrow_uniform(before), narrow_uniform(after))  # type: ignore[no-untyped-call]
-    return torch.unique(torch.stack([left.reshape(-1), right.reshape(-1)]), dim=1)
+    """The units of tensors of one shape, element by element."""
+    return ((narrow_uniform(before) + 1 << 32) | (narrow_uniform(after) + 1)).reshape(-1)
 
 
 def _where(one: Run, other: Run, unsteady: Tensor) -> str:
