@@ -99,10 +99,13 @@ def test_parts_of_what_grows_with_the_input_stay() -> None:
 
 
 def test_the_reason_names_the_operation() -> None:
-    graph = checked_at_other_sizes(between(added(mixed), 64), (2, 3, 4, 4)).channels
-    (reason,) = graph["stem"].pinned
-    assert REASON in reason and "'reshape'" in reason
-    assert REASON in graph.explain("stem", 3)
+    """A channel of one meets sixteen of the other at the example's size, and more at a larger one."""
+    net = Net(
+        lambda s, x: s.out(s.one(x) + mixed(s, s.two(x))), one=conv(3, 64), two=conv(3, 64), out=conv(64, 4)
+    )
+    graph = checked_at_other_sizes(net, (2, 3, 4, 4)).channels
+    for name in ("one", "two"):
+        assert f"which channels meet at 'reshape' {REASON}" in graph.explain(name, 3)
 
 
 @pytest.mark.parametrize(
