@@ -6,7 +6,9 @@ free. They are in `models_layers.py`, `models_movement.py` and `models_wiring.py
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -129,8 +131,9 @@ def check_larger_images(prepared: nn.Module, sliced: nn.Module, inputs: tuple[Te
             given = torch.cat([given, given], dim) if given.shape[dim] in sides else given
         larger.append(given)
     try:
-        example, expected = run(prepared, inputs), run(prepared, tuple(larger))
-    except (RuntimeError, AssertionError, IndexError, ValueError):
+        with contextlib.redirect_stderr(io.StringIO()):  # where fx writes what failed
+            example, expected = run(prepared, inputs), run(prepared, tuple(larger))
+    except (RuntimeError, AssertionError, IndexError, ValueError, Warning):
         return  # the network, or what tracing assumed of it, holds for one size alone
     pairs = zip(pytree.tree_leaves(example), pytree.tree_leaves(expected), strict=True)
     if all(a.shape[:1] == b.shape[:1] for a, b in pairs if isinstance(a, Tensor)):
