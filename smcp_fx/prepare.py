@@ -26,6 +26,7 @@ from smcp_fx.tracing.buffers import keep_in_state
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.example_runs import as_inputs, default_inputs
 from smcp_fx.tracing.masking import META, STATE
+from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.tracing.output_types import keep_output_types
 from smcp_fx.tracing.own_modes import own_modes
 from smcp_fx.tracing.tracer import Traced, trace
@@ -100,6 +101,7 @@ def _prepared(
         multiple=config.multiple,
         exclude=config.exclude,
         keep_first_layer=config.keep_first_convolution,
+        other=at_another_size(traced),
     )
     if config.layer_pruning:
         allow_layer_pruning(traced, channels, config.layer_pruning_in)

@@ -6,7 +6,9 @@ free. They are in `models_layers.py`, `models_movement.py` and `models_wiring.py
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +102,7 @@ def check_slicing(
         assert_close(run(sliced, inputs), masked, "slicing", f"masks of seed {seed}")
         assert_close(run(prepared, inputs), masked, "identity", "the prepared model after convert")
         check_larger_batch(prepared, sliced, inputs)
+        check_larger_images(prepared, sliced, inputs)
         assert not [n for n, _ in sliced.named_modules() if n.split(".")[0] == "smcp"]
         assert not [n for n in sliced.state_dict() if n.startswith("smcp.")]
         gone = sum(int((~mask).sum()) for mask in masks.values())
@@ -117,6 +120,24 @@ def check_larger_batch(prepared: nn.Module, sliced: nn.Module, inputs: tuple[Ten
     except (RuntimeError, AssertionError, IndexError, ValueError):
         return  # the network, or what tracing assumed of it, holds for one batch size alone
     assert_close(run(sliced, larger), expected, "slicing", "an image more")
+
+
+def check_larger_images(prepared: nn.Module, sliced: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """What runs on larger images before slicing, as so many images, does so afterwards, and gives the same."""
+    sides = inputs[0].shape[2:]
+    larger = []
+    for index, given in enumerate(inputs):
+        for dim in range(2 if index == 0 else 1, given.dim()):
+            given = torch.cat([given, given], dim) if given.shape[dim] in sides else given
+        larger.append(given)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # where fx writes what failed
+            example, expected = run(prepared, inputs), run(prepared, tuple(larger))
+    except (RuntimeError, AssertionError, IndexError, ValueError, Warning):
+        return  # the network, or what tracing assumed of it, holds for one size alone
+    pairs = zip(pytree.tree_leaves(example), pytree.tree_leaves(expected), strict=True)
+    if all(a.shape[:1] == b.shape[:1] for a, b in pairs if isinstance(a, Tensor)):
+        assert_close(run(sliced, tuple(larger)), expected, "slicing", "larger images")
 
 
 def check_trains(model: nn.Module, inputs: tuple[Tensor, ...], original: nn.Module) -> None:

@@ -13,6 +13,7 @@ from smcp_fx.channels import rules_elementwise, rules_layers, rules_movement, ru
 from smcp_fx.channels.branches import Branches, bits
 from smcp_fx.channels.groups import Group, form_groups
 from smcp_fx.channels.propagation import Propagation, Rule
+from smcp_fx.channels.steadiness import keep_unsteady
 from smcp_fx.channels.trail import Layer, Norm, Trail
 from smcp_fx.channels.units import Units, close
 from smcp_fx.cost_model import Width
@@ -180,22 +181,38 @@ def build(
     multiple: int = 8,
     exclude: tuple[str, ...] = (),
     keep_first_layer: bool = False,
+    other: dict[str, Any] | None = None,
 ) -> ChannelGraph:
     """Derive the channel graph of a traced module from what its example run showed.
 
     ``values`` maps node names to recorded values (see `smcp_fx.tracing.example_runs`). ``exclude`` names modules
     whose output channels stay, and so do those of the first layer with ``keep_first_layer``.
+    ``other``: the values at another size of the images (`smcp_fx.tracing.other_sizes`), if any: channels that would go
+    with others there must stay.
     """
-    run = Propagation(module, values, RULES)
+    trail, units = _propagated(module, values, exclude, keep_first_layer, other)
+    if other is not None:
+        units = keep_unsteady((trail, units), _propagated(module, other, exclude, keep_first_layer, values))
+    return ChannelGraph(trail, units, multiple)
+
+
+def _propagated(
+    module: fx.GraphModule,
+    values: dict[str, Any],
+    exclude: tuple[str, ...],
+    keep_first_layer: bool,
+    other: dict[str, Any] | None,
+) -> tuple[Trail, Units]:
+    run = Propagation(module, values, RULES, other=other)
     trail = run.run()
     _exclude(run, exclude, keep_first_layer)
     units = close(trail)
     if run.blind:  # ties found late may show what a rule could not see the first time
-        second = Propagation(module, values, RULES, (trail, units.unit))
+        second = Propagation(module, values, RULES, (trail, units.unit), other)
         trail = second.run()
         _exclude(second, exclude, keep_first_layer)
         units = close(trail)
-    return ChannelGraph(trail, units, multiple)
+    return trail, units
 
 
 def _exclude(run: Propagation, paths: tuple[str, ...], first_layer: bool) -> None:

@@ -48,9 +48,11 @@ class Propagation:
         values: dict[str, Any],
         rules: dict[str, Rule],
         earlier: tuple[Trail, Tensor] | None = None,
+        other: dict[str, Any] | None = None,
     ) -> None:
         self.module = module
         self.values = values
+        self.other = other or {}  # the values at another size of the images
         self.rules = rules
         self.trail = Trail()
         self.blind = False  # a rule pinned something because ties found later were not visible yet
@@ -137,6 +139,16 @@ class Propagation:
     def varied(self, labels: Tensor) -> list[int]:
         """Dimensions along which the labels change, ties of the earlier run seen through."""
         return varied_dims(self.units(labels))
+
+    def follows_input(self, node: fx.Node, dim: int) -> bool:
+        """Is the dimension of another size for other images?"""
+        here, there = self.values[node.name], self.other.get(node.name)
+        return (
+            isinstance(here, TensorInfo)
+            and isinstance(there, TensorInfo)
+            and len(here.shape) == len(there.shape)
+            and here.shape[dim] != there.shape[dim]
+        )
 
     def of(self, value: Any, along: Collection[int] | None = None) -> Tensor:
         """Return the labels of a tensor argument, giving a parameter's elements labels on first use.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
+from smcp_fx.channels.labels import along, compress, narrow_uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Shuffle
 from smcp_fx.tracing.operations import MOVES, operation_name
@@ -69,6 +69,8 @@ def move(run: Propagation, call: Call) -> Any:
         _tie_expanded(run, source, args[1])
     if call.name in _PARTS:
         run.trail.parts.append(call.node.name)
+    if call.name in _PARTS or call.name == "roll":
+        _refuse_parts(run, call, source)
     if call.name in _CHAIN:
         _find_shuffle(run, call)
         if call.name in ("view", "reshape", "flatten", "unflatten"):
@@ -181,6 +183,30 @@ def _refuse_batch(run: Propagation, call: Call, source: Tensor, result: Tensor) 
     """Channels folded into the batch would bake the batch size into the sliced graph: pin them."""
     if result.dim() > 1 and source.dim() > 1 and 0 in run.varied(result) and 0 not in run.varied(source):
         run.pin(source, call.node.name, f"channels are folded into the batch by {call.node.name!r}")
+
+
+def _refuse_parts(run: Propagation, call: Call, source: Tensor) -> None:
+    """Positions along the channels are written down when they are sliced: pin those in a dimension of other sizes.
+
+    `x.view(-1)[: x.numel()]` has the batch in it, and as many positions as the input says.
+    """
+    start = call.node.args[0]
+    for dim in run.varied(source) if isinstance(start, fx.Node) else ():
+        size = source.shape[dim]
+        if not run.follows_input(start, dim):
+            continue
+        ruler = along(torch.arange(size), source.shape, dim)
+        args, kwargs = labelled(run, known_values((call.args[1:], call.kwargs)))
+        parts = tensor_leaves(execute(call, (ruler, *args), kwargs))
+        if call.name in ("roll", "indexselect"):
+            left = all(isinstance(part, Tensor) and torch.equal(part, ruler) for part in parts)
+        else:
+            left = all(isinstance(part, Tensor) and part.unique().numel() == size for part in parts)
+            place = call.argument(1 if call.name in ("narrow", "unbind") else 2, "dim", 0)
+            left &= call.name in ("getitem", "select", "unbind") or place % source.dim() != dim
+        if not left:
+            why = "takes parts of a dimension that holds channels and follows the input's size"
+            run.pin(source, call.node.name, f"{call.node.name!r} {why}")
 
 
 def _find_shuffle(run: Propagation, call: Call) -> None:

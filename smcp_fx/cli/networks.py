@@ -58,6 +58,7 @@ def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
 
     from smcp_fx.blocks.cutting import cut
     from smcp_fx.channels import build
+    from smcp_fx.tracing.other_sizes import at_another_size
     from smcp_fx.tracing.tracer import trace
     from smcp_fx.zoo.models import build_model, example_images
 
@@ -68,7 +69,8 @@ def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
     channels = 3 if first is None else first.in_channels
     shape = _size(arguments.input_size, channels)
     traced = trace(model, (example_images(arguments.batch, *shape),))
-    return cut(traced, build(traced.module, traced.values, multiple=arguments.multiple))
+    other = at_another_size(traced)
+    return cut(traced, build(traced.module, traced.values, multiple=arguments.multiple, other=other))
 
 
 def _size(text: str, channels: int) -> tuple[int, ...]:

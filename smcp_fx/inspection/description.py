@@ -16,6 +16,7 @@ from smcp_fx.channels.trail import Layer
 from smcp_fx.errors import InputError
 from smcp_fx.prepare import trace_parts
 from smcp_fx.tracing.example_runs import default_inputs, run_eager
+from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.zoo.models import build_model, example_images
 
 #: Image sides tried before the smallest that works: what the known architectures were made for.
@@ -49,7 +50,8 @@ def inspect_model(
     model = build_model(spec)
     inputs = _inputs(model, input_size)
     traced, joined = trace_parts(model, inputs)
-    channels = build(traced.module, traced.values, multiple=multiple, exclude=exclude)
+    other = at_another_size(traced)
+    channels = build(traced.module, traced.values, multiple=multiple, exclude=exclude, other=other)
     shapes = tuple(tuple(value.shape) for value in inputs if isinstance(value, Tensor))
     if joined is None:
         return Inspection(spec, shapes, channels)

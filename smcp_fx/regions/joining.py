@@ -82,7 +82,8 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
     )
     said = dict.fromkeys(sentence for region in regions for sentence in region.assumptions)
     outside = max(counted.total - sum(work.values()), 0)
-    return Traced(module, values, tuple(said), work, images_in(inputs), outside), joined
+    images = images_in(inputs)
+    return Traced(module, values, tuple(said), work, images, outside, given=tuple(given)), joined
 
 
 def _copy(graph: fx.Graph, region: Region, starts: list[fx.Node], number: int) -> list[Any]:

@@ -42,7 +42,8 @@ class Traced:
     ``values`` maps node names to recorded outputs, with a `TensorInfo` in place of each tensor.
     ``assumptions`` says what the graph takes for given of its inputs' shapes, and checks when it is called.
     ``work``: the multiply-adds of each node that has some, in the example run, of ``images`` together (0: not told);
-    ``outside``: those of Python code around the graph. ``returned`` is what the model itself returned.
+    ``outside``: those of Python code around the graph. ``returned`` is what the model itself returned,
+    ``given`` what the graph was run on.
     """
 
     module: fx.GraphModule
@@ -52,6 +53,7 @@ class Traced:
     images: int = 0
     outside: int = 0
     returned: Any = None
+    given: tuple[Any, ...] = ()
 
 
 def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = ()) -> Traced:
@@ -143,7 +145,13 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     without_gradients(traced, values, lambda run: run_eager(traced, inputs, run))
     drop_expansions(traced, values)
     return Traced(
-        traced, values, tuple(dict.fromkeys(assumed + also)), work, images_in(inputs), returned=expected
+        traced,
+        values,
+        tuple(dict.fromkeys(assumed + also)),
+        work,
+        images_in(inputs),
+        returned=expected,
+        given=inputs,
     )
 
 

@@ -1,0 +1,108 @@
+"""Channels that go together at one size of the images, and with others at another size, must stay.
+
+    y = x.flatten(2).transpose(1, 2)      [b, h * w, c]
+    y.reshape(b, c, h, w)                 without the transpose back: which channels meet follows from h * w
+
+The graph is run on labels at two sizes. What is sliced (slots of parameters, channels of tensors) must be in the
+same units in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels.labels import narrow_uniform, varied_dims
+from smcp_fx.channels.trail import Trail
+from smcp_fx.channels.units import Units, Why
+
+Run = tuple[Trail, Units]
+
+
+def keep_unsteady(one: Run, other: Run) -> Units:
+    """The units of the first run, with those pinned that the second run ties otherwise, or pins."""
+    units = one[1]
+    count = int(units.unit.max()) + 1
+    pairs = torch.unique(torch.cat([*_pairs(one, other)]))
+    mine, theirs = (pairs >> 32) - 1, (pairs & 0xFFFFFFFF) - 1
+    partners = torch.bincount(mine[mine >= 0], minlength=count) > 1
+    shared = torch.bincount(theirs[(mine >= 0) & (theirs >= 0)]) > 1
+    unsteady = partners.clone()
+    unsteady[mine[(mine >= 0) & ((theirs < 0) | shared[theirs.clamp(min=0)])]] = True
+    pinned = units.why.pinned(count)
+    found = (unsteady & ~pinned).nonzero().flatten()
+    why = units.why
+    if found.numel():
+        where = _where(one, other, found)
+        why = why.and_also(
+            found,
+            where,
+            f"which channels meet at {where!r} depends on the size of the images, or on how many there are",
+        )
+    return Units(units.unit, _also_pinned(why, unsteady | pinned, mine, theirs, other))
+
+
+def _also_pinned(why: Why, known: Tensor, mine: Tensor, theirs: Tensor, other: Run) -> Why:
+    """With the reasons that only the other size shows."""
+    reasons = other[1].why
+    pinned = reasons.pinned(int(other[1].unit.max()) + 1)
+    new = (mine >= 0) & (theirs >= 0) & ~known[mine.clamp(min=0)] & pinned[theirs.clamp(min=0)]
+    for unit, its in zip(mine[new].tolist(), theirs[new].tolist(), strict=True):
+        node, text = reasons.get(its, [])[0]
+        why = why.and_also(torch.tensor([unit]), node, f"{text}, at another size of the images")
+    return why
+
+
+def _pairs(one: Run, other: Run) -> Iterator[Tensor]:
+    """Units of the same slots, or channels, in both runs: 32 bits each, and one more than their numbers."""
+    (trail, units), (trail2, units2) = one, other
+    for name, slots in trail.slots.items():
+        for dim, labels in slots.items():
+            if dim in trail2.slots.get(name, {}):
+                yield _pair(units.of(labels), units2.of(trail2.slots[name][dim]))
+    for name, labels in trail.elements.items():
+        if name in trail2.elements:
+            yield _pair(units.of(labels), units2.of(trail2.elements[name]))
+    for _, before, after in _tensors(one, other):
+        if _comparable(before := units.of(before), after := units2.of(after)):
+            yield _pair(before, after)
+
+
+def _tensors(one: Run, other: Run) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Labels of every tensor that is not inside a shuffle, in both runs, in the order of the graph."""
+    for name, tree in one[0].labels.items():
+        if name in one[0].virtual or name in other[0].virtual:
+            continue
+        both = (pytree.tree_leaves(tree), pytree.tree_leaves(other[0].labels[name]))
+        for before, after in zip(*both, strict=False):
+            if isinstance(before, Tensor) and isinstance(after, Tensor) and before.dim() == after.dim():
+                yield name, before, after
+
+
+def _comparable(before: Tensor, after: Tensor) -> bool:
+    """Do both vary, if at all, along dimensions of the same size?"""
+    varied = {*varied_dims(before), *varied_dims(after)}
+    return all(before.shape[dim] == after.shape[dim] for dim in varied)
+
+
+def _pair(before: Tensor, after: Tensor) -> Tensor:
+    """The units of tensors of one shape, element by element."""
+    return ((narrow_uniform(before) + 1 << 32) | (narrow_uniform(after) + 1)).reshape(-1)
+
+
+def _where(one: Run, other: Run, unsteady: Tensor) -> str:
+    """The first tensor that holds some of these units and whose labels are others at the other size."""
+    last = ""
+    for name, before, after in _tensors(one, other):
+        core, core2 = narrow_uniform(before), narrow_uniform(after)
+        if not bool(torch.isin(one[1].of(core), unsteady).any()):
+            continue
+        last = name
+        if len(varied_dims(before)) > 1 or len(varied_dims(after)) > 1:
+            return name
+        if _comparable(before, after) and not torch.equal(*torch.broadcast_tensors(core, core2)):  # type: ignore[no-untyped-call]
+            return name
+    return last

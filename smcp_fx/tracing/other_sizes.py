@@ -1,0 +1,96 @@
+"""What a traced network's nodes give for images of another size, and another number of them.
+
+The channel graph is derived from one example. Which channels meet must not depend on that example's size: the graph
+is run once more, on the example repeated or cut to other sizes, where the network takes such.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smcp_fx.tracing.example_runs import record, unchanged
+from smcp_fx.tracing.tracer import Traced
+
+#: Networks that halve the image five times take sides that differ by so much, and not by less.
+_STEP = 32
+
+
+def at_another_size(traced: Traced) -> dict[str, Any] | None:
+    """The values of all nodes, as `Traced.values` holds them, at the first other size that the network takes.
+
+    First come twice as many images that are somewhat larger, then one of both alone. None where it takes neither.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(traced.given) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not tensors:
+        return None
+    sides = tensors[0].shape[2:]
+    more, *others = _larger(sides)
+    found = _values(traced, 2, more)
+    if found is not None:
+        return found
+    only_images = _values(traced, 2, {})
+    if only_images is None:
+        others = [more, *others]
+    times = 1 if only_images is None else 2
+    tried: Iterator[dict[str, Any] | None] = (_values(traced, times, new) for new in others if new)
+    return next((values for values in tried if values is not None), only_images)
+
+
+def _larger(sides: torch.Size) -> list[dict[int, int]]:
+    """Other sides for these, from what costs little and is taken by most networks to what some networks need."""
+    rules: tuple[Callable[[int], int], ...] = (
+        lambda side: side + _STEP if side > _STEP and len(sides) > 1 else 2 * side,
+        lambda side: 2 * side,
+        lambda side: side // 2,
+    )
+    found = [{side: rule(side) for side in sides} for rule in rules]
+    return [new if all(new.values()) else {} for new in found]
+
+
+def _values(traced: Traced, times: int, sides: dict[int, int]) -> dict[str, Any] | None:
+    """The values for ``times`` as many images with these sides; None where the network does not take them."""
+    given = _resized(traced.given, times, sides)
+    try:
+        with unchanged(traced.module), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            values = record(traced.module, given)[1]
+    except Exception:  # whatever a model says to inputs that it was not made for
+        return None
+    images = _images(traced.given)
+    end = next(node.name for node in traced.module.graph.nodes if node.op == "output")
+    outputs = (pytree.tree_leaves(each[end]) for each in (traced.values, values))
+    for before, after in zip(*outputs, strict=False):
+        if getattr(before, "shape", ())[:1] == (images,) and after.shape[0] != times * images:
+            return None  # `x.view(-1, 512)` made images of what is none
+    return values
+
+
+def _images(given: tuple[Any, ...]) -> int:
+    return next(
+        leaf.shape[0] for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()
+    )
+
+
+def _resized(given: tuple[Any, ...], times: int, sides: dict[int, int]) -> tuple[Any, ...]:
+    """The tensors with dimensions as long as the batch, or as one of the image's sides, cut or repeated."""
+    images, first = _images(given), True
+
+    def resized(leaf: Any) -> Any:
+        nonlocal first
+        if not isinstance(leaf, Tensor):
+            return leaf
+        spared, first = (1,) if first and leaf.dim() else (), first and not leaf.dim()  # an image's channels
+        for dim, size in enumerate(leaf.shape):
+            new = times * images if dim == 0 and size == images else sides.get(size, size) if dim else size
+            if new != size and dim not in spared:
+                leaf = leaf.detach().index_select(dim, torch.arange(new, device=leaf.device) % size)
+        return leaf
+
+    changed: tuple[Any, ...] = pytree.tree_map(resized, given)
+    return changed

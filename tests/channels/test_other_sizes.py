@@ -1,0 +1,143 @@
+"""Channels whose ties follow from the size of the images stay; masked equals sliced at every size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Net, between, check_slicing, conv, random_masks, randomise, run
+from tolerances import assert_close
+from torch import Tensor, nn
+
+import smcp_fx
+from smcp_fx.prepare import trace_parts
+from smcp_fx.tracing.other_sizes import at_another_size
+
+Wiring = Callable[[Any, Tensor], Tensor]
+REASON = "depends on the size of the images, or on how many there are"
+
+
+def tokens(h: Tensor) -> Tensor:
+    """[b, h * w, c]"""
+    return h.flatten(2).transpose(1, 2)
+
+
+def mixed(s: Any, h: Tensor) -> Tensor:
+    """Tokens taken for a feature map."""
+    return tokens(h).reshape(h.shape)
+
+
+def mixed_rows(s: Any, h: Tensor) -> Tensor:
+    """The same of each row."""
+    return h.permute(0, 2, 3, 1).reshape(h.shape[0], h.shape[2], h.shape[1], h.shape[3]).transpose(1, 2)
+
+
+def mixed_images(s: Any, h: Tensor) -> Tensor:
+    """Channels and images, in the wrong order."""
+    return h.reshape(h.shape[1], h.shape[0], *h.shape[2:]).transpose(0, 1)
+
+
+def mixed_unflattened(s: Any, h: Tensor) -> Tensor:
+    """In two steps, of which neither mixes anything visibly."""
+    return tokens(h).flatten(1).unflatten(1, (h.shape[1], h.shape[2], h.shape[3]))
+
+
+def added(wiring: Wiring) -> Wiring:
+    """Beside what is not mixed."""
+    return lambda s, h: h + wiring(s, h)
+
+
+def rolled(s: Any, h: Tensor) -> Tensor:
+    """As many places as the image has columns."""
+    return torch.roll(h, h.shape[3], 1)
+
+
+def flat_parts(s: Any, h: Tensor) -> Tensor:
+    """The halves of a flat tensor, changed places."""
+    flat, half = h.reshape(-1), h.numel() // 2
+    return torch.cat([flat[half:], flat[:half]]).view(h.shape)
+
+
+SIZES = [(2, 3, 8, 8), (3, 3, 8, 4), (1, 3, 4, 12), (5, 3, 6, 10)]
+
+
+def checked_at_other_sizes(net: nn.Module, example: tuple[int, ...]) -> smcp_fx.PreparedModel:
+    """Masked equals sliced at all sizes that the network takes, for some masks."""
+    image = torch.randn(example, dtype=torch.float64)
+    model = randomise(net).double().eval()
+    prepared = smcp_fx.prepare(model, image, config=smcp_fx.PruningConfig(multiple=1))
+    for seed in range(3):
+        prepared.set_masks(random_masks(prepared, seed))
+        sliced = smcp_fx.convert(prepared)
+        for shape in (example, *SIZES):
+            x = (torch.randn(shape, dtype=torch.float64),)
+            assert_close(run(sliced, x), run(prepared, x), "slicing", f"{shape}, seed {seed}")
+    return prepared
+
+
+@pytest.mark.parametrize("wiring", [mixed, mixed_rows, mixed_images, mixed_unflattened])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("channels", [4, 8, 9, 12, 16, 32])
+def test_channels_mixed_by_the_size_stay(wiring: Wiring, beside: bool, channels: int) -> None:
+    """Sixteen places: channels that divide them, are as many, a multiple, or have no factor in common."""
+    net = between(added(wiring) if beside else wiring, channels)
+    channel_graph = checked_at_other_sizes(net, (2, 3, 4, 4)).channels
+    assert not channel_graph["stem"].free
+
+
+def test_channels_rolled_by_the_width_stay() -> None:
+    """By four places at the example's width, by eight at the other."""
+    assert not checked_at_other_sizes(between(rolled, 9), (2, 3, 4, 4)).channels["stem"].free
+
+
+def test_parts_of_what_grows_with_the_input_stay() -> None:
+    """Where the parts begin would be written down for the example."""
+    graph = checked_at_other_sizes(between(flat_parts, 8), (2, 3, 4, 4)).channels
+    assert any("follows the input's size" in why for why in graph["stem"].pinned)
+
+
+def test_the_reason_names_the_operation() -> None:
+    """A channel of one meets sixteen of the other at the example's size, and more at a larger one."""
+    net = Net(
+        lambda s, x: s.out(s.one(x) + mixed(s, s.two(x))), one=conv(3, 64), two=conv(3, 64), out=conv(64, 4)
+    )
+    graph = checked_at_other_sizes(net, (2, 3, 4, 4)).channels
+    for name in ("one", "two"):
+        assert f"which channels meet at 'reshape' {REASON}" in graph.explain(name, 3)
+
+
+@pytest.mark.parametrize(
+    "wiring",
+    [
+        lambda s, h: tokens(h).transpose(1, 2).reshape(h.shape),
+        lambda s, h: tokens(h).reshape(h.shape[0], -1, 4, h.shape[1] // 4).flatten(2).transpose(1, 2).view(h.shape),
+        lambda s, h: h.view(h.shape[0], 2, -1, *h.shape[2:]).transpose(1, 2).flatten(1, 2),
+        lambda s, h: h.flatten(1).relu().view(h.shape),
+        lambda s, h: h.reshape(-1).relu().view(h.shape),
+        lambda s, h: h.reshape(-1)[: h.numel()].view(h.shape),
+        lambda s, h: torch.roll(h, h.shape[3] // 2, 3).roll(3, 1),
+    ],
+    ids=["tokens", "heads", "shuffle", "flat", "all_flat", "flat_slice", "roll"],
+)  # fmt: skip
+def test_what_is_right_at_every_size_is_free(wiring: Wiring) -> None:
+    assert checked_at_other_sizes(between(wiring, 16), (2, 3, 4, 4)).channels["stem"].free
+
+
+def test_a_network_of_one_size_is_free() -> None:
+    """There is no other size at which it could go wrong."""
+    net = Net(lambda s, x: s.out(s.stem(x).view(2, 128)), stem=conv(3, 8), out=nn.Linear(128, 4))
+    assert check_slicing(net, (torch.randn(2, 3, 4, 4),)).channels["stem"].free
+    traced, _ = trace_parts(net, (torch.randn(2, 3, 4, 4).double(),))
+    assert at_another_size(traced) is None
+
+
+def test_the_other_size_leaves_the_model_and_the_generator_alone() -> None:
+    net = nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.Dropout(), conv(8, 4))
+    traced, _ = trace_parts(net, (torch.randn(2, 3, 40, 24),))
+    before, state = {k: v.clone() for k, v in net.state_dict().items()}, torch.get_rng_state()
+    values = at_another_size(traced)
+    assert values is not None and values["_0"].shape == (4, 8, 72, 48)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
