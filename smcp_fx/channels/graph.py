@@ -187,8 +187,7 @@ def build(
 
     ``values`` maps node names to recorded values (see `smcp_fx.tracing.example_runs`). ``exclude`` names modules
     whose output channels stay, and so do those of the first layer with ``keep_first_layer``.
-    ``other``: the values at another size of the images (`smcp_fx.tracing.other_sizes`), if any: channels that would go
-    with others there must stay.
+    ``other``: the values at another size of the images, if any: channels that would go with others there must stay.
     """
     trail, units = _propagated(module, values, exclude, keep_first_layer, other)
     if other is not None:

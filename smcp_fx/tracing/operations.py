@@ -17,12 +17,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-_IN_OPERATORS = ("iadd", "isub", "imul", "itruediv", "setitem")
+_IN_OPERATORS = frozenset("iadd isub imul itruediv ipow ifloordiv imod iand ior ixor setitem".split())
 _ALIASES = {
     "iadd": "add",
     "isub": "sub",
     "imul": "mul",
     "itruediv": "div",
+    "ipow": "pow",
+    "ifloordiv": "floordiv",
+    "imod": "mod",
+    "iand": "and",
+    "ior": "or",
+    "ixor": "xor",
     "truediv": "div",
     "truedivide": "div",
     "divide": "div",
@@ -73,7 +79,6 @@ def normal_name(name: str) -> str:
     return _ALIASES.get(plain, plain)
 
 
-@functools.cache
 def _function_names() -> dict[int, str]:
     names: dict[int, str] = {}
     for space in (torch.nn.functional, torch, torch._C._nn, torch.special, operator, math):
@@ -85,9 +90,13 @@ def _function_names() -> dict[int, str]:
     return names
 
 
+#: Made here and now: while a model is traced, others stand in for some of them.
+_NAMES = _function_names()
+
+
 def function_name(function: Callable[..., Any]) -> str | None:
     """Return the operation a function performs, or None when it is not one of torch's."""
-    found = _function_names().get(id(function))
+    found = _NAMES.get(id(function))
     key = (getattr(function, "__module__", None), getattr(function, "__name__", None))
     return found if found is not None else _FOREIGN.get(key)  # type: ignore[arg-type]
 
@@ -133,8 +142,9 @@ def writes_in_place(node: fx.Node, module: nn.Module) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    plain = name.endswith("_") and not name.endswith("__")
-    in_operator = getattr(operator, name, None) is node.target and name in _IN_OPERATORS
+    of_python = getattr(operator, name, None) is node.target  # `and_` is only so called: `and` is a keyword
+    plain = name.endswith("_") and not name.endswith("__") and not of_python
+    in_operator = of_python and name in _IN_OPERATORS
     place = _place_of_inplace(node.target) if callable(node.target) else None
     asked = node.args[place] if place is not None and len(node.args) > place else node.kwargs.get("inplace")
     return plain or in_operator or asked is True

@@ -102,16 +102,34 @@ class AnsweringProxy(Proxy):
         return self.tracer.length(self)
 
     def __iadd__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.iadd, operator.add, self, other)
+        return self.tracer.in_place(operator.iadd, self, other)
 
     def __isub__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.isub, operator.sub, self, other)
+        return self.tracer.in_place(operator.isub, self, other)
 
     def __imul__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.imul, operator.mul, self, other)
+        return self.tracer.in_place(operator.imul, self, other)
 
     def __itruediv__(self, other: Any) -> Any:
-        return self.tracer.in_place(operator.itruediv, operator.truediv, self, other)
+        return self.tracer.in_place(operator.itruediv, self, other)
+
+    def __ipow__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.ipow, self, other)
+
+    def __ifloordiv__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.ifloordiv, self, other)
+
+    def __imod__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.imod, self, other)
+
+    def __iand__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.iand, self, other)
+
+    def __ior__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.ior, self, other)
+
+    def __ixor__(self, other: Any) -> Any:
+        return self.tracer.in_place(operator.ixor, self, other)
 
     def __round__(self, digits: int | None = None) -> Proxy:
         arguments = (self,) if digits is None else (self, digits)

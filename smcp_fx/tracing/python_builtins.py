@@ -1,7 +1,8 @@
 """Functions that give a number of their own, and so would freeze a size, stood in for while a model is traced.
 
 `torch.zeros(x.shape[0], 3)` and `torch.finfo(x.dtype).min` become nodes, and in the files of the model's own modules
-`int(h / 2)`, `float(h)` and `len(x)`. Without a proxy among their arguments, they just run.
+`int(h / 2)`, `float(h)` and `len(x)`. So do methods of constants that take no proxy: `torch.ones(1).type(x.type())`.
+Without a proxy among their arguments, they just run.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from smcp_fx.tracing.random_draws import drawing
 from smcp_fx.tracing.sentences import asking_line
 
 _FACTORIES = "zeros ones full empty arange linspace eye tensor as_tensor full_like meshgrid".split()
+#: Methods of tensors that look into their arguments before they ask whether one of them is a proxy.
+_METHODS = "type expand roll new new_empty new_full new_ones new_tensor new_zeros".split()
 _TOLD = ("int", "float", "len", "isinstance")
 #: Where a type is only looked at, and a stand-in does as well.
 _LOOKS = {"isinstance", "issubclass"}
@@ -49,6 +52,7 @@ class StandIns:
         self._wanted: list[tuple[Any, str, Any]] = [
             (torch, name, value) for name, value in torch_wide.items()
         ]
+        self._wanted += [(Tensor, name, self._method(name)) for name in _METHODS]
         told = {
             "int": self._type(int, self._int),
             "float": self._type(float, self._float),
@@ -83,6 +87,17 @@ class StandIns:
             return function(*args, **kwargs)
 
         return factory
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        function = getattr(Tensor, name)
+
+        @functools.wraps(function)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
+                return self.tracer.create_proxy("call_method", name, args, kwargs)
+            return function(*args, **kwargs)
+
+        return method
 
     def _drawn(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
         if self.tracer.made() is None:  # a value is worked out, of no tensor that counts

@@ -20,7 +20,7 @@ clamp exp gelu hardsigmoid hardswish hardtanh leakyrelu neg pow relu relu6 sigmo
 """.split()
 )
 #: Methods that change their tensor's shape, and do what they do out of place, too.
-_RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "swapdims_", "t_"}
+RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "swapdims_", "t_"}
 
 
 def normalise(model: nn.Module, graph: fx.Graph) -> None:
@@ -30,7 +30,7 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
     """
     place = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if node.op == "call_method" and node.target in _RESHAPED and isinstance(node.args[0], fx.Node):
+        if node.op == "call_method" and node.target in RESHAPED and isinstance(node.args[0], fx.Node):
             node.target = str(node.target).rstrip("_")
             for user in [user for user in node.args[0].users if place[user] > place[node]]:
                 user.replace_input_with(node.args[0], node)

@@ -28,11 +28,11 @@ from torch.utils import _pytree as pytree
 from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors
 from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
+from smcp_fx.tracing.in_place import PLAIN, is_tensor_for_sure, settle_in_place
 from smcp_fx.tracing.lengths import Sizes
 from smcp_fx.tracing.proxies import ValueProxy
 from smcp_fx.tracing.python_builtins import StandIns
 from smcp_fx.tracing.sentences import AGAIN, INFIX, TAKEN, asking_line, express
-from smcp_fx.tracing.views import may_be_seen
 from smcp_fx.tracing.writes import functional_writes, own_constants
 
 #: What asks for a tensor's values, whatever kind of number it returns.
@@ -79,6 +79,7 @@ class ShapeTracer(AnsweringTracer):
         with StandIns(self, model), Assignments(self._held), Checkpoints():
             graph = super().trace(root, concrete_args)
         own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
+        settle_in_place(graph, model, self.value)
         functional_writes(graph, model, self.value, self._adopt)
         _drop_constant_questions(graph)
         return graph
@@ -160,10 +161,10 @@ class ShapeTracer(AnsweringTracer):
         """Each node's place in the order in which they were made."""
         return self._order
 
-    def in_place(self, written: Callable[..., Any], plain: Callable[..., Any], obj: Proxy, other: Any) -> Any:
-        """`x += y`: it writes into inputs and views, which others see; a tensor of its own gets another name."""
-        kept = may_be_seen(obj.node) and isinstance(self.value(obj.node), Tensor)
-        return self.create_proxy("call_function", written if kept else plain, (obj, other), {})
+    def in_place(self, written: Callable[..., Any], obj: Proxy, other: Any) -> Any:
+        """`x += y`: a number gets another value; a tensor is written into, unless it turns out that none can tell."""
+        tensor = is_tensor_for_sure(obj.node) or isinstance(self.value(obj.node), Tensor)
+        return self.create_proxy("call_function", written if tensor else PLAIN[written], (obj, other), {})
 
     # ---- values -----------------------------------------------------------------------------------------
 

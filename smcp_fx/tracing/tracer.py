@@ -139,8 +139,8 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             )
         raise TraceError(
             f"the traced graph of {type(model).__name__} computes something else than the model does: first "
-            f"difference at {_first_difference(model, traced, inputs)}. An in-place operation on a view "
-            "(`u += v` on a chunk) is the usual cause; write it out of place."
+            f"difference at {_first_difference(model, traced, inputs)}. Something in its forward takes "
+            "another way when it is traced; a question such as `type(x) is Tensor` is the usual cause."
         )
     without_gradients(traced, values, lambda run: run_eager(traced, inputs, run))
     drop_expansions(traced, values)

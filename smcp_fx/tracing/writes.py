@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
+from smcp_fx.tracing.in_place import PLAIN
 from smcp_fx.tracing.lengths import Sizes
 from smcp_fx.tracing.operations import MOVES, may_be_operand, operation_name, writes_in_place
 
@@ -44,22 +45,14 @@ def functional_writes(
                 write.put(result)
 
 
-_PLAIN: dict[Any, Callable[..., Any]] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
-
-
 def _once(node: fx.Node) -> None:
     """`x[i] += y`, which Python takes for `v = x[i]; v += y; x[i] = v`: the last step alone writes."""
     target, index, source = node.args
-    if not isinstance(source, fx.Node) or source.target not in _PLAIN or len(source.users) > 1:
+    if not isinstance(source, fx.Node) or source.target not in PLAIN or len(source.users) > 1:
         return
     part = source.args[0]
     if isinstance(part, fx.Node) and part.target is operator.getitem and part.args == (target, index):
-        source.target = _PLAIN[source.target]
+        source.target = PLAIN[source.target]
 
 
 def own_constants(

@@ -30,6 +30,8 @@ class Asking(nn.Module):
         super().__init__()
         self.wiring = wiring
         self.stem, self.out = conv(3, 8), conv(parts.pop("after", None) or 8, 4)
+        self.ones = torch.ones(1, 1, 1, dtype=torch.float16)
+        self.register_buffer("ones_buffer", torch.ones(8, 1, 1), persistent=False)
         for name, part in parts.items():
             setattr(self, name, part)
 
@@ -66,6 +68,15 @@ ANSWERED: dict[str, Wiring] = {
     "type by its name": lambda s, h: h * 2 if "Half" in h.type() else h * 3,
     "type of a class": lambda s, h: h.type(torch.FloatTensor).double(),
     "type of another": lambda s, h: (h > 0).type(h.type()) * h,
+    "a constant, of its type": lambda s, h: h * torch.ones(1).type(h.type()) + torch.ones(1).type(h.dtype),
+    "an attribute, of its type": lambda s, h: h * s.ones.type(dtype=h.type()),
+    "a buffer, of its type": lambda s, h: h * s.ones_buffer.type(h.type()),
+    "the method, of its type": lambda s, h: h * Tensor.type(torch.relu(h) > 0, h.type()),
+    "a constant, expanded": lambda s, h: (
+        h * torch.full((1, 1, 1, 1), 2.0).expand(h.shape[0], -1, 1, h.size(3))
+    ),
+    "a constant's like": lambda s, h: h + torch.ones(1).new_zeros(h.shape[0], 1, 1, 1).type(h.type()),
+    "a constant's numbers": lambda s, h: h * torch.ones(1).new_tensor([h.shape[2]]).type(h.type()),
     "a device as a text": lambda s, h: h * 2 if str(h.device) == "cpu" and f"{h.dtype}" else h,
     "limits of a type": lambda s, h: h.clamp(min=torch.finfo(h.dtype).eps),
     "ndim in a set": lambda s, h: h * 2 if h.ndim in {3, 4} else h,
