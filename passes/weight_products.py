@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from smcp_fx.channels.weight_views import weight_of, weight_view
 from smcp_fx.errors import PassError
@@ -103,8 +103,8 @@ class FoldProducts(GraphPass):
                 continue
             weight, factor = node.args
             with torch.no_grad():
-                tensor = _attribute(module, weight)
-                tensor.mul_(_attribute(module, factor).to(tensor.dtype))
+                tensor = attribute(module, weight)
+                tensor.mul_(attribute(module, factor).to(tensor.dtype))
             for use in list(node.users):
                 _restore(graph, use, node, weight)
             for dead in (node, factor, weight):
@@ -119,7 +119,7 @@ class FoldProducts(GraphPass):
             raise PassError(f"{self.name} left a {self.what} in the graph")
 
 
-def _attribute(module: fx.GraphModule, node: fx.Node) -> Tensor:
+def attribute(module: nn.Module, node: fx.Node) -> Tensor:
     """The tensor a `get_attr` node reads."""
     owner, _, name = str(node.target).rpartition(".")
     value = getattr(module.get_submodule(owner), name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,12 +138,23 @@ def _is_own(name: str) -> bool:
 # ---- comparing ----------------------------------------------------------------------------------------------
 
 
+def widened_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model in double precision."""
+    return deep_copy(model).double()
+
+
 def differs(
-    one: nn.Module, other: nn.Module, inputs: tuple[Any, ...], training: bool, expected: Outcome
+    one: nn.Module,
+    other: nn.Module,
+    inputs: tuple[Any, ...],
+    training: bool,
+    expected: Outcome,
+    widen_one: Callable[[nn.Module], nn.Module] = widened_copy,
 ) -> str | None:
     """What differs, in words; None when nothing does, or no more than rounding explains.
 
-    Raises `AssumptionError` where the other says itself that it was not traced for such inputs.
+    ``widen_one``: makes the copy of ``one`` in double precision. Raises `AssumptionError` where the other says
+    itself that it was not traced for such inputs.
     """
     try:
         found = outcome_of(other, inputs, training)
@@ -157,7 +168,7 @@ def differs(
     if what is None:
         return None
     try:
-        wide = tuple(deep_copy(model).double() for model in (one, other))
+        wide = widen_one(one), widened_copy(other)
         first, second = (outcome_of(model, widened(inputs), training) for model in wide)
     except Exception:  # a type that its forward names
         return what if compare(expected, found, LOOSE) is not None else None

@@ -26,8 +26,11 @@ from smcp_fx.outcomes import (
     outcome_of,
     repeats,
     widened,
+    widened_copy,
 )
+from smcp_fx.passes.fold_batch_norm_scalers import FoldBatchNormScalers
 from smcp_fx.passes.sliced_labels import Sliced
+from smcp_fx.passes.weight_products import attribute
 from smcp_fx.prepared import PreparedGraph, PreparedModel, PreparedRegions
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.example_runs import Recorder, plain, unchanged
@@ -76,7 +79,7 @@ def check_converted(prepared: PreparedModel, converted: nn.Module, inputs: tuple
     if isinstance(prepared, PreparedRegions):
         what = _regions_differ(prepared, converted, given)
     else:
-        what = differs(prepared, converted, given, False, expected)
+        what = differs(prepared, converted, given, False, expected, _widened_as_folded)
     if what is not None:
         where = _first_sliced(prepared, converted, given)
         raise PassError(
@@ -113,6 +116,23 @@ def _on_some(
     return (given, expected) if expected is not None else (inputs, alone(model, inputs, training))
 
 
+def _widened_as_folded(prepared: nn.Module) -> nn.Module:
+    """A copy in double precision whose scaled weights are those that folding has rounded to the model's own type.
+
+    Else the rounding of one multiplication a channel, which a deep network amplifies, would pass for a fault.
+    """
+    wide = widened_copy(prepared)
+    assert isinstance(prepared, PreparedModel) and isinstance(wide, PreparedModel)
+    products = [node for node in prepared.graph.nodes if node.target in FoldBatchNormScalers.functions]
+    with torch.no_grad():
+        for product in products:
+            weight, scale = (attribute(prepared, node) for node in product.args)
+            folded = weight * scale.to(weight.dtype)
+            wide_weight, wide_scale = (attribute(wide, node) for node in product.args)
+            wide_weight.copy_(torch.where(wide_scale == 0, wide_weight, folded.double() / wide_scale))
+    return wide
+
+
 # ---- regions ------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +144,7 @@ def _regions_differ(prepared: PreparedRegions, converted: nn.Module, inputs: tup
     try:
         what = _calls_differ(prepared.regions, prepared, converted, inputs)
         if what is not None:
-            one, other = (deep_copy(model).double() for model in (prepared, converted))
+            one, other = _widened_as_folded(prepared), widened_copy(converted)
             what = _calls_differ(prepared.regions, one, other, widened(inputs))
     except Exception as error:
         return f"it does not run ({error})"
@@ -239,7 +259,12 @@ def _first_sliced(prepared: nn.Module, converted: nn.Module, inputs: tuple[Any, 
     if not isinstance(prepared, PreparedGraph) or not isinstance(converted, fx.GraphModule):
         return None
     masked: dict[str, Any] = {}
-    _run(prepared, inputs, False, lambda node, result: masked.update({node.name: result}))
+
+    def note(node: fx.Node, result: Any) -> None:
+        # A copy: a later operation may write into it, as in-place activations do.
+        masked[node.name] = result.clone() if isinstance(result, Tensor) else result
+
+    _run(prepared, inputs, False, note)
     sliced = Sliced(prepared.channels, prepared.smcp.units_kept().cpu() | ~prepared.channels.free_units)
     wrong: list[str] = []
 

@@ -152,12 +152,13 @@ class _Compilation:
         inputs: tuple[torch.Tensor, ...],
         cost: str | LatencyCost,
     ) -> None:
-        """Fill the table, and hold it against the network before that is trained: its latency is the same then."""
+        """Fill the table; hold it against the network, and the target against it, before anything is trained."""
         if not isinstance(cost, LatencyCost) or cost.foreign or not self._trains_dense:
             return
         trial = self._prepare(fitted, data, inputs, cost)
         with backend.compile(converted_full(trial), inputs) as dense:
-            self._dense_ms(trial, dense, cost)
+            self._fraction(trial, self._dense_ms(trial, dense, cost))
+        trial.pruner.check_target()
 
     def _dense_ms(self, prepared: PreparedModel, dense: Engine, cost: str | LatencyCost) -> float:
         """The dense network's latency where the target is for: measured, or that of another device's table."""

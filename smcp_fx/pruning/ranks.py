@@ -106,31 +106,31 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        names = ", ".join(map(str, silent := _silent()))
-        lost = {0: "one", 1: f"rank {names}"}.get(len(silent), f"one of the ranks {names} that do not answer")
         raise TrainingError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()} cannot reach the others: {lost} has died or hangs "
+            f"rank {dist.get_rank()} of {dist.get_world_size()} cannot reach the others: {_lost()} "
             f"({str(error).splitlines()[0]}). Start the job again: it goes on from the last checkpoint "
             "(smcp_fx.load_checkpoint), with this or another number of ranks."
         ) from error
 
 
-def _silent() -> list[int]:
-    """The ranks that do not answer a roll call, which every rank that lost another holds through the job's store.
+def _lost() -> str:
+    """Who is lost: whoever does not answer a roll call, which every rank that lost another holds through the store.
 
-    Empty where all answer. Without the store, the rank that kept it is the one.
+    Without the store, the rank that kept it is gone; it may have ended for the same reason as this one, though.
     """
     own, world = dist.get_rank(), dist.get_world_size()
-    others = [other for other in range(world) if other != own]
-    if len(others) == 1:
-        return others
+    silent = [other for other in range(world) if other != own]
     try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"smcp_fx/here/{own}", "1")
-        end = time.monotonic() + _ROLL_CALL
-        while others and time.monotonic() < end:
-            others = [other for other in others if not store.check([f"smcp_fx/here/{other}"])]
-            time.sleep(0.1)
+        if world > 2:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"smcp_fx/here/{own}", "1")
+            end = time.monotonic() + _ROLL_CALL
+            while silent and time.monotonic() < end:
+                silent = [other for other in silent if not store.check([f"smcp_fx/here/{other}"])]
+                time.sleep(0.1)
     except (RuntimeError, OSError):
-        return [0] if own != 0 else others
-    return others
+        if own != 0:
+            return "rank 0 has died or hangs, or has ended because another rank had died"
+    names = ", ".join(map(str, silent))
+    who = {0: "one", 1: f"rank {names}"}.get(len(silent), f"one of the ranks {names} that do not answer")
+    return f"{who} has died or hangs"

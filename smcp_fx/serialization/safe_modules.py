@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import CheckpointError
 
@@ -229,9 +230,16 @@ def check_attributes(name: str, attributes: Mapping[str, Any], where: str) -> No
         value = attributes[attribute]
         if not any(_is(value, one) for one in allowed):
             raise CheckpointError(
-                f"{where}: {str(value)[:80]!a} is no value of {name}'s {attribute!r}, "
+                f"{where}: {_told(value)} is no value of {name}'s {attribute!r}, "
                 f"which is {' or '.join(allowed)}"
             )
+
+
+def _told(value: Any) -> str:
+    """The value as a message shows it, without the numbers of tensors: PyTorch imports modules to print them."""
+    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+        return f"a {type(value).__name__} of tensors" if not isinstance(value, Tensor) else "a tensor"
+    return ascii(str(value)[:80])
 
 
 def check_shapes(module: nn.Module, where: str) -> None:

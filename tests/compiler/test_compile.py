@@ -154,6 +154,22 @@ def test_a_table_of_a_busy_machine_is_told_before_anything_is_trained(
     assert "table.sqlite" in said
 
 
+def test_a_latency_out_of_reach_is_told_before_anything_is_trained(
+    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every width of every block takes as long: nothing that is pruned makes it faster."""
+    row = Measurement(10.0, 10.0, 10.0, 3, stable=True)
+
+    def untrained(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("trained")
+
+    monkeypatch.setattr(measuring, "FAR", 1e9)
+    monkeypatch.setattr(OnnxRuntimeBackend, "block_latency", lambda *_: BlockLatency(row, row))
+    monkeypatch.setattr(training.Trainer, "run", untrained)
+    assert main(arguments(f"{model_file}:build", tmp_path / "out", "--target", "0.5", "--epochs", "1")) == 2
+    assert "cannot be reached" in capsys.readouterr().err
+
+
 def test_an_interrupted_run_is_resumed_to_the_same_end(
     model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,7 @@ class Store:
         (3, {0}, "rank 2 has died or hangs"),
         (4, {0}, "one of the ranks 2, 3 that do not answer has died or hangs"),
         (3, {0, 2}, "one has died or hangs"),
-        (3, None, "rank 0 has died or hangs"),
+        (3, None, "rank 0 has died or hangs, or has ended because another rank had died"),
     ],
 )
 def test_the_rank_that_is_lost_is_named(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from saved_models import (
     Manifest,
     edit_manifest,
@@ -153,6 +154,28 @@ def test_hostile_manifests_are_refused(saved: Path, name: str) -> None:
     with pytest.raises(CheckpointError):
         load(saved)
     assert sorted(file.name for file in saved.parent.iterdir()) == ["model.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_tensor_in_the_place_of_a_number_is_told_and_not_printed(
+    saved: Path, pair: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To print one, PyTorch imports modules, which loading a file does not."""
+
+    def edit(manifest: Manifest) -> None:
+        stem = next(module for module in manifest["modules"] if module["path"] == "stem")
+        tensor = {"tensor": "stem.weight"}
+        stem["attributes"]["dilation"] = {"tuple": [tensor, 1]} if pair else tensor
+
+    def printed(*_: Any, **__: Any) -> str:
+        raise AssertionError("a tensor was printed")
+
+    edit_manifest(saved, edit)
+    monkeypatch.setattr(torch.Tensor, "__repr__", printed)
+    with pytest.raises(
+        CheckpointError, match=f"'stem': {'a tuple of tensors' if pair else 'a tensor'} is no value"
+    ):
+        load(saved)
 
 
 def test_no_function_of_the_list_leaves_the_tensor_libraries() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import random_masks, randomise
+from models import random_masks, randomise, run
+from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx import proof
+from smcp_fx import outcomes, proof
 from smcp_fx.errors import PassError, TraceError
 
 CONFIG = smcp_fx.PruningConfig(multiple=1)
@@ -72,6 +73,61 @@ def test_a_sliced_model_that_is_another_is_refused() -> None:
     proof.check_converted(prepared, sliced, (IMAGE,))
     _other_weight(sliced)
     with pytest.raises(PassError, match="first operation that differs is '3'"):
+        proof.check_converted(prepared, sliced, (IMAGE,))
+
+
+class Blocks(nn.Module):
+    """Two scaled batch norms; ``python``: a branch on a value, so that it is traced in regions."""
+
+    def __init__(self, python: bool) -> None:
+        super().__init__()
+        self.python = python
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True),
+            nn.Conv2d(8, 12, 3), nn.BatchNorm2d(12), nn.ReLU(inplace=True),
+            nn.Conv2d(12, 9, 1), nn.BatchNorm2d(9), nn.ReLU(inplace=True), nn.Conv2d(9, 4, 1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.python and float(x.sum()) == 0.123:
+            return x
+        return self.body(x)
+
+
+@pytest.mark.parametrize("python", [False, True])
+@pytest.mark.parametrize("gradient", ["chain", "direct"])
+def test_what_folding_rounds_is_no_fault(
+    python: bool, gradient: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scaled weights are rounded once, where they are folded: in double precision that is no longer small."""
+    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True, gamma_gradient=gradient)
+    prepared = smcp_fx.prepare(randomise(Blocks(python)), IMAGE, config=config)
+    assert bool(prepared.regions) is python
+    prepared.set_masks(random_masks(prepared, 1))
+    assert any(float(scale.min()) < 1 for scale in prepared.smcp.scales.values())
+    sliced = smcp_fx.convert(prepared)
+    found, rounded = (
+        run(copy.deepcopy(sliced).double(), (IMAGE.double(),)),
+        proof._widened_as_folded(prepared),
+    )
+    assert_close(found, run(rounded, (IMAGE.double(),)), "slicing")
+    if python:  # the same comparison, of what its region gives
+        return
+    monkeypatch.setitem(outcomes._TOLERANCE, torch.float32, -1.0)  # judged in double precision always
+    smcp_fx.convert(prepared)
+    with torch.no_grad():
+        sliced.get_submodule("body.4").weight *= 1 + 1e-5
+    with pytest.raises(PassError, match="differs by"):
+        proof.check_converted(prepared, sliced, (IMAGE,))
+
+
+def test_the_operation_at_fault_is_named_although_later_ones_write_into_its_input() -> None:
+    prepared = smcp_fx.prepare(randomise(Blocks(python=False)), IMAGE, config=CONFIG)
+    prepared.set_masks(random_masks(prepared, 1))
+    sliced = smcp_fx.convert(prepared)
+    with torch.no_grad():
+        sliced.get_submodule("body.6").weight += 0.5
+    with pytest.raises(PassError, match=r"first operation that differs is 'body\.6'"):
         proof.check_converted(prepared, sliced, (IMAGE,))
 
 
