@@ -36,7 +36,7 @@ def _without_weights(model: nn.Module) -> nn.Module:
 
 
 def _sets_usual_modes(model: nn.Module) -> bool:
-    """Whether `train()` sets every module: timm's LeViT has one of its own that clears a cache, and freezes nothing."""
+    """Whether `train()` sets every module, as one does that only clears a cache (timm's LeViT)."""
     for mode in (True, False):
         model.train(mode)
         if any(part.training is not mode for part in model.modules()):
