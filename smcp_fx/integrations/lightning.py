@@ -17,7 +17,7 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError:
     try:  # the older distribution of the same package
-        from pytorch_lightning import Callback, LightningModule, Trainer
+        from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
     except ImportError as error:
         raise ImportError(
             f"smcp_fx.integrations.lightning needs PyTorch Lightning ({error}): pip install lightning"
@@ -30,7 +30,7 @@ from smcp_fx.pruning.pruner import Pruner
 from smcp_fx.pruning.solve import Solve
 
 
-class PruningCallback(Callback):  # type: ignore[misc]
+class PruningCallback(Callback):
     """Calls the pruner before each optimiser step, logs its solves, and keeps its history in checkpoints.
 
     Works with gradient accumulation and clipping, every precision and DDP; gradients are unscaled before. With

@@ -17,9 +17,15 @@ from torch import nn
 
 
 def own_modes(model: nn.Module) -> nn.Module | None:
-    """A copy of the model on the meta device, whose `train()` can be asked; None where that is the usual one."""
+    """A copy of the model on the meta device, whose `train()` can be asked; None where it sets the usual modes."""
     if all(type(module).train is nn.Module.train for module in model.modules()):
         return None
+    asked = _without_weights(model)
+    return None if _sets_usual_modes(copy.deepcopy(asked)) else asked
+
+
+def _without_weights(model: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers are on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -27,6 +33,15 @@ def own_modes(model: nn.Module) -> nn.Module | None:
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(model, memo)
+
+
+def _sets_usual_modes(model: nn.Module) -> bool:
+    """Whether `train()` sets every module, as one does that only clears a cache (timm's LeViT)."""
+    for mode in (True, False):
+        model.train(mode)
+        if any(part.training is not mode for part in model.modules()):
+            return False
+    return True
 
 
 def set_own_modes(asked: nn.Module, module: nn.Module, mode: bool) -> None:

@@ -253,7 +253,8 @@ def test_the_code_branches_and_says_so() -> None:
 
 
 def test_runtimes_take_a_model_of_two_modes(tmp_path: Path) -> None:
-    ort = pytest.importorskip("onnxruntime")
+    import onnxruntime as ort
+
     prepared = smcp_fx.prepare(MODELS["drop path"](), IMAGE.float(), config=CONFIG)
     prepared.set_masks(random_masks(prepared, 0))
     sliced = smcp_fx.convert(prepared).eval()

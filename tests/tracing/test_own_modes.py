@@ -65,6 +65,26 @@ def test_a_converted_graph_says_that_its_modes_are_plain() -> None:
     assert not converted.get_submodule("first.1").training  # as it was, until `train()` is called
 
 
+class ClearsACache(nn.Conv2d):
+    """Has a `train()` of its own that leaves the usual modes."""
+
+    cached: Tensor | None = None
+
+    def train(self, mode: bool = True) -> ClearsACache:
+        """Forget what was computed in the other mode."""
+        super().train(mode)
+        self.cached = None
+        return self
+
+
+def test_a_train_that_freezes_nothing_is_the_usual_one() -> None:
+    """No warning: warnings are errors here."""
+    model = nn.Sequential(ClearsACache(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1))
+    converted = smcp_fx.convert(smcp_fx.prepare(model, IMAGE, config=CONFIG).train())
+    for mode in (False, True):
+        assert {part.training for part in converted.train(mode).modules()} == {mode}
+
+
 def test_weights_without_numbers_are_refused() -> None:
     with pytest.raises(InputError, match=r"'0.weight' has no shape yet: call the model once"):
         smcp_fx.prepare(nn.Sequential(nn.LazyConv2d(8, 3), nn.Conv2d(8, 4, 1)), IMAGE)

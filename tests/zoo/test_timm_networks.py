@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import timm
 import torch
 from models import check_slicing
-
-timm = pytest.importorskip("timm")
 
 # (model, pixels a side, share of input channels that is free)
 NETWORKS: list[tuple[str, int, float]] = [
