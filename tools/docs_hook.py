@@ -1,0 +1,63 @@
+"""What MkDocs writes into pages from the code: the commands' help, the options, and public names not listed by hand.
+
+Pages hold marks: ``<!-- help: smcp-table measure -->``, ``<!-- options: PruningConfig -->``, ``<!-- other names -->``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+from importlib.metadata import entry_points
+from typing import Any
+
+_HELP = re.compile(r"<!-- help: ([^>]+?) -->")
+_OPTIONS = re.compile(r"<!-- options: (\w+) -->")
+_OTHER_NAMES = "<!-- other names -->"
+#: Characters a line of help.
+_COLUMNS = "100"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill in the marks of a page (MkDocs calls this)."""
+    markdown = _HELP.sub(lambda match: f"```text\n{help_of(*match[1].split())}```", markdown)
+    markdown = _OPTIONS.sub(lambda match: options_table(match[1]), markdown)
+    return markdown.replace(_OTHER_NAMES, other_names(markdown)) if _OTHER_NAMES in markdown else markdown
+
+
+def help_of(command: str, *arguments: str) -> str:
+    """Return what an installed command prints for ``--help``."""
+    (entry,) = entry_points(group="console_scripts", name=command)
+    printed, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = _COLUMNS
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            entry.load()([*arguments, "--help"])
+    finally:
+        os.environ.pop("COLUMNS")
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+    return re.sub(r"^usage: \S+", f"usage: {command}", printed.getvalue())
+
+
+def options_table(name: str) -> str:
+    """Return a table of a public dataclass's fields: name, default, what it does."""
+    import smcp_fx
+
+    rows = ["| option | default | what it does |", "|---|---|---|"]
+    for field in dataclasses.fields(getattr(smcp_fx, name)):
+        told = field.metadata.get("help", "")
+        rows.append(f"| `{field.name}` | `{field.default!r}` | {told.replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
+def other_names(markdown: str) -> str:
+    """Return directives for the public names that the page does not list."""
+    import smcp_fx
+
+    missing = [name for name in smcp_fx.__all__ if f"::: smcp_fx.{name}\n" not in markdown]
+    if not missing:
+        return ""
+    return "\n\n".join(["## More", *(f"::: smcp_fx.{name}" for name in missing)]) + "\n"
