@@ -44,7 +44,7 @@ def main(folder: Path) -> nn.Module:
     # --8<-- [start:measure]
     whole = smcp_fx.export_onnx(dense.eval(), image, folder / "dense.onnx")
     small = smcp_fx.export_onnx(smaller.eval(), image, folder / "smaller.onnx")
-    engines = [backend.load(path, (image,)) for path in (whole, small)]
+    engines = [backend.open(path, (image,)) for path in (whole, small)]
     # --8<-- [end:measure]
     pruner = prepared.pruner
     print(f"predicted {pruner.present_cost:.3f} of {pruner.full_cost:.3f} ms")

@@ -1,6 +1,6 @@
-"""What MkDocs writes into pages from the code: the commands' help, the options, and public names not listed by hand.
+"""What MkDocs writes into pages from the code: help of commands, options, public names that pages do not list.
 
-Pages hold marks: ``<!-- help: smcp-table measure -->``, ``<!-- options: PruningConfig -->``, ``<!-- other names -->``.
+Pages hold marks: `<!-- help: smcp-table measure -->`, `<!-- options: PruningConfig -->`, `<!-- other names -->`.
 """
 
 from __future__ import annotations

@@ -169,10 +169,11 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
         checked = sum("onnx_error" in row for _, row in members)
         lines.append(f"| {family} | {len(members)} | {exact} | {checked} | {len(members) - exact} |")
     for family, members in families.items():
-        lines += ["", f"## {family}", ""]
+        folded = f'<details markdown="1"><summary>{len(members)} models</summary>'
+        lines += ["", f"## {family}", "", folded, ""]
         lines.append("| model | input | free | groups | error | ONNX | trace | prepare | convert | memory |")
         lines.append("|---|---|---|---|---|---|---|---|---|---|")
-        lines += [_line(name, row) for name, row in members]
+        lines += [*(_line(name, row) for name, row in members), "", "</details>"]
     lines += [
         "",
         "## What is pinned",
