@@ -11,13 +11,28 @@ import io
 import os
 import re
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 _HELP = re.compile(r"<!-- help: ([^>]+?) -->")
 _OPTIONS = re.compile(r"<!-- options: (\w+) -->")
 _OTHER_NAMES = "<!-- other names -->"
 #: Characters a line of help.
 _COLUMNS = "100"
+
+
+def on_startup(**_: Any) -> None:
+    """Lay the package out as it is installed, for mkdocstrings to read: `passes` and `backends` inside it."""
+    package = ROOT / "build" / "docs_source" / "smcp_fx"
+    package.mkdir(parents=True, exist_ok=True)
+    for source in [*(ROOT / "smcp_fx").iterdir(), ROOT / "passes", ROOT / "backends"]:
+        link = package / source.name
+        if not link.is_symlink():
+            link.symlink_to(source)
+    for link in package.iterdir():
+        if not link.exists():  # moved since the last build
+            link.unlink()
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
