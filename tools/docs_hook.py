@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+HELPER = "iframe-worker.js"
 _HELP = re.compile(r"<!-- help: ([^>]+?) -->")
 _OPTIONS = re.compile(r"<!-- options: (\w+) -->")
 _OTHER_NAMES = "<!-- other names -->"
@@ -33,6 +34,20 @@ def on_startup(**_: Any) -> None:
     for link in package.iterdir():
         if not link.exists():  # moved since the last build
             link.unlink()
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Take the search's helper from the site itself, so that it works without a network."""
+    return output.replace('"https://unpkg.com/iframe-worker/shim"', f'"{HELPER}"')
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Let every folder find that helper beside its pages."""
+    site = Path(config["site_dir"])
+    for folder in {page.parent for page in site.rglob("*.html")}:
+        if folder != site:
+            (folder / HELPER).write_text((site / "assets" / HELPER).read_text())
+    (site / HELPER).write_text((site / "assets" / HELPER).read_text())
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -72,7 +87,10 @@ def other_names(markdown: str) -> str:
     """Return directives for the public names that the page does not list."""
     import smcp_fx
 
-    missing = [name for name in smcp_fx.__all__ if f"::: smcp_fx.{name}\n" not in markdown]
+    listed = set(re.findall(r"^::: smcp_fx\.(?:\w+\.)*(\w+)$", markdown, re.MULTILINE))
+    missing = [
+        name for name in smcp_fx.__all__ if name not in listed and name != "SmcpError"
+    ]  # with the errors
     if not missing:
         return ""
     return "\n\n".join(["## More", *(f"::: smcp_fx.{name}" for name in missing)]) + "\n"
