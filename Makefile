@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: compile test test-gpu check install clean
+.PHONY: compile test test-gpu check docs install clean
 
 compile: $(VENV)/installed  ## the main job: ResNet-18 on the digits, 40 % of its latency; ARGS="--help" for more
 	$(BIN)/python tools/compile.py --model torchvision:resnet18 --data digits $(ARGS)
@@ -21,7 +21,14 @@ check: $(VENV)/installed  ## style and types
 	$(BIN)/pip install --quiet --no-deps -e . --config-settings editable_mode=strict  # how mypy finds passes/
 	$(BIN)/mypy; status=$$?; $(BIN)/pip install --quiet --no-deps -e .; exit $$status
 
+docs: $(VENV)/docs-installed  ## the documentation as a site, in site/: open site/index.html
+	OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 install: $(VENV)/installed
+
+$(VENV)/docs-installed: pyproject.toml $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	touch $@
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "smcp_fx needs Python 3.10 or newer")'
@@ -30,4 +37,4 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -34,6 +34,7 @@ def data() -> TensorDataset:
     return TensorDataset(images, labels)
 
 
+# --8<-- [start:train]
 def train(accelerator: Accelerator) -> tuple[smcp_fx.PreparedModel, nn.Module]:
     """Train and prune to half of the FLOPs; returns the prepared and the smaller model."""
     loader = DataLoader(data(), BATCH, shuffle=True)
@@ -55,6 +56,7 @@ def train(accelerator: Accelerator) -> tuple[smcp_fx.PreparedModel, nn.Module]:
     return prepared, smcp_fx.convert(accelerator.unwrap_model(prepared))  # 3
 
 
+# --8<-- [end:train]
 if __name__ == "__main__":
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATED)
     prepared, smaller = train(accelerator)

@@ -1,7 +1,7 @@
 """Print the paper's tables with our figures where they were run, and "not run" elsewhere.
 
     python tools/reproduce.py resnet50
-    python tools/reproduce.py all --records docs/experiments
+    python tools/reproduce.py all --records docs/records/paper
 
 Our figures come from the records (record.json) that runs of whole recipes wrote, put into --records.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from smcp_fx.cli.common import consoles, guarded
 
-_RECORDS = Path(__file__).parent.parent / "docs" / "experiments"
+_RECORDS = Path(__file__).parent.parent / "docs" / "records" / "paper"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("table", choices=(*TABLES, "all"), help="which table of the paper")
     parser.add_argument("--records", type=Path, default=_RECORDS, metavar="FOLDER",
-                        help="where the records lie (default: docs/experiments)")  # fmt: skip
+                        help="where the records lie (default: docs/records/paper)")  # fmt: skip
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     arguments = parser.parse_args(argv)
     console, problems = consoles()

@@ -1,4 +1,4 @@
-"""Prepare, mask, convert and compare every model of `model_lists.py`; writes docs/models.md.
+"""Prepare, mask, convert and compare every model of `model_lists.py`; writes docs/results/models.md.
 
     python tools/sweep_models.py [--family timm] [--only NAME ...] [--limit N] [--onnx] [--again failed|all]
 
@@ -28,8 +28,8 @@ sys.path.insert(0, str(HERE))
 from model_lists import Entry, entries  # noqa: E402
 from try_model import work  # noqa: E402
 
-RECORD = HERE.parent / "docs" / "models.jsonl"
-PAGE = HERE.parent / "docs" / "models.md"
+RECORD = HERE.parent / "docs" / "records" / "models.jsonl"
+PAGE = HERE.parent / "docs" / "results" / "models.md"
 
 
 def main() -> int:
@@ -169,10 +169,11 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
         checked = sum("onnx_error" in row for _, row in members)
         lines.append(f"| {family} | {len(members)} | {exact} | {checked} | {len(members) - exact} |")
     for family, members in families.items():
-        lines += ["", f"## {family}", ""]
+        folded = f'<details markdown="1"><summary>{len(members)} models</summary>'
+        lines += ["", f"## {family}", "", folded, ""]
         lines.append("| model | input | free | groups | error | ONNX | trace | prepare | convert | memory |")
         lines.append("|---|---|---|---|---|---|---|---|---|---|")
-        lines += [_line(name, row) for name, row in members]
+        lines += [*(_line(name, row) for name, row in members), "", "</details>"]
     lines += [
         "",
         "## What is pinned",

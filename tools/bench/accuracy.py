@@ -1,9 +1,9 @@
 """The method's claims, tested: accuracy at equal cost, method by method and seed by seed.
 
-    python tools/bench/accuracy.py --record docs/accuracy.jsonl --seeds 5    run what the record lacks (hours)
-    python tools/bench/accuracy.py --record docs/accuracy.jsonl --minutes 30 --only "uniform width" soft
-    python tools/bench/accuracy.py --show docs/accuracy.jsonl                print the tables; writes nothing
-    python tools/bench/accuracy.py --show docs/accuracy.jsonl --out docs     write accuracy.md and its pictures
+    python tools/bench/accuracy.py --record docs/records/accuracy.jsonl --seeds 5    run what the record lacks (hours)
+    python tools/bench/accuracy.py --record docs/records/accuracy.jsonl --minutes 30 --only "uniform width" soft
+    python tools/bench/accuracy.py --show docs/records/accuracy.jsonl                print the tables; writes nothing
+    python tools/bench/accuracy.py --show docs/records/accuracy.jsonl --out docs/results    the page, and its pictures
 
 A small ResNet on moved, noisy digits (`accuracy_task.py`); the methods are in `accuracy_methods.py`, what they are
 compared with in `accuracy_rivals.py`, the claims in `accuracy_claims.py`. Every run is a line of JSON the moment it

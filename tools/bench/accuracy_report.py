@@ -1,4 +1,4 @@
-"""Tables, words and pictures of the accuracy benchmark's record: `docs/accuracy.md`, made of nothing else."""
+"""Tables, words and pictures of the accuracy benchmark's record: `docs/results/accuracy.md`, made of nothing else."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def _dense(lines: Lines) -> dict[int, float]:
 def _sections(lines: Lines, drawn: Mapping[str, str]) -> list[str]:
     parts = [
         "# The method's claims, tested",
-        "Made by `python tools/bench/accuracy.py --show docs/accuracy.jsonl --out docs` from the record beside it.",
+        "Made from the record by `python tools/bench/accuracy.py --show docs/records/accuracy.jsonl "
+        "--out docs/results`.",
         _about(lines),
         "## What it shows",
         _summary(lines),

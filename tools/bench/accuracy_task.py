@@ -2,7 +2,7 @@
 
 Scikit-learn's 1,797 digits are split once, 60 % to train on. Every image is one digit anywhere on a larger canvas
 with Gaussian noise over it; training images are drawn anew for every step, test images once. On the plain digits a
-narrow network is as good as a wide one; here width tells (`docs/accuracy.md` has the figures).
+narrow network is as good as a wide one; here width tells (`docs/results/accuracy.md` has the figures).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time and memory of the channel graph and of pruning with it, torch-pruning beside it where it is installed.
 
-    python tools/bench/channel_graph.py [--models resnet50 swin_t] [--repeats 3] [--page docs/channel_graph.md]
+    python tools/bench/channel_graph.py [--models resnet50] [--repeats 3] [--page docs/results/channel_graph.md]
 
 Two stages. *graph*: here tracing and the channel graph, there the dependency graph and its list of groups.
 *prune*: here `prepare` and `convert` with random masks of half the channels, there the construction of its
@@ -32,7 +32,7 @@ from typing import Any
 from channel_graph_tables import CHAINS, NETWORKS, OURS, PEER, STAGES, render, show
 
 HERE = Path(__file__).resolve().parent
-DOCS = HERE.parent.parent / "docs"
+DOCS = HERE.parent.parent / "docs" / "records"
 PACKAGES = ["torch", "torchvision", OURS, PEER]
 MIB = 1 << 20
 

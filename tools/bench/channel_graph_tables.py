@@ -90,8 +90,8 @@ def render(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Channel graph: time and memory",
         "",
-        "Written by `python tools/bench/channel_graph.py --page docs/channel_graph.md`, which anyone can run; it",
-        "says what is timed. Images of 224x224, batch 1, one thread, random weights. Each measurement has a process",
+        "Written by `python tools/bench/channel_graph.py --page docs/results/channel_graph.md`, which says what is",
+        "timed. Images of 224x224, batch 1, one thread, random weights. Each measurement has a process",
         f"of its own; medians of up to {repeats} interleaved repeats, their range in brackets. *Parts*: the two",
         "steps that the table's title names. *CPU s*: processor time, which other work on the machine disturbs less.",
         "*MiB*: peak memory above the model's.",

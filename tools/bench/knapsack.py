@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python tools/bench/knapsack.py
     OMP_NUM_THREADS=1 python tools/bench/knapsack.py --instances random-1000x64 --solvers ours highs
-    OMP_NUM_THREADS=1 python tools/bench/knapsack.py --instances resnet50 --record docs/experiments
+    OMP_NUM_THREADS=1 python tools/bench/knapsack.py --instances resnet50 --record docs/records/paper
 
 Prints the paper's timing table ("Multiple-choice knapsack solve effort"): the dynamic program at several
 scales, its meet-in-the-middle, and this library's solver, here on synthetic latencies. ``of capacity`` is

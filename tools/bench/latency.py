@@ -2,7 +2,7 @@
 
     python tools/bench/latency.py run --record latency.jsonl             every model and setting, two hours at most
     python tools/bench/latency.py run --record latency.jsonl --models resnet18 --settings 64x32 --prunings 6
-    python tools/bench/latency.py tables --record *.jsonl --out docs/latency.md --each docs/latency_occasions.md
+    python tools/bench/latency.py tables --record docs/records/latency.jsonl --out docs/results/latency.md
 
 For each model and setting (side x batch; ONNX Runtime, one thread): the table is measured; random prunings are
 timed with the dense network, in turns, and held against the table's sum; 70, 50 and 30 % of the dense latency
