@@ -1,7 +1,7 @@
 """One network's latency as a fraction of another's, measured for as long as that takes to be known.
 
 Who shares a machine's outer cache and memory slows a large and a small network by different factors, for seconds and
-for minutes, and a core's pace does not tell (docs/latency.md). What is measured within a second has that second's
+for minutes, and a core's pace does not tell (docs: Latency). What is measured within a second has that second's
 luck, so networks are compared in rounds, until what the rounds say is close enough together or time is up.
 """
 

@@ -2,7 +2,7 @@
 
 A server's cores share their last-level cache with whoever runs beside them. What a network leaves there is pushed out
 while it does something else: of 4 MiB that were read once, two fifths came from memory again after 4 ms of reading
-nothing, and all after 16 ms (a guest on an EPYC; docs/latency.md). So a network that takes long finds its weights
+nothing, and all after 16 ms (a guest on an EPYC; docs: Latency). So a network that takes long finds its weights
 gone however small it is, and a busy hour is one in which that goes faster.
 """
 
@@ -19,7 +19,7 @@ from smcp_fx.backends.base import Array, cache_bytes, inner_cache_bytes
 from smcp_fx.backends.timing.measuring import Timer, calm, stopwatch, summarise, take_sample
 from smcp_fx.backends.timing.pace import pace
 
-#: What is gone after t ms: 1 / (1 + (half / t) ** FADING). By the shares after 0.5 to 16 ms (docs/latency.md).
+#: What is gone after t ms: 1 / (1 + (half / t) ** FADING). By the shares after 0.5 to 16 ms (docs: Latency).
 FADING = 1.8
 _BYTES = 4 << 20
 _PAUSES_MS = (1.0, 2.0, 4.0, 8.0)

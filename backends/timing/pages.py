@@ -2,7 +2,7 @@
 
 Linux gives memory in pages of 2 MiB and more to all (``always`` in ``/sys/kernel/mm/transparent_hugepage/enabled``)
 or to who asks (``madvise``), and glibc asks from version 2.35 on, where the environment says so when the process
-starts (`ASKING`). What that does differs from network to network and from hour to hour (docs/latency.md).
+starts (`ASKING`). What that does differs from network to network and from hour to hour (docs: Experiments).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def allocate(
 ) -> Allocation:
     """Choose the counts of greatest total value whose true cost T(p) is within the budget.
 
-    The answer is a function of the arguments alone; ``docs/allocation.md`` says how it is found and proven.
+    The answer is a function of the arguments alone; docs: Allocation says how it is found and proven.
 
     Args:
         values: for each group, the value of each of its ``cost.permitted`` counts.

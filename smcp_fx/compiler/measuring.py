@@ -24,7 +24,7 @@ from smcp_fx.zoo.models import FittedModel
 #: A measured fraction this far from the target is good enough to leave the masks as they are.
 CLOSE = 0.01
 #: How often, at most, the last masks are solved for again with a better correction before they are fixed. The first
-#: or the second solve met 178 of 252 targets (docs/latency.md); the last ones are for small networks at busy hours,
+#: or the second solve met 178 of 252 targets (docs: Experiments); the last ones are for small networks at busy hours,
 #: which measured again differ from themselves by more than a point.
 TRIES = 5
 #: Where table and engine differ by more than this factor about the dense network, the table decides nothing. So often

@@ -50,7 +50,7 @@ def solve_knapsack(
     ``fsum(costs) <= capacity + 1e-12 * max(1, abs(capacity))``. The answer is a function of the arguments
     alone, unless ``time_limit`` (seconds) is reached; past it, or past ``memory_limit`` (bytes for partial
     choices), the best choice found is returned with the bound proved so far. Solves the multiple-choice
-    knapsack of SMCP, "Multiple-choice knapsack problem"; how is said in ``docs/allocation.md``.
+    knapsack of SMCP, "Multiple-choice knapsack problem"; how is said in docs: Allocation.
 
     Raises:
         InputError: arrays that do not fit together, a group without options, numbers that are not finite.

@@ -57,7 +57,7 @@ _SETTLED, _STEPS = 1e-9, 200
 _MIB = 1 << 20
 _Floats = float | NDArray[np.float64]
 #: A byte that blocks write counts so much beside one of weights: runtimes use memory again within a run. Chosen on
-#: six records of whole networks, which 0.25 to 0.5 predict nearly alike and better than 0 does (docs/latency.md).
+#: six records of whole networks, which 0.25 to 0.5 predict nearly alike and better than 0 does (docs: Experiments).
 OF_ACTIVATIONS = 0.3
 
 

@@ -1,7 +1,7 @@
 """What it is worth to keep some of a group's importance: the more is left, the less a further channel adds.
 
 Gradients grow in a group that is narrowed: importances gathered while a share r of it is kept are about r ** -e times
-those of the whole group (docs/method.md has measured e). So a channel matters the more, the fewer are left, and what
+those of the whole group (docs/explanations/method.md). So a channel matters the more, the fewer are left, and what
 is kept of a group whose importance is I as a whole is worth the integral of that: with a share s of it,
 
     worth = I * s ** (1 - e) / (1 - e).

@@ -22,7 +22,7 @@ from smcp_fx.tracing.masking import forward_with_weight
 
 
 def one_step(prepared: smcp_fx.PreparedModel, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """A training step as docs/training.md has it."""
+    """A training step as docs/guides/training_loop.md has it."""
     optimizer.zero_grad()
     loss_of(prepared, step).backward()
     prepared.pruner.step()
