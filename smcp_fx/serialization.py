@@ -102,19 +102,6 @@ def check_savable(model: nn.Module) -> None:
     _encoded(model, {}, TensorWriter())
 
 
-def pack(converted: nn.Module) -> tuple[bytes, bytes]:
-    """Return the two files of `save` as bytes, for `unpack`; errors as for `save`."""
-    return _contents(converted, {})
-
-
-def unpack(content: bytes, manifest: bytes) -> fx.GraphModule:
-    """Inverse of `pack`; errors as for `load`."""
-    path = Path("a pickled model")
-    read = _parsed(manifest, path)
-    with _damaged(path, read):
-        return _assembled(read, safetensors.torch.load(content), torch.device("cpu"))
-
-
 def _contents(converted: nn.Module, metadata: Mapping[str, Any]) -> tuple[bytes, bytes]:
     tensors = TensorWriter()
     manifest = _encoded(converted, metadata, tensors)

@@ -21,6 +21,7 @@ from smcp_fx.serialization import check_savable, load, save
 
 SCRIPT = """
 import sys, torch
+sys.path += sys.argv[3:]
 module = torch.load(sys.argv[1], weights_only=False)
 x, expected, trained = torch.load(sys.argv[2])
 torch.set_num_threads(1)
