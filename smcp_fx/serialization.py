@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from smcp_fx.converted import ConvertedModule
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.graph_codec import decode_graph, encode_graph, read_values
 from smcp_fx.module_codec import check_targets, decode_modules, encode_modules
+from smcp_fx.output_types import plain_containers
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.regions import runs_in_regions
 from smcp_fx.saved_names import check_identifier, is_identifier
@@ -50,6 +52,9 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
     The same model gives the same bytes. Attributes of modules that neither their class nor the graph reads are
     left out. Returns the path of the tensor file.
 
+    A file holds no classes of outputs: a named tuple becomes a tuple when the model is loaded, a dataclass or a
+    `ModelOutput` a dict; a `UserWarning` says so. `OrderedDict` stays.
+
     Errors: `InputError` for arguments of the wrong kind; `CheckpointError` for a node or module that a file
     cannot hold (both named), and when writing fails.
     """
@@ -67,6 +72,15 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
             f"the metadata cannot be written as JSON ({error}); use numbers, strings, lists, dicts"
         ) from error
     content, manifest = _contents(converted, noted)
+    assert isinstance(converted, fx.GraphModule)
+    became = plain_containers(converted.graph)[1]
+    if became:
+        told = ", ".join(f"a {kind} in place of {name}" for name, kind in became.items())
+        warnings.warn(
+            f"{path}: a file holds no classes of yours. Loaded, {type(converted).__name__} returns {told}, with the "
+            "same contents. torch.save keeps the classes.",
+            stacklevel=2,
+        )
     write_together({path: content, _manifest_path(path): manifest})
     return path
 
@@ -123,18 +137,18 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
         )
     if not isinstance(converted, fx.GraphModule):
         raise InputError(f"save needs what smcp_fx.convert returned, not {type(converted).__name__}")
-    name = type(converted).__name__
+    name, graph = type(converted).__name__, plain_containers(converted.graph)[0]
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "libraries": library_versions(),
         "class": name if is_identifier(name) else "GraphModule",
         "metadata": metadata,
-        "graph": encode_graph(converted.graph),
-        "modules": encode_modules(converted, read_values(converted.graph), tensors),
+        "graph": encode_graph(graph),
+        "modules": encode_modules(converted, read_values(graph), tensors),
         "tensors": tensors.entries,
     }
-    check_targets(converted, converted.graph)
+    check_targets(converted, graph)
     return manifest
 
 
