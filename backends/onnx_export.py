@@ -30,6 +30,7 @@ from smcp_fx.backends.onnx_clean import clean_model
 from smcp_fx.backends.onnx_opset import lower_opset
 from smcp_fx.errors import BackendError, InputError
 from smcp_fx.prepared import PreparedModel, unwrapped
+from smcp_fx.trace_names import any_names
 
 DEFAULT_OPSET = 20
 OLDEST_OPSET = 17
@@ -95,7 +96,7 @@ def export_model_proto(
             f"installed onnx {onnx.__version__}"
         )
     inputs = as_tuple(example_inputs)
-    with eval_mode(model), torch.no_grad(), _quiet():
+    with eval_mode(model), torch.no_grad(), _quiet(), any_names():
         program = _export_program(model, inputs, dynamic_batch)
         try:
             exported = torch.onnx.export(

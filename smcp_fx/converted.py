@@ -8,6 +8,7 @@ from torch import fx, nn
 from torch.fx.graph_module import _CodeOnlyModule
 
 from smcp_fx.graph_pickle import listed, rebuilt
+from smcp_fx.trace_names import holds_unfit_names
 
 #: What a graph module keeps beside what every module has: its code and graph.
 _OF_THE_GRAPH = vars(fx.GraphModule(nn.Module(), fx.Graph())).keys() - vars(nn.Module()).keys()
@@ -52,6 +53,8 @@ def retraces_the_same(module: fx.GraphModule) -> bool:
         def is_leaf_module(self, m: Any, module_qualified_name: str) -> bool:
             return True
 
+    if holds_unfit_names(module.graph):  # torch.fx would write them into its code
+        return False
     try:
         traced = KeepModules().trace(code_only)
         again = fx.GraphModule(code_only, traced)

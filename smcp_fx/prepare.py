@@ -33,12 +33,14 @@ from smcp_fx.tracing import Traced, trace
 
 __all__ = ["PreparedModel", "convert", "prepare"]
 
+_DEFAULT_TARGET = 0.5
+
 
 def prepare(
     model: nn.Module,
     example_inputs: Tensor | tuple[Any, ...] | None = None,
     *,
-    target: float | str = 0.5,
+    target: float | str | None = None,
     cost: str | CostModel = "flops",
     schedule: Schedule | None = None,
     config: PruningConfig | None = None,
@@ -53,7 +55,8 @@ def prepare(
         example_inputs: a tensor or a tuple of the model's inputs; by default the model's own
             ``example_input_array``, timm's ``pretrained_cfg``, or an image of the first convolution's
             channels.
-        target: what to reach: a fraction of the unpruned cost, or an absolute cost with its unit.
+        target: what to reach: a fraction of the unpruned cost (by default a half), or an absolute cost with its
+            unit. `convert` warns when a target was given and the model is still whole.
         cost: "flops", "params", or a cost model such as a `LatencyCost`.
         schedule: when to solve for masks; without one they change only by `PreparedModel.set_masks` and
             `Pruner.solve`.
@@ -85,7 +88,7 @@ def prepare(
 def _prepared(
     model: nn.Module,
     inputs: tuple[Any, ...],
-    target: float | str,
+    target: float | str | None,
     cost: str | CostModel,
     schedule: Schedule | None,
     config: PruningConfig,
@@ -112,12 +115,13 @@ def _prepared(
         channels=channels,
         cost=network_cost,
         flops=network_cost if cost == "flops" else bind("flops", traced, channels),
-        target=absolute_target(target, full, network_cost.unit),
+        target=absolute_target(_DEFAULT_TARGET if target is None else target, full, network_cost.unit),
         config=config,
         schedule=schedule,
         example_inputs=inputs,
         joined=joined,
         modes=own_modes(own) if joined is None else None,
+        asked=target is not None,
     )
     state = PruningState(channels, traced.module)
     first = next(iter(traced.module.parameters()), None)

@@ -27,7 +27,7 @@ from smcp_fx.tracing import Traced
 
 @dataclass(frozen=True)
 class Plan:
-    """What a prepared model was made with; shared by its copies."""
+    """What a prepared model was made with; shared by its copies. ``asked``: the target was given, not the default."""
 
     traced: Traced
     channels: ChannelGraph
@@ -39,6 +39,7 @@ class Plan:
     example_inputs: tuple[Any, ...]
     joined: Joined | None = None
     modes: nn.Module | None = None  # see `own_modes`
+    asked: bool = True
 
 
 class PreparedModel(nn.Module):

@@ -172,7 +172,8 @@ class Pruner:
         # The correction may have been measured after the last solve.
         steps, target = int(self._state.steps), self.target / min(self.correction, 1.0)
         whole = bool(self._state.keep.all())
-        if not (whole or steps or self._watch.backwards):  # masks set by hand
+        asked = whole and self._model.plan.asked
+        if not (asked or steps or self._watch.backwards):  # as it was prepared, or with masks set by hand
             return
         if self.schedule is None:
             if not int(self._state.solves) and whole and target < self.full_cost:

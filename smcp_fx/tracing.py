@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from smcp_fx.channels.trail import OPAQUE
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.example_runs import first_line, images_in, record, run_eager, same_values, unchanged
+from smcp_fx.modes import with_branches
 from smcp_fx.shape_tracer import ShapeTracer
 from smcp_fx.trace_attributes import Attributes
 from smcp_fx.trace_buffers import Buffers, WritesBuffersError
@@ -30,7 +31,6 @@ from smcp_fx.trace_contexts import AutocastError, Contexts, same_modes, without_
 from smcp_fx.trace_counts import Counters, Counts, CountsError, paths_of
 from smcp_fx.trace_functions import functions_kept
 from smcp_fx.trace_modes import ModeTrace, ReadsOfTraining, alike, both_modes, differ_in_flags
-from smcp_fx.trace_names import check_names
 from smcp_fx.trace_rewrites import drop_expansions, normalise
 from smcp_fx.trace_sentences import is_ours
 
@@ -104,7 +104,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     same_modes(evaluated.graph, trained.graph)
     graph = evaluated.graph
     for mode in (evaluated, trained):
-        check_names(mode.graph)
+        with_branches(mode.graph)
     if not differ_in_flags(model, evaluated, trained):
         for mode in (evaluated, trained):
             normalise(model, mode.graph)
@@ -224,6 +224,8 @@ class _Tracer(ShapeTracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Nodes know in which contexts they were made."""
         node = super().create_node(*args, **kwargs)
+        if node.name == "self":  # a module's name, which the generated code means itself by
+            node._rename("self_module")
         self.contexts.note(node)
         return node
 
