@@ -22,7 +22,7 @@ class _Place:
 
 def listed(graph: fx.Graph, where: str) -> list[tuple[Any, ...]]:
     """The graph as plain data for `pickle`; see `rebuilt`. `CheckpointError` names a node that does not pickle."""
-    places = {node: _Place(number) for number, node in enumerate(graph.nodes)}
+    places: dict[Any, Any] = {node: _Place(number) for number, node in enumerate(graph.nodes)}
     nodes = []
     for node in graph.nodes:
         args, kwargs = (fx.node.map_arg(part, places.__getitem__) for part in (node.args, node.kwargs))

@@ -72,14 +72,20 @@ def plain_containers(graph: fx.Graph) -> tuple[fx.Graph, dict[str, str]]:
         if kind is tuple:
             fields.apply_defaults()
         values = tuple(fields.arguments.values()) if kind is tuple else dict(fields.arguments)
-        for user in list(node.users):
-            user.args, user.kwargs = (
-                fx.node.map_arg(part, lambda n, node=node, values=values: values if n is node else n)
-                for part in (user.args, user.kwargs)
-            )
+        _put(values, node)
         copied.erase_node(node)
         became[f"{called.__module__}.{called.__qualname__}"] = kind.__name__
     return copied, became
+
+
+def _put(values: Any, node: fx.Node) -> None:
+    """Have the node's users take these values in its place."""
+
+    def placed(given: fx.Node) -> Any:
+        return values if given is node else given
+
+    for user in list(node.users):
+        user.args, user.kwargs = fx.node.map_arg(user.args, placed), fx.node.map_arg(user.kwargs, placed)
 
 
 def _plain_kind(node: fx.Node) -> type | None:

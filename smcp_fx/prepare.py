@@ -201,7 +201,8 @@ def convert(prepared: nn.Module, *, check: bool = True) -> nn.Module:
 
     A `GraphModule`, which needs nothing of this library to run, train or export, nor to be unpickled, unless it
     asks a module for its mode or a value for more than tensors can (`smcp_fx.converted`); for a model that was
-    traced in regions, a module of its own class whose regions run as sliced graphs. ``prepared`` stays as it was;
+    traced in regions, a module of its own class whose regions run as sliced graphs; it pickles, and needs this
+    library to be unpickled. ``prepared`` stays as it was;
     it may come as `DistributedDataParallel`, `DataParallel` or `torch.compile` wrapped it. ``check``: compare the two
     on a few of the example's images; raises `PassError` where they differ.
     """
