@@ -132,25 +132,25 @@ def line(labels: Tensor, dim: int) -> Tensor:
 
 def _slice_parameters(module: nn.Module, indices: dict[str, dict[int, Tensor]]) -> list[str]:
     report = []
-    replaced: dict[int, Tensor] = {}
     owners = _owners(module)
     for name, dims in indices.items():
-        for owner, attribute in owners.get(name, []):
-            old = getattr(owner, attribute)
-            if id(old) not in replaced:
-                new = old.detach()
-                for dim, positions in dims.items():
-                    if positions.numel() < old.shape[dim]:
-                        new = new.index_select(dim, positions.to(new.device))
-                if new.shape == old.shape:
-                    continue
-                report.append(f"{name}: {tuple(old.shape)} -> {tuple(new.shape)}")
-                last = old.dim() == 4 and not old.is_contiguous()
-                last = last and old.is_contiguous(memory_format=torch.channels_last)
-                new = new.clone(memory_format=torch.channels_last if last else torch.preserve_format)
-                is_parameter = isinstance(old, nn.Parameter)
-                replaced[id(old)] = nn.Parameter(new, old.requires_grad) if is_parameter else new
-            setattr(owner, attribute, replaced[id(old)])
+        places = owners.get(name, [])
+        if not places:
+            continue
+        old = getattr(*places[0])
+        new = old.detach()
+        for dim, positions in dims.items():
+            if positions.numel() < old.shape[dim]:
+                new = new.index_select(dim, positions.to(new.device))
+        if new.shape == old.shape:
+            continue
+        report.append(f"{name}: {tuple(old.shape)} -> {tuple(new.shape)}")
+        last = old.dim() == 4 and not old.is_contiguous()
+        last = last and old.is_contiguous(memory_format=torch.channels_last)
+        new = new.clone(memory_format=torch.channels_last if last else torch.preserve_format)
+        new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        for owner, attribute in places:
+            setattr(owner, attribute, new)
     return report
 
 

@@ -34,12 +34,14 @@ from smcp_fx.tracing.wrapping import unwrapped
 
 __all__ = ["PreparedModel", "convert", "prepare"]
 
+_DEFAULT_TARGET = 0.5
+
 
 def prepare(
     model: nn.Module,
     example_inputs: Tensor | tuple[Any, ...] | None = None,
     *,
-    target: float | str = 0.5,
+    target: float | str | None = None,
     cost: str | CostModel = "flops",
     schedule: Schedule | None = None,
     config: PruningConfig | None = None,
@@ -54,7 +56,8 @@ def prepare(
         example_inputs: a tensor or a tuple of the model's inputs; by default the model's own
             ``example_input_array``, timm's ``pretrained_cfg``, or an image of the first convolution's
             channels.
-        target: what to reach: a fraction of the unpruned cost, or an absolute cost with its unit.
+        target: what to reach: a fraction of the unpruned cost (by default a half), or an absolute cost with its
+            unit. `convert` warns when a target was given and the model is still whole.
         cost: "flops", "params", or a cost model such as a `LatencyCost`.
         schedule: when to solve for masks; without one they change only by `PreparedModel.set_masks` and
             `Pruner.solve`.
@@ -86,7 +89,7 @@ def prepare(
 def _prepared(
     model: nn.Module,
     inputs: tuple[Any, ...],
-    target: float | str,
+    target: float | str | None,
     cost: str | CostModel,
     schedule: Schedule | None,
     config: PruningConfig,
@@ -117,13 +120,14 @@ def _prepared(
         cost=network_cost,
         flops=network_cost if cost == "flops" else bind("flops", traced, channels),
         parameters=network_cost if cost == "params" else bind("params", traced, channels),
-        target=absolute_target(target, full, network_cost.unit),
+        target=absolute_target(_DEFAULT_TARGET if target is None else target, full, network_cost.unit),
         config=config,
         schedule=schedule,
         example_inputs=inputs,
         joined=joined,
         assumptions=traced.assumptions,
         modes=own_modes(own) if joined is None else None,
+        asked=target is not None,
     )
     state = PruningState(channels, traced.module)
     first = next(iter(traced.module.parameters()), None)
@@ -203,7 +207,8 @@ def convert(prepared: nn.Module, *, check: bool = True) -> nn.Module:
 
     A `GraphModule`, which needs nothing of this library to run, train or export, nor to be unpickled, unless it
     asks a module for its mode or a value for more than tensors can (`ConvertedModule`). For a model that was traced
-    in regions: a module of its own class whose regions run as sliced graphs. ``prepared`` stays as it was, and may
+    in regions: a module of its own class whose regions run as sliced graphs; it pickles, and needs this library to be
+    unpickled. ``prepared`` stays as it was, and may
     come as `DistributedDataParallel`, `DataParallel` or `torch.compile` wrapped it. ``check``: compare the two on a
     few of the example's images; raises `PassError` where they differ.
     """

@@ -26,7 +26,7 @@ from smcp_fx.tracing.sentences import TAKEN
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a prepared model was made with; shared by its copies."""
+    """What a prepared model was made with; shared by its copies. ``asked``: the target was given, not the default."""
 
     channels: ChannelGraph
     cost: NetworkCost
@@ -39,6 +39,7 @@ class Preparation:
     joined: Joined | None = None
     assumptions: tuple[str, ...] = ()
     modes: nn.Module | None = None  # see `own_modes`
+    asked: bool = True
 
 
 class PreparedModel(nn.Module):

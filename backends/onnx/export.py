@@ -29,6 +29,7 @@ from smcp_fx.backends.onnx.attention import FourDimensionalAttention
 from smcp_fx.backends.onnx.clean import clean_model
 from smcp_fx.backends.onnx.opset import lower_opset
 from smcp_fx.errors import BackendError, InputError
+from smcp_fx.tracing.names import any_names
 from smcp_fx.tracing.wrapping import is_prepared
 
 DEFAULT_OPSET = 20
@@ -95,7 +96,7 @@ def export_model_proto(
             f"installed onnx {onnx.__version__}"
         )
     inputs = as_tuple(example_inputs)
-    with eval_mode(model), torch.no_grad(), _quiet():
+    with eval_mode(model), torch.no_grad(), _quiet(), any_names():
         program = _export_program(model, inputs, dynamic_batch)
         try:
             exported = torch.onnx.export(

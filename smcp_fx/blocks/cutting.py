@@ -28,7 +28,7 @@ from smcp_fx.channels.labels import along, compress, varied_dims
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.units import close
 from smcp_fx.cost_model import Width
-from smcp_fx.tracing.modes import evaluated_graph
+from smcp_fx.tracing.modes import evaluated_graph, with_branches
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import TensorInfo
@@ -282,7 +282,7 @@ def _subgraph(
             kwargs = fx.node.map_arg(node.kwargs, lambda n: copies[n])
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
     graph.output(copies[ends[0]] if len(ends) == 1 else tuple(copies[e] for e in ends))
-    module = fx.GraphModule(traced.module, graph)
+    module = fx.GraphModule(traced.module, with_branches(graph))
     values = {n.name: traced.values[o.name] for o, n in copies.items() if isinstance(n, fx.Node)}
     return module, {**values, "output": None}
 

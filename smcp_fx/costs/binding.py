@@ -59,11 +59,11 @@ def absolute_target(target: float | str, full: float, unit: str) -> float:
             )
         return value * full
     if isinstance(target, str):
-        match = re.fullmatch(r"\s*([0-9.eE+-]+?)\s*([KMGT]?)\s*([A-Za-z]+)\s*", target)
+        match = re.fullmatch(r"\s*([0-9.eE+-]+?)\s*([kKMGT]?)\s*([A-Za-z]+)\s*", target)
         if match is None or match[3].lower().rstrip("s") != unit.lower().rstrip("s"):
             raise InputError(f"target {target!r} is not a cost in {unit}: give a number and the unit")
         try:
-            value = float(match[1]) * _PREFIX[match[2]]
+            value = float(match[1]) * _PREFIX[match[2].upper()]
         except ValueError:
             value = -1.0
         if not 0 < value < float("inf"):

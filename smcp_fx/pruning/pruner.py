@@ -170,13 +170,15 @@ class Pruner:
             self._solve_watch.idle_target(target, self.full_cost, self.cost.unit)
 
     def check_finished(self) -> None:
-        """Warn when a trained model is still whole though there is no schedule, or has not brought the target yet."""
+        """Warn when a model is still whole though less was asked for, or its schedule has not brought the target."""
         # The correction may have been measured after the last solve.
         steps, target = int(self._state.steps), self.target / min(self.correction, 1.0)
-        if not (steps or self._watch.backwards):
+        whole = bool(self._state.keep.all())
+        asked = whole and self._model.plan.asked
+        if not (asked or steps or self._watch.backwards):  # as it was prepared, or with masks set by hand
             return
         if self.schedule is None:
-            if not int(self._state.solves) and bool(self._state.keep.all()) and target < self.full_cost:
+            if not int(self._state.solves) and whole and target < self.full_cost:
                 self._solve_watch.nothing_pruned(steps, self.full_cost, target, self.cost.unit)
             return
         cost = self.present_cost

@@ -82,7 +82,7 @@ class SolveWatch:
         self._tell(
             "nothing pruned",
             f"nothing was pruned: the network still costs {full:.6g} {unit}, and the target is {target:.6g}. It was "
-            f"prepared without a schedule, so that none of its {steps} counted steps solved for masks. Pass "
+            f"prepared without a schedule, and nothing solved for masks in {steps} counted steps. Pass "
             "schedule=smcp_fx.Schedule.scaled(epochs, steps_per_epoch) to prepare, or call prepared.pruner.solve() "
             "and train on before converting.",
         )

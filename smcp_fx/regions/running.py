@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.errors import InputError, PassError
 from smcp_fx.regions.finding import Region
 from smcp_fx.regions.wiring import Source
+from smcp_fx.tracing.graph_pickle import check_pickles, listed, rebuilt
 from smcp_fx.tracing.modes import with_branches
 
 #: In a node's meta: the number of the region's call it belongs to.
@@ -57,51 +58,66 @@ class RegionForward:
         self, owner: nn.Module, graph: fx.Graph, region: Region, signature: inspect.Signature
     ) -> None:
         self.owner = owner
-        self.region = region
-        self.signature = signature
+        self.path, self.form, self.output = region.path, region.form, region.output
+        plain = (p.replace(annotation=p.empty) for p in signature.parameters.values())
+        self.signature = inspect.Signature(list(plain))
         self.module = sharing(owner, graph)
         self.busy = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it; raises `InputError` for arguments of another structure than it was traced with."""
-        region = self.region
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         leaves, structure = pytree.tree_flatten((bound.args, bound.kwargs))
         constants = tuple((place, leaf) for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
-        if structure != region.form.structure or constants != region.form.constants:
-            traced_with = _told(region.form.structure, region.form.constants)
+        if structure != self.form.structure or constants != self.form.constants:
+            traced_with = _told(self.form.structure, self.form.constants)
             called_with = _told(structure, constants)
             raise InputError(
-                f"{region.path!r} runs as a graph, traced with {traced_with}; it is now called with {called_with}. "
+                f"{self.path!r} runs as a graph, traced with {traced_with}; it is now called with {called_with}. "
                 "Prepare the model with example inputs for which it is called in this way, or with "
-                f"leaves=[{region.path!r}]."
+                f"leaves=[{self.path!r}]."
             )
         if (
             self.busy
         ):  # a layer with another weight: its graph calls the layer, and means the layer's own forward
-            plain = self.owner.get_submodule(region.path)
+            plain = self.owner.get_submodule(self.path)
             return type(plain).forward(plain, *args, **kwargs)
         self.module.training = self.owner.training
         self.busy = True
         try:
-            output = self.module(*region.form.tensors(leaves))
+            output = self.module(*self.form.tensors(leaves))
         finally:
             self.busy = False
-        return output[0] if region.output is None else pytree.tree_unflatten(list(output), region.output)
+        return output[0] if self.output is None else pytree.tree_unflatten(list(output), self.output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionForward:
         copied = RegionForward.__new__(RegionForward)
         memo[id(self)] = copied
-        copied.region, copied.signature, copied.busy = self.region, self.signature, False
-        copied.owner = copy.deepcopy(self.owner, memo)
-        tables = (
-            nn.Module()
-        )  # the owner's copy may not have its tables yet; the memo makes these the same objects
-        for table in _TABLES:
-            tables.__dict__[table] = copy.deepcopy(self.owner.__dict__[table], memo)
-        copied.module = sharing(tables, copy.deepcopy(self.module.graph))
+        # The owner's copy may not have its tables yet; the memo makes these the same objects.
+        kept, graph = copy.deepcopy(self._kept(), memo), copy.deepcopy(self.module.graph)
+        copied._set(kept, graph)
         return copied
+
+    def __getstate__(self) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+        """Errors: `CheckpointError` for a graph that calls what no module holds by name."""
+        where = f"region {self.path!r}"
+        check_pickles((self.form, self.output, self.signature), where)
+        return self._kept(), listed(self.module.graph, where)
+
+    def __setstate__(self, state: tuple[dict[str, Any], list[tuple[Any, ...]]]) -> None:
+        kept, nodes = state
+        self._set(kept, rebuilt(nodes))
+
+    def _kept(self) -> dict[str, Any]:
+        """All but the graph; with the owner's tables, which a copy's owner may get only later."""
+        rest = {name: value for name, value in vars(self).items() if name not in ("module", "busy")}
+        return {**rest, "tables": {table: self.owner.__dict__[table] for table in _TABLES}}
+
+    def _set(self, kept: dict[str, Any], graph: fx.Graph) -> None:
+        tables = nn.Module()
+        tables.__dict__.update(kept.pop("tables"))
+        self.__dict__.update(kept, module=sharing(tables, graph), busy=False)
 
 
 def _told(structure: pytree.TreeSpec, constants: tuple[tuple[int, Any], ...]) -> str:

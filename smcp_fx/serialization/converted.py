@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 from torch.fx.graph_module import _CodeOnlyModule
+
+from smcp_fx.tracing.graph_pickle import listed, rebuilt
+from smcp_fx.tracing.names import holds_unfit_names
+
+#: What a graph module keeps beside what every module has: its code and graph.
+_OF_THE_GRAPH = vars(fx.GraphModule(nn.Module(), fx.Graph())).keys() - vars(nn.Module()).keys()
 
 
 class ConvertedModule(fx.GraphModule):
@@ -13,19 +19,26 @@ class ConvertedModule(fx.GraphModule):
 
     `torch.fx` pickles a graph as its code, and traces the code again when it is loaded. Tracing freezes what the
     code asks of a module (`self.head.training`) and fails at questions asked of values (`not flag`). A graph that
-    does not come back the same is pickled as `smcp_fx.save` writes it, and needs this library to be loaded.
+    does not come back the same is pickled node by node, and needs this library to be loaded.
     """
 
     def __reduce__(self) -> Any:
-        """Errors: `CheckpointError` for a graph that neither way can hold (as in `smcp_fx.save`)."""
+        """Errors: `CheckpointError` for a graph that calls what no module holds by name."""
         self._tracer_cls = None  # the default one, whose constructor needs no arguments
         self._graphmodule_cls_name = type(self).__name__
         self.__dict__.pop("_tracer_extras", None)
         if retraces_the_same(self):
             return super().__reduce__()
-        from smcp_fx.serialization.saving import pack, unpack
+        name = type(self).__name__
+        state = {key: value for key, value in vars(self).items() if key not in _OF_THE_GRAPH}
+        return _unpickled, (name, listed(self.graph, name)), state
 
-        return unpack, pack(self)
+
+def _unpickled(name: str, nodes: list[tuple[Any, ...]]) -> ConvertedModule:
+    """The graph, to which pickle adds the modules."""
+    module = ConvertedModule(nn.Module(), fx.Graph(), class_name=name)
+    module.graph = rebuilt(nodes)
+    return module
 
 
 def retraces_the_same(module: fx.GraphModule) -> bool:
@@ -40,6 +53,8 @@ def retraces_the_same(module: fx.GraphModule) -> bool:
         def is_leaf_module(self, m: Any, module_qualified_name: str) -> bool:
             return True
 
+    if holds_unfit_names(module.graph):  # torch.fx would write them into its code
+        return False
     try:
         traced = KeepModules().trace(code_only)
         again = fx.GraphModule(code_only, traced)

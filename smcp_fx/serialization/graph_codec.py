@@ -31,10 +31,6 @@ def function_name(function: Any, where: str) -> str:
         name = None
     if name is not None:
         return name
-    if isinstance(function, type) and issubclass(
-        function, dict
-    ):  # the class of an output: its entries are saved
-        return "builtins.dict"
     module = str(getattr(function, "__module__", None))
     attribute = str(getattr(function, "__qualname__", function))
     if attribute in LEAF_FUNCTIONS.get(module, "").split():

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from smcp_fx.serialization.module_codec import check_targets, decode_modules, en
 from smcp_fx.serialization.saved_names import check_identifier, is_identifier
 from smcp_fx.storage.tensor_file import TensorWriter, restore, write_together
 from smcp_fx.storage.versions import library_versions, saved_with
+from smcp_fx.tracing.output_types import plain_containers
 from smcp_fx.tracing.wrapping import is_prepared
 
 FORMAT = "smcp_fx.model"
@@ -50,6 +52,9 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
     The same model gives the same bytes. Attributes of modules that neither their class nor the graph reads are
     left out. Returns the path of the tensor file.
 
+    A file holds no classes of outputs: a named tuple becomes a tuple when the model is loaded, a dataclass or a
+    `ModelOutput` a dict; a `UserWarning` says so. `OrderedDict` stays.
+
     Errors: `InputError` for arguments of the wrong kind; `CheckpointError` for a node or module that a file
     cannot hold (both named), and when writing fails.
     """
@@ -67,6 +72,15 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
             f"the metadata cannot be written as JSON ({error}); use numbers, strings, lists, dicts"
         ) from error
     content, manifest = _contents(converted, noted)
+    assert isinstance(converted, fx.GraphModule)
+    became = plain_containers(converted.graph)[1]
+    if became:
+        told = ", ".join(f"a {kind} in place of {name}" for name, kind in became.items())
+        warnings.warn(
+            f"{path}: a file holds no classes of yours. Loaded, {type(converted).__name__} returns {told}, with the "
+            "same contents. torch.save keeps the classes.",
+            stacklevel=2,
+        )
     write_together({path: content, _manifest_path(path): manifest})
     return path
 
@@ -93,19 +107,6 @@ def check_savable(converted: nn.Module) -> None:
     _encoded(converted, {}, TensorWriter())
 
 
-def pack(converted: nn.Module) -> tuple[bytes, bytes]:
-    """Return the two files of `save` as bytes, for `unpack`; errors as for `save`."""
-    return _contents(converted, {})
-
-
-def unpack(content: bytes, manifest: bytes) -> fx.GraphModule:
-    """Inverse of `pack`; errors as for `load`."""
-    path = Path("a pickled model")
-    read = _parsed(manifest, path)
-    with _damaged(path, read):
-        return _assembled(read, safetensors.torch.load(content), torch.device("cpu"))
-
-
 def _contents(converted: nn.Module, metadata: Mapping[str, Any]) -> tuple[bytes, bytes]:
     tensors = TensorWriter()
     manifest = _encoded(converted, metadata, tensors)
@@ -123,22 +124,22 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
         raise CheckpointError(
             f"{type(converted).__name__} was traced in regions: the rest of it is Python code, which a file cannot "
             "hold. Save prepared.state_dict() instead, load it into a model prepared in the same way, and convert "
-            "that: the masks are in it."
+            "that: the masks are in it. (torch.save keeps the whole model, as code that needs this library.)"
         )
     if not isinstance(converted, fx.GraphModule):
         raise InputError(f"save needs what smcp_fx.convert returned, not {type(converted).__name__}")
-    name = type(converted).__name__
+    name, graph = type(converted).__name__, plain_containers(converted.graph)[0]
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "libraries": library_versions(),
         "class": name if is_identifier(name) else "GraphModule",
         "metadata": metadata,
-        "graph": encode_graph(converted.graph),
-        "modules": encode_modules(converted, read_values(converted.graph), tensors),
+        "graph": encode_graph(graph),
+        "modules": encode_modules(converted, read_values(graph), tensors),
         "tensors": tensors.entries,
     }
-    check_targets(converted, converted.graph)
+    check_targets(converted, graph)
     return manifest
 
 

@@ -22,6 +22,8 @@ from typing import Any
 from torch import fx
 from torch.fx.graph import CodeGen, PythonCode
 
+from smcp_fx.tracing.names import any_names, holds_unfit_names
+
 #: When a node runs: in any of these cases, each a set of (name of the flag's node, its value) that hold together.
 Condition = frozenset[frozenset[tuple[str, bool]]]
 
@@ -104,18 +106,18 @@ def evaluated_graph(graph: fx.Graph) -> fx.Graph:
             placed[node] = fx.node.map_arg(node.args[1], lambda n: placed[n])
         else:
             placed[node] = copied.node_copy(node, lambda n: placed[n])
-    return copied
+    return with_branches(copied)
 
 
 def with_branches(graph: fx.Graph) -> fx.Graph:
-    """Let the graph's code run each mode's own nodes in that mode only; returns the graph."""
-    if any(is_by_mode(node) for node in graph.nodes):
+    """Let the graph's code run each mode's own nodes in that mode only, and hold any names; returns the graph."""
+    if any(is_by_mode(node) for node in graph.nodes) or holds_unfit_names(graph):
         graph.set_codegen(ModeCodeGen())
     return graph
 
 
 class ModeCodeGen(CodeGen):
-    """Writes the nodes that run in one mode into a branch."""
+    """Writes the nodes that run in one mode into a branch, and any names as data."""
 
     def _gen_python_code(
         self, nodes: Any, root_module: str, namespace: Any, *args: Any, **kwargs: Any
@@ -123,7 +125,8 @@ class ModeCodeGen(CodeGen):
         listed = list(nodes)
         self._body_transformer = partial(_branched, listed)
         try:
-            return super()._gen_python_code(nodes, root_module, namespace, *args, **kwargs)
+            with any_names():
+                return super()._gen_python_code(nodes, root_module, namespace, *args, **kwargs)
         finally:
             self._body_transformer = None
 

@@ -1,33 +1,44 @@
-"""Names of modules and tensors that the code made from a graph cannot hold.
+"""Names of modules and tensors in the code that is made from a graph: any name will do.
 
-`torch.fx` writes a graph as Python source, with names put into it as they are: `self.for` is no Python, and a name
-with a quote in it ends a string and goes on as code.
+`torch.fx` puts names into Python source as they are: `self.for` is no Python, and a name with a quote in it ends a
+string and goes on as code. Here what is not fit to be written plainly becomes a string: `getattr(self, 'for')`.
 """
 
 from __future__ import annotations
 
 import keyword
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
+import torch
 from torch import fx
 
-from smcp_fx.errors import TraceError
+
+def holds_unfit_names(graph: fx.Graph) -> bool:
+    """Does the graph call or read something whose name torch.fx would write wrongly?"""
+    targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+    return any(not _fit(name) for target in targets for name in target.split("."))
 
 
-def check_names(graph: fx.Graph) -> None:
-    """Raise `TraceError` for a path in the graph that would not be plain data in the generated source."""
-    for node in graph.nodes:
-        if node.op not in ("call_module", "get_attr"):
-            continue
-        for name in str(node.target).split("."):
-            quoted = not name.isidentifier()  # written as getattr(owner, "name")
-            unfit = (
-                any(c in '"\\{}' or not c.isprintable() for c in name) if quoted else keyword.iskeyword(name)
-            )
-            if unfit:
-                what = (
-                    "holds quotes, backslashes, braces or line breaks" if quoted else "is a keyword of Python"
-                )
-                raise TraceError(
-                    f"the name {name!r}, in {str(node.target)!r}, {what}, and the code that is made from a graph "
-                    "cannot hold it: rename it."
-                )
+def _fit(name: str) -> bool:
+    if name.isidentifier():  # of which Python folds letters in code, but not in strings
+        return not keyword.iskeyword(name) and unicodedata.normalize("NFKC", name) == name
+    return name.isprintable() and not set(name) & set('"\\')  # written in double quotes
+
+
+def _written(base: str, target: str) -> str:
+    for name in target.split("."):
+        if not _fit(name):
+            base = f"getattr({base}, {name!a})"
+        else:
+            base = f"{base}.{name}" if name.isidentifier() else f'getattr({base}, "{name}")'
+    return base
+
+
+@contextmanager
+def any_names() -> Iterator[None]:
+    """While it lasts, torch.fx writes any name as data; others as ever."""
+    with mock.patch.object(torch.fx.graph, "_format_target", _written):
+        yield

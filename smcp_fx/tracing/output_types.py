@@ -9,7 +9,9 @@ class of an `OrderedDict`) comes back by a call at the graph's end:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 from collections import OrderedDict
 from typing import Any
 
@@ -50,3 +52,46 @@ def _rebuilt(graph: fx.Graph, found: Any, returned: Any) -> Any:
         parts = [_rebuilt(graph, a, b) for a, b in zip(found, returned, strict=True)]
         return type(found)(*parts) if hasattr(found, "_fields") else type(found)(parts)
     return found
+
+
+def plain_containers(graph: fx.Graph) -> tuple[fx.Graph, dict[str, str]]:
+    """A copy with plain containers where a class of the user's is called, and what becomes what: {class: kind}.
+
+    A named tuple becomes a tuple; a dataclass and a dictionary of another class than `OrderedDict` become a dict.
+    """
+    copied, became = copy.deepcopy(graph), dict[str, str]()
+    for node in reversed(copied.nodes):
+        kind = _plain_kind(node)
+        if kind is None:
+            continue
+        called: Any = node.target
+        try:
+            fields = inspect.signature(called).bind(*node.args, **node.kwargs)
+        except (TypeError, ValueError):
+            continue
+        if kind is tuple:
+            fields.apply_defaults()
+        values = tuple(fields.arguments.values()) if kind is tuple else dict(fields.arguments)
+        _put(values, node)
+        copied.erase_node(node)
+        became[f"{called.__module__}.{called.__qualname__}"] = kind.__name__
+    return copied, became
+
+
+def _put(values: Any, node: fx.Node) -> None:
+    """Have the node's users take these values in its place."""
+
+    def placed(given: fx.Node) -> Any:
+        return values if given is node else given
+
+    for user in list(node.users):
+        user.args, user.kwargs = fx.node.map_arg(user.args, placed), fx.node.map_arg(user.kwargs, placed)
+
+
+def _plain_kind(node: fx.Node) -> type | None:
+    kind = node.target if node.op == "call_function" else None
+    if not isinstance(kind, type) or kind in (dict, tuple, list, OrderedDict):
+        return None
+    if issubclass(kind, tuple):
+        return tuple if hasattr(kind, "_fields") else None
+    return dict if dataclasses.is_dataclass(kind) else None

@@ -28,7 +28,7 @@ from smcp_fx.tracing.buffers import Buffers, WritesBuffersError
 from smcp_fx.tracing.contexts import AutocastError, Contexts, same_modes, without_gradients
 from smcp_fx.tracing.counts import Counters, Counts, CountsError, paths_of
 from smcp_fx.tracing.example_runs import first_line, images_in, record, run_eager, same_values, unchanged
-from smcp_fx.tracing.names import check_names
+from smcp_fx.tracing.modes import with_branches
 from smcp_fx.tracing.rewrites import drop_expansions, normalise
 from smcp_fx.tracing.sentences import is_ours
 from smcp_fx.tracing.shape_tracer import ShapeTracer
@@ -106,7 +106,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     same_modes(evaluated.graph, trained.graph)
     graph = evaluated.graph
     for mode in (evaluated, trained):
-        check_names(mode.graph)
+        with_branches(mode.graph)
     if not differ_in_flags(model, evaluated, trained):
         for mode in (evaluated, trained):
             normalise(model, mode.graph)
@@ -232,6 +232,8 @@ class _Tracer(ShapeTracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Nodes know in which contexts they were made."""
         node = super().create_node(*args, **kwargs)
+        if node.name == "self":  # a module's name, which the generated code means itself by
+            node._rename("self_module")
         self.contexts.note(node)
         return node
 

@@ -370,6 +370,23 @@ def test_a_model_that_was_trained_and_never_pruned_is_told_of() -> None:
         smcp_fx.convert(pruned)
 
 
+@pytest.mark.parametrize("target", [0.5, "50%", "50 %", "90 kFLOPs"])
+def test_a_target_that_nothing_was_solved_for_is_told_of(target: float | str) -> None:
+    """Also of a model that was not trained; not where no target was given, or the whole network meets it."""
+    prepared = smcp_fx.prepare(Residual(16, 24), IMAGE, target=target)
+    copied = copy.deepcopy(prepared)
+    for whole in (prepared, copied):
+        with pytest.warns(TrainingWarning, match="nothing was pruned.*without a schedule"):
+            smcp_fx.convert(whole)
+    scheduled = smcp_fx.prepare(Residual(16, 24), IMAGE, target=target, schedule=SCHEDULE)
+    with pytest.warns(TrainingWarning, match="the target"):
+        smcp_fx.convert(scheduled)
+    for asked in (None, 1.0):
+        smcp_fx.convert(smcp_fx.prepare(Residual(16, 24), IMAGE, target=asked))
+    scheduled.set_masks({"conv1": torch.arange(24) < 8})
+    smcp_fx.convert(scheduled)
+
+
 def test_a_target_above_the_whole_cost_is_told_of() -> None:
     with pytest.warns(TrainingWarning, match="more than the whole network costs"):
         prepared = smcp_fx.prepare(Residual(16, 24), IMAGE, target="1 TFLOPs")

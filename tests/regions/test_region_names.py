@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import smcp_fx
-from smcp_fx.errors import TraceError
+from smcp_fx.errors import CheckpointError
 
 
 class Stop(nn.Module):
@@ -68,13 +72,56 @@ def test_subclassed_layers_in_parts() -> None:
     masked_and_sliced(in_a_row(("0", "1", "2"), subclassed), torch.randn(2, 3, 8, 8))
 
 
-@pytest.mark.parametrize("name", ["for", 'a"b', "a\nb", "a\\", 'x"), print("read as code'])
-def test_names_that_code_cannot_hold_are_refused(name: str) -> None:
+#: Keywords, what generated code uses itself, what Python would read otherwise, and what would end a string.
+NAMES = [
+    "for",
+    "class",
+    "None",
+    "self",
+    "a'b",
+    'a"b',
+    "a\nb",
+    "a\\",
+    "{a}",
+    "\ufb01x",
+    'x"), print("read as code',
+]
+
+
+def named(name: str) -> nn.Sequential:
+    """The name at the top, and inside a part."""
     model = nn.Sequential()
-    model.add_module(name, nn.Conv2d(3, 8, 3))
+    model.add_module(name, convs(3))
+    model[0].add_module(name, nn.Conv2d(8, 8, 1))
     model.add_module("last", nn.Conv2d(8, 4, 3))
-    with pytest.raises(TraceError, match="rename it"):
-        smcp_fx.prepare(model, torch.randn(2, 3, 8, 8))
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_are_no_python(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = named(name), torch.randn(2, 3, 8, 8)
+    masked_and_sliced(model, x)
+    masked_and_sliced(in_a_row((name, "s", "last")), x)
+    masked_and_sliced(in_a_row(("first", name, "last")), x)
+    smaller = smcp_fx.convert(smcp_fx.prepare(model, x))
+    for other in (copy.deepcopy(smaller), pickle.loads(pickle.dumps(smaller)), smcp_fx.prepare(smaller, x)):
+        torch.testing.assert_close(other.eval()(x), smaller(x))
+    smcp_fx.export_onnx(smaller, x, tmp_path / "model.onnx")  # runs it, and compares
+    assert "read as code" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_hold_them_or_say_that_they_do_not(name: str, tmp_path: Path) -> None:
+    x, path = torch.randn(2, 3, 8, 8), tmp_path / "model.safetensors"
+    smaller = smcp_fx.convert(smcp_fx.prepare(named(name).eval(), x))
+    if name.isascii() and not set(name) & set("'\"\n\\"):
+        torch.testing.assert_close(smcp_fx.load(smcp_fx.save(smaller, path))(x), smaller(x))
+    else:  # another reader of the file may write them into code
+        with pytest.raises(
+            CheckpointError, match="is not a path that a saved model may hold; name modules with"
+        ):
+            smcp_fx.save(smaller, path)
+        assert not list(tmp_path.iterdir())
 
 
 class ReadsWeights(nn.Module):

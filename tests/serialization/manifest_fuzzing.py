@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import safetensors.torch
 import torch
 from saved_models import (
     ChannelShuffle,
@@ -34,7 +35,7 @@ from torch import fx
 from smcp_fx.errors import CheckpointError
 from smcp_fx.serialization.safe_modules import specifications
 from smcp_fx.serialization.safe_operations import functions, tensor_methods
-from smcp_fx.serialization.saving import pack, render, unpack
+from smcp_fx.serialization.saving import _assembled, _contents, _damaged, _parsed, render
 
 #: Asked for by tracebacks, inspection and memory management, in a valid run or not.
 _HARMLESS = (
@@ -218,6 +219,14 @@ def _too_long(*_: Any) -> None:
     raise TimeoutError
 
 
+def _loaded(content: bytes, text: bytes) -> fx.GraphModule:
+    """`load` of files that are in memory, so that reading them is no event."""
+    path = Path("in memory")
+    manifest = _parsed(text, path)
+    with _damaged(path, manifest):
+        return _assembled(manifest, safetensors.torch.load(content), torch.device("cpu"))
+
+
 def run(count: int, seed: int, seconds: float = 1e9) -> dict[str, Any]:
     """Load and run ``count`` manifests, or as many as ``seconds`` allow."""
     import time
@@ -229,12 +238,12 @@ def run(count: int, seed: int, seconds: float = 1e9) -> dict[str, Any]:
     faults: list[str] = []
     sources = []
     for name, inputs, module in networks():
-        content, text = pack(module)
+        content, text = _contents(module, {})
         sources.append((name, inputs, content, json.loads(text)))
     for _ in range(2):  # what is imported on first use is there the second time
         for _, inputs, content, manifest in sources:
             watch.on = True
-            unpack(content, render(manifest))(*inputs)
+            _loaded(content, render(manifest))(*inputs)
             watch.on = False
     allowed = set(watch.events)
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
@@ -248,7 +257,7 @@ def run(count: int, seed: int, seconds: float = 1e9) -> dict[str, Any]:
         watch.on = True
         try:
             signal.alarm(20)
-            loaded = unpack(content, text)
+            loaded = _loaded(content, text)
             told["loaded"] += 1
             with torch.no_grad():
                 loaded(*copy.deepcopy(inputs))

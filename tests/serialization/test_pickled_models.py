@@ -22,6 +22,7 @@ from smcp_fx.serialization.saving import check_savable, load, save
 
 SCRIPT = """
 import sys, torch
+sys.path += sys.argv[3:]
 module = torch.load(sys.argv[1], weights_only=False)
 x, expected, trained = torch.load(sys.argv[2])
 torch.set_num_threads(1)
@@ -102,3 +103,15 @@ def test_what_cannot_be_saved_is_told_of_the_prepared_model() -> None:
     assert why_unsavable(sliced(prepared)) == ""
     assert all(torch.equal(value, prepared.state_dict()[name]) for name, value in before.items())
     check_savable(small_model())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_what_scripting_leaves_on_modules_does_no_harm(tmp_path: Path) -> None:
+    """`torch.jit.script` hangs attributes on every module it looks at."""
+    x = torch.randn(2, 3, 8, 8)
+    converted = copy.deepcopy(small_model())
+    for part in (nn.Conv2d, nn.BatchNorm2d, nn.ReLU):
+        torch.jit.script(next(module for module in converted.modules() if type(module) is part))
+    assert hasattr(converted.stem, "__overloads__")
+    assert_same_module(converted, load(save(converted, tmp_path / "model.safetensors")), x)
+    assert_same_module(converted, pickle.loads(pickle.dumps(converted)), x)

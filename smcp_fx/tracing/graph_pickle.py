@@ -1,0 +1,59 @@
+"""Graphs in pickles: node by node, with functions by reference, so that nothing is traced again on loading."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from smcp_fx.errors import CheckpointError
+from smcp_fx.tracing.modes import with_branches
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for the node of this number."""
+
+    number: int
+
+
+def listed(graph: fx.Graph, where: str) -> list[tuple[Any, ...]]:
+    """The graph as plain data for `pickle`; see `rebuilt`. `CheckpointError` names a node that does not pickle."""
+    places: dict[Any, Any] = {node: _Place(number) for number, node in enumerate(graph.nodes)}
+    nodes = []
+    for node in graph.nodes:
+        args, kwargs = (fx.node.map_arg(part, places.__getitem__) for part in (node.args, node.kwargs))
+        entry = (node.op, node.name, node.target, args, kwargs, bool(node.meta.get("is_wrapped")))
+        check_pickles(entry, f"{where}, node {node.name!r}")
+        nodes.append(entry)
+    return nodes
+
+
+def check_pickles(value: Any, where: str) -> None:
+    """Raise `CheckpointError` for what `pickle` refuses: functions and classes that no module holds by name."""
+    try:
+        pickle.Pickler(io.BytesIO()).dump(value)
+    except Exception as error:  # what it raises depends on the object
+        raise CheckpointError(
+            f"{where} does not pickle ({error}): define the functions and classes that it uses at the top of a "
+            "module. Or save the weights: state_dict() of the model, or of the prepared model."
+        ) from error
+
+
+def rebuilt(nodes: list[tuple[Any, ...]]) -> fx.Graph:
+    """Inverse of `listed`."""
+    graph = fx.Graph()
+    made: list[fx.Node] = []
+
+    def placed(value: Any) -> Any:
+        return made[value.number] if isinstance(value, _Place) else value
+
+    for op, name, target, args, kwargs, wrapped in nodes:
+        args, kwargs = (fx.node.map_aggregate(part, placed) for part in (args, kwargs))
+        made.append(graph.create_node(op, target, args, kwargs, name=name))
+        if wrapped:
+            made[-1].meta["is_wrapped"] = True
+    return with_branches(graph)
