@@ -17,7 +17,7 @@ from smcp_fx.backends.tensorrt_engine import TensorRTEngine
 from smcp_fx.backends.tensorrt_layers import blocks_beside_layers
 from smcp_fx.compiler.data import ImageData, load_data
 from smcp_fx.compiler.folder import RunFolder, placed
-from smcp_fx.compiler.measuring import Corrector, accuracy_of, converted_full, measured_as_predicted
+from smcp_fx.compiler.measuring import Corrector, accuracy_of, measured_as_predicted
 from smcp_fx.compiler.models import FittedModel, example_images, load_model
 from smcp_fx.compiler.reporting import Measured, build_report
 from smcp_fx.compiler.saving import WEIGHTS, why_unsavable
@@ -30,7 +30,7 @@ from smcp_fx.latency_exchange import differences
 from smcp_fx.latency_filling import MeasureReport
 from smcp_fx.latency_filling import Progress as TableProgress
 from smcp_fx.latency_table import LatencyTable
-from smcp_fx.prepare import PreparedModel, convert, prepare
+from smcp_fx.prepare import PreparedModel, convert, converted_full, prepare
 from smcp_fx.report import summary_table, write_report
 from smcp_fx.serialization import save
 

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from smcp_fx import ranks
 from smcp_fx.backends import Backend, measure_interleaved
-from smcp_fx.compiler.measuring import converted_full
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.files import locked, read_json, write_texts
 from smcp_fx.latency_cost import LatencyCost
-from smcp_fx.prepare import convert, prepare
+from smcp_fx.prepare import convert, converted_full, prepare
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.recipes.loop import EpochResult, RecipeTrainer, batch_norm_parameters
 from smcp_fx.recipes.plan import print_dense_plan, print_plan
