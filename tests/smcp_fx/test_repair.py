@@ -90,11 +90,9 @@ def test_bad_batches_are_refused_and_change_nothing(what: str, batches: Any) -> 
     prepared = _prepared(chain(8, 12))
     smaller = smcp_fx.convert(prepared)
     before = {name: t.clone() for name, t in smaller.state_dict().items()}
+    rest = (prepared, batches) if what == "repair" else (batches,)
     with pytest.raises(InputError):
-        if what == "repair":
-            smcp_fx.repair(smaller, prepared, batches)
-        else:
-            smcp_fx.recalibrate(smaller, batches)
+        getattr(smcp_fx, what)(smaller, *rest)
     assert all(torch.equal(tensor, before[name]) for name, tensor in smaller.state_dict().items())
 
 
