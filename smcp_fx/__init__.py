@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from smcp_fx.allocation import Allocation, allocate
+from smcp_fx.calibration import RepairReport, recalibrate, repair
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.config import PruningConfig
@@ -39,6 +40,7 @@ __all__ = [
     "NetworkCost",
     "PreparedModel",
     "PruningConfig",
+    "RepairReport",
     "Schedule",
     "SmcpError",
     "TrainingWarning",
@@ -49,6 +51,8 @@ __all__ = [
     "load_checkpoint",
     "observers",
     "prepare",
+    "recalibrate",
+    "repair",
     "save",
     "save_checkpoint",
     "solve_knapsack",

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from smcp_fx.channels import build
@@ -251,3 +252,13 @@ def sliced(prepared: PreparedModel) -> nn.Module:
     assert copied.plan.joined is not None
     run_by_graphs(copied.python, module.graph, copied.plan.joined, alone=True)
     return copied.python
+
+
+def converted_full(prepared: PreparedModel) -> nn.Module:
+    """The network as a plain model with every channel, whatever the masks are now."""
+    masks = prepared.masks
+    prepared.set_masks({name: torch.ones_like(mask) for name, mask in masks.items()})
+    try:
+        return sliced(prepared)
+    finally:
+        prepared.set_masks(masks)

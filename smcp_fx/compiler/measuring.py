@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smcp_fx.backends import Backend, CompareConfig, Engine, Measurement, RelativeLatency, compare
 from smcp_fx.errors import CheckpointError, TableError
@@ -257,13 +257,3 @@ def layer_counts(prepared: PreparedModel) -> list[dict[str, Any]]:
         }
         for layer in channels.layers
     ]
-
-
-def converted_full(prepared: PreparedModel) -> nn.Module:
-    """The network as a plain model with every channel, whatever the masks are now."""
-    masks = prepared.masks
-    prepared.set_masks({name: torch.ones_like(mask) for name, mask in masks.items()})
-    try:
-        return sliced(prepared)
-    finally:
-        prepared.set_masks(masks)

@@ -16,7 +16,7 @@ from smcp_fx.backends import Backend, Engine, Fingerprint, compare, get_backend
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine
 from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
 from smcp_fx.compiler.folder import RunFolder, placed
-from smcp_fx.compiler.measuring import Corrector, accuracy_of, converted_full, measured_as_predicted
+from smcp_fx.compiler.measuring import Corrector, accuracy_of, measured_as_predicted
 from smcp_fx.compiler.reporting import Measured, build_report
 from smcp_fx.compiler.saving import WEIGHTS, why_unsavable
 from smcp_fx.compiler.settings import CompileSettings, as_record
@@ -27,7 +27,7 @@ from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.latency.exchange import differences
 from smcp_fx.latency.filling import MeasureReport, MeasuringProgress
 from smcp_fx.latency.table import LatencyTable
-from smcp_fx.prepare import PreparedModel, convert, prepare
+from smcp_fx.prepare import PreparedModel, convert, converted_full, prepare
 from smcp_fx.report import summary_table, write_report
 from smcp_fx.serialization.saving import save
 from smcp_fx.zoo.data import ImageData, load_data

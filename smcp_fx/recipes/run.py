@@ -16,10 +16,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from smcp_fx.backends import Backend, measure_interleaved
-from smcp_fx.compiler.measuring import converted_full
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.latency.cost import LatencyCost
-from smcp_fx.prepare import convert, prepare
+from smcp_fx.prepare import convert, converted_full, prepare
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning import ranks
 from smcp_fx.recipes.loop import RecipeEpoch, RecipeTrainer, batch_norm_parameters

@@ -1,0 +1,120 @@
+"""Batch norms' running statistics, estimated again from data."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from smcp_fx.calibration.batches import device_of, each_batch, run_batch
+from smcp_fx.errors import InputError
+from smcp_fx.outcomes import in_mode
+from smcp_fx.tracing.wrapping import unwrapped
+
+_SIGNATURE = inspect.signature(F.batch_norm)
+
+
+def recalibrate(model: nn.Module, batches: Any) -> None:
+    """Estimate the running statistics of a model's batch norms again, in place.
+
+    Their means and variances become those of all the data together, as each norm meets it behind norms that use
+    the statistics of the batch; nothing else drops out or learns meanwhile. Do it after pruning, after training with
+    a small momentum, and after averaging weights.
+
+    Args:
+        model: any module: plain, prepared or converted, on one device.
+        batches: a tensor, or an iterable (a list, a data loader) of tensors, dicts of keyword inputs, or (inputs,
+            labels), whose labels are not looked at. Gone through once.
+
+    Raises `InputError`, and leaves the model as it was, for batches that do not fit or are none, for values that are
+    not finite, and where no batch norm with running statistics is met.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"recalibrate needs an nn.Module, not {type(model).__name__}")
+    model = unwrapped(model)
+    device, watch = device_of(model), _Watch()
+    with torch.no_grad(), in_mode(model, False):
+        for batch in each_batch(batches):
+            with watch:
+                run_batch(model, batch.to(device))
+            watch.batches = batch.number
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    if not watch.found:
+        raise InputError(
+            f"{type(model).__name__} ran no batch norm that keeps running statistics: there is nothing to estimate"
+        )
+    estimates = []
+    for mean, variance, moments in watch.found.values():
+        new = moments.mean.to(mean), moments.variance.to(variance)
+        if not all(bool(torch.isfinite(value).all()) for value in new):
+            name = names.get(id(mean), "running_mean").rpartition(".")[0]
+            raise InputError(
+                f"what reaches batch norm {name!r} has a mean or variance that is not finite in {mean.dtype}: some "
+                "activations are NaN or infinite"
+            )
+        estimates.append((mean, variance, *new))
+    with torch.no_grad():
+        for mean, variance, *new in estimates:
+            mean.copy_(new[0])
+            variance.copy_(new[1])
+        for module in model.modules():
+            counter = getattr(module, "num_batches_tracked", None)
+            if id(getattr(module, "running_mean", None)) in watch.found and isinstance(counter, Tensor):
+                counter.fill_(watch.batches)
+
+
+class Moments:
+    """Mean and variance of each channel over all that was added, in float64."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = torch.zeros(())
+        self._squares = torch.zeros(())  # squared distances from the mean, added up
+
+    def add(self, x: Tensor) -> None:
+        """Add a tensor [N, channels, ...]."""
+        others = [dim for dim in range(x.dim()) if dim != 1]
+        if x.dtype in (torch.float16, torch.bfloat16):
+            x = x.float()
+        variance, mean = torch.var_mean(x, others, correction=0)
+        count = x.numel() // x.shape[1]
+        mean, squares = mean.double(), variance.double() * count
+        if not self.count:
+            self.mean, self._squares = torch.zeros_like(mean), torch.zeros_like(mean)
+        total = self.count + count
+        distance = mean - self.mean
+        self.mean = self.mean + distance * (count / total)
+        self._squares = self._squares + squares + distance**2 * (self.count * count / total)
+        self.count = total
+
+    @property
+    def variance(self) -> Tensor:
+        """The unbiased variance, as batch norms keep it."""
+        return self._squares / max(self.count - 1, 1)
+
+
+class _Watch(TorchFunctionMode):
+    """Lets batch norms normalise by the batch, and notes what reaches each one's running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+        self.found: dict[int, tuple[Tensor, Tensor, Moments]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.batch_norm:
+            return func(*args, **kwargs)
+        given = _SIGNATURE.bind(*args, **kwargs)
+        given.apply_defaults()
+        named = given.arguments
+        mean, variance = named["running_mean"], named["running_var"]
+        if not isinstance(mean, Tensor):
+            return func(*args, **kwargs)
+        self.found.setdefault(id(mean), (mean, variance, Moments()))[2].add(named["input"])
+        named.update(running_mean=None, running_var=None, training=True)
+        return func(*given.args, **given.kwargs)

@@ -1,0 +1,141 @@
+"""What a batch of calibration data may be, and running a model on one.
+
+A batch is a tensor, a dict of keyword inputs, or a pair ``(inputs, labels)`` as data loaders give it. The inputs of a
+pair are a tensor, a dict, or a tuple of several positional inputs; its labels may be None. A list or tuple of one
+element holds the inputs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.errors import InputError, SmcpError
+from smcp_fx.tracing.example_runs import first_line
+
+#: What an iterator that runs once may hold, in bytes, where it is needed more than once.
+_MOST = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs as a model is called with them, and labels or None; ``number`` counts from 1."""
+
+    number: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    labels: Any
+
+    @property
+    def images(self) -> int:
+        """The length of the first tensor among the inputs."""
+        tensors = (t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor))
+        first = next(tensors, None)
+        return first.shape[0] if first is not None and first.dim() else 1
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch with its tensors there."""
+        return Batch(self.number, *pytree.tree_map(lambda v: _moved(v, device), self._parts()))
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.args, self.kwargs, self.labels
+
+    def __str__(self) -> str:
+        shapes = pytree.tree_map(lambda v: tuple(v.shape) if isinstance(v, Tensor) else v, self._parts()[:2])
+        told = [str(shape) for shape in shapes[0]] + [f"{name}={shape}" for name, shape in shapes[1].items()]
+        return f"batch {self.number} (inputs of shape {', '.join(told)})"
+
+
+def each_batch(batches: Any) -> Iterator[Batch]:
+    """Go through batches once. A tensor or a dict counts as one batch. Raises `InputError` for anything else."""
+    if isinstance(batches, (Tensor, dict)):
+        batches = [batches]
+    if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
+        raise InputError(
+            "batches must be a tensor, or an iterable (a list, a data loader) of tensors, dicts of keyword inputs, "
+            f"or (inputs, labels), not {_told(batches)}"
+        )
+    number = 0
+    for number, item in enumerate(batches, 1):
+        yield _batch(number, item)
+    if not number:
+        raise InputError("there are no batches: an iterator that has been used up, or an empty list?")
+
+
+def again(batches: Any) -> Any:
+    """The same batches as something that can be gone through more than once.
+
+    What runs once, such as a generator, is read into a list; raises `InputError` where that takes more than 2 GiB.
+    """
+    if not isinstance(batches, Iterator):
+        return batches
+    kept, size = [], 0
+    for item in batches:
+        kept.append(item)
+        size += sum(t.nbytes for t in pytree.tree_leaves(item) if isinstance(t, Tensor))
+        if size > _MOST:
+            raise InputError(
+                f"the batches come from an iterator that runs once, and the first {len(kept)} hold more than "
+                f"{_MOST / 2**30:g} GiB: give a data loader, which can be run again, or fewer batches"
+            )
+    return kept
+
+
+def run_batch(model: nn.Module, batch: Batch) -> Any:
+    """Call the model; raises `InputError`, naming the batch, where it does not take it."""
+    try:
+        return model(*batch.args, **batch.kwargs)
+    except (SmcpError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise refused(model, batch, error) from error
+
+
+def refused(model: nn.Module, batch: Batch, error: Exception) -> InputError:
+    """The error to raise where a model does not take a batch."""
+    return InputError(f"{batch} does not go through {type(model).__name__}: {first_line(error)}")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first tensor is."""
+    first = next((t for tensors in (model.parameters(), model.buffers()) for t in tensors), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _batch(number: int, item: Any) -> Batch:
+    inputs, labels = item, None
+    if isinstance(item, (list, tuple)):
+        if len(item) not in (1, 2):
+            raise InputError(
+                f"batch {number} is a {type(item).__name__} of {len(item)} elements; a batch is a tensor, a dict of "
+                "keyword inputs, or (inputs, labels). Write several inputs as ((first, second), labels), labels None "
+                "where there are none"
+            )
+        inputs, labels = (*item, None)[:2]
+    if isinstance(inputs, dict):
+        args, kwargs = (), {str(name): value for name, value in inputs.items()}
+    else:
+        args, kwargs = tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,), {}
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise InputError(f"the inputs of batch {number} hold no tensor: {_told(inputs)}")
+    for tensor in tensors:
+        if not tensor.numel():
+            raise InputError(f"batch {number} holds an empty tensor, of shape {tuple(tensor.shape)}")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"the inputs of batch {number} are not all finite numbers (NaN or infinity)")
+    return Batch(number, args, kwargs, labels)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _told(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 80 else text[:77] + '...'}"

@@ -1,0 +1,254 @@
+"""Two networks side by side, a layer at a time over all batches: the smaller one is fitted to the whole.
+
+Where a convolution or linear comes, its weights become those of a ridge regression: from what arrives there in the
+smaller network, repaired so far, to what the whole network's layer gives. Where a batch norm comes, its statistics
+change as those of what arrives differ from the whole network's, so that errors do not add up on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from smcp_fx.calibration.batch_norms import Moments
+from smcp_fx.calibration.batches import Batch
+from smcp_fx.calibration.consumers import Consumer, by_weight
+from smcp_fx.calibration.frontier import Frontier, Values
+from smcp_fx.calibration.norms import Normalisation, norms_of
+from smcp_fx.calibration.regression import Use, solve
+from smcp_fx.errors import InputError
+from smcp_fx.passes.sliced_labels import Sliced
+
+#: Output positions that a regression takes at least, where there are as many, and as many times its inputs.
+_ROWS, _TIMES = 20_000, 8
+#: One image in so many is held out.
+_FOLD = 5
+
+
+@dataclass(frozen=True)
+class LayerRepair:
+    """What became of one layer (or several that share their weight: the first one's path).
+
+    ``before`` and ``after``: the squared error of its outputs on images held out, as a share of the outputs' spread.
+    ``ridge`` is the strength that was chosen, infinity where the weight stayed as it was. ``positions``: how many
+    output positions were fitted; ``inputs``: how many weights each output has. ``left``: why it was not looked at.
+    """
+
+    path: str
+    before: float = 0.0
+    after: float = 0.0
+    ridge: float = float("inf")
+    positions: int = 0
+    inputs: int = 0
+    left: str = ""
+
+    @property
+    def repaired(self) -> bool:
+        """Whether its parameters were changed."""
+        return self.after < self.before
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """What `repair` did: every layer in the order they run, batch norms whose statistics it set, images it used."""
+
+    layers: tuple[LayerRepair, ...]
+    norms: tuple[str, ...]
+    images: int
+
+    def __str__(self) -> str:
+        done = sum(layer.repaired for layer in self.layers)
+        lines = [
+            f"{done} of {len(self.layers)} layers repaired, {len(self.norms)} batch norms set, "
+            f"on {self.images} images"
+        ]
+        for layer in self.layers:
+            if layer.left:
+                lines.append(f"  {layer.path}: left as it was, {layer.left}")
+                continue
+            few = f"; {layer.positions} positions for {layer.inputs} inputs" * (
+                layer.positions < layer.inputs
+            )
+            what = (
+                f"{layer.before:.3%} -> {layer.after:.3%}" if layer.repaired else f"{layer.before:.3%}, kept"
+            )
+            lines.append(f"  {layer.path}: error {what}{few}")
+        return "\n".join(lines)
+
+
+class SideBySide:
+    """One pass through both graphs."""
+
+    def __init__(
+        self, smaller: fx.GraphModule, whole: fx.GraphModule, batches: list[Batch], kept: Sliced
+    ) -> None:
+        self.smaller, self.whole = Frontier(smaller, batches), Frontier(whole, batches)
+        self.kept = kept
+        self.images = sum(batch.images for batch in batches)
+        self.fold = min(_FOLD, max(self.images, 2))
+        groups, self.left = by_weight(smaller)
+        self.layers = {uses[0].node: uses for uses in groups}
+        self.norms = {uses[0].node: uses for uses in norms_of(smaller)}
+        self.norms_whole = {norm.node.name: norm for uses in norms_of(whole) for norm in uses}
+        self.normalised = {norm.input for uses in self.norms.values() for norm in uses}
+        self.report: list[LayerRepair] = []
+        self.set: list[str] = []
+
+    def run(self) -> RepairReport:
+        """Repair everything, in the order in which it runs."""
+        for node in self.smaller.nodes:
+            if not self.smaller.runs(node):
+                continue
+            if node in self.layers:
+                self._layer(self.layers[node])
+            elif node in self.norms:
+                self._norm(self.norms[node])
+        self.report += [LayerRepair(path, left=why) for path, why in self.left.items()]
+        return RepairReport(tuple(self.report), tuple(self.set), self.images)
+
+    # ---- layers -----------------------------------------------------------------------------------------
+
+    def _layer(self, consumers: list[Consumer]) -> None:
+        first = consumers[0]
+        counterparts = [self.whole.by_name.get(consumer.node.name) for consumer in consumers]
+        if None in counterparts:
+            self.report.append(LayerRepair(first.path, left="the whole network runs it elsewhere"))
+            return
+        uses = self._gathered(consumers, [node for node in counterparts if node is not None])
+        rows = [sums for use in uses.values() for sums in (use.fit, use.held_out)]
+        if not all(sums.finite for sums in rows):
+            raise InputError(
+                f"activations at {first.path!r} are NaN or infinite, in the whole or in the sliced network: there is "
+                "nothing to fit"
+            )
+        fitted, held_out = (sum(s.count for s in rows[side::2]) for side in (0, 1))
+        matrix = first.matrix(first.weight)
+        if not (fitted and held_out):
+            self.report.append(
+                LayerRepair(first.path, left="too few images to hold some out: give two or more")
+            )
+            return
+        rounding = max((8 * torch.finfo(first.weight.dtype).eps) ** 2, 1e-14)
+        found = solve(
+            list(uses.values()), matrix, lambda weight: first.matrix(first.unmatrix(weight)), rounding
+        )
+        if found.after < found.before:
+            first.weight.copy_(first.unmatrix(found.weight))
+            biases = {id(c.bias): c.bias for c in consumers if c.bias is not None}
+            for key, bias in zip(uses, found.biases, strict=True):
+                if key in biases and bias is not None:
+                    biases[key].copy_(bias.flatten())
+        self.report.append(
+            LayerRepair(
+                first.path, found.before, found.after, found.ridge, fitted + held_out, int(matrix.shape[1])
+            )
+        )
+
+    def _gathered(self, consumers: list[Consumer], whole: list[fx.Node]) -> dict[int, Use]:
+        """The rows of all uses, those of one bias together."""
+        uses: dict[int, Use] = {}
+        keys = [id(c.node) if c.bias is None else id(c.bias) for c in consumers]
+        for consumer, key in zip(consumers, keys, strict=True):
+            uses.setdefault(key, self._use(consumer))
+        wanted = max(_ROWS, _TIMES * int(consumers[0].matrix(consumers[0].weight).shape[1]))
+        quota = -(-wanted // (len(self.smaller.batches) * len(consumers)))
+        generator = torch.Generator().manual_seed(0)
+        before = [0] * len(consumers)
+        for batch in range(len(self.smaller.batches)):
+            inputs, outputs = self._pairs(batch, consumers, whole)
+            for index, (consumer, key) in enumerate(zip(consumers, keys, strict=True)):
+                x, y = inputs[index], outputs[index]
+                images, positions = consumer.positions(y)
+                chosen = torch.arange(positions)
+                if positions > quota:
+                    chosen = torch.randperm(positions, generator=generator)[:quota]
+                last = (before[index] + chosen // (positions // images)) % self.fold == self.fold - 1
+                before[index] += images
+                for sums, part in ((uses[key].fit, chosen[~last]), (uses[key].held_out, chosen[last])):
+                    for rows in consumer.rows(x, y, part.to(y.device)):
+                        sums.add(*rows)
+        return uses
+
+    def _pairs(
+        self, batch: int, consumers: list[Consumer], whole: list[fx.Node]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What arrives at each use in the smaller network, and what the whole one's gives, less what went."""
+        self.smaller.advance(consumers[0].node, past=False)
+        if len(consumers) == 1:
+            self.whole.advance(whole[0])
+            inputs = [self.smaller.values[batch][consumers[0].input]]
+            outputs = [self.whole.values[batch][whole[0]]]
+        else:
+            self.whole.advance(whole[0], past=False)
+            sources = {c.node: c.input for c in consumers}
+            here = self.smaller.ahead(batch, set(sources), lambda node, values: _copy(values, sources[node]))
+            there = self.whole.ahead(batch, set(whole), lambda node, values: _copy(values, node))
+            inputs = [here[c.node] for c in consumers]
+            outputs = [there[node] for node in whole]
+        return inputs, [self._less(y, c.node.name) for y, c in zip(outputs, consumers, strict=True)]
+
+    def _use(self, consumer: Consumer) -> Use:
+        if consumer.bias is not None:
+            return Use("bias", consumer.bias.detach().double().unflatten(0, (consumer.groups, -1)))
+        behind = consumer.node in self.normalised and len(consumer.node.users) == 1
+        return Use("norm" if behind else "none", None)
+
+    def _less(self, value: Tensor, name: str) -> Tensor:
+        """A value of the whole network's node without the channels that went."""
+        axis = self.kept.axis(self.kept.channels.trail.labels[name])
+        return value if axis is None else value.index_select(axis[0], axis[1].to(value.device))
+
+    # ---- batch norms ------------------------------------------------------------------------------------
+
+    def _norm(self, norms: list[Normalisation]) -> None:
+        """Change the statistics as those of what arrives differ from the whole network's.
+
+        The two are taken from the same images, so that what is particular to these cancels. The weight and the bias
+        become the whole network's, which batch-norm scales may have changed.
+        """
+        first = norms[0]
+        wholes = [self.norms_whole[norm.node.name] for norm in norms if norm.node.name in self.norms_whole]
+        if len(wholes) < len(norms):
+            return
+        here = self._moments(self.smaller, norms)
+        there = self._moments(self.whole, wholes)
+        axis = self.kept.axis(self.kept.channels.trail.labels[first.node.name])
+
+        def less(value: Tensor) -> Tensor:
+            return value if axis is None else value.index_select(0, axis[1].to(value.device))
+
+        mean = less(wholes[0].mean.double() - there.mean) + here.mean
+        growth = (here.variance + first.eps) / (less(there.variance) + first.eps)
+        variance = (less(wholes[0].variance.double()) + first.eps) * growth - first.eps
+        if not all(bool(torch.isfinite(value.to(first.mean)).all()) for value in (mean, variance)):
+            raise InputError(
+                f"what reaches batch norm {first.path!r} has a mean or variance that is not finite in "
+                f"{first.mean.dtype}: some activations are NaN or infinite"
+            )
+        first.mean.copy_(mean)
+        first.variance.copy_(variance.clamp(min=0))
+        for mine, other in ((first.weight, wholes[0].weight), (first.bias, wholes[0].bias)):
+            if mine is not None and other is not None:
+                mine.copy_(less(other))
+        self.set.append(first.path)
+
+    def _moments(self, frontier: Frontier, norms: list[Normalisation]) -> Moments:
+        """Of what arrives at these norms, all batches together."""
+        moments = Moments()
+        sources = {norm.node: norm.input for norm in norms}
+        frontier.advance(norms[0].node, past=False)
+        for batch in range(len(frontier.batches)):
+            if len(norms) == 1:
+                moments.add(frontier.values[batch][norms[0].input])
+                continue
+            found = frontier.ahead(batch, set(sources), lambda node, values: _copy(values, sources[node]))
+            for value in found.values():
+                moments.add(value)
+        return moments
+
+
+def _copy(values: Values, node: fx.Node) -> Tensor:
+    found: Tensor = values[node].clone()
+    return found

@@ -1,0 +1,105 @@
+"""Repair and re-estimation without training: against what is known exactly, and bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import chain, random_masks, randomise
+from tolerances import assert_close
+from torch import Tensor, nn
+
+import smcp_fx
+from smcp_fx.calibration.consumers import by_weight
+from smcp_fx.errors import InputError
+
+LAYERS = [
+    nn.Conv1d(6, 4, 3, stride=2, padding=1),
+    nn.Conv2d(6, 4, 3, padding=2, dilation=2, groups=2),
+    nn.Conv2d(6, 6, 3, padding=1, groups=6),
+    nn.Conv2d(6, 4, 3, padding="same", padding_mode="circular"),
+    nn.Conv3d(6, 4, (1, 3, 2), stride=(1, 2, 1)),
+    nn.ConvTranspose1d(6, 4, 3, stride=2, padding=1, output_padding=1),
+    nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1, groups=2, dilation=2),
+    nn.ConvTranspose3d(6, 4, (2, 3, 1), stride=(1, 2, 1)),
+    nn.Linear(6, 4),
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_rows_times_matrix_is_the_layer(layer: nn.Module) -> None:
+    """Whatever its kind: what a regression is about is what the layer computes."""
+    layer = layer.double()
+    rank = 0 if isinstance(layer, nn.Linear) else layer.weight.dim() - 2
+    x = torch.randn(3, 6, *(7,) * rank, dtype=torch.float64) if rank else torch.randn(3, 5, 6).double()
+    traced = torch.fx.symbolic_trace(nn.Sequential(layer))
+    (consumer,) = by_weight(traced)[0][0]
+    y = layer(x).detach()
+    _, positions = consumer.positions(y)
+    matrix = consumer.matrix(layer.weight)
+    assert torch.equal(consumer.unmatrix(matrix), layer.weight)
+    assert layer.bias is not None
+    for inputs, outputs in consumer.rows(x, y, torch.arange(positions)):
+        found = torch.einsum("rgi,gio->rgo", inputs, matrix).flatten(1) + layer.bias
+        assert_close(found.detach(), outputs.flatten(1), "slicing")
+
+
+def test_recalibrate_is_exact_over_all_the_data() -> None:
+    norm = nn.BatchNorm2d(3, momentum=0.01).double()
+    batches = [2 * torch.randn(n, 3, 4, 5, dtype=torch.float64) + 1 for n in (2, 7, 3)]
+    smcp_fx.recalibrate(nn.Sequential(norm), batches)
+    every = torch.cat(batches)
+    assert_close(norm.running_mean, every.mean((0, 2, 3)), "slicing")
+    assert_close(norm.running_var, every.var((0, 2, 3)), "slicing")
+    assert norm.training and norm.momentum == 0.01
+
+
+def _prepared(model: nn.Module) -> smcp_fx.PreparedModel:
+    config = smcp_fx.PruningConfig(multiple=1)
+    return smcp_fx.prepare(randomise(model).double().eval(), torch.randn(2, 3, 8, 8).double(), config=config)
+
+
+def test_nothing_removed_changes_nothing() -> None:
+    prepared = _prepared(chain(8, 12))
+    smaller = smcp_fx.convert(prepared)
+    before = {name: t.clone() for name, t in smaller.state_dict().items()}
+    report = smcp_fx.repair(smaller, prepared, [torch.randn(16, 3, 8, 8).double()])
+    assert not any(layer.repaired for layer in report.layers)
+    for name, tensor in smaller.state_dict().items():
+        assert_close(tensor, before[name], "slicing", name)
+
+
+def test_no_layer_is_worse_and_the_output_is_nearer() -> None:
+    prepared = _prepared(chain(16, 24))
+    x = torch.randn(64, 3, 8, 8).double()
+    expected = prepared(x)
+    prepared.set_masks(random_masks(prepared, 0, 0.7))
+    smaller = smcp_fx.convert(prepared)
+    before = (smaller(x) - expected).norm()
+    report = smcp_fx.repair(smaller, prepared, [x[:32], x[32:]])
+    assert all(layer.after <= layer.before for layer in report.layers)
+    assert (smaller(x) - expected).norm() < before
+
+
+@pytest.mark.parametrize(
+    "batches", [[], 3, [torch.randn(2, 5, 8, 8)], [torch.full((2, 3, 8, 8), torch.nan)], ["a"]]
+)
+@pytest.mark.parametrize("what", ["repair", "recalibrate"])
+def test_bad_batches_are_refused_and_change_nothing(what: str, batches: Any) -> None:
+    prepared = _prepared(chain(8, 12))
+    smaller = smcp_fx.convert(prepared)
+    before = {name: t.clone() for name, t in smaller.state_dict().items()}
+    rest = (prepared, batches) if what == "repair" else (batches,)
+    with pytest.raises(InputError):
+        getattr(smcp_fx, what)(smaller, *rest)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in smaller.state_dict().items())
+
+
+def test_labels_dicts_and_generators_are_taken() -> None:
+    norm, x = nn.Sequential(nn.BatchNorm1d(3)), torch.randn(8, 3)
+    found: list[Tensor] = []
+    for batches in (x, [x], [(x, torch.arange(8))], [[x]], [{"input": x}], (one for one in [x])):
+        smcp_fx.recalibrate(norm, batches)
+        found.append(norm[0].running_mean.clone())  # type: ignore[union-attr,operator]
+    assert all(torch.equal(one, found[0]) for one in found)
