@@ -133,7 +133,7 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
         raise CheckpointError(
             f"{type(converted).__name__} was traced in regions: the rest of it is Python code, which a file cannot "
             "hold. Save prepared.state_dict() instead, load it into a model prepared in the same way, and convert "
-            "that: the masks are in it. (torch.save keeps the whole model, as code that this library must be there for.)"
+            "that: the masks are in it. (torch.save keeps the whole model, as code.)"
         )
     if not isinstance(converted, fx.GraphModule):
         raise InputError(f"save needs what smcp_fx.convert returned, not {type(converted).__name__}")
