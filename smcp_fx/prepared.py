@@ -108,7 +108,9 @@ class PreparedGraph(PreparedModel, fx.GraphModule):
         super().__init__(root, graph, class_name=name)
         self.plan = plan
         self.add_module(STATE, state)
-        self.pruner = Pruner(self, plan.channels, state, plan.cost, plan.target, plan.config, plan.schedule)
+        self.pruner = Pruner(
+            self, plan.channels, state, plan.cost, plan.target, plan.config, plan.schedule, plan.asked
+        )
 
     def train(self, mode: bool = True) -> PreparedGraph:
         """As the original's."""
@@ -152,7 +154,9 @@ class PreparedRegions(PreparedModel):
         self.add_module(STATE, state)
         assert plan.joined is not None
         run_by_graphs(python, graph, plan.joined)
-        self.pruner = Pruner(self, plan.channels, state, plan.cost, plan.target, plan.config, plan.schedule)
+        self.pruner = Pruner(
+            self, plan.channels, state, plan.cost, plan.target, plan.config, plan.schedule, plan.asked
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the original's."""

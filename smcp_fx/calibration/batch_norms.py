@@ -58,9 +58,9 @@ def recalibrate(model: nn.Module, batches: Any) -> None:
             )
         estimates.append((mean, variance, *new))
     with torch.no_grad():
-        for mean, variance, *new in estimates:
-            mean.copy_(new[0])
-            variance.copy_(new[1])
+        for mean, variance, new_mean, new_variance in estimates:
+            mean.copy_(new_mean)
+            variance.copy_(new_variance)
         for module in model.modules():
             counter = getattr(module, "num_batches_tracked", None)
             if id(getattr(module, "running_mean", None)) in watch.found and isinstance(counter, Tensor):

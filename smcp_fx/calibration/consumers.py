@@ -50,8 +50,9 @@ class Consumer:
         """The weight as [groups, inputs, outputs], in double precision."""
         found = weight.detach().double()
         if not self.transposed:
-            return found.unflatten(0, (self.groups, -1)).flatten(2).transpose(1, 2)
-        found = found.flip(tuple(range(2, found.dim()))).unflatten(0, (self.groups, -1))
+            return found.reshape(self.groups, -1, found[0].numel()).transpose(1, 2)
+        found = found.flip(tuple(range(2, found.dim())))
+        found = found.reshape(self.groups, -1, *found.shape[1:])
         return found.movedim(2, -1).flatten(1, -2)
 
     def unmatrix(self, matrix: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class Consumer:
         if not self.transposed:
             return matrix.transpose(1, 2).reshape(self.weight.shape).to(self.weight)
         inputs, kernel = self.weight.shape[0] // self.groups, self.weight.shape[2:]
-        found = matrix.unflatten(1, (inputs, *kernel)).movedim(-1, 2).flatten(0, 1)
+        found = matrix.reshape(self.groups, inputs, *kernel, -1).movedim(-1, 2).flatten(0, 1)
         return found.flip(tuple(range(2, found.dim()))).to(self.weight)
 
     def positions(self, y: Tensor) -> tuple[int, int]:
@@ -81,9 +82,10 @@ class Consumer:
             windows = x
         lengths = y.shape[:-1]
         columns = self.matrix(self.weight).shape[:2].numel()
-        for part in chosen.split(max(1, _CHUNK // columns)):
+        for part in torch.split(chosen, max(1, _CHUNK // columns)):
             first, *others = torch.unravel_index(part, lengths)
-            inputs = windows[(first, slice(None), *others)] if self.rank else windows[(first, *others)]
+            place: tuple[Any, ...] = (first, slice(None), *others) if self.rank else (first, *others)
+            inputs = windows[place]
             outputs = y[(first, *others)]
             yield (
                 inputs.double().reshape(part.numel(), self.groups, -1),
@@ -111,7 +113,8 @@ class Consumer:
             x = F.pad(x, pads, self.mode)
         for dim, (k, s, d) in enumerate(zip(kernel, stride, self.dilation, strict=True)):
             x = x.unfold(2 + dim, d * (k - 1) + 1, s)
-        return x[(..., *(slice(None, None, d) for d in self.dilation))]
+        taken: tuple[Any, ...] = (..., *(slice(None, None, d) for d in self.dilation))
+        return x[taken]
 
 
 def consumer_of(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
@@ -168,13 +171,13 @@ def _of_module(node: fx.Node, layer: nn.Module) -> Consumer | None:
     if (
         kind is None
         or type(layer).forward is not kind.forward
-        or type(layer)._conv_forward is not kind._conv_forward
+        or getattr(type(layer), "_conv_forward", None) is not getattr(kind, "_conv_forward", None)
     ):
         return None
     assert isinstance(layer, nn.modules.conv._ConvNd)
     rank, sizes = len(layer.kernel_size), (tuple(layer.stride), tuple(layer.dilation))
     pads = (
-        tuple(length for length in layer.padding for _ in range(2))
+        tuple(int(length) for length in layer.padding for _ in range(2))
         if layer.transposed
         else tuple(layer._reversed_padding_repeated_twice)
     )
@@ -195,7 +198,8 @@ def _of_module(node: fx.Node, layer: nn.Module) -> Consumer | None:
 
 def _of_function(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
     names = ["input", "weight", "bias"]
-    rank = _CONVOLUTIONS.get(node.target, 0)  # type: ignore[call-overload]
+    target: Any = node.target
+    rank = _CONVOLUTIONS.get(target, 0)
     transposed = "transpose" in getattr(node.target, "__name__", "")
     if rank:
         names += [
@@ -203,25 +207,21 @@ def _of_function(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
             "padding",
             *(["output_padding", "groups", "dilation"] if transposed else ["dilation", "groups"]),
         ]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     source, weight, bias = (given.pop(name, None) for name in names[:3])
-    parameters = [None if value is None else _parameter(module, value) for value in (weight, bias)]
+    read, added = (_parameter(module, value) for value in (weight, bias))
     settings: list[Any] = []
     fx.node.map_aggregate(tuple(given.values()), settings.append)
-    if (
-        parameters[0] is None
-        or (bias is not None and parameters[1] is None)
-        or not isinstance(source, fx.Node)
-    ):
+    if read is None or (bias is not None and added is None) or not isinstance(source, fx.Node):
         return None
     if any(isinstance(value, fx.Node) for value in settings):
         return None
     path = str(weight.target)
     if not rank:
-        return Consumer(node, path, source, parameters[0], parameters[1], 0)
+        return Consumer(node, path, source, read, added, 0)
     stride, dilation = (_each(given.get(name, 1), rank) for name in ("stride", "dilation"))
     padding = given.get("padding", 0)
-    kernel = parameters[0].shape[2:]
+    kernel = read.shape[2:]
     pairs = []
     for dim in range(rank):
         if isinstance(padding, str):
@@ -230,9 +230,8 @@ def _of_function(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
         else:
             pairs.append((_each(padding, rank)[dim],) * 2)
     pads = tuple(length for pair in (pairs if transposed else pairs[::-1]) for length in pair)
-    return Consumer(
-        node, path, source, *parameters, rank, int(given.get("groups", 1)), transposed, stride, dilation, pads
-    )  # type: ignore[arg-type]
+    groups = int(given.get("groups", 1))
+    return Consumer(node, path, source, read, added, rank, groups, transposed, stride, dilation, pads)
 
 
 def attribute(module: nn.Module, node: Any) -> Any:
@@ -273,7 +272,8 @@ def _stuffed(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     """With stride - 1 zeros between neighbours."""
     lengths = [(length - 1) * s + 1 for length, s in zip(x.shape[2:], stride, strict=True)]
     found = x.new_zeros(*x.shape[:2], *lengths)
-    found[(..., *(slice(None, None, s) for s in stride))] = x
+    place: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))
+    found[place] = x
     return found
 
 

@@ -105,7 +105,8 @@ class Frontier(ModeInterpreter):
         except TypeError as error:
             raise refused(self.module, batch, error) from error
         bound.apply_defaults()
-        given = list(self.module.graph.process_inputs(*bound.args, **bound.kwargs))
+        graph: Any = self.module.graph
+        given = list(graph.process_inputs(*bound.args, **bound.kwargs))
         places = [node for node in self.nodes if node.op == "placeholder"]
         return {
             node: given[place:] if str(node.target).startswith("*") else given[place : place + 1]

@@ -57,7 +57,8 @@ def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairRepor
 
 def _fitting(smaller: fx.GraphModule, whole: fx.GraphModule, batches: Any) -> list[Batch]:
     """The first batches, as many as fit into memory; one at least."""
-    device, found, taken, each = device_of(smaller), [], 0.0, 0.0
+    found: list[Batch] = []
+    device, taken, each = device_of(smaller), 0.0, 0.0
     for batch in each_batch(batches):
         batch = batch.to(device)
         if not found:

@@ -191,7 +191,7 @@ class SideBySide:
 
     def _use(self, consumer: Consumer) -> Use:
         if consumer.bias is not None:
-            return Use("bias", consumer.bias.detach().double().unflatten(0, (consumer.groups, -1)))
+            return Use("bias", consumer.bias.detach().double().reshape(consumer.groups, -1))
         behind = consumer.node in self.normalised and len(consumer.node.users) == 1
         return Use("norm" if behind else "none", None)
 

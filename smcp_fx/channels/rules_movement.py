@@ -191,7 +191,9 @@ def _refuse_parts(run: Propagation, call: Call, source: Tensor) -> None:
     `x.view(-1)[: x.numel()]` has the batch in it, and as many positions as the input says.
     """
     start = call.node.args[0]
-    for dim in run.varied(source) if isinstance(start, fx.Node) else ():
+    if not isinstance(start, fx.Node):
+        return
+    for dim in run.varied(source):
         size = source.shape[dim]
         if not run.follows_input(start, dim):
             continue
@@ -201,7 +203,7 @@ def _refuse_parts(run: Propagation, call: Call, source: Tensor) -> None:
         if call.name in ("roll", "indexselect"):
             left = all(isinstance(part, Tensor) and torch.equal(part, ruler) for part in parts)
         else:
-            left = all(isinstance(part, Tensor) and part.unique().numel() == size for part in parts)
+            left = all(isinstance(part, Tensor) and torch.unique(part).numel() == size for part in parts)
             place = call.argument(1 if call.name in ("narrow", "unbind") else 2, "dim", 0)
             left &= call.name in ("getitem", "select", "unbind") or place % source.dim() != dim
         if not left:

@@ -48,7 +48,7 @@ class Pruner:
     """Belongs to a prepared model; call `step` once an optimiser step.
 
     ``cost`` is the network's cost, ``target`` the final one in its unit; ``history`` lists the solves;
-    ``observers`` are told of every step and solve.
+    ``observers`` are told of every step and solve. ``asked``: the target was given, and is not the default.
     """
 
     def __init__(
@@ -60,12 +60,14 @@ class Pruner:
         target: float,
         config: PruningConfig,
         schedule: Schedule | None,
+        asked: bool = True,
     ) -> None:
         self._model = model
         self.cost = cost
         self.target = target
         self.config = config
         self.schedule = schedule
+        self._asked = asked
         self.history: list[Solve] = []
         self.observers: list[Observer] = []
         self._channels = channels
@@ -174,7 +176,7 @@ class Pruner:
         # The correction may have been measured after the last solve.
         steps, target = int(self._state.steps), self.target / min(self.correction, 1.0)
         whole = bool(self._state.keep.all())
-        asked = whole and self._model.plan.asked
+        asked = whole and self._asked
         if not (asked or steps or self._watch.backwards):  # as it was prepared, or with masks set by hand
             return
         if self.schedule is None:

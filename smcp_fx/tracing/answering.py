@@ -55,5 +55,5 @@ class AnsweringTracer(fx.Tracer):
         """Take back an assumption that a function of torch made by looking whether its argument is a number."""
 
     @abstractmethod
-    def in_place(self, written: Callable[..., Any], plain: Callable[..., Any], obj: Proxy, other: Any) -> Any:
+    def in_place(self, written: Callable[..., Any], obj: Proxy, other: Any) -> Any:
         """`x += y`: it writes into inputs and views, which others see; a tensor of its own gets another name."""

@@ -127,6 +127,7 @@ def _may_share(node: fx.Node, operand: fx.Node, model: nn.Module) -> bool:
 def _keeps_its_type(node: fx.Node, value: Callable[[fx.Node], Any]) -> bool:
     """Is what is computed of the target's shape and type? A write is, whatever is added."""
     target, other = node.args
+    assert isinstance(target, fx.Node)
     try:
         held = value(target)
         result = PLAIN[node.target](held, value(other) if isinstance(other, fx.Node) else other)
