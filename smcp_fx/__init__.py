@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from smcp_fx.allocation import Allocation, allocate
-from smcp_fx.calibration import RepairReport, recalibrate, repair
+from smcp_fx.calibration import RepairReport, compress, gather_importance, recalibrate, repair
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.config import PruningConfig
@@ -45,8 +45,10 @@ __all__ = [
     "SmcpError",
     "TrainingWarning",
     "allocate",
+    "compress",
     "convert",
     "export_onnx",
+    "gather_importance",
     "load",
     "load_checkpoint",
     "observers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from smcp_fx.backends import Backend, Engine, Fingerprint, compare, get_backend
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine
 from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
+from smcp_fx.calibration import recalibrate
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.compiler.measuring import Corrector, accuracy_of, measured_as_predicted
 from smcp_fx.compiler.reporting import Measured, build_report
@@ -44,6 +48,10 @@ def compile_model(
     """
     run = _Compilation(placed(settings), config or PruningConfig(), console or Console())
     return run.go()
+
+
+#: So many training images tell the statistics of batch norms.
+_STATISTICS_IMAGES = 4096
 
 
 class _Compilation:
@@ -98,6 +106,7 @@ class _Compilation:
         trainer = self._prune(prepared, fitted, data, corrector, cost)
         with self._stage("emitting"):
             smaller = convert(prepared)
+            self._recalibrate(smaller, fitted, data)
             self._save(smaller, prepared, folder / WEIGHTS)
             pruned = backend.compile(smaller, inputs, pruned_path)
         with self._stage("measuring dense and pruned in turns"):
@@ -309,6 +318,14 @@ class _Compilation:
         with self._stage("pruning while training"), self._bar("pruning while training") as tick:
             trainer.run(tick, before_step)
         return trainer
+
+    def _recalibrate(self, smaller: nn.Module, fitted: FittedModel, data: ImageData) -> None:
+        """Estimate batch norms anew: averages of a small momentum (MobileNetV3's) are far behind the weights."""
+        norms = [part for part in smaller.modules() if isinstance(part, _BatchNorm)]
+        if any(norm.track_running_stats for norm in norms):
+            batch = self.settings.train_batch
+            batches = data.epoch(batch, self.settings.seed, fitted.channels, fitted.size)
+            recalibrate(smaller, itertools.islice(batches, max(1, _STATISTICS_IMAGES // batch)))
 
     def _save(self, smaller: torch.nn.Module, prepared: PreparedModel, path: Path) -> None:
         """Save the network's weights; where it cannot be, its ONNX file is all the same, and the report says so."""

@@ -11,12 +11,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.example_runs import record, unchanged
+from smcp_fx.tracing.operations import MOVES, operation_of
 from smcp_fx.tracing.tracer import Traced
 
+#: What puts elements into other dimensions: which channels meet behind it may depend on the sizes.
+_REGROUPS = frozenset("flatten reshape reshapeas unflatten view viewas".split())
+#: Channels of one operand may meet positions of the other.
+_PRODUCTS = frozenset("baddbmm bmm einsum matmul mm scaleddotproductattention tensordot".split())
 #: Networks that halve the image five times take sides that differ by so much, and not by less.
 _STEP = 32
 
@@ -24,8 +29,11 @@ _STEP = 32
 def at_another_size(traced: Traced) -> dict[str, Any] | None:
     """The values of all nodes, as `Traced.values` holds them, at the first other size that the network takes.
 
-    First come twice as many images that are somewhat larger, then one of both alone. None where it takes neither.
+    First come twice as many images that are somewhat larger, then one of both alone. None where it takes neither, and
+    where no operation makes the sizes matter.
     """
+    if not _sizes_may_matter(traced):
+        return None
     tensors = [leaf for leaf in pytree.tree_leaves(traced.given) if isinstance(leaf, Tensor) and leaf.dim()]
     if not tensors:
         return None
@@ -40,6 +48,33 @@ def at_another_size(traced: Traced) -> dict[str, Any] | None:
     times = 1 if only_images is None else 2
     tried: Iterator[dict[str, Any] | None] = (_values(traced, times, new) for new in others if new)
     return next((values for values in tried if values is not None), only_images)
+
+
+def _sizes_may_matter(traced: Traced) -> bool:
+    """May which channels meet depend on sizes? Not in what convolutions, norms, sums and concatenations make up."""
+    for node in traced.module.graph.nodes:
+        name = operation_of(traced.module, node) if node.op.startswith("call_") else None
+        if name in _PRODUCTS:
+            return True
+        if name in _REGROUPS and not _only_ones(traced, node):
+            return True
+        rest = (node.args[1:], node.kwargs)
+        if name in MOVES - _REGROUPS and any(isinstance(v, fx.Node) for v in pytree.tree_leaves(rest)):
+            return True
+    return False
+
+
+def _only_ones(traced: Traced, node: fx.Node) -> bool:
+    """Does a reshape add or drop nothing but dimensions of size one at the end?"""
+    source = node.args[0] if node.args else None
+    shapes = [getattr(traced.values.get(str(of)), "shape", None) for of in (source, node)]
+    if None in shapes:
+        return False
+    before, after = ([*shape] for shape in shapes)
+    for sizes in (before, after):
+        while sizes and sizes[-1] == 1:
+            sizes.pop()
+    return before == after
 
 
 def _larger(sides: torch.Size) -> list[dict[int, int]]:

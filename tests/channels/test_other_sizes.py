@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from models import Net, between, check_slicing, conv, random_masks, randomise, run
 from tolerances import assert_close
 from torch import Tensor, nn
@@ -133,8 +134,14 @@ def test_a_network_of_one_size_is_free() -> None:
     assert at_another_size(traced) is None
 
 
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "densenet121", "convnext_tiny"])
+def test_networks_that_regroup_nothing_are_not_run_again(name: str) -> None:
+    traced, _ = trace_parts(torchvision.models.get_model(name).eval(), (torch.randn(1, 3, 64, 64),))
+    assert at_another_size(traced) is None
+
+
 def test_the_other_size_leaves_the_model_and_the_generator_alone() -> None:
-    net = nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.Dropout(), conv(8, 4))
+    net = nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.Dropout(), conv(8, 4), nn.Flatten(2))
     traced, _ = trace_parts(net, (torch.randn(2, 3, 40, 24),))
     before, state = {k: v.clone() for k, v in net.state_dict().items()}, torch.get_rng_state()
     values = at_another_size(traced)

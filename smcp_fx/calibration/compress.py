@@ -1,0 +1,132 @@
+"""Pruning without training: importances from a few batches, one solve, and repair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from smcp_fx.calibration.batch_norms import recalibrate
+from smcp_fx.calibration.batches import Batch, again, device_of, each_batch, run_batch
+from smcp_fx.calibration.repair import repair
+from smcp_fx.config import PruningConfig
+from smcp_fx.costs.binding import CostModel
+from smcp_fx.errors import InputError, SmcpError
+from smcp_fx.outcomes import in_mode
+from smcp_fx.prepare import convert, prepare
+from smcp_fx.prepared import PreparedModel
+from smcp_fx.pruning.importance import TaylorImportance
+from smcp_fx.tracing.example_runs import first_line
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def compress(
+    model: nn.Module,
+    batches: Any,
+    *,
+    target: float | str = 0.5,
+    cost: str | CostModel = "flops",
+    loss: Loss | None = None,
+    config: PruningConfig | None = None,
+) -> nn.Module:
+    """Return a smaller model that computes nearly the same, from a trained one and a few hundred images.
+
+    `prepare`, `gather_importance`, ``prepared.pruner.solve()``, `convert` and `repair` in one; call them yourself to
+    see what each did. A model traced in parts gets new batch-norm statistics in place of the repair.
+
+    Args:
+        model: trained; it stays as it was.
+        batches: as for `recalibrate`; those that run once are read into memory.
+        target, cost, config: as for `prepare`.
+        loss: as for `gather_importance`.
+
+    Raises what these raise: `InputError` for batches that do not fit, `InfeasibleBudgetError` for a target out of
+    reach, `TraceError` for a model that cannot be traced.
+    """
+    batches = again(batches)
+    first = next(each_batch(batches))
+    if first.kwargs:
+        raise InputError(
+            "compress takes positional inputs: give batches of tensors or (inputs, labels), not dicts"
+        )
+    example = first.to(device_of(model)).args
+    prepared = prepare(model, example, target=target, cost=cost, config=config)
+    gather_importance(prepared, batches, loss)
+    prepared.pruner.solve()
+    smaller = convert(prepared)
+    if isinstance(smaller, fx.GraphModule):
+        repair(smaller, prepared, batches)
+    elif any(isinstance(part, _BatchNorm) and part.track_running_stats for part in smaller.modules()):
+        recalibrate(smaller, batches)
+    return smaller
+
+
+def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None = None) -> None:
+    """Gather a prepared model's importances over batches, in eval mode: the mean of those of each batch.
+
+    ``loss(outputs, labels)`` returns a scalar; cross entropy by default. Batches without labels get some that are
+    drawn from the model's own predictions, so that the gradients are those of the Fisher information: gradients of a
+    distance to the model itself would be zero. Weights and statistics stay; gradients are left as they were.
+
+    Raises `InputError` for batches and losses that do not fit, `TrainingError` where no channel is free.
+    """
+    state, importance = (
+        prepared.smcp,
+        TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance),
+    )
+    device = device_of(prepared)
+    kept = {name: parameter.grad for name, parameter in prepared.named_parameters()}
+    state.forget()
+    try:
+        with in_mode(prepared, False), torch.enable_grad():
+            for batch in each_batch(batches):
+                prepared.zero_grad(set_to_none=True)
+                batch = batch.to(device)
+                _loss_of(run_batch(prepared, batch), batch, loss).backward()  # type: ignore[no-untyped-call]
+                units = importance(prepared)
+                # The mean of all so far; one that is not finite is told, instead of left out.
+                if not bool(torch.isfinite(units).all()):
+                    raise InputError(
+                        f"{batch} gives gradients that are not finite: look for NaN in the activations"
+                    )
+                state.gather(
+                    units, torch.ones((), dtype=torch.bool, device=units.device), 1 - 1 / batch.number
+                )
+    finally:
+        for name, parameter in prepared.named_parameters():
+            parameter.grad = kept[name]
+
+
+def _loss_of(outputs: Any, batch: Batch, loss: Loss | None) -> Tensor:
+    labels = batch.labels
+    if loss is None and not (isinstance(outputs, Tensor) and outputs.dim() >= 2):
+        told = (
+            f"of shape {tuple(outputs.shape)}"
+            if isinstance(outputs, Tensor)
+            else f"a {type(outputs).__name__}"
+        )
+        raise InputError(
+            f"the model's output is {told}, not classes' scores [images, classes, ...]: give loss=, a function of "
+            "(outputs, labels)"
+        )
+    if loss is None and labels is None:
+        scores = outputs.detach().float().movedim(1, -1)
+        drawn = torch.multinomial(scores.softmax(-1).flatten(0, -2), 1)
+        labels = drawn.reshape(scores.shape[:-1])
+    try:
+        value = F.cross_entropy(outputs.float(), labels) if loss is None else loss(outputs, labels)
+    except SmcpError:
+        raise
+    except Exception as error:
+        raise InputError(f"the loss of {batch} fails: {first_line(error)}") from error
+    if not isinstance(value, Tensor) or value.numel() != 1 or not bool(torch.isfinite(value).all()):
+        told = (
+            value if not isinstance(value, Tensor) or value.numel() == 1 else f"of shape {tuple(value.shape)}"
+        )
+        raise InputError(f"the loss of {batch} is {told}; it must be one finite number, as a tensor")
+    return value

@@ -1,0 +1,149 @@
+"""Pruning without training in one call, and repair where what it must reach is known exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import chain, randomise
+from tolerances import assert_close
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import smcp_fx
+from smcp_fx.errors import InfeasibleBudgetError, InputError
+
+SMALL = smcp_fx.PruningConfig(multiple=1)
+
+#: Two layers, of whose 8 channels between the last 4 are made linear combinations of the first 4.
+PAIRS = {
+    "convolutions": (nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 5, 3, stride=2)),
+    "one dimension": (nn.Conv1d(3, 8, 1), nn.Conv1d(8, 5, 3, padding=1)),
+    "three dimensions": (nn.Conv3d(3, 8, 1), nn.Conv3d(8, 5, (1, 3, 2))),
+    "linears": (nn.Linear(3, 8), nn.Linear(8, 5)),
+    "a transposed consumer": (nn.Conv2d(3, 8, 1), nn.ConvTranspose2d(8, 5, 3, stride=2, padding=1)),
+}
+RANK = {"one dimension": 1, "three dimensions": 3, "linears": 0}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_follows_from_the_rest_is_made_up_for_exactly(name: str) -> None:
+    """Channels that are linear in those that stay can go without any loss, and repair finds how."""
+    torch.manual_seed(1)
+    first, second = (layer.double() for layer in PAIRS[name])
+    mixture = torch.randn(4, 4, dtype=torch.float64)
+    with torch.no_grad():
+        first.weight[4:] = torch.einsum("ij,j...->i...", mixture, first.weight[:4])
+        assert first.bias is not None
+        first.bias[4:] = mixture @ first.bias[:4]
+
+    def images() -> Tensor:
+        return torch.randn(40, 3, *(6,) * RANK.get(name, 2), dtype=torch.float64)
+
+    model = nn.Sequential(first, second).eval()
+    prepared = smcp_fx.prepare(model, images()[:2], config=SMALL)
+    (group,) = [group for group in prepared.channels.groups if group.free]
+    prepared.set_masks({group.name: torch.arange(8) < 4})
+    smaller = smcp_fx.convert(prepared)
+    new = images()
+    expected = model(new)
+    assert (smaller(new) - expected).norm() > 0.1 * expected.norm()
+    smcp_fx.repair(smaller, prepared, [images()])
+    assert_close(smaller(new), expected, "regression", name)
+
+
+def _batches(labels: bool) -> list[Any]:
+    x = torch.randn(6, 16, 3, 8, 8)
+    return [(one, torch.randint(5, (16,))) if labels else one for one in x]
+
+
+def _flops(model: nn.Module) -> int:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randn(1, 3, 8, 8))
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
+def test_the_target_is_met_and_repair_brings_the_outputs_nearer(labels: bool) -> None:
+    model = randomise(chain(24, 32)).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batches = _batches(labels)
+    smaller = smcp_fx.compress(model, batches, target=0.5, config=SMALL)
+    assert _flops(smaller) <= 0.5 * _flops(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+    torch.manual_seed(0)
+    prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), target=0.5, config=SMALL)
+    smcp_fx.gather_importance(prepared, batches)
+    prepared.pruner.solve()
+    sliced = smcp_fx.convert(prepared).eval()
+    x = torch.randn(64, 3, 8, 8)
+    expected, smaller = model(x), smaller.eval()
+    assert (smaller(x) - expected).norm() < (sliced(x) - expected).norm()
+
+
+def test_importances_are_the_mean_over_batches_by_autograd() -> None:
+    """Against the shares of |sum of W * dL/dW| over the second layer's input channels, of losses taken by hand."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    batches = _batches(labels=True)
+    prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), config=SMALL)
+    smcp_fx.gather_importance(prepared, batches)
+    expected = torch.zeros(6)
+    for x, y in batches:
+        (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), model[2].weight)
+        expected += (gradient * model[2].weight).sum((0, 2, 3)).abs().detach() / len(batches)
+    (found,) = prepared.pruner.importance.values()
+    assert_close(found.cpu(), expected / expected.sum(), "importance")
+    assert all(parameter.grad is None for parameter in prepared.parameters())
+
+
+class Outputs(nn.Module):
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self.net, self.outputs = chain(8, 12), outputs
+
+    def forward(self, x: Tensor) -> Any:
+        return self.outputs(self.net(x))
+
+
+def test_other_outputs_need_a_loss_of_their_own() -> None:
+    model = randomise(Outputs(lambda y: {"scores": y})).eval()
+    with pytest.raises(InputError, match="give loss="):
+        smcp_fx.compress(model, _batches(labels=True), config=SMALL)
+    smcp_fx.compress(
+        model,
+        _batches(labels=True),
+        loss=lambda outputs, labels: nn.functional.cross_entropy(outputs["scores"], labels),
+        config=SMALL,
+    )
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "said"),
+    [
+        ([], {}, "no batches"),
+        ([{"x": torch.randn(2, 3, 8, 8)}], {}, "not dicts"),
+        ([torch.randn(2, 4, 8, 8)], {}, "4"),
+        ([(torch.randn(2, 3, 8, 8), "label")], {}, "loss of batch 1"),
+        ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: o}, "one finite number"),
+        ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: o.sum() * torch.nan}, "one finite number"),
+        ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: 1 / 0}, "division by zero"),
+        ([torch.randn(2, 3, 8, 8)], {"target": "-3 %"}, "target"),
+    ],
+)
+def test_bad_input_is_told(batches: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(smcp_fx.SmcpError, match=said):
+        smcp_fx.compress(randomise(chain(8, 12)).eval(), batches, config=SMALL, **options)
+
+
+def test_a_target_out_of_reach_is_told() -> None:
+    with pytest.raises(InfeasibleBudgetError):
+        smcp_fx.compress(randomise(chain(8, 12)).eval(), _batches(labels=False), target=0.001)
+
+
+def test_batches_that_come_once_are_kept() -> None:
+    smaller = smcp_fx.compress(randomise(chain(8, 12)).eval(), iter(_batches(labels=False)), config=SMALL)
+    assert _flops(smaller) <= 0.5 * _flops(chain(8, 12))
