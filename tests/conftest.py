@@ -16,6 +16,11 @@ sys.path[:] = _PATH
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# How long examples take to make says how busy the machine is, and nothing of the code.
+settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("busy")
 
 
 @pytest.fixture(autouse=True)
