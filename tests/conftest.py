@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# Hypothesis judges how long examples take to draw: a busy machine is no fault of a test.
+settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("busy")
 
 
 @pytest.fixture(autouse=True)
