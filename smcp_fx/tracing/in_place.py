@@ -74,6 +74,7 @@ def settle_in_place(graph: fx.Graph, model: nn.Module, value: Callable[[fx.Node]
         if shown or (later and not _keeps_its_type(node, value)):
             continue
         node.target = PLAIN[node.target]
+        node._rename(node.target.__name__)
         for name, user in later:
             user.replace_input_with(name, node)
 
