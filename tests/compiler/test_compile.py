@@ -206,7 +206,7 @@ def test_an_interrupted_run_is_resumed_to_the_same_end(
         (["--model", "nowhere.py:build"], "no file"),
         (["--model", "{file}:absent"], "defines no function 'absent'"),
         (["--model", "{file}:Branching"], "tiny_model.py:20"),
-        (["--model", "{file}:NotANumber"], "the loss is nan at step 1"),
+        (["--model", "{file}:NotANumber", "--target", "0.95"], "the loss is nan at step 1"),
         (
             ["--model", "{file}:Inexpressible"],
             "cannot express the operation prims.bessel_i1 in module 'head'",
@@ -364,3 +364,16 @@ def test_the_help_names_every_setting_with_its_default() -> None:
     for name in ("--target", "--cost", "--backend", "--train-batch", "--gamma-gradient", "--momentum"):
         assert name in text
     assert f"(default: {CompileSettings().target})" in text
+
+
+def test_batch_norms_are_estimated_anew_before_the_file_is_written(tmp_path: Path) -> None:
+    """Running averages that hardly move are as they began; the emitted network has those of the data."""
+    model = tmp_path / "slow.py"
+    model.write_text(MODEL.replace("BatchNorm2d(16)", "BatchNorm2d(16, momentum=1e-6)"), encoding="utf-8")
+    out = tmp_path / "out"
+    options = ("--target", "0.6", "--cost", "flops", "--allow-missed")
+    assert main(arguments(f"{model}:build", out, *options)) == 0
+    smaller = smcp_fx.load(out / "pruned.safetensors")
+    norm = smaller.get_submodule("1")
+    assert float(norm.running_mean.abs().max()) > 0.01  # type: ignore[union-attr,operator]
+    assert float((norm.running_var - 1).abs().max()) > 0.1  # type: ignore[union-attr,operator]
