@@ -42,7 +42,9 @@ def compress(
     Args:
         model: trained; it stays as it was.
         batches: as for `recalibrate`; those that run once are read into memory.
-        target, cost, config: as for `prepare`.
+        target: as for `prepare`.
+        cost: as for `prepare`.
+        config: as for `prepare`.
         loss: as for `gather_importance`.
 
     Raises what these raise: `InputError` for batches that do not fit, `InfeasibleBudgetError` for a target out of
@@ -125,8 +127,10 @@ def _loss_of(outputs: Any, batch: Batch, loss: Loss | None) -> Tensor:
     except Exception as error:
         raise InputError(f"the loss of {batch} fails: {first_line(error)}") from error
     if not isinstance(value, Tensor) or value.numel() != 1 or not bool(torch.isfinite(value).all()):
-        told = (
-            value if not isinstance(value, Tensor) or value.numel() == 1 else f"of shape {tuple(value.shape)}"
+        shown = (
+            f"of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor) and value.numel() != 1
+            else f"{value}"
         )
-        raise InputError(f"the loss of {batch} is {told}; it must be one finite number, as a tensor")
+        raise InputError(f"the loss of {batch} is {shown}; it must be one finite number, as a tensor")
     return value

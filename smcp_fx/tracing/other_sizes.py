@@ -68,9 +68,9 @@ def _only_ones(traced: Traced, node: fx.Node) -> bool:
     """Does a reshape add or drop nothing but dimensions of size one at the end?"""
     source = node.args[0] if node.args else None
     shapes = [getattr(traced.values.get(str(of)), "shape", None) for of in (source, node)]
-    if None in shapes:
+    if shapes[0] is None or shapes[1] is None:
         return False
-    before, after = ([*shape] for shape in shapes)
+    before, after = list(shapes[0]), list(shapes[1])
     for sizes in (before, after):
         while sizes and sizes[-1] == 1:
             sizes.pop()
