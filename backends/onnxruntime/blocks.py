@@ -7,7 +7,7 @@ small 1x1 convolutions for instance, and the runtime's profiler tells the block'
     image (N, 1, H, W) -> [1x1 convolution, ReLU: context] -> block -> [conversion of the result, its mean: context]
 
 A conversion *between* context and block counts: the block asks for it, as it would in the network. All that is there
-twice, with weights of their own (`onnxruntime_twin`). Cold, the second counts, which runs where the first has just
+twice, with weights of their own (`twin`). Cold, the second counts, which runs where the first has just
 run, as in a network behind the layers before; hot, the mean of both. A chain of nodes of known cost beside it tells
 what the profiler adds to each.
 """

@@ -59,7 +59,7 @@ class FusedBlock:
     ascending) they can take. ``signature`` is equal for blocks that differ in nothing but their widths.
     ``read_before``: the inputs, by position, of which another block pays for the conversion into a plain layout: of a
     concatenation those that an earlier one reads, too; of other blocks without a layer those that are gated.
-    ``fed_by``: how each input was written (`block_feeding`; empty where all are by convolutions). ``written``: of
+    ``fed_by``: how each input was written (`blocks.feeding`; empty where all are by convolutions). ``written``: of
     each tensor that it hands on, the channels and the bytes that one of them is.
     """
 

@@ -21,7 +21,7 @@ class Block(Protocol):
     ``name``: where it is, for messages. ``signature``: canonical JSON of everything but the widths; blocks of
     one signature share their rows. ``grids``: for each free width the ascending values that it can take.
     ``read_before``: the inputs, by position, that another block has converted into the layout that this one reads as
-    well, where the runtime has layouts. ``fed_by``: of each input, how it was written (`block_feeding`); of those
+    well, where the runtime has layouts. ``fed_by``: of each input, how it was written (`blocks.feeding`); of those
     that it does not tell, by a convolution. ``weight_bytes``: of its weights at the full widths.
     """
 

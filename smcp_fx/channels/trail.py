@@ -35,7 +35,7 @@ class ParameterRef:
 
 @dataclass(frozen=True)
 class ParameterView(ParameterRef):
-    """A parameter seen with its dimensions moved, which a layer reads as its weight: see `weight_views`."""
+    """A parameter seen with its dimensions moved, which a layer reads as its weight: see `channels.weight_views`."""
 
     parameter: ParameterRef
     dims: Dims
