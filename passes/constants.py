@@ -20,6 +20,7 @@ from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.channels.rules_movement import move, perform
 from smcp_fx.channels.trail import ConstantRef, Layer
 from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.values import held
 
 _RANDOM = {"randlike", "randnlike", "emptylike", "bernoulli", "rrelu"}
 #: Norms, and whether they refuse inputs of one element a channel.
@@ -77,8 +78,8 @@ class Constants:
         """What a convolution or linear writes when it reads nothing."""
         shape = [1] * len(layer.out_shape)
         shape[layer.axis] = layer.output_channels.numel()
-        weight = self._held(layer.weight)
-        bias = weight.new_zeros(shape) if layer.bias is None else self._held(layer.bias)
+        weight = held(self.module, layer.weight)
+        bias = weight.new_zeros(shape) if layer.bias is None else held(self.module, layer.bias)
         assert isinstance(bias, Tensor)
         return bias.detach().reshape(shape).clone()
 
@@ -128,8 +129,8 @@ class Constants:
                 grown.update(d for d in range(2, core.dim()) if grow and core.shape[d] == 1 and full[d] > 1)
                 return core.expand([2 if d in grown else size for d, size in enumerate(core.shape)]).clone()
             if n.op == "get_attr":
-                held = self._held(str(n.target))
-                return held.clone() if isinstance(held, Tensor) else False  # a training flag
+                value = held(self.module, str(n.target))
+                return value.clone() if isinstance(value, Tensor) else False  # a training flag
             if state == NUMBER:
                 return self.labels[n.name]
             raise NoValueError
@@ -157,10 +158,6 @@ class Constants:
         if any(size not in (1, full) for size, full in zip(result.shape, shape, strict=True)):
             raise NoValueError
         return result.detach().clone()
-
-    def _held(self, name: str) -> Any:
-        path, _, attribute = name.rpartition(".")
-        return getattr(self.module.get_submodule(path), attribute)
 
 
 def _is_pointwise(name: str, module: nn.Module | None) -> bool:

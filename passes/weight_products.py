@@ -19,6 +19,7 @@ from smcp_fx.channels.weight_views import weight_of, weight_view
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.tracing.masking import META, STATE, Mark, forward_with_weight, mark_of
+from smcp_fx.tracing.values import held
 
 
 def require_buffer(module: fx.GraphModule, name: str, asking: GraphPass) -> None:
@@ -121,8 +122,7 @@ class FoldProducts(GraphPass):
 
 def attribute(module: nn.Module, node: fx.Node) -> Tensor:
     """The tensor a `get_attr` node reads."""
-    owner, _, name = str(node.target).rpartition(".")
-    value = getattr(module.get_submodule(owner), name)
+    value = held(module, str(node.target))
     assert isinstance(value, Tensor)
     return value
 

@@ -24,7 +24,8 @@ from smcp_fx.backends.base import (
 )
 from smcp_fx.backends.onnx.blocks import BlockModels
 from smcp_fx.backends.onnx.export import export_model_proto, export_onnx
-from smcp_fx.backends.onnxruntime.blocks import BLOCK_TIMING, measure_block, random_feed
+from smcp_fx.backends.onnxruntime.blocks import BLOCK_TIMING, measure_block
+from smcp_fx.backends.onnxruntime.context import random_feed
 from smcp_fx.backends.onnxruntime.overhead import (
     add_reference,
     overhead,

@@ -15,15 +15,14 @@ what the profiler adds to each.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
 
 from smcp_fx.backends.base import Array, BlockLatency
-from smcp_fx.backends.onnx.blocks import random_values
+from smcp_fx.backends.onnxruntime.context import CONTEXT, add_context, random_feed
 from smcp_fx.backends.onnxruntime.overhead import (
     add_reference,
     code_warmer,
@@ -47,16 +46,12 @@ from smcp_fx.backends.timing.measuring import (
 )
 from smcp_fx.backends.timing.pace import pace
 from smcp_fx.backends.timing.physics import least_ms, multiply_adds
-from smcp_fx.blocks.feeding import ACTIVATION, CONVOLUTION, MOVEMENT
 from smcp_fx.errors import BackendError, MachineBusyError
 
 #: Changes with the way blocks are timed: rows of another way are not mixed with these.
 BLOCK_TIMING = "10"
-_CONTEXT = "smcp_context"
 #: From the runtime's blocked layout into the plain one.
 CONVERSION = "ReorderOutput"
-#: Up to this many channels an input is the network's own (an image), and is fed as it is.
-_IMAGE_CHANNELS = 4
 #: Runs in the hot state beside those that follow a cold one; a block of microseconds takes no time to repeat.
 _HOT_RUNS = 25
 #: So many do where a core that is slow most of the time has had them waited for this long.
@@ -73,74 +68,6 @@ _COLD_SPREAD = 3.0
 _TELLING, _OF_CONTEXT = 0.8, 0.5
 #: No block is faster than this.
 _LEAST_MS = 1e-4
-_FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, TensorProto.DOUBLE: np.float64}
-
-
-def add_context(model: onnx.ModelProto, fed_by: Sequence[str] = ()) -> onnx.ModelProto:
-    """Put in front of every input of more channels than an image what wrote it in the network, in place.
-
-    A 1x1 convolution with ReLU, or with SiLU where an activation of its own was behind it; or an elementwise node in
-    a plain layout. ``fed_by``: which, in the order of the inputs (`smcp_fx.blocks.feeding`). Behind every result of
-    four axes stands the mean of its channels.
-    """
-    graph = model.graph
-    nodes: list[onnx.NodeProto] = []
-    for position, value in enumerate(graph.input):
-        kind = value.type.tensor_type
-        shape = [dim.dim_value for dim in kind.shape.dim]
-        if len(shape) != 4 or shape[1] <= _IMAGE_CHANNELS or kind.elem_type not in _FLOATS:
-            continue
-        inner, name = value.name, f"{_CONTEXT}_{value.name}"
-        how = fed_by[position] if position < len(fed_by) else CONVOLUTION
-        nodes += _written(name, how)
-        if how != MOVEMENT:
-            weight = random_values((shape[1], 1, 1, 1), _FLOATS[kind.elem_type], name)
-            graph.initializer.append(numpy_helper.from_array(weight, f"{name}_weight"))
-            kind.shape.dim[1].dim_value = 1
-        for node in graph.node:
-            for place, source in enumerate(node.input):
-                if source == inner:
-                    node.input[place] = name
-        value.name = f"{name}_image"
-    own = list(graph.node)
-    del graph.node[:]
-    graph.node.extend([*nodes, *own, *_read_results(graph)])
-    return model
-
-
-def _written(name: str, how: str) -> list[onnx.NodeProto]:
-    """Return the nodes that write an input as ``how`` says."""
-    node: Callable[..., onnx.NodeProto] = helper.make_node
-    image, conv, gate = f"{name}_image", f"{name}_conv", f"{name}_gate"
-    if how == MOVEMENT:
-        return [node("Abs", [image], [name], f"{name}_plain")]  # which is fused with nothing
-    first = node("Conv", [image, f"{name}_weight"], [conv], conv)
-    if how == ACTIVATION:
-        return [
-            first,
-            node("Sigmoid", [conv], [gate], gate),
-            node("Mul", [conv, gate], [name], f"{name}_silu"),
-        ]
-    return [first, node("Relu", [conv], [name], f"{name}_relu")]
-
-
-def _read_results(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Return nodes that read the results, as layers behind would, and make their means the outputs, in place.
-
-    An output of the graph has memory of its own; what is read within it goes where results before it were, as in a
-    network.
-    """
-    nodes = []
-    for value in graph.output:
-        kind = value.type.tensor_type
-        if len(kind.shape.dim) != 4 or kind.elem_type not in _FLOATS:
-            continue
-        name = f"{_CONTEXT}_{value.name}"
-        nodes.append(helper.make_node("GlobalAveragePool", [value.name], [f"{name}_mean"], f"{name}_mean"))
-        value.name = f"{name}_mean"
-        for dim in kind.shape.dim[2:]:
-            dim.dim_value = 1
-    return nodes
 
 
 @dataclass(frozen=True)
@@ -380,7 +307,7 @@ def own_nodes(
                 own.append(node)
             else:
                 left.remove(result)
-        elif _CONTEXT not in node.name:
+        elif CONTEXT not in node.name:
             own.append(node)
             seen.add(is_twins(node))
             if len(results) == 1:  # what came before converted an input, of the result's shape perhaps
@@ -395,17 +322,3 @@ def share_of_channels(model: onnx.ModelProto, positions: Collection[int]) -> flo
     shapes = [value.type.tensor_type.shape.dim for value in model.graph.input]
     channels = [shape[1].dim_value if len(shape) > 1 else 1 for shape in shapes]
     return sum(count for position, count in enumerate(channels) if position in positions) / sum(channels)
-
-
-def random_feed(model: onnx.ModelProto) -> dict[str, Array]:
-    """Return random inputs for a model whose shapes are fixed, by name."""
-    return {value.name: _example(value) for value in model.graph.input}
-
-
-def _example(value: onnx.ValueInfoProto) -> Array:
-    kind = value.type.tensor_type
-    shape = tuple(dim.dim_value for dim in kind.shape.dim)
-    dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
-    if kind.elem_type in _FLOATS:
-        return np.random.default_rng(0).standard_normal(shape).astype(dtype)
-    return np.zeros(shape, dtype)

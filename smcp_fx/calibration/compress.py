@@ -73,7 +73,8 @@ def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None =
 
     ``loss(outputs, labels)`` returns a scalar; cross entropy by default. Batches without labels get some that are
     drawn from the model's own predictions, so that the gradients are those of the Fisher information: gradients of a
-    distance to the model itself would be zero. Weights and statistics stay; gradients are left as they were.
+    distance to the model itself would be zero. Frozen weights count like others. Weights, their gradients and
+    statistics are left as they were.
 
     Raises `InputError` for batches and losses that do not fit, `TrainingError` where no channel is free.
     """
@@ -82,10 +83,12 @@ def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None =
         TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance),
     )
     device = device_of(prepared)
-    kept = {name: parameter.grad for name, parameter in prepared.named_parameters()}
+    before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in prepared.parameters()]
     state.forget()
     try:
         with in_mode(prepared, False), torch.enable_grad():
+            for parameter, _, _ in before:  # also of a model that was frozen to be used
+                parameter.requires_grad_(True)
             for batch in each_batch(batches):
                 prepared.zero_grad(set_to_none=True)
                 batch = batch.to(device)
@@ -100,8 +103,9 @@ def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None =
                     units, torch.ones((), dtype=torch.bool, device=units.device), 1 - 1 / batch.number
                 )
     finally:
-        for name, parameter in prepared.named_parameters():
-            parameter.grad = kept[name]
+        for parameter, gradient, learns in before:
+            parameter.requires_grad_(learns)
+            parameter.grad = gradient
 
 
 def _loss_of(outputs: Any, batch: Batch, loss: Loss | None) -> Tensor:

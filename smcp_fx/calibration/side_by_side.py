@@ -14,8 +14,9 @@ from torch import Tensor, fx
 
 from smcp_fx.calibration.batch_norms import Moments
 from smcp_fx.calibration.batches import Batch
-from smcp_fx.calibration.consumers import Consumer, by_weight
+from smcp_fx.calibration.consumers import by_weight
 from smcp_fx.calibration.frontier import Frontier, Values
+from smcp_fx.calibration.layer_rows import Consumer
 from smcp_fx.calibration.norms import Normalisation, norms_of
 from smcp_fx.calibration.regression import Use, solve
 from smcp_fx.errors import InputError
@@ -31,7 +32,8 @@ _FOLD = 5
 class LayerRepair:
     """What became of one layer (or several that share their weight: the first one's path).
 
-    ``before`` and ``after``: the squared error of its outputs on images held out, as a share of the outputs' spread.
+    ``before`` and ``after``: the squared error of its outputs on images held out, as a share of the outputs' spread;
+    ``after`` is that of a fit without them, behind which the layer is fitted to all.
     ``ridge`` is the strength that was chosen, infinity where the weight stayed as it was. ``positions``: how many
     output positions were fitted; ``inputs``: how many weights each output has. ``left``: why it was not looked at.
     """

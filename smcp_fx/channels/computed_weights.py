@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from smcp_fx.channels.weight_views import LAYERS, weight_view
+from smcp_fx.tracing.values import held
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,10 @@ def _computed(
         value = evaluate(module, ordered)
     if not isinstance(value, torch.Tensor):
         return None
-    parameters = {str(node.target): _held(module, node) for node in through if node.op == "get_attr"}
-    names = [
-        n for n, held in parameters.items() if isinstance(held, nn.Parameter) and held.shape == value.shape
-    ]
+    parameters = {
+        str(node.target): held(module, str(node.target)) for node in through if node.op == "get_attr"
+    }
+    names = [n for n, p in parameters.items() if isinstance(p, nn.Parameter) and p.shape == value.shape]
     if len(names) != 1 or id(parameters[names[0]]) in _read_by(module, through):
         return None
     return ComputedWeight(result, names[0], ordered)
@@ -95,8 +96,9 @@ def _read_by(module: fx.GraphModule, left_out: set[fx.Node]) -> set[int]:
             or (node.op == "get_attr" and not node.users)
         ):
             continue
-        held = module.get_submodule(str(node.target)) if node.op == "call_module" else _held(module, node)
-        found.update(map(id, held.parameters()) if isinstance(held, nn.Module) else [id(held)])
+        target = str(node.target)
+        read = module.get_submodule(target) if node.op == "call_module" else held(module, target)
+        found.update(map(id, read.parameters()) if isinstance(read, nn.Module) else [id(read)])
     return found
 
 
@@ -105,7 +107,7 @@ def evaluate(module: fx.GraphModule, nodes: tuple[fx.Node, ...]) -> Any:
     values: dict[fx.Node, Any] = {}
     for node in nodes:
         if node.op == "get_attr":
-            values[node] = _held(module, node)
+            values[node] = held(module, str(node.target))
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if node.op == "call_method":
@@ -118,8 +120,3 @@ def evaluate(module: fx.GraphModule, nodes: tuple[fx.Node, ...]) -> Any:
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if user.target is not getattr and user.target not in ("size", "dim")]
-
-
-def _held(module: nn.Module, node: fx.Node) -> object:
-    path, _, name = str(node.target).rpartition(".")
-    return getattr(module.get_submodule(path), name)

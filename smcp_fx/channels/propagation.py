@@ -24,7 +24,7 @@ from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, ParameterVie
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import MOVES, describe, may_be_operand, operation_name, writes_in_place
-from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo
+from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, held
 
 Rule = Callable[["Propagation", Call], Any]
 
@@ -157,10 +157,10 @@ class Propagation:
         the others cannot: a position embedding added to tokens has a label a channel, not one an element.
         """
         if isinstance(value, ParameterView):
-            held = self.of(value.base)
+            base = self.of(value.base)
             moved = [dim for dim in value.dims if dim is not None]
-            left = [dim for dim in range(held.dim()) if dim not in moved]  # of size 1
-            return held.permute(*moved, *left).reshape(value.shape)
+            left = [dim for dim in range(base.dim()) if dim not in moved]  # of size 1
+            return base.permute(*moved, *left).reshape(value.shape)
         if not isinstance(value, ParameterRef):
             assert isinstance(value, Tensor)
             return value
@@ -291,10 +291,9 @@ class Propagation:
     def _attribute(self, target: str, value: Any) -> Any:
         if not isinstance(value, TensorInfo):
             return value
-        path, _, name = target.rpartition(".")
         if not value.dtype.is_floating_point and not value.dtype.is_complex:
-            held = getattr(self.module.get_submodule(path), name)
-            return ConstantRef(self.parameter(target), value.shape, held.detach().cpu().clone())
+            known = held(self.module, target).detach().cpu().clone()
+            return ConstantRef(self.parameter(target), value.shape, known)
         return ParameterRef(self.parameter(target), value.shape)
 
     def filled(self, value: Any, label: int) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.tracing.masking import MASKS
 from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.values import held
 
 LAYERS: tuple[Callable[..., object], ...] = (
     F.conv1d,
@@ -120,11 +121,10 @@ def weight_view(module: fx.GraphModule, weight: fx.Node) -> WeightView | None:
         node = source
     if node.op != "get_attr" or not chain:
         return None
-    path, _, name = str(node.target).rpartition(".")
-    held = getattr(module.get_submodule(path), name)
-    if not isinstance(held, nn.Parameter) or held.numel() == 0:
+    parameter = held(module, str(node.target))
+    if not isinstance(parameter, nn.Parameter) or parameter.numel() == 0:
         return None
-    ruler = torch.empty(held.shape, device="meta")  # its strides tell its dimensions apart
+    ruler = torch.empty(parameter.shape, device="meta")  # its strides tell its dimensions apart
     known: dict[fx.Node, Any] = {node: ruler}
     try:
         found = [_dims(_evaluated(link, known), ruler) for link in chain]

@@ -12,6 +12,7 @@ from smcp_fx.channels.labels import varied_dims
 from smcp_fx.cost_model import CostTerm, NetworkCost, Width
 from smcp_fx.costs.terms import network_cost, proportional, without_branch
 from smcp_fx.tracing.tracer import Traced
+from smcp_fx.tracing.values import held
 
 
 class ParamsCost:
@@ -47,10 +48,9 @@ def _readers(traced: Traced) -> dict[str, list[str]]:
             for parameter in traced.module.get_submodule(str(node.target)).parameters():
                 found[names[id(parameter)]].append(node.name)
         elif node.op == "get_attr":
-            path, _, name = str(node.target).rpartition(".")
-            held = getattr(traced.module.get_submodule(path), name)
-            if id(held) in names:
-                found[names[id(held)]].append(node.name)
+            tensor = held(traced.module, str(node.target))
+            if id(tensor) in names:
+                found[names[id(tensor)]].append(node.name)
     return found
 
 

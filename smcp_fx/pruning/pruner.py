@@ -19,6 +19,7 @@ from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs.binding import absolute_target
 from smcp_fx.errors import CheckpointError, InfeasibleBudgetError, InputError, TrainingError
 from smcp_fx.pruning import ranks
+from smcp_fx.pruning.explanations import no_importance, out_of_reach
 from smcp_fx.pruning.gradients import all_finite, loss_scale, norm
 from smcp_fx.pruning.importance import TaylorImportance
 from smcp_fx.pruning.loop_watch import LoopWatch
@@ -164,7 +165,9 @@ class Pruner:
         try:
             self._selector.best(flat, self.cost, self.target)
         except InfeasibleBudgetError as error:
-            raise self._explained(error) from error
+            raise out_of_reach(
+                error, self._channels, self.cost.unit, self.full_cost, self.config.multiple
+            ) from error
 
     def warn_of_idle_target(self, target: float) -> None:
         """Warn when the whole network costs less than the target, so that nothing is pruned for it."""
@@ -341,17 +344,7 @@ class Pruner:
 
     def _choose(self, scores: Tensor, target: float, step: int) -> Choice:
         if not bool((scores > 0).any()):
-            skipped, gathers = int(self._state.skipped), int(self._state.gathers)
-            if skipped and not gathers:
-                raise TrainingError(
-                    f"no importance is known: all {skipped} steps so far had gradients that are not finite, and were "
-                    "not counted. Check the loss for NaN and infinite values, lower the learning rate or clip "
-                    "gradients; with a GradScaler pass it, prepared.pruner.step(scaler)"
-                )
-            raise TrainingError(
-                "every importance is zero, so nothing tells which channels matter: train with "
-                "prepared.pruner.step() for some steps before solving, and check that gradients reach the weights"
-            )
+            raise no_importance(int(self._state.skipped), int(self._state.gathers))
         worth = Worth(scores, self._state, self.config.width_exponent)
         permanent = self.config.mask == "permanent"
         if permanent:
@@ -366,7 +359,9 @@ class Pruner:
             except InfeasibleBudgetError as error:
                 if found:
                     break
-                raise self._explained(error) from error
+                raise out_of_reach(
+                    error, self._channels, self.cost.unit, self.full_cost, self.config.multiple
+                ) from error
             counts = choice.allocation.counts
             cost = self.cost.at(counts)
             allocation = dataclasses.replace(choice.allocation, cost=cost.cost(counts))
@@ -393,15 +388,3 @@ class Pruner:
             weight = self._model.get_parameter(layer.weight)
             with torch.no_grad():
                 weight.mul_(self._state.layer_mask(layer))
-
-    def _explained(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
-        pinned = [f"{g.name} ({g.pinned[0]})" for g in self._channels.groups if not g.free]
-        shown = ", ".join(pinned[:5]) + (f" and {len(pinned) - 5} more" if len(pinned) > 5 else "")
-        return InfeasibleBudgetError(
-            f"the target of {error.budget:.6g} {self.cost.unit} cannot be reached: the smallest reachable cost is "
-            f"{error.smallest:.6g} {self.cost.unit}, {error.smallest / self.full_cost:.1%} of the unpruned "
-            f"{self.full_cost:.6g}. These groups must stay whole: {shown or 'none'}. Raise the target, or let "
-            f"fewer channels be kept (multiple={self.config.multiple}).",
-            smallest=error.smallest,
-            budget=error.budget,
-        )

@@ -21,15 +21,15 @@ from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.prepare import convert, converted_full, prepare
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning import ranks
+from smcp_fx.recipes.classification import Classification
 from smcp_fx.recipes.loop import RecipeEpoch, RecipeTrainer, batch_norm_parameters
 from smcp_fx.recipes.plan import print_dense_plan, print_plan
 from smcp_fx.recipes.pricing import recipe_cost, runtime_here
 from smcp_fx.recipes.processes import joined, world
-from smcp_fx.recipes.recipe import load_recipe
+from smcp_fx.recipes.recipe import Recipe, load_recipe
 from smcp_fx.recipes.record import Record, figures_of, write_record
 from smcp_fx.recipes.settings import RunSettings
 from smcp_fx.recipes.task import Task, torchmetrics
-from smcp_fx.recipes.tasks import load_task
 from smcp_fx.recipes.timeline import Timeline
 from smcp_fx.recipes.weights import check_given, starting_network
 from smcp_fx.report.formats import milliseconds, percent
@@ -90,7 +90,7 @@ class _Training:
             self.cost = recipe_cost(recipe, settings, world())
         images, classes = recipe.images, _CLASSES[recipe.task]
         if settings.data is not None:
-            task = load_task(recipe, Path(settings.data))
+            task = _load_task(recipe, Path(settings.data))
             images, classes = len(task.train), task.classes  # type: ignore[arg-type]
         timeline = Timeline.of(recipe, images, self.ranks, settings.fraction)
         if self.dense:
@@ -116,7 +116,7 @@ class _Training:
         if not self.dense:
             self.cost = recipe_cost(recipe, settings, self.ranks)
         self.runtime = runtime_here(settings) if ranks.rank() == 0 else None
-        task = load_task(recipe, Path(settings.data))
+        task = _load_task(recipe, Path(settings.data))
         timeline = Timeline.of(recipe, len(task.train), self.ranks, settings.fraction)  # type: ignore[arg-type]
         self._open_folder()
         torch.manual_seed(settings.seed)
@@ -359,3 +359,12 @@ def _listed(values: dict[str, float]) -> str:
         )
         or "nothing evaluated"
     )
+
+
+def _load_task(recipe: Recipe, data: Path) -> Task:
+    """Open a recipe's data under ``data``; `InputError` where the files are not what it needs."""
+    if recipe.task == "detection":
+        from smcp_fx.recipes.detection import Detection
+
+        return Detection(recipe, data)
+    return Classification(recipe, data)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 #: On a placeholder or the output: where the tensors come from, or why they stay, in place of the usual words.
 ORIGIN = "smcp_origin"
@@ -20,3 +22,9 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def held(module: nn.Module, target: str) -> Any:
+    """What a `get_attr` node of this target reads."""
+    path, _, name = target.rpartition(".")
+    return getattr(module.get_submodule(path), name)

@@ -25,7 +25,8 @@ from smcp_fx.backends.onnx.block_shapes import BlockShapes
 from smcp_fx.backends.onnx.blocks import BlockModels, Template, consistent, resize
 from smcp_fx.backends.onnxruntime import blocks as onnxruntime_blocks
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeEngine
-from smcp_fx.backends.onnxruntime.blocks import add_context, block_ms, measure_block, random_feed
+from smcp_fx.backends.onnxruntime.blocks import block_ms, measure_block
+from smcp_fx.backends.onnxruntime.context import add_context, random_feed
 from smcp_fx.backends.onnxruntime.overhead import REFERENCE_SHAPE, Overhead
 from smcp_fx.backends.onnxruntime.profile import NodeTime
 from smcp_fx.backends.onnxruntime.session import bound_run

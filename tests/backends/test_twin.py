@@ -11,7 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 from tolerances import assert_close
 
 from smcp_fx.backends.onnxruntime import twin as onnxruntime_twin
-from smcp_fx.backends.onnxruntime.blocks import add_context, measure_block
+from smcp_fx.backends.onnxruntime.blocks import measure_block
+from smcp_fx.backends.onnxruntime.context import add_context
 from smcp_fx.backends.onnxruntime.profile import NodeTime
 from smcp_fx.backends.onnxruntime.twin import add_twin, halves
 

@@ -100,6 +100,19 @@ def test_importances_are_the_mean_over_batches_by_autograd() -> None:
     assert all(parameter.grad is None for parameter in prepared.parameters())
 
 
+def test_a_frozen_model_is_pruned_like_another() -> None:
+    batches = _batches(labels=True)
+    model, found = randomise(chain(24, 32)).eval(), []
+    for learns in (True, False):
+        model.requires_grad_(learns)
+        prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), config=SMALL)
+        smcp_fx.gather_importance(prepared, batches)
+        found.append(prepared.pruner.importance)
+        assert all(parameter.requires_grad is learns for parameter in prepared.parameters())
+    assert_close(found[1], found[0], "importance")
+    smcp_fx.compress(model, batches, config=SMALL)
+
+
 class Outputs(nn.Module):
     def __init__(self, outputs: Any) -> None:
         super().__init__()

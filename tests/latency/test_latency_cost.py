@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fake_latencies import FakeBackend, network, smooth
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_latency_table import FakeBackend
 from torch import nn
 
 import smcp_fx
@@ -140,18 +140,6 @@ def test_a_few_networks_give_a_scale_and_none_nothing() -> None:
 
 
 # ---- the cost ---------------------------------------------------------------------------------------------------
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Conv2d(64, 32, 1), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
-    )  # fmt: skip
-
-
-def smooth(*widths: int) -> float:
-    return 0.1 + sum(0.001 * w for w in widths) + 1e-4 * float(np.prod(widths))
 
 
 def bound(tmp_path: Path, residency: Residency | None = None, share: float | None = None) -> LatencyCost:

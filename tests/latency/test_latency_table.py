@@ -11,67 +11,24 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from fake_latencies import FakeBackend, cliffs, steps
 from torch import Tensor, nn
 
-from smcp_fx.backends.base import Backend, BlockLatency, Engine, Fingerprint, Measurement
-from smcp_fx.backends.timing.measuring import TimingConfig
-from smcp_fx.blocks.sharing import Block, priced_as, unique_blocks
+from smcp_fx.backends.base import BlockLatency, Measurement
+from smcp_fx.blocks.sharing import priced_as, unique_blocks
 from smcp_fx.errors import InputError, MachineBusyError, TableError
 from smcp_fx.latency.filling import MeasuringProgress
 from smcp_fx.latency.sampling import SamplingConfig, plan_samples
 from smcp_fx.latency.store import LatencyStore
 from smcp_fx.latency.surface import Surface, held_out_errors
 from smcp_fx.latency.table import LatencyTable, sum_of_prices
-
-
-def steps(c: int, size: int = 16) -> int:
-    return -(-c // size) * size
-
-
-def cliffs(c_in: int, c_out: int) -> float:
-    """Like a convolution on a CPU: steps of 16 both ways, dearer right above multiples of 64, an own path at 8."""
-    x, y = (8 if c_in == 8 else steps(c_in)), steps(c_out)
-    remainder = {0: 0.0, 16: 0.3, 32: 0.2, 48: 0.1}[y % 64]
-    return 0.01 + 1e-3 * x + 2e-3 * y + 1e-4 * x * (y + 16 * remainder)
-
-
-@dataclass
-class FakeBackend(Backend):
-    """Latencies by formula. ``log``: the rows measured, in order."""
-
-    latency: Callable[..., float] = lambda *widths: cliffs(*widths) if len(widths) == 2 else 1.0 + sum(widths)
-    device: str = "fake"
-    log: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-    fails_at: tuple[int, ...] | None = None
-    cold: float | None = None
-    pause: float = 0.0
-    name = "fake"
-
-    def fingerprint(self) -> Fingerprint:
-        return Fingerprint("fake", self.device, "none", "1", 1, "float32", (("mode", "formula"),))
-
-    def compile(
-        self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None
-    ) -> Engine:
-        raise AssertionError("a formula compiles nothing")
-
-    def block_latency(
-        self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None
-    ) -> BlockLatency:
-        self.log.append((block.name, widths))
-        time.sleep(self.pause)
-        if widths == self.fails_at:
-            raise RuntimeError("the kernel crashed")
-        ms = self.latency(*widths)
-        hot = Measurement(ms, ms, ms, 3, stable=True)
-        return BlockLatency(hot, None if self.cold is None else replace(hot, median_ms=ms * self.cold))
 
 
 @dataclass(frozen=True)
@@ -292,10 +249,10 @@ def test_cliffs_are_found_among_noise_that_samples_do_not_tell() -> None:
         noisy = dict(
             zip(grid(4096), clean * np.random.default_rng(seed).lognormal(0, 0.05, 512), strict=True)
         )
-        for cliffs in rows:
-            plan, known = sample((grid(4096),), noisy.__getitem__, SamplingConfig(cliffs=cliffs))
-            rows[cliffs] += len(known)
-            beside[cliffs] += np.sum(np.abs(plan.surface(widths) / clean - 1) > 0.2)
+        for share in rows:
+            plan, known = sample((grid(4096),), noisy.__getitem__, SamplingConfig(cliffs=share))
+            rows[share] += len(known)
+            beside[share] += np.sum(np.abs(plan.surface(widths) / clean - 1) > 0.2)
     assert rows[4] < 0.75 * rows[4096]
     assert beside[4] <= beside[4096] + 5
 

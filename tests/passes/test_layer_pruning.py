@@ -10,6 +10,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_latencies import FakeBackend
 from models import (
     Net,
     Net2,
@@ -26,7 +27,6 @@ from models import (
 )
 from random_branches import Excitation
 from random_networks import random_network
-from test_latency_table import FakeBackend
 from tolerances import assert_close
 from torch import Tensor, nn
 

@@ -9,8 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from test_latency_cost import network, smooth
-from test_latency_table import FakeBackend
+from fake_latencies import FakeBackend, network, smooth
 
 import smcp_fx
 from smcp_fx.compiler.surfaces import surfaces

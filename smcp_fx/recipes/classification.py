@@ -1,4 +1,4 @@
-"""The tasks of the recipes: classifying, in full, and the way to detecting."""
+"""Classifying: ImageNet's task, its data, loss and accuracies."""
 
 from __future__ import annotations
 
@@ -12,17 +12,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from smcp_fx.recipes.recipe import Recipe
-from smcp_fx.recipes.task import Meter, Task, torchmetrics
+from smcp_fx.recipes.task import Meter, torchmetrics
 from smcp_fx.zoo.data import image_folder
-
-
-def load_task(recipe: Recipe, data: Path) -> Task:
-    """Open a recipe's data under ``data``; `InputError` where the files are not what it needs."""
-    if recipe.task == "detection":
-        from smcp_fx.recipes.detection import Detection
-
-        return Detection(recipe, data)
-    return Classification(recipe, data)
 
 
 class Classification:

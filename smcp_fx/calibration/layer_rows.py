@@ -1,0 +1,120 @@
+"""Convolutions and linears as products of rows with a matrix: what a least-squares regression is about.
+
+A row holds what one output position reads: for a convolution of ``groups`` groups, [groups, inputs of a group times
+kernel elements]. A transposed convolution is the plain one of its zero-stuffed input with the kernel turned round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+#: The most numbers that the rows of one chunk may hold (64 MiB in float64).
+_CHUNK = 2**23
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A convolution (``rank`` 1 to 3) or linear (0) of a graph, with its parameters."""
+
+    node: fx.Node
+    path: str
+    input: fx.Node
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    rank: int
+    groups: int = 1
+    transposed: bool = False
+    stride: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    pads: tuple[int, ...] = ()  # as `F.pad` takes them; negative ones cut
+    mode: str = "constant"
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What uses of one weight must share to be one regression."""
+        return self.rank, self.groups, self.transposed, tuple(self.weight.shape)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The weight as [groups, inputs, outputs], in double precision."""
+        found = weight.detach().double()
+        if not self.transposed:
+            return found.reshape(self.groups, -1, found[0].numel()).transpose(1, 2)
+        found = found.flip(tuple(range(2, found.dim())))
+        found = found.reshape(self.groups, -1, *found.shape[1:])
+        return found.movedim(2, -1).flatten(1, -2)
+
+    def unmatrix(self, matrix: Tensor) -> Tensor:
+        """The inverse of `matrix`, in the weight's shape and type."""
+        if not self.transposed:
+            return matrix.transpose(1, 2).reshape(self.weight.shape).to(self.weight)
+        inputs, kernel = self.weight.shape[0] // self.groups, self.weight.shape[2:]
+        found = matrix.reshape(self.groups, inputs, *kernel, -1).movedim(-1, 2).flatten(0, 1)
+        return found.flip(tuple(range(2, found.dim()))).to(self.weight)
+
+    def positions(self, y: Tensor) -> tuple[int, int]:
+        """Images (the length of the first dimension), and output positions in all, of an output."""
+        y = self._batched(y)
+        channels = y.shape[1] if self.rank else y.shape[-1]
+        return y.shape[0], y.numel() // channels
+
+    def rows(self, x: Tensor, y: Tensor, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The chosen positions (flat indices) of an input and an output of the layer, a chunk at a time.
+
+        Yields [positions, groups, inputs] and [positions, groups, outputs], in double precision.
+        """
+        x, y = self._batched(x), self._batched(y)
+        if self.rank:
+            windows = self._windows(x, y.shape[2:])
+            y = y.movedim(1, -1)
+        else:
+            windows = x
+        lengths = y.shape[:-1]
+        columns = self.matrix(self.weight).shape[:2].numel()
+        for part in torch.split(chosen, max(1, _CHUNK // columns)):
+            first, *others = torch.unravel_index(part, lengths)
+            place: tuple[Any, ...] = (first, slice(None), *others) if self.rank else (first, *others)
+            inputs = windows[place]
+            outputs = y[(first, *others)]
+            yield (
+                inputs.double().reshape(part.numel(), self.groups, -1),
+                outputs.double().reshape(part.numel(), self.groups, -1),
+            )
+
+    def _batched(self, value: Tensor) -> Tensor:
+        """With a first dimension of images, which inputs of a single image lack."""
+        return (
+            value.unsqueeze(0) if value.dim() == self.rank + 1 and (self.rank or value.dim() == 1) else value
+        )
+
+    def _windows(self, x: Tensor, lengths: torch.Size) -> Tensor:
+        """A view [images, channels, output positions ..., kernel ...] of the padded input."""
+        kernel, pads, stride = self.weight.shape[2:], list(self.pads), self.stride
+        if self.transposed:
+            x = _stuffed(x, stride)
+            stride = (1,) * self.rank
+            for dim in range(self.rank):  # what is cut or added at the end follows from the output
+                reach = self.dilation[dim] * (kernel[dim] - 1)
+                left = reach - self.pads[2 * dim]
+                place = 2 * (self.rank - 1 - dim)
+                pads[place], pads[place + 1] = left, lengths[dim] + reach - left - x.shape[2 + dim]
+        if any(pads):
+            x = F.pad(x, pads, self.mode)
+        for dim, (k, s, d) in enumerate(zip(kernel, stride, self.dilation, strict=True)):
+            x = x.unfold(2 + dim, d * (k - 1) + 1, s)
+        taken: tuple[Any, ...] = (..., *(slice(None, None, d) for d in self.dilation))
+        return x[taken]
+
+
+def _stuffed(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """With stride - 1 zeros between neighbours."""
+    lengths = [(length - 1) * s + 1 for length, s in zip(x.shape[2:], stride, strict=True)]
+    found = x.new_zeros(*x.shape[:2], *lengths)
+    place: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))
+    found[place] = x
+    return found

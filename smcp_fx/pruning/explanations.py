@@ -1,0 +1,36 @@
+"""Why there are no masks to be had: errors that say what stands in the way, and what to do."""
+
+from __future__ import annotations
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.errors import InfeasibleBudgetError, TrainingError
+
+
+def out_of_reach(
+    error: InfeasibleBudgetError, channels: ChannelGraph, unit: str, full_cost: float, multiple: int
+) -> InfeasibleBudgetError:
+    """The error with the groups that must stay whole, and costs in words."""
+    pinned = [f"{group.name} ({group.pinned[0]})" for group in channels.groups if not group.free]
+    shown = ", ".join(pinned[:5]) + (f" and {len(pinned) - 5} more" if len(pinned) > 5 else "")
+    return InfeasibleBudgetError(
+        f"the target of {error.budget:.6g} {unit} cannot be reached: the smallest reachable cost is "
+        f"{error.smallest:.6g} {unit}, {error.smallest / full_cost:.1%} of the unpruned {full_cost:.6g}. These "
+        f"groups must stay whole: {shown or 'none'}. Raise the target, or let fewer channels be kept "
+        f"(multiple={multiple}).",
+        smallest=error.smallest,
+        budget=error.budget,
+    )
+
+
+def no_importance(skipped: int, gathers: int) -> TrainingError:
+    """The error for a solve that no importance tells how to make; ``skipped``: steps that were not counted."""
+    if skipped and not gathers:
+        return TrainingError(
+            f"no importance is known: all {skipped} steps so far had gradients that are not finite, and were "
+            "not counted. Check the loss for NaN and infinite values, lower the learning rate or clip "
+            "gradients; with a GradScaler pass it, prepared.pruner.step(scaler)"
+        )
+    return TrainingError(
+        "every importance is zero, so nothing tells which channels matter: train with "
+        "prepared.pruner.step() for some steps before solving, and check that gradients reach the weights"
+    )
