@@ -120,9 +120,10 @@ def _index(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) 
             continue
         if isinstance(part, slice) and part.step in (None, 1):
             start, stop, _ = slice(*numbers(run, (part.start, part.stop, None))).indices(before.shape[dim])
-            # What is open stays so, and what goes to the end becomes so: the dimension may hold the batch, too.
+            # What is open stays so, and a computed length that reaches the end becomes so: the dimension may hold the
+            # batch, too. A written number is the same for every input.
             first = None if part.start is None else int((kept < start).sum())
-            is_open = part.stop is None or stop == before.shape[dim]
+            is_open = part.stop is None or (isinstance(part.stop, fx.Node) and stop == before.shape[dim])
             parts[place] = slice(first, None if is_open else int((kept < stop).sum()))
         elif isinstance(part, int):
             parts[place] = int((kept < part % before.shape[dim]).sum())

@@ -148,3 +148,12 @@ def test_the_other_size_leaves_the_model_and_the_generator_alone() -> None:
     assert values is not None and values["_0"].shape == (4, 8, 72, 48)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+
+
+def test_what_lies_before_a_written_end_stays() -> None:
+    """256 is the end of this example's tensor, and the middle of a larger one's."""
+    net = Net(
+        lambda s, x: s.out(s.stem(x).reshape(-1)[:256].view(2, -1, 4, 4)), stem=conv(3, 8), out=conv(8, 4)
+    )
+    prepared = smcp_fx.prepare(net.eval(), torch.randn(2, 3, 4, 4), config=smcp_fx.PruningConfig(multiple=1))
+    assert any(REASON in why for why in prepared.channels["stem"].pinned)
