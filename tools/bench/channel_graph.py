@@ -114,14 +114,15 @@ def residual_block(channels: int) -> Any:
 
 
 def our_graph(model: Any, inputs: Any) -> tuple[dict[str, Any], None]:
-    """Trace, and build the channel graph."""
+    """Trace, and build the channel graph, as `prepare` does."""
     from smcp_fx.channels import build as build_channels
+    from smcp_fx.tracing.other_sizes import at_another_size
     from smcp_fx.tracing.tracer import trace
 
     started = time.perf_counter()
     traced = trace(model, (inputs,))
     middle = time.perf_counter()
-    graph = build_channels(traced.module, traced.values, multiple=1)
+    graph = build_channels(traced.module, traced.values, multiple=1, other=at_another_size(traced))
     ended = time.perf_counter()
     row = {"seconds": ended - started, "parts": [middle - started, ended - middle]}
     return {**row, "nodes": len(traced.module.graph.nodes), "groups": len(graph.groups)}, None
