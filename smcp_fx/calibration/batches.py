@@ -38,6 +38,11 @@ class Batch:
         first = next(tensors, None)
         return first.shape[0] if first is not None and first.dim() else 1
 
+    @property
+    def nbytes(self) -> int:
+        """What its tensors take, in bytes."""
+        return sum(leaf.nbytes for leaf in pytree.tree_leaves(self._parts()) if isinstance(leaf, Tensor))
+
     def to(self, device: torch.device) -> Batch:
         """The batch with its tensors there."""
         return Batch(self.number, *pytree.tree_map(lambda v: _moved(v, device), self._parts()))

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 
-from smcp_fx.calibration.batch_norms import recalibrate
 from smcp_fx.calibration.batches import Batch, again, device_of, each_batch, run_batch
 from smcp_fx.calibration.repair import repair
 from smcp_fx.config import PruningConfig
@@ -37,7 +35,7 @@ def compress(
     """Return a smaller model that computes nearly the same, from a trained one and a few hundred images.
 
     `prepare`, `gather_importance`, ``prepared.pruner.solve()``, `convert` and `repair` in one; call them yourself to
-    see what each did. A model traced in parts gets new batch-norm statistics in place of the repair.
+    see what each did.
 
     Args:
         model: trained; it stays as it was.
@@ -61,10 +59,7 @@ def compress(
     gather_importance(prepared, batches, loss)
     prepared.pruner.solve()
     smaller = convert(prepared)
-    if isinstance(smaller, fx.GraphModule):
-        repair(smaller, prepared, batches)
-    elif any(isinstance(part, _BatchNorm) and part.track_running_stats for part in smaller.modules()):
-        recalibrate(smaller, batches)
+    repair(smaller, prepared, batches)
     return smaller
 
 
