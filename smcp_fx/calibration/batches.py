@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError, SmcpError
+from smcp_fx.regions import Joined, joined_inputs
 from smcp_fx.tracing.example_runs import first_line
 
 #: What an iterator that runs once may hold, in bytes, where it is needed more than once.
@@ -95,6 +96,18 @@ def run_batch(model: nn.Module, batch: Batch) -> Any:
     """Call the model; raises `InputError`, naming the batch, where it does not take it."""
     try:
         return model(*batch.args, **batch.kwargs)
+    except (SmcpError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise refused(model, batch, error) from error
+
+
+def entering(model: nn.Module, joined: Joined | None, batch: Batch) -> Batch:
+    """The batch as the model's graph takes it: for one traced in regions, what its Python gives these."""
+    if joined is None:
+        return batch
+    try:
+        return Batch(batch.number, joined_inputs(model, joined, batch.args, batch.kwargs), {}, None)
     except (SmcpError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from smcp_fx.calibration.batches import Batch, device_of, each_batch, refused
+from smcp_fx.calibration.batches import Batch, device_of, each_batch, entering
 from smcp_fx.calibration.side_by_side import RepairReport, SideBySide
-from smcp_fx.errors import InputError, SmcpError
+from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.prepare import full_graph, sliced_graph
 from smcp_fx.prepared import PreparedModel
-from smcp_fx.regions import Joined, joined_inputs, sharing
+from smcp_fx.regions import sharing
 from smcp_fx.tracing.wrapping import unwrapped
 
 #: What the inputs of all batches may take, in bytes: later batches are left out.
@@ -54,9 +54,7 @@ def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairRepor
     whole, whole_model = full_graph(prepared)
     keep = prepared.smcp.units_kept().cpu() | ~prepared.channels.free_units
     with torch.no_grad(), in_mode(smaller, False), in_mode(whole_model, False), _unless_it_fails(smaller):
-        used = _fitting(batches, device_of(smaller))
-        if joined is not None:
-            used = [_entering(whole_model, joined, batch) for batch in used]
+        used = [entering(whole_model, joined, one) for one in _fitting(batches, device_of(smaller))]
         return SideBySide(part, whole, used, Sliced(prepared.channels, keep)).run()
 
 
@@ -79,16 +77,6 @@ def _fitting(batches: Any, device: torch.device) -> list[Batch]:
             break
         found.append(batch.to(device))
     return found
-
-
-def _entering(model: nn.Module, joined: Joined, batch: Batch) -> Batch:
-    """What the model's Python gives its regions for a batch."""
-    try:
-        return Batch(batch.number, joined_inputs(model, joined, batch.args, batch.kwargs), {}, None)
-    except (SmcpError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise refused(model, batch, error) from error
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pretrained.networks import NETWORKS
+from pretrained.networks import NETWORKS, STEPS
 from pretrained.tasks import Digits, Glyphs, Task, cosine
 
 _LR, _BATCH, _SAVE_EVERY = 0.1, 64, 250
@@ -28,12 +28,12 @@ def dense_network(task: Task, name: str, seed: int, folder: Path) -> nn.Module:
     model = NETWORKS[name](task.channels, task.classes)
     path = folder / f"{task.name}-{name}-{seed}.safetensors"
     if not path.exists():
-        _train(model, task, seed, path)
+        _train(model, task, round(STEPS[name] * task.steps), seed, path)
     model.load_state_dict(load_file(path))
     return model.eval()
 
 
-def _train(model: nn.Module, task: Task, seed: int, path: Path) -> None:
+def _train(model: nn.Module, task: Task, steps: int, seed: int, path: Path) -> None:
     """SGD with Nesterov momentum; the state is kept beside ``path`` until the end."""
     optimizer = torch.optim.SGD(model.parameters(), _LR, momentum=0.9, weight_decay=1e-4, nesterov=True)
     unfinished, first = path.with_suffix(".part"), 0
@@ -43,9 +43,9 @@ def _train(model: nn.Module, task: Task, seed: int, path: Path) -> None:
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
     model.train()
-    for step in range(first, task.steps):
+    for step in range(first, steps):
         for group in optimizer.param_groups:
-            group["lr"] = _LR * cosine(step, task.steps)
+            group["lr"] = _LR * cosine(step, steps)
         images, labels = task.draw(_BATCH, seed * 1_000_003 + step)
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels, label_smoothing=0.05).backward()
@@ -54,7 +54,7 @@ def _train(model: nn.Module, task: Task, seed: int, path: Path) -> None:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
             torch.save(state, unfinished.with_suffix(".new"))
             unfinished.with_suffix(".new").replace(unfinished)
-            print(f"{path.stem}: step {step + 1} of {task.steps}", flush=True)
+            print(f"{path.stem}: step {step + 1} of {steps}", flush=True)
     finished = path.with_suffix(".done")
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, finished)
     finished.replace(path)

@@ -73,4 +73,7 @@ class VGG(nn.Module):
         return self.head(self.features(images).mean((2, 3)))
 
 
+#: Networks by name.
 NETWORKS: dict[str, type[nn.Module]] = {"resnet": ResNet, "mobilenet": MobileNet, "vgg": VGG}
+#: Of the task's steps, the share after which they learn little more.
+STEPS = {"resnet": 1.0, "mobilenet": 0.5, "vgg": 0.5}

@@ -112,7 +112,7 @@ class Glyphs(Task):
 class Digits(Task):
     """Handwritten digits, 40 % of them for testing only."""
 
-    name, channels, side, classes, steps = "digits", 1, 16, 10, 1_500
+    name, channels, side, classes, steps = "digits", 1, 16, 10, 600
     _digit, _noise = 8, 0.45
 
     def __init__(self) -> None:
