@@ -36,6 +36,7 @@ from smcp_fx.report import summary_table, write_report
 from smcp_fx.serialization.saving import save
 from smcp_fx.zoo.data import ImageData, load_data
 from smcp_fx.zoo.models import FittedModel, example_images, load_model
+from smcp_fx.zoo.weights import read_weights
 
 
 def compile_model(
@@ -73,7 +74,8 @@ class _Compilation:
         torch.manual_seed(settings.seed)
         data = load_data(settings.data, self.base)
         settings.schedule(data.steps_per_epoch(settings.train_batch))  # one that does not fit is told now
-        fitted = load_model(settings.model, data, settings.weights, self.base)
+        weights = read_weights(self.base / settings.weights) if settings.weights else None
+        fitted = load_model(settings.model, data, weights, self.base)
         self.notes += fitted.notes
         for note in fitted.notes:
             self._say(note)
