@@ -14,12 +14,12 @@ from smcp_fx.compiler.measuring import Corrector, layer_counts
 from smcp_fx.compiler.saving import WEIGHTS
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.surfaces import surfaces
-from smcp_fx.compiler.training import EpochResult
 from smcp_fx.config import PruningConfig
 from smcp_fx.latency.cost import latency_of
 from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.latency.network import NetworkLatency
 from smcp_fx.prepare import PreparedModel
+from smcp_fx.training import Epoch
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
@@ -44,7 +44,7 @@ def build_report(
     measured: Measured,
     *,
     filled: MeasureReport | None,
-    training: Sequence[tuple[str, list[EpochResult]]],
+    training: Sequence[tuple[str, list[Epoch]]],
     seconds: Mapping[str, float],
     notes: Sequence[str],
 ) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def build_report(
             for s in pruner.history
         ],
         "training": [
-            {"epoch": r.epoch, "phase": phase, "loss": r.loss, "accuracy": r.accuracy}
+            {"epoch": r.epoch, "phase": phase, "loss": r.loss, "accuracy": r.values["accuracy"]}
             for phase, results in training
             for r in results
         ],
