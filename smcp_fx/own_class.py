@@ -159,8 +159,9 @@ def _run(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> None:
             if any(inside[-1:])
             else "forward"
         )
+        why = first_line(error).rstrip(".")
         raise InputError(
-            f"{type(model).__name__} does not run at these widths: in {where}, {first_line(error).rstrip('.')}.{_ADVICE}"
+            f"{type(model).__name__} does not run at these widths: in {where}, {why}.{_ADVICE}"
         ) from error
 
 

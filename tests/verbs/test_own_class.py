@@ -1,4 +1,4 @@
-"""A smaller network in its own class: checked by running, refused with the place; what graphs carry on of the original."""
+"""A smaller network in its own class, checked by running or refused; what graphs carry on of the original."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def halved(model: nn.Module, x: Tensor, **options: Any) -> smcp_fx.PreparedModel
     prepared = smcp_fx.prepare(randomise(model), x, config=smcp_fx.PruningConfig(multiple=1, **options))
     masks = {name: torch.rand(mask.shape) < 0.5 for name, mask in prepared.masks.items()}
     free = {g.name for g in prepared.channels.groups if g.free}
-    for name, mask in masks.items():
+    for mask in masks.values():
         mask[0] = True
     prepared.set_masks({name: mask for name, mask in masks.items() if name in free})
     return prepared
@@ -124,7 +124,7 @@ def test_fresh_instances_take_states_and_files(tmp_path: Path) -> None:
             Numbered,
             r"Numbered does not run at these widths: in 'head' \(Linear\), .*shapes cannot be multiplied",
         ),
-        (Parted, "Parted does not run at these widths: in forward, split"),
+        (Parted, "Parted does not run at these widths: in forward, not enough values"),
     ],
 )
 def test_a_class_that_knows_its_widths_is_refused_and_left_as_it_was(network: Any, told: str) -> None:
@@ -153,7 +153,7 @@ def test_a_class_that_computes_something_else_is_refused() -> None:
 
     x = torch.randn(2, 3, 8, 8)
     prepared = halved(Mean(), x)
-    with pytest.raises(InputError, match="computes something else at these widths .* differs is 'second'"):
+    with pytest.raises(InputError, match=r"computes something else at these widths .* differs is 'second'"):
         smcp_fx.convert(prepared, into=Mean())
     with pytest.raises(InputError, match="Mine is not what the smaller model was made from"):
         smcp_fx.convert(prepared, into=Mine())
