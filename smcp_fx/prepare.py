@@ -255,10 +255,11 @@ def sliced(prepared: PreparedModel) -> nn.Module:
     if isinstance(copied, PreparedRegions):
         module = sharing(copied.python, copied.graph)
     else:
+        assert isinstance(copied, PreparedGraph)
         module = ConvertedModule(copied, copied.graph, class_name=type(prepared).__name__)
         copy_modes(prepared, module)
         kept = kept_channels(prepared.channels, prepared.smcp.units_kept())
-        carry(module, still_true(carried_attributes(prepared), prepared.channels, kept) | {"kept": kept})
+        carry(module, still_true(carried_attributes(copied), prepared.channels, kept) | {"kept": kept})
     run_pipeline(module, convert_pipeline(prepared.channels, prepared.smcp.units_kept()))
     if hasattr(module, STATE):
         delattr(module, STATE)
