@@ -99,7 +99,7 @@ def _half_way(value: float, half: float, steepness: float) -> float:
     """Rise from 0 to 1, half-way up at ``half``."""
     if value <= 0 or math.isinf(half):
         return 0.0
-    return 1 / (1 + min(half / value, _ALL) ** steepness)
+    return 1 / (1 + math.pow(min(half / value, _ALL), steepness))
 
 
 @dataclass(frozen=True)
