@@ -24,18 +24,21 @@ from smcp_fx.compiler.measuring import Corrector, accuracy_of, measured_as_predi
 from smcp_fx.compiler.reporting import Measured, build_report
 from smcp_fx.compiler.saving import WEIGHTS, why_unsavable
 from smcp_fx.compiler.settings import CompileSettings, as_record
-from smcp_fx.compiler.training import EpochResult, Trainer
+from smcp_fx.compiler.training import training_loop
 from smcp_fx.config import PruningConfig
 from smcp_fx.errors import CheckpointError, TableError, TraceError
-from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.exchange import differences
-from smcp_fx.latency.filling import MeasureReport, MeasuringProgress
+from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, converted_full, prepare
+from smcp_fx.pruning.solve import Solve
 from smcp_fx.report import summary_table, write_report
 from smcp_fx.serialization.saving import save
+from smcp_fx.training import Epoch, TrainingLoop
 from smcp_fx.zoo.data import ImageData, load_data
 from smcp_fx.zoo.models import FittedModel, example_images, load_model
+from smcp_fx.zoo.weights import read_weights
 
 
 def compile_model(
@@ -73,7 +76,8 @@ class _Compilation:
         torch.manual_seed(settings.seed)
         data = load_data(settings.data, self.base)
         settings.schedule(data.steps_per_epoch(settings.train_batch))  # one that does not fit is told now
-        fitted = load_model(settings.model, data, settings.weights, self.base)
+        weights = read_weights(self.base / settings.weights) if settings.weights else None
+        fitted = load_model(settings.model, data, weights, self.base)
         self.notes += fitted.notes
         for note in fitted.notes:
             self._say(note)
@@ -103,7 +107,7 @@ class _Compilation:
             dense = backend.compile(full, inputs, dense_path)
         fraction = self._fraction(prepared, self._dense_ms(prepared, dense, cost))
         corrector = Corrector(prepared, backend, dense, inputs, fraction, folder / "state", self._say)
-        trainer = self._prune(prepared, fitted, data, corrector, cost)
+        loop = self._prune(prepared, fitted, data, corrector, cost)
         with self._stage("emitting"):
             smaller = convert(prepared)
             self._recalibrate(smaller, fitted, data)
@@ -116,14 +120,15 @@ class _Compilation:
         report = build_report(
             settings, self.config, prepared, fitted, data, backend, corrector,
             Measured(measured, tuple(accuracies), fraction),
-            cost=cost if isinstance(cost, LatencyCost) else None,
-            training=[("dense", dense_results), ("prune", trainer.results)],
+            filled=self._filled,
+            training=[("dense", dense_results), ("prune", loop.results)],
             seconds=self.seconds,
             notes=self.notes,
         )  # fmt: skip
-        if isinstance(cost, LatencyCost) and isinstance(pruned, TensorRTEngine):
+        network_latency = latency_of(prepared.pruner.cost)
+        if network_latency is not None and isinstance(pruned, TensorRTEngine):
             predicted = {block["name"]: block["pruned_ms"] for block in report["blocks"]}
-            report["engine_layers"] = blocks_beside_layers(cost.blocks, predicted, pruned.layers())
+            report["engine_layers"] = blocks_beside_layers(network_latency.blocks, predicted, pruned.layers())
         write_report(report, folder)
         self.console.print(summary_table(report), markup=False)
         self.console.print(f"Files in {folder}: {', '.join(report['files'].values())}", markup=False)
@@ -181,11 +186,11 @@ class _Compilation:
     def _trains_dense(self) -> bool:
         return self.settings.weights is None and self.settings.dense_epochs > 0
 
-    def _train_dense(self, fitted: FittedModel, data: ImageData) -> list[EpochResult]:
+    def _train_dense(self, fitted: FittedModel, data: ImageData) -> list[Epoch]:
         settings = self.settings
         if not self._trains_dense:
             return []
-        trainer = Trainer(
+        loop = training_loop(
             fitted.model,
             fitted,
             data,
@@ -197,11 +202,11 @@ class _Compilation:
             checkpoint=settings.folder / "state" / "dense.safetensors",
         )
         if settings.resume:
-            trainer.load()
+            loop.load()
         with self._stage("training the dense model"), self._bar("training the dense model") as tick:
-            trainer.run(tick)
-        self._say(f"dense test accuracy {trainer.results[-1].accuracy:.2%}")
-        return trainer.results
+            loop.run(stepped=tick)
+        self._say(f"dense test accuracy {loop.results[-1].values['accuracy']:.2%}")
+        return loop.results
 
     def _cost(self, backend: Backend) -> str | LatencyCost:
         if self.settings.cost != "latency":
@@ -242,16 +247,7 @@ class _Compilation:
         wanted = self.settings.wanted
         latency = isinstance(cost, LatencyCost)
         name = "measuring the latency table" if latency and not self._filled else "analysing the network"
-        with self._stage(name), self._progress() as progress:
-            if isinstance(cost, LatencyCost):
-                task = progress.add_task("measuring the latency table", total=1.0)
-
-                def show(state: MeasuringProgress) -> None:
-                    progress.update(
-                        task, completed=state.fraction, description=f"latency table: {state.block}"
-                    )
-
-                cost.progress = show
+        with self._stage(name):
             prepared = prepare(
                 fitted.model,
                 inputs,
@@ -260,11 +256,12 @@ class _Compilation:
                 schedule=schedule,
                 config=self.config,
             )
-        if isinstance(cost, LatencyCost) and cost.report is not None:
+        network_latency = latency_of(prepared.pruner.cost)
+        if network_latency is not None and network_latency.report is not None:
             if self._filled is not None:
-                cost.report = cost.report.after(self._filled)
+                self._filled = network_latency.report.after(self._filled)
                 return prepared  # what follows was said then
-            self._filled = cost.report
+            self._filled = network_latency.report
         channels = prepared.channels
         self._say(
             f"{len(channels.groups)} groups, {channels.free_share:.0%} of the input channels free; unpruned cost "
@@ -292,11 +289,10 @@ class _Compilation:
         data: ImageData,
         corrector: Corrector,
         cost: str | LatencyCost,
-    ) -> Trainer:
+    ) -> TrainingLoop:
         settings = self.settings
-        pruner = prepared.pruner
-        pruner.check_target()
-        trainer = Trainer(
+        prepared.pruner.check_target()
+        loop = training_loop(
             prepared,
             fitted,
             data,
@@ -307,17 +303,16 @@ class _Compilation:
             seed=settings.seed + 1,
             checkpoint=settings.folder / "state" / "pruning.safetensors",
         )
-        if settings.resume and trainer.load():
-            corrector.resume(trainer.step)
+        if settings.resume and loop.load():
+            corrector.resume(loop.step)
 
-        def before_step(step: int) -> None:
-            solve = pruner.step()
-            if solve is not None and isinstance(cost, LatencyCost) and not cost.foreign:
+        def solved(solve: Solve) -> None:
+            if isinstance(cost, LatencyCost) and not cost.foreign:
                 corrector.after(solve)
 
         with self._stage("pruning while training"), self._bar("pruning while training") as tick:
-            trainer.run(tick, before_step)
-        return trainer
+            loop.run(stepped=tick, solved=solved)
+        return loop
 
     def _recalibrate(self, smaller: nn.Module, fitted: FittedModel, data: ImageData) -> None:
         """Estimate batch norms anew: averages of a small momentum (MobileNetV3's) are far behind the weights."""
