@@ -62,8 +62,10 @@ class _Part:
         rows = self.weight[:, self.columns]  # [groups, n, b, outputs]
         blocks = self.inverse[:, self.columns[:, :, None], self.columns[:, None, :]]
         if self.columns.shape[1] == 1:
-            return (rows.square() / blocks).sum((0, 2, 3))
-        return (rows * torch.linalg.solve(blocks, rows)).sum((0, 2, 3))
+            errors = rows.square() / blocks
+        else:
+            errors = rows * torch.linalg.solve(blocks, rows)
+        return errors.sum((0, 2, 3))
 
     def remove(self, gone: Tensor) -> None:
         """Take units (bool [n]) out; the others make up for them."""
