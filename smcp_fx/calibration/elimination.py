@@ -61,10 +61,8 @@ class _Part:
         """The error that each unit alone would add, [n]."""
         rows = self.weight[:, self.columns]  # [groups, n, b, outputs]
         blocks = self.inverse[:, self.columns[:, :, None], self.columns[:, None, :]]
-        if self.columns.shape[1] == 1:
-            errors = rows.square() / blocks
-        else:
-            errors = rows * torch.linalg.solve(blocks, rows)
+        single = self.columns.shape[1] == 1
+        errors = rows.square() / blocks if single else rows * torch.linalg.solve(blocks, rows)
         return errors.sum((0, 2, 3))
 
     def remove(self, gone: Tensor) -> None:
