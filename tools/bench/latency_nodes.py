@@ -36,7 +36,8 @@ from smcp_fx.backends.onnxruntime.profile import RESOLUTION_MS, NodeTime, Profil
 from smcp_fx.backends.timing.fading import displace_inner_caches, evict_caches
 from smcp_fx.backends.timing.measuring import Sample, stopwatch, summarise, take_sample
 from smcp_fx.backends.timing.pace import pace
-from smcp_fx.blocks.cutting import FusedBlock, cut
+from smcp_fx.blocks.cutting import cut
+from smcp_fx.blocks.fused import FusedBlock
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs.flops import FlopsCost
