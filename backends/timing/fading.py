@@ -38,9 +38,9 @@ _PAUSES_MS = (1.0, 2.0, 4.0, 8.0)
 _RUNS, _COLD_RUNS = 12, 8
 #: So many times as many, at most, where others take this thread's core during a pause.
 _LONGER = 3
-#: Shares nearer than this to nothing or to all tell no more than that: about the scatter of a read.
+#: Shares nearer than this to nothing or to all tell no more than that. Chosen, not measured.
 _TELLING = 0.02
-#: A cache that is faster than memory by less, for all those lines, is as good as none: the clock's own scatter.
+#: A cache that is faster than memory by less, for all those lines, is as good as none. Chosen, not measured.
 _LEAST_MS = 1e-3
 
 

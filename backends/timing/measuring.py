@@ -94,8 +94,8 @@ QUICK = TimingConfig(
 )
 
 
-#: A thread that had less of its core than this, as a share of the time that passed, was disturbed. Chosen: clocks of a
-#: thread that has its core for itself agree within 1 %.
+#: A thread that had less of its core than this, as a share of the time that passed, was disturbed. Chosen, not
+#: measured.
 UNDISTURBED = 0.95
 
 
