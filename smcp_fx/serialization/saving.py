@@ -29,6 +29,7 @@ from smcp_fx.serialization.converted import ConvertedModule
 from smcp_fx.serialization.graph_codec import decode_graph, encode_graph, read_values
 from smcp_fx.serialization.module_codec import check_targets, decode_modules, encode_modules
 from smcp_fx.serialization.saved_names import check_identifier, is_identifier
+from smcp_fx.storage.files import bounded_json
 from smcp_fx.storage.tensor_file import TensorWriter, restore, write_together
 from smcp_fx.storage.versions import library_versions, saved_with
 from smcp_fx.tracing.output_types import plain_containers
@@ -66,7 +67,7 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
     if is_prepared(converted):
         raise InputError("a prepared model is not saved: save smcp_fx.convert(prepared), or its state_dict()")
     try:
-        noted = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
+        noted = bounded_json(json.dumps(dict(metadata or {}), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"the metadata cannot be written as JSON ({error}); use numbers, strings, lists, dicts"
@@ -211,8 +212,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _parsed(content: bytes, manifest_path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        manifest = bounded_json(content.decode("utf-8"))
+    except ValueError as error:
         raise CheckpointError(
             f"{manifest_path} is damaged ({error}): copy it again, or save the model again"
         ) from error
