@@ -42,6 +42,11 @@ _SUFFIX = ".safetensors"
 _MANIFEST_BYTES = 1 << 26
 #: The manifest's last line: the sha256 of all that stands before it.
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
+#: What reading a manifest of wrong content may raise.
+_OF_WRONG_CONTENT = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, OSError),
+    *(RecursionError, RuntimeError, SafetensorError, SyntaxError, TypeError, ValueError),
+)
 _SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 
 
@@ -117,7 +122,13 @@ def _contents(converted: nn.Module, metadata: Mapping[str, Any]) -> tuple[bytes,
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the tensors cannot be written as safetensors: {error}") from error
     manifest["tensor_file"] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-    return content, render(manifest)
+    text = render(manifest)
+    if len(text) > _MANIFEST_BYTES:
+        raise CheckpointError(
+            f"its manifest would be of {len(text)} bytes, more than the {_MANIFEST_BYTES} that are read: keep the "
+            "metadata short"
+        )
+    return content, text
 
 
 def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorWriter) -> dict[str, Any]:
@@ -141,6 +152,14 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
         "tensors": tensors.entries,
     }
     check_targets(converted, graph)
+    try:  # what could not be loaded is told here
+        _assembled(manifest, tensors.stored, torch.device("meta"))
+    except CheckpointError:
+        raise
+    except _OF_WRONG_CONTENT as error:
+        raise CheckpointError(
+            f"the model is not as its layers' attributes say: {type(error).__name__}: {error}"
+        ) from error
     return manifest
 
 
@@ -265,10 +284,7 @@ def _damaged(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{path} cannot be loaded: {error} {saved_with(manifest)}") from error
-    except (
-        *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, OSError),
-        *(RecursionError, RuntimeError, SafetensorError, SyntaxError, TypeError, ValueError),
-    ) as error:
+    except _OF_WRONG_CONTENT as error:
         raise CheckpointError(
             f"{_manifest_path(path)} is damaged ({type(error).__name__}: {error}): copy it again, or save the "
             f"model again {saved_with(manifest)}"

@@ -136,7 +136,7 @@ def _remove_leftovers(path: Path) -> None:
     """Remove what processes of this machine left beside a file when they were killed."""
     for leftover in path.parent.glob(_temporary(Path(glob.escape(path.name)), "*")):
         process = leftover.name.split(".")[-2]
-        if process.isdigit() and not _runs(int(process)):
+        if process.isascii() and process.isdigit() and not _runs(int(process)):
             with contextlib.suppress(OSError):
                 leftover.unlink()
 

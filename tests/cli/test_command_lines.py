@@ -123,6 +123,9 @@ BAD = [
     ("compile --overwrite --mod file.py:build", "unrecognized arguments: --mod"),
     ("compile --overwrite --vers", "unrecognized arguments: --vers"),
     ("compile --overwrite --batch many", "invalid int value: 'many'"),
+    (f"compile --overwrite --batch {'9' * 5000}x", "invalid int value: '99"),
+    (f"compile --overwrite --model {'x' * 5000}.py:f", "xxx..."),
+    (f"table show {'x' * 5000}", "xxx..."),
     ("compile --overwrite --weights out/pruned.onnx --model file.py:build", "cannot be read as weights"),
     ("compile --overwrite --table out/pruned.onnx --model file.py:build", "no latency table"),
     ("compile --overwrite --data imagefolder:[/x]", "[/x] needs the folders train/ and val/"),
@@ -135,6 +138,8 @@ BAD = [
     ("table measure file.py:build --batch 99999999999999999999 --table t", "smaller batch"),
     ("table measure file.py:build --threads 100000 --table t", "threads = 100000: at most"),
     ("table measure file.py:leaves --table t", "it called sys.exit(0)"),
+    ("table measure file.py:build --shard \u00b2/3 --table t", "give I/N with 1 <= I <= N"),
+    ("table measure file.py:build --shard 0/3 --table t", "give I/N with 1 <= I <= N"),
     ("table measure file.py:build --retry --table t", "unrecognized arguments: --retry"),
     ("table import out/pruned.onnx t", "must end in .json or .csv"),
     ("inspect file.py:build --input-size 1x999999x999999", "smaller images"),
@@ -148,7 +153,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), BAD, ids=[words for words, _ in BAD])
+@pytest.mark.parametrize(("words", "said"), BAD, ids=[words[:80] for words, _ in BAD])
 def test_what_cannot_work_is_one_sentence_and_changes_nothing(
     here: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
 ) -> None:
