@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from smcp_fx.latency.filling import MeasureReport, MeasuringProgress
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, converted_full, prepare
 from smcp_fx.pruning.solve import Solve
-from smcp_fx.report import summary_table, write_report
+from smcp_fx.report import Report, summary_table, write_report
 from smcp_fx.serialization.saving import save
 from smcp_fx.training import Epoch, TrainingLoop
 from smcp_fx.zoo.data import ImageData, load_data
@@ -42,7 +43,7 @@ from smcp_fx.zoo.models import FittedModel, example_images, load_model
 
 def compile_model(
     settings: CompileSettings, config: PruningConfig | None = None, console: Console | None = None
-) -> dict[str, Any]:
+) -> Report:
     """Run the whole way and return the report that was written to ``settings.out``.
 
     Raises the library's errors for whatever does not fit; what was finished stays in ``--out`` and a run with
@@ -68,7 +69,7 @@ class _Compilation:
         self.unsaved = ""  # why the weights' own file cannot be written
         self._filled: MeasureReport | None = None  # what the latency table took, once it is complete
 
-    def go(self) -> dict[str, Any]:
+    def go(self) -> Report:
         settings = self.settings
         backend = get_backend(settings.backend, **settings.backend_options)
         self.folder.look()
@@ -94,7 +95,7 @@ class _Compilation:
         backend: Backend,
         inputs: tuple[torch.Tensor, ...],
         cost: str | LatencyCost,
-    ) -> dict[str, Any]:
+    ) -> Report:
         settings = self.settings
         dense_results = self._train_dense(fitted, data)
         prepared = self._prepare(fitted, data, inputs, cost)
@@ -124,11 +125,12 @@ class _Compilation:
             notes=self.notes,
         )  # fmt: skip
         if isinstance(cost, LatencyCost) and isinstance(pruned, TensorRTEngine):
-            predicted = {block["name"]: block["pruned_ms"] for block in report["blocks"]}
-            report["engine_layers"] = blocks_beside_layers(cost.blocks, predicted, pruned.layers())
+            predicted = {block.name: block.pruned_ms or 0.0 for block in report.blocks}
+            layers = blocks_beside_layers(cost.blocks, predicted, pruned.layers())
+            report = replace(report, engine_layers=layers)
         write_report(report, folder)
         self.console.print(summary_table(report), markup=False)
-        self.console.print(f"Files in {folder}: {', '.join(report['files'].values())}", markup=False)
+        self.console.print(f"Files in {folder}: {', '.join(report.files.values())}", markup=False)
         return report
 
     # ---- stages -----------------------------------------------------------------------------------------
