@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.errors import CheckpointError, InputError
+from smcp_fx.errors import InputError
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.zoo.data import ImageData, call_factory
+from smcp_fx.zoo.weights import Weights, load_weights
 
 #: Of a batch of images: 4 GiB.
 _MOST_VALUES = 2**30
@@ -22,17 +23,21 @@ _SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299)
 
 @dataclass(frozen=True)
 class FittedModel:
-    """A model, and the images it takes: ``channels`` x ``size`` x ``size``; ``notes`` say what was adapted."""
+    """A model, and the images it takes: ``channels`` x ``size`` x ``size``; ``notes`` say what was adapted.
+
+    ``accuracy``: what its weights are said to reach, a fraction; None where that is not known.
+    """
 
     model: nn.Module
     name: str
     channels: int
     size: int
     notes: tuple[str, ...]
+    accuracy: float | None = None
 
 
 def load_model(
-    spec: str, data: ImageData, weights: str | None = None, base: Path | None = None
+    spec: str, data: ImageData, weights: Weights | None = None, base: Path | None = None
 ) -> FittedModel:
     """Build ``torchvision:NAME``, ``timm:NAME`` or ``path/to/file.py:factory`` for the data's classes.
 
@@ -54,7 +59,8 @@ def load_model(
                 f"channel{'s' * (data.channels > 1)}"
             )
     elif kind == "timm" and name:
-        model = _timm(name, data)
+        own = {} if weights is not None else {"in_chans": data.channels}
+        model = _create_timm(name, num_classes=data.classes, **own)
     else:
         model = _from_factory(spec, base)
     channels, size = _fit(model, spec, data)
@@ -65,8 +71,16 @@ def load_model(
     if size != data.size:
         notes.append(f"images resized from {data.size} to {size} pixels, the smallest size the model takes")
     if weights is not None:
-        load_weights(model, str((base or Path()) / weights))
-    return FittedModel(model, name if kind in ("torchvision", "timm") else spec, channels, size, tuple(notes))
+        weights = load_weights(model, weights, data.classes)
+        notes += weights.notes
+    return FittedModel(
+        model,
+        name if kind in ("torchvision", "timm") else spec,
+        channels,
+        size,
+        tuple(notes),
+        None if weights is None else weights.accuracy,
+    )
 
 
 def build_model(spec: str, **options: Any) -> nn.Module:
@@ -110,30 +124,6 @@ def example_images(batch: int, *sizes: int) -> Tensor:
     return torch.randn(batch, *sizes)
 
 
-def load_weights(model: nn.Module, path: str) -> None:
-    """Load a state dict from .safetensors, or from .pt/.pth without running code in it."""
-    file = Path(path)
-    if not file.is_file():
-        raise CheckpointError(f"there are no weights at {file}")
-    try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            state: Any = load_file(file)
-        else:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointError(f"{file} cannot be read as weights: {type(error).__name__}: {error}") from error
-    state = state.get("state_dict", state) if isinstance(state, dict) else state
-    if isinstance(state, dict):  # saved from DataParallel or DistributedDataParallel
-        state = {str(name).removeprefix("module."): value for name, value in state.items()}
-    try:
-        model.load_state_dict(state)
-    except Exception as error:
-        first = "; ".join(line.strip() for line in str(error).splitlines()[1:3])
-        raise CheckpointError(f"the weights in {file} do not fit {type(model).__name__}: {first}") from error
-
-
 def _torchvision(name: str, classes: int) -> nn.Module:
     from torchvision import models
 
@@ -151,10 +141,6 @@ def _check_name(name: str, known: list[str], what: str) -> None:
         raise InputError(
             f"torchvision has no {what} {name!r}" + (f"; it has {', '.join(near)}" if near else "")
         )
-
-
-def _timm(name: str, data: ImageData) -> nn.Module:
-    return _create_timm(name, num_classes=data.classes, in_chans=data.channels)
 
 
 def _create_timm(name: str, **options: Any) -> nn.Module:
