@@ -121,7 +121,7 @@ class Corrector:
 
     def _measure(self, name: str, step: int) -> float:
         pruner = self.prepared.pruner
-        module = sliced(self.prepared)
+        module = sliced(self.prepared).cpu()
         predicted = pruner.present_cost
         with self.backend.compile(module, self.inputs, self.scratch) as engine:
             measured = compare(self.dense, engine)
