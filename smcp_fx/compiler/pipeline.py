@@ -28,9 +28,9 @@ from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.training import accuracy, is_guessing, training_loop, usable_device
 from smcp_fx.config import PruningConfig
 from smcp_fx.errors import CheckpointError, TableError, TraceError
-from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.exchange import differences
-from smcp_fx.latency.filling import MeasureReport, MeasuringProgress
+from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, converted_full, prepare
 from smcp_fx.pruning.solve import Solve
@@ -137,14 +137,15 @@ class _Compilation:
         report = build_report(
             settings, self.config, prepared, fitted, data, backend, corrector,
             Measured(measured, tuple(accuracies), fraction),
-            cost=cost if isinstance(cost, LatencyCost) else None,
+            filled=self._filled,
             training=[("dense", dense_results), ("prune", loop.results)],
             seconds=self.seconds,
             notes=self.notes,
         )  # fmt: skip
-        if isinstance(cost, LatencyCost) and isinstance(pruned, TensorRTEngine):
+        network_latency = latency_of(prepared.pruner.cost)
+        if network_latency is not None and isinstance(pruned, TensorRTEngine):
             predicted = {block["name"]: block["pruned_ms"] for block in report["blocks"]}
-            report["engine_layers"] = blocks_beside_layers(cost.blocks, predicted, pruned.layers())
+            report["engine_layers"] = blocks_beside_layers(network_latency.blocks, predicted, pruned.layers())
         write_report(report, folder)
         self.console.print(summary_table(report), markup=False)
         self.console.print(f"Files in {folder}: {', '.join(report['files'].values())}", markup=False)
@@ -209,8 +210,8 @@ class _Compilation:
         self._say(f"dense test accuracy {found:.2%}{said}")
         if is_guessing(found, data.classes):
             self._warn(
-                f"the weights as they are do no better than guessing ({found:.2%}): are they for these {data.classes} "
-                "classes, in this order?"
+                f"the weights as they are do no better than guessing ({found:.2%}): are they for these "
+                f"{data.classes} classes, in this order?"
             )
         elif fitted.accuracy is not None and found < fitted.accuracy - _BELOW:
             self._warn(
@@ -292,16 +293,7 @@ class _Compilation:
         wanted = self.settings.wanted
         latency = isinstance(cost, LatencyCost)
         name = "measuring the latency table" if latency and not self._filled else "analysing the network"
-        with self._stage(name), self._progress() as progress:
-            if isinstance(cost, LatencyCost):
-                task = progress.add_task("measuring the latency table", total=1.0)
-
-                def show(state: MeasuringProgress) -> None:
-                    progress.update(
-                        task, completed=state.fraction, description=f"latency table: {state.block}"
-                    )
-
-                cost.progress = show
+        with self._stage(name):
             prepared = prepare(
                 fitted.model,
                 tuple(value.to(self.device) for value in inputs),
@@ -310,11 +302,12 @@ class _Compilation:
                 schedule=schedule,
                 config=self.config,
             )
-        if isinstance(cost, LatencyCost) and cost.report is not None:
+        network_latency = latency_of(prepared.pruner.cost)
+        if network_latency is not None and network_latency.report is not None:
             if self._filled is not None:
-                cost.report = cost.report.after(self._filled)
+                self._filled = network_latency.report.after(self._filled)
                 return prepared  # what follows was said then
-            self._filled = cost.report
+            self._filled = network_latency.report
         channels = prepared.channels
         self._say(
             f"{len(channels.groups)} groups, {channels.free_share:.0%} of the input channels free; unpruned cost "

@@ -15,7 +15,9 @@ from smcp_fx.compiler.saving import WEIGHTS
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.surfaces import surfaces
 from smcp_fx.config import PruningConfig
-from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.cost import latency_of
+from smcp_fx.latency.filling import MeasureReport
+from smcp_fx.latency.network import NetworkLatency
 from smcp_fx.prepare import PreparedModel
 from smcp_fx.training import Epoch
 from smcp_fx.zoo.data import ImageData
@@ -41,12 +43,12 @@ def build_report(
     corrector: Corrector,
     measured: Measured,
     *,
-    cost: LatencyCost | None,
+    filled: MeasureReport | None,
     training: Sequence[tuple[str, list[Epoch]]],
     seconds: Mapping[str, float],
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the report; ``cost`` is None where the target is no latency, ``training`` is by phase."""
+    """Return the report; ``filled``: what measuring the latency table took; ``training`` is by phase."""
     pruner = prepared.pruner
     counts, unit = pruner.counts, pruner.cost.unit
     full_counts = pruner.cost.full_counts
@@ -71,7 +73,8 @@ def build_report(
             "flops": others["flops"].cost(chosen),
         }
     per_epoch = pruner.schedule.steps_per_epoch if pruner.schedule is not None else 1
-    blocks = _blocks(cost, counts) if cost is not None else []
+    network_latency = latency_of(pruner.cost)
+    blocks = _blocks(network_latency, counts) if network_latency is not None else []
     validation = [
         {"name": c.name, "predicted_ms": c.predicted_ms, "measured_ms": c.measured.pruned.median_ms}
         for c in corrector.comparisons
@@ -147,8 +150,8 @@ def build_report(
         ],
         "validation": validation,
         "blocks": blocks,
-        "surfaces": surfaces(cost, counts) if cost is not None else [],
-        "table": _table_facts(cost),
+        "surfaces": surfaces(network_latency, counts) if network_latency is not None else [],
+        "table": _table_facts(network_latency, filled, backend) if network_latency is not None else None,
         "files": {
             "dense": "dense.onnx",
             "pruned": "pruned.onnx",
@@ -177,30 +180,28 @@ def _weight_files(settings: CompileSettings) -> dict[str, str]:
     return {"weights": WEIGHTS, "manifest": Path(WEIGHTS).with_suffix(".json").name}
 
 
-def _blocks(cost: LatencyCost, counts: Mapping[str, int]) -> list[dict[str, Any]]:
+def _blocks(latency: NetworkLatency, counts: Mapping[str, int]) -> list[dict[str, Any]]:
     """What each block is predicted to take in the dense and in the pruned network, weighed for each of them."""
-    dense, pruned = cost.by_block(cost.full_counts), cost.by_block(counts)
+    dense, pruned = latency.by_block(latency.full_counts), latency.by_block(counts)
     return [{"name": name, "dense_ms": ms, "pruned_ms": pruned[name]} for name, ms in dense.items()]
 
 
-def _table_facts(cost: LatencyCost | None) -> dict[str, Any] | None:
+def _table_facts(latency: NetworkLatency, filled: MeasureReport | None, backend: Backend) -> dict[str, Any]:
     """What the latencies rest on: rows, how sure they are, and how they were weighed."""
-    if cost is None:
-        return None
-    error = cost.table.held_out_error(cost.blocks, cost.fingerprint)
-    report = cost.report
+    table, fingerprint = latency.table, latency.fingerprint
+    error = table.held_out_error(latency.blocks, fingerprint)
     return {
-        "path": str(cost.table.path),
-        "rows": len(cost.table.rows(cost.fingerprint)),
-        "measured": report.measured if report else 0,
-        "reused": report.reused if report else None,
-        "unstable": len(cost.table.unsteady(cost.blocks, cost.fingerprint)),
+        "path": str(table.path),
+        "rows": len(table.rows(fingerprint)),
+        "measured": filled.measured if filled else 0,
+        "reused": filled.reused if filled else None,
+        "unstable": len(table.unsteady(latency.blocks, fingerprint)),
         "held_out_points": error.points,
         "held_out_median": error.median,
         "held_out_p95": error.p95,
-        "fingerprint": cost.fingerprint.as_dict(),
-        "foreign": cost.foreign,
-        "residency": asdict(cost.residency),
+        "fingerprint": fingerprint.as_dict(),
+        "foreign": fingerprint != backend.fingerprint(),
+        "residency": asdict(latency.residency),
     }
 
 

@@ -7,24 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.network import NetworkLatency
 from smcp_fx.report.heat_map import thinned
 
 #: The report shows so many blocks: of each shape the one that takes longest.
 _SHOWN = 8
 
 
-def surfaces(cost: LatencyCost, counts: Mapping[str, int]) -> list[dict[str, Any]]:
+def surfaces(latency: NetworkLatency, counts: Mapping[str, int]) -> list[dict[str, Any]]:
     """Return, dearest first, what `smcp_fx.report.heat_map.heat_map` draws.
 
     Latencies are as the pruned network with these counts has them: hot and cold rows weighed as for it.
     """
-    share = cost.share(counts)
+    share = latency.share(counts)
     dearest: dict[str, tuple[float, dict[str, Any]]] = {}
-    for block in cost.blocks:
+    for block in latency.blocks:
         if not block.widths:
             continue
-        surface = cost.surface(block, share)
+        surface = latency.surface(block, share)
         dense_ms = float(surface(*(np.asarray(width) for width in block.full_widths)))
         if dense_ms <= dearest.get(block.signature, (0.0, {}))[0]:
             continue

@@ -13,7 +13,7 @@ from fake_latencies import FakeBackend, network, smooth
 
 import smcp_fx
 from smcp_fx.compiler.surfaces import surfaces
-from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.report.heat_map import colour, heat_map, thinned
 from smcp_fx.report.page import render_page
@@ -95,8 +95,9 @@ def test_names_are_escaped() -> None:
 def test_surfaces_of_a_network_are_its_tables_prices(tmp_path: Path) -> None:
     table = LatencyTable(tmp_path / "t.sqlite", cold_share=0.5)
     cost = LatencyCost(table, FakeBackend(latency=smooth, cold=3.0))
-    smcp_fx.prepare(network(), torch.randn(2, 3, 12, 12), cost=cost)
-    found = {entry["name"]: entry for entry in surfaces(cost, {"0": 16, "2": 40, "4": 8})}
+    latency = latency_of(smcp_fx.prepare(network(), torch.randn(2, 3, 12, 12), cost=cost).pruner.cost)
+    assert latency is not None
+    found = {entry["name"]: entry for entry in surfaces(latency, {"0": 16, "2": 40, "4": 8})}
     inner = found["2"]
     assert inner["chosen"] == [16, 40]
     assert inner["full"] == [32, 64]
