@@ -75,7 +75,7 @@ class Corrector:
         schedule = self.prepared.pruner.schedule
         assert schedule is not None
         if solve.step == schedule.last_step:
-            self._fit(solve.step)
+            self.fit(solve.step)
         elif solve.step + schedule.every >= schedule.ramp_end and not self.comparisons:
             # One solve before the target arrives: it then arrives corrected, and masks can stay from there on.
             _Candidate(self, "first masks near the target", solve.step).measure()
@@ -96,7 +96,8 @@ class Corrector:
             ) from error
         self.comparisons = [comparison for comparison in found if comparison.step <= step]
 
-    def _fit(self, step: int) -> None:
+    def fit(self, step: int = 0) -> None:
+        """Measure the network of the last solve, and solve again until it takes what was asked."""
         pruner, solves = self.prepared.pruner, itertools.count(2)
 
         def solve(aim: float) -> _Candidate:
@@ -138,7 +139,7 @@ class Corrector:
                 measured = compare(dense, engine)
         else:
             self._drop_engine()
-            self._engine = self.backend.compile(sliced(self.prepared), self.inputs, self.scratch)
+            self._engine = self.backend.compile(sliced(self.prepared).cpu(), self.inputs, self.scratch)
             measured = compare(self.dense, self._engine)
         self.comparisons.append(Comparison(name, predicted_ms, measured, step))
         write_texts({self.file: json.dumps([asdict(c) for c in self.comparisons], indent=1)}, "measurements")
