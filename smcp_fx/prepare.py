@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from smcp_fx.channels import build
 from smcp_fx.config import PruningConfig
@@ -250,6 +250,14 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
 
 def sliced(prepared: PreparedModel) -> nn.Module:
     """`convert` at any time: also before the schedule has brought the target, to measure what it would give."""
+    return sliced_graph(prepared)[1]
+
+
+def sliced_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
+    """The sliced network as one graph, and as the module that `convert` returns; they share their tensors.
+
+    They are the same object but for models that were traced in regions, whose graph is the joined one.
+    """
     copied = deep_copy(prepared)
     copied.pruner.retire()
     if isinstance(copied, PreparedRegions):
@@ -267,17 +275,22 @@ def sliced(prepared: PreparedModel) -> nn.Module:
         node.meta.pop(META, None)
     module.recompile()
     if not isinstance(copied, PreparedRegions):
-        return module
+        return module, module
     assert copied.plan.joined is not None
     run_by_graphs(copied.python, module.graph, copied.plan.joined, alone=True)
-    return copied.python
+    return module, copied.python
 
 
 def converted_full(prepared: PreparedModel) -> nn.Module:
     """The network as a plain model with every channel, whatever the masks are now."""
+    return full_graph(prepared)[1]
+
+
+def full_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
+    """`sliced_graph` of the network with every channel, whatever the masks are now."""
     masks = prepared.masks
     prepared.set_masks({name: torch.ones_like(mask) for name, mask in masks.items()})
     try:
-        return sliced(prepared)
+        return sliced_graph(prepared)
     finally:
         prepared.set_masks(masks)

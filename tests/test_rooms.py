@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "pruning": "passes costs allocation channels storage",
     "serialization": "regions tracing storage",
     "verbs": "pruning serialization regions passes costs channels tracing storage",
-    "calibration": "verbs pruning passes costs tracing",
+    "calibration": "verbs regions pruning passes costs tracing",
     "smcp_fx": "calibration verbs serialization latency pruning allocation knapsack channels backends",
     "training": "verbs pruning",
     "report": "storage",

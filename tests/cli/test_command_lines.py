@@ -23,7 +23,9 @@ from smcp_fx.compiler import CompileSettings
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.storage.files import locked
-from smcp_fx.zoo.data import call_factory, image_folder, load_data
+from smcp_fx.zoo.data import call_factory, load_data
+from smcp_fx.zoo.image_folder import image_folder
+from smcp_fx.zoo.pretrained import Preprocessing
 
 FILE = """
 import os, sys
@@ -123,6 +125,9 @@ BAD = [
     ("compile --overwrite --mod file.py:build", "unrecognized arguments: --mod"),
     ("compile --overwrite --vers", "unrecognized arguments: --vers"),
     ("compile --overwrite --batch many", "invalid int value: 'many'"),
+    (f"compile --overwrite --batch {'9' * 5000}x", "invalid int value: '99"),
+    (f"compile --overwrite --model {'x' * 5000}.py:f", "xxx..."),
+    (f"table show {'x' * 5000}", "xxx..."),
     ("compile --overwrite --weights out/pruned.onnx --model file.py:build", "cannot be read as weights"),
     ("compile --overwrite --table out/pruned.onnx --model file.py:build", "no latency table"),
     ("compile --overwrite --data imagefolder:[/x]", "[/x] needs the folders train/ and val/"),
@@ -135,6 +140,8 @@ BAD = [
     ("table measure file.py:build --batch 99999999999999999999 --table t", "smaller batch"),
     ("table measure file.py:build --threads 100000 --table t", "threads = 100000: at most"),
     ("table measure file.py:leaves --table t", "it called sys.exit(0)"),
+    ("table measure file.py:build --shard \u00b2/3 --table t", "give I/N with 1 <= I <= N"),
+    ("table measure file.py:build --shard 0/3 --table t", "give I/N with 1 <= I <= N"),
     ("table measure file.py:build --retry --table t", "unrecognized arguments: --retry"),
     ("table import out/pruned.onnx t", "must end in .json or .csv"),
     ("inspect file.py:build --input-size 1x999999x999999", "smaller images"),
@@ -148,7 +155,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), BAD, ids=[words for words, _ in BAD])
+@pytest.mark.parametrize(("words", "said"), BAD, ids=[words[:80] for words, _ in BAD])
 def test_what_cannot_work_is_one_sentence_and_changes_nothing(
     here: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
 ) -> None:
@@ -326,10 +333,10 @@ def test_a_damaged_image_is_named(tmp_path: Path, damage: str) -> None:
     file = tmp_path / "train" / "a" / "1.png"
     whole = file.read_bytes()
     file.write_bytes({"text": b"no image", "cut": whole[: len(whole) // 2], "empty": b""}[damage])
-    data = image_folder(tmp_path, 16)
-    assert data.test[0][0].shape == (3, 16, 16)
+    train, test, _ = image_folder(tmp_path, Preprocessing(16))
+    assert test[0][0].shape == (3, 16, 16)
     with pytest.raises(InputError, match=r"1\.png is no image that can be read, or a damaged one"):
-        data.train[0]
+        train[0]
 
 
 def test_relative_paths_begin_where_the_command_was_given(
