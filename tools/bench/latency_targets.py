@@ -95,16 +95,17 @@ def sought(model: str, setting: str, asked: float, rows: Path) -> dict[str, Any]
             [sys.executable, __file__, "again", str(out), "--shape", str(batch), "3", str(side), str(side)],
             check=True, capture_output=True, text=True,
         ).stdout  # fmt: skip
+    assert report.table is not None
     return {
-        "measured": report["measured_fraction"],
-        "error": report["measured_fraction_error"],
-        "predicted": report["predicted_fraction"],
-        "dense_predicted_ms": report["dense"]["predicted_ms"],
-        "dense_ms": report["dense"]["latency_ms"],
-        "pruned_ms": report["pruned"]["latency_ms"],
+        "measured": report.measured_fraction,
+        "error": report.measured_fraction_error,
+        "predicted": report.predicted_fraction,
+        "dense_predicted_ms": report.dense.predicted_ms,
+        "dense_ms": report.dense.latency_ms,
+        "pruned_ms": report.pruned.latency_ms,
         "tried": [{"name": c["name"], "measured": c["measured"]["fraction"]} for c in tried],
-        "rows": report["table"]["measured"],
-        "seconds": report["seconds"],
+        "rows": report.table.measured,
+        "seconds": dict(report.seconds),
         **json.loads(told),
     }
 
