@@ -113,8 +113,8 @@ def guarded(
     except SystemExit as stopped:  # no code of ours does so in a run
         if debug:
             raise
-        where = traceback.extract_tb(stopped.__traceback__)[-1]
-        place = f"{where.filename}:{where.lineno}"
+        caller = traceback.extract_tb(stopped.__traceback__)[-1]
+        place = f"{caller.filename}:{caller.lineno}"
         tell(problems, command, f"{place} called sys.exit({stopped.code!r}) in the middle of the run")
         return 2
     except (MemoryError, RuntimeError) as error:
