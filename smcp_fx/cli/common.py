@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import NoReturn
@@ -108,6 +109,13 @@ def guarded(
         where = f": {error.filename}" if error.filename else ""
         more = f". {advice}" if error.errno in _NO_PLACE else ""
         tell(problems, command, f"{error.strerror or error}{where}{more}")
+        return 2
+    except SystemExit as stopped:  # no code of ours does so in a run
+        if debug:
+            raise
+        caller = traceback.extract_tb(stopped.__traceback__)[-1]
+        place = f"{caller.filename}:{caller.lineno}"
+        tell(problems, command, f"{place} called sys.exit({stopped.code!r}) in the middle of the run")
         return 2
     except (MemoryError, RuntimeError) as error:
         if debug or not _is_out_of_memory(error):

@@ -74,7 +74,15 @@ def load_model(
         model = _create_timm(name, num_classes=data.classes, **own)
     else:
         model = _from_factory(spec, base)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            f"{spec}: all its parameters are frozen (requires_grad=False): nothing can be trained"
+        )
     channels, fitting = _fit(model, spec, data, [size] if size else None)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            f"{spec}: all its parameters are frozen (requires_grad=False): nothing can be trained"
+        )
     if channels != data.channels:
         notes.append(
             f"images of {data.channels} channel{'s' * (data.channels > 1)} given on {channels} channels"
