@@ -75,7 +75,7 @@ class Corrector:
         schedule = self.prepared.pruner.schedule
         assert schedule is not None
         if solve.step == schedule.last_step:
-            self._fit(solve.step)
+            self.fit(solve.step)
         elif solve.step + schedule.every >= schedule.ramp_end and not self.comparisons:
             # One solve before the target arrives: it then arrives corrected, and masks can stay from there on.
             _Candidate(self, "first masks near the target", solve.step).measure()
@@ -96,7 +96,8 @@ class Corrector:
             ) from error
         self.comparisons = [comparison for comparison in found if comparison.step <= step]
 
-    def _fit(self, step: int) -> None:
+    def fit(self, step: int = 0) -> None:
+        """Measure the network of the last solve, and solve again until it takes what was asked."""
         pruner, solves = self.prepared.pruner, itertools.count(2)
 
         def solve(aim: float) -> _Candidate:
@@ -138,7 +139,7 @@ class Corrector:
                 measured = compare(dense, engine)
         else:
             self._drop_engine()
-            self._engine = self.backend.compile(sliced(self.prepared), self.inputs, self.scratch)
+            self._engine = self.backend.compile(sliced(self.prepared).cpu(), self.inputs, self.scratch)
             measured = compare(self.dense, self._engine)
         self.comparisons.append(Comparison(name, predicted_ms, measured, step))
         write_texts({self.file: json.dumps([asdict(c) for c in self.comparisons], indent=1)}, "measurements")
@@ -221,31 +222,3 @@ def accuracy_of(engine: Engine, data: ImageData, fitted: FittedModel, batch: int
         right += int((np.argmax(logits, axis=1) == labels.numpy()).sum())
         total += len(labels)
     return right / total
-
-
-def layer_counts(prepared: PreparedModel) -> list[dict[str, Any]]:
-    """Channels before and after, layer by layer."""
-    channels = prepared.channels
-    kept = prepared.smcp.units_kept()
-
-    def count(labels: Tensor) -> int:
-        units = channels.units.of(labels)
-        return int(((units < 0) | kept[units.clamp(min=0)]).sum())
-
-    def group(labels: Tensor) -> str:
-        indices = {int(channels.group_of_unit[u]) for u in channels.units.of(labels).tolist() if u >= 0}
-        return ", ".join(channels.groups[i].name for i in sorted(indices) if i >= 0)
-
-    return [
-        {
-            "path": layer.path,
-            "kind": layer.kind,
-            "in_channels": layer.input_channels.numel(),
-            "in_kept": count(layer.input_channels),
-            "out_channels": layer.output_channels.numel(),
-            "out_kept": count(layer.output_channels),
-            "in_group": group(layer.input_channels),
-            "out_group": group(layer.output_channels),
-        }
-        for layer in channels.layers
-    ]

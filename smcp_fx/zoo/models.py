@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.errors import InputError
+from smcp_fx.tracing.example_inputs import first_convolution
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.zoo.data import ImageData, call_factory
 from smcp_fx.zoo.weights import Weights, load_weights
@@ -25,7 +27,8 @@ _SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299)
 class FittedModel:
     """A model, and the images it takes: ``channels`` x ``size`` x ``size``; ``notes`` say what was adapted.
 
-    ``accuracy``: what its weights are said to reach, a fraction; None where that is not known.
+    ``accuracy``: what its weights are said to reach, a fraction; None where that is not known. ``trained``: all its
+    layers came with weights.
     """
 
     model: nn.Module
@@ -34,18 +37,26 @@ class FittedModel:
     size: int
     notes: tuple[str, ...]
     accuracy: float | None = None
+    trained: bool = False
 
 
 def load_model(
-    spec: str, data: ImageData, weights: Weights | None = None, base: Path | None = None
+    spec: str,
+    data: ImageData,
+    weights: Weights | None = None,
+    base: Path | None = None,
+    *,
+    size: int | None = None,
 ) -> FittedModel:
     """Build ``torchvision:NAME``, ``timm:NAME`` or ``path/to/file.py:factory`` for the data's classes.
 
     ``base``: the folder that relative paths begin at (default: the working directory).
 
-    Images smaller than the model takes are enlarged to the smallest size that works; a grey image is repeated
-    over the model's input channels. A torchvision ResNet on images up to 64 pixels gets a 3x3 stem of stride 1
-    with the data's channels, unless weights are given. Raises `InputError` where nothing fits.
+    Images are resized to ``size``; without it, those smaller than the model takes are enlarged to the smallest size
+    that works. A grey image is repeated over the model's input channels. A torchvision ResNet on images up to 64
+    pixels gets a 3x3 stem of stride 1 with the data's channels, unless weights are given.
+
+    Raises `InputError` where nothing fits.
     """
     kind, _, name = spec.partition(":")
     notes: list[str] = []
@@ -63,13 +74,22 @@ def load_model(
         model = _create_timm(name, num_classes=data.classes, **own)
     else:
         model = _from_factory(spec, base)
-    channels, size = _fit(model, spec, data)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            f"{spec}: all its parameters are frozen (requires_grad=False): nothing can be trained"
+        )
+    channels, fitting = _fit(model, spec, data, [size] if size else None)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            f"{spec}: all its parameters are frozen (requires_grad=False): nothing can be trained"
+        )
     if channels != data.channels:
         notes.append(
             f"images of {data.channels} channel{'s' * (data.channels > 1)} given on {channels} channels"
         )
-    if size != data.size:
-        notes.append(f"images resized from {data.size} to {size} pixels, the smallest size the model takes")
+    if fitting != data.size:
+        why = "as asked" if size else "the smallest size the model takes"
+        notes.append(f"images resized from {data.size} to {fitting} pixels, {why}")
     if weights is not None:
         weights = load_weights(model, weights, data.classes)
         notes += weights.notes
@@ -77,9 +97,10 @@ def load_model(
         model,
         name if kind in ("torchvision", "timm") else spec,
         channels,
-        size,
+        fitting,
         tuple(notes),
         None if weights is None else weights.accuracy,
+        weights is not None and weights.whole,
     )
 
 
@@ -166,15 +187,15 @@ def _from_factory(spec: str, base: Path | None = None) -> nn.Module:
     return model
 
 
-def _fit(model: nn.Module, spec: str, data: ImageData) -> tuple[int, int]:
-    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-    if first is None:
+def _fit(model: nn.Module, spec: str, data: ImageData, sizes: Sequence[int] | None) -> tuple[int, int]:
+    first = first_convolution(model)
+    if not isinstance(first, nn.Conv2d):
         raise InputError(f"{spec} has no 2-d convolution; this command takes image classifiers")
     channels = first.in_channels
     if data.channels not in (1, channels) and channels != 1:
         raise InputError(f"{spec} takes {channels} channels, the data has {data.channels}")
     reasons = []
-    for size in dict.fromkeys((data.size, *(s for s in _SIZES if s > data.size))):
+    for size in sizes or dict.fromkeys((data.size, *(s for s in _SIZES if s > data.size))):
         try:
             output = run_eager(model, (torch.zeros(2, channels, size, size),))
         except Exception as error:
