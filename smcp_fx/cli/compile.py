@@ -22,6 +22,7 @@ _EXAMPLES = """examples:
   smcp-compile --model model.py:build --weights model.safetensors --data data.py:load --target '12 ms' --batch 1
   smcp-compile --model torchvision:resnet50 --backend tensorrt --precision fp16 --batch 256
   smcp-compile --data imagefolder:/data/flowers --model timm:resnet50 --target 0.3 --cost flops
+  smcp-compile --model timm:resnet50 --pretrained --data images:/data/photos --epochs 0 --targets 0.9,0.7,0.5,0.3
 """
 
 
@@ -36,6 +37,8 @@ def add_options(parser: argparse._ArgumentGroup, kind: type) -> None:
         if hints[entry.name] is bool:
             action = argparse.BooleanOptionalAction if default else "store_true"
             parser.add_argument(flag, action=action, default=default, help=help_text)
+        elif hints[entry.name] == tuple[float, ...]:
+            parser.add_argument(flag, type=_numbers, default=default, help=help_text, metavar="A,B,...")
         elif isinstance(default, tuple):
             parser.add_argument(flag, nargs="*", default=default, help=help_text, metavar="NAME")
         else:
@@ -52,6 +55,11 @@ def add_options(parser: argparse._ArgumentGroup, kind: type) -> None:
 
 def _default(entry: Field[Any]) -> Any:
     return None if entry.default is MISSING else entry.default
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Numbers with commas between."""
+    return tuple(float(part) for part in text.split(",") if part.strip())
 
 
 def _plain_type(hint: Any) -> Any:

@@ -14,6 +14,13 @@ from smcp_fx.report.heat_map import heat_map
 from smcp_fx.report.provenance import provenance
 from smcp_fx.report.summary import comparison, headline, model_name, target_line, unsteady
 from smcp_fx.report.svg import Markup, element, join
+from smcp_fx.report.without_training import (
+    repair_bars,
+    repair_words,
+    target_curve,
+    target_head,
+    target_rows,
+)
 
 # The browser itself is told to fetch nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -205,7 +212,35 @@ def _pictures(report: dict[str, Any]) -> list[Markup]:
             ),
         ),
     ]
-    return [wide[0], element("div", *small, class_="trio"), wide[1], *_surfaces(report)]
+    return [
+        *_without_training(report),
+        wide[0],
+        element("div", *small, class_="trio"),
+        wide[1],
+        *_surfaces(report),
+    ]
+
+
+def _without_training(report: dict[str, Any]) -> list[Markup]:
+    """The trade-off curve, and what the repair did."""
+    drawn = []
+    if report.get("trade_off"):
+        head = target_head(report)
+        words = (
+            "Each point is a network of its own, measured beside the dense one, with a file in this folder."
+        )
+        drawn.append(
+            _figure(
+                "What each target costs", words, target_curve(report), _numbers(head, target_rows(report))
+            )
+        )
+    if report.get("calibration"):
+        layers = report["calibration"]["layers"]
+        names = ("path", "before", "after", "repaired", "positions", "inputs", "left")
+        rows = [[layer[name] for name in names] for layer in layers]
+        table = _numbers(("layer", *names[1:-1], "left as it was"), rows)
+        drawn.append(_figure("Repaired layers", repair_words(report), repair_bars(layers), table))
+    return drawn
 
 
 def _surfaces(report: dict[str, Any]) -> list[Markup]:
