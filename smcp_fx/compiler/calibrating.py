@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from smcp_fx.calibration import RepairReport, repair
 from smcp_fx.compiler.training import accuracy
 from smcp_fx.prepare import convert
 from smcp_fx.prepared import PreparedModel
+from smcp_fx.report.schema import CalibrationFacts, RepairRow
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
@@ -48,24 +48,10 @@ def repaired(prepared: PreparedModel, batches: Batches, fitted: FittedModel, dat
     return Repaired(smaller, sliced, accuracy(smaller, fitted, data), report)
 
 
-def as_calibration(found: Repaired, images: int, labelled: bool, dense: float) -> dict[str, Any]:
+def calibration_facts(found: Repaired, images: int, labelled: bool, dense: float) -> CalibrationFacts:
     """Return what the report says of it."""
-    stages = (("dense", dense), ("sliced", found.sliced), ("repaired", found.repaired))
-    return {
-        "images": images,
-        "labels": labelled,
-        "stages": [{"name": name, "accuracy": value} for name, value in stages],
-        "norms": len(found.report.norms),
-        "layers": [
-            {
-                "path": layer.path,
-                "before": layer.before,
-                "after": layer.after,
-                "repaired": layer.repaired,
-                "positions": layer.positions,
-                "inputs": layer.inputs,
-                "left": layer.left,
-            }
-            for layer in found.report.layers
-        ],
-    }
+    names = ("path", "before", "after", "repaired", "positions", "inputs", "left")
+    rows = [RepairRow(**{name: getattr(layer, name) for name in names}) for layer in found.report.layers]
+    return CalibrationFacts(
+        images, labelled, dense, found.sliced, found.repaired, len(found.report.norms), tuple(rows)
+    )

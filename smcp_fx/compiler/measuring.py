@@ -227,31 +227,3 @@ def accuracy_of(engine: Engine, data: ImageData, fitted: FittedModel, batch: int
         right += int((np.argmax(logits, axis=1) == labels.numpy()).sum())
         total += len(labels)
     return right / total
-
-
-def layer_counts(prepared: PreparedModel) -> list[dict[str, Any]]:
-    """Channels before and after, layer by layer."""
-    channels = prepared.channels
-    kept = prepared.smcp.units_kept()
-
-    def count(labels: Tensor) -> int:
-        units = channels.units.of(labels)
-        return int(((units < 0) | kept[units.clamp(min=0)]).sum())
-
-    def group(labels: Tensor) -> str:
-        indices = {int(channels.group_of_unit[u]) for u in channels.units.of(labels).tolist() if u >= 0}
-        return ", ".join(channels.groups[i].name for i in sorted(indices) if i >= 0)
-
-    return [
-        {
-            "path": layer.path,
-            "kind": layer.kind,
-            "in_channels": layer.input_channels.numel(),
-            "in_kept": count(layer.input_channels),
-            "out_channels": layer.output_channels.numel(),
-            "out_kept": count(layer.output_channels),
-            "in_group": group(layer.input_channels),
-            "out_group": group(layer.output_channels),
-        }
-        for layer in channels.layers
-    ]

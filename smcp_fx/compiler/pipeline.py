@@ -16,7 +16,7 @@ from smcp_fx.backends import Backend, Engine, Fingerprint, RelativeLatency, comp
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine
 from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
 from smcp_fx.calibration import gather_importance, recalibrate
-from smcp_fx.compiler.calibrating import Repaired, as_calibration, calibration_batches, repaired
+from smcp_fx.compiler.calibrating import Repaired, calibration_batches, calibration_facts, repaired
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.compiler.measuring import Corrector, accuracy_of, measured_as_predicted
 from smcp_fx.compiler.reporting import Measured, build_report
@@ -32,7 +32,8 @@ from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, converted_full, prepare
 from smcp_fx.pruning.solve import Solve
-from smcp_fx.report import summary_table, target_table, write_report
+from smcp_fx.report import Report, summary_table, target_table, write_report
+from smcp_fx.report.schema import TargetRow
 from smcp_fx.serialization.saving import save
 from smcp_fx.training import Epoch, TrainingLoop
 from smcp_fx.zoo.data import ImageData, load_data
@@ -43,7 +44,7 @@ from smcp_fx.zoo.weights import read_weights
 
 def compile_model(
     settings: CompileSettings, config: PruningConfig | None = None, console: Console | None = None
-) -> dict[str, Any]:
+) -> Report:
     """Run the whole way and return the report that was written to ``settings.out``.
 
     Raises the library's errors for whatever does not fit; what was finished stays in ``--out`` and a run with
@@ -71,7 +72,7 @@ class _Compilation:
         self._dense_accuracy = 0.0
         self._filled: MeasureReport | None = None  # what the latency table took, once it is complete
 
-    def go(self) -> dict[str, Any]:
+    def go(self) -> Report:
         settings = self.settings
         backend = get_backend(settings.backend, **settings.backend_options)
         self.folder.look()
@@ -114,7 +115,7 @@ class _Compilation:
         backend: Backend,
         inputs: tuple[torch.Tensor, ...],
         cost: str | LatencyCost,
-    ) -> dict[str, Any]:
+    ) -> Report:
         settings = self.settings
         dense_results = self._train_dense(fitted, data)
         prepared = self._prepare(fitted, data, inputs, cost)
@@ -151,20 +152,20 @@ class _Compilation:
             seconds=self.tell.seconds,
             notes=self.tell.notes,
         )  # fmt: skip
-        report |= without
-        if "trade_off" in without:
-            report["trade_off"].append(
-                self._point(prepared, measured, accuracies[1], report["files"]["pruned"])
-            )
+        if settings.targets:
+            last = self._point(prepared, measured, accuracies[1], report.files["pruned"])
+            without["targets"] = (*without["targets"], last)
+        report = replace(report, **without)
         network_latency = latency_of(prepared.pruner.cost)
         if network_latency is not None and isinstance(pruned, TensorRTEngine):
-            predicted = {block["name"]: block["pruned_ms"] for block in report["blocks"]}
-            report["engine_layers"] = blocks_beside_layers(network_latency.blocks, predicted, pruned.layers())
+            predicted = {block.name: block.pruned_ms or 0.0 for block in report.blocks}
+            layers = blocks_beside_layers(network_latency.blocks, predicted, pruned.layers())
+            report = replace(report, engine_layers=layers)
         write_report(report, folder)
         for table in (summary_table(report), target_table(report)):
             if table is not None:
                 self.tell.console.print(table, markup=False)
-        self.tell.console.print(f"Files in {folder}: {', '.join(report['files'].values())}", markup=False)
+        self.tell.console.print(f"Files in {folder}: {', '.join(report.files.values())}", markup=False)
         return report
 
     # ---- stages -----------------------------------------------------------------------------------------
@@ -422,15 +423,13 @@ class _Compilation:
             )
             if target != targets[-1]:
                 points.append(self._emitted(prepared, found, corrector, target))
-        record: dict[str, Any] = {
-            "calibration": as_calibration(found, images, data.labelled, self._dense_accuracy),
-            "agreement": not data.labelled,
-        }
-        return found.network, corrector, record | ({"trade_off": points} if settings.targets else {})
+        facts = calibration_facts(found, images, data.labelled, self._dense_accuracy)
+        told = {"calibration": facts, "agreement": not data.labelled, "targets": tuple(points)}
+        return found.network, corrector, told | ({"target": f"{targets[-1]:g}"} if settings.targets else {})
 
     def _emitted(
         self, prepared: PreparedModel, found: Repaired, corrector: Corrector, target: float
-    ) -> dict[str, Any]:
+    ) -> TargetRow:
         """Write the network of one of several targets, measure it, and return its point of the curve."""
         path = self.settings.folder / f"pruned-{target:g}.onnx"
         network = found.network.cpu()
@@ -444,18 +443,18 @@ class _Compilation:
 
     def _point(
         self, prepared: PreparedModel, measured: RelativeLatency, accuracy: float, file: str
-    ) -> dict[str, Any]:
+    ) -> TargetRow:
         pruner = prepared.pruner
-        return {
-            "target": pruner.target / pruner.full_cost,
-            "cost": pruner.present_cost / pruner.full_cost,
-            "measured": measured.fraction,
-            "latency_ms": measured.pruned.median_ms,
-            "accuracy": accuracy,
-            "params": prepared.plan.parameters.cost(pruner.counts),
-            "flops": prepared.plan.flops.cost(pruner.counts),
-            "file": file,
-        }
+        return TargetRow(
+            target=pruner.target / pruner.full_cost,
+            cost=pruner.present_cost / pruner.full_cost,
+            measured=measured.fraction,
+            latency_ms=measured.pruned.median_ms,
+            accuracy=accuracy,
+            params=int(prepared.plan.parameters.cost(pruner.counts)),
+            flops=prepared.plan.flops.cost(pruner.counts),
+            file=file,
+        )
 
     def _recalibrate(self, smaller: nn.Module, fitted: FittedModel, data: ImageData) -> None:
         """Estimate batch norms anew: averages of a small momentum (MobileNetV3's) are far behind the weights."""
