@@ -54,10 +54,9 @@ def backend_of(arguments: argparse.Namespace) -> Backend:
 
 def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
     """Return the blocks of the network that the options name."""
-    import torch
-
     from smcp_fx.blocks.cutting import cut
     from smcp_fx.channels import build
+    from smcp_fx.tracing.example_inputs import first_convolution
     from smcp_fx.tracing.other_sizes import at_another_size
     from smcp_fx.tracing.tracer import trace
     from smcp_fx.zoo.models import build_model, example_images
@@ -65,7 +64,7 @@ def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
     if arguments.batch < 1 or arguments.multiple < 1:
         raise InputError("--batch and --multiple must be at least 1")
     model = build_model(arguments.model)
-    first = next((m for m in model.modules() if isinstance(m, torch.nn.Conv2d)), None)
+    first = first_convolution(model)
     channels = 3 if first is None else first.in_channels
     shape = _size(arguments.input_size, channels)
     traced = trace(model, (example_images(arguments.batch, *shape),))

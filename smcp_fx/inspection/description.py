@@ -15,12 +15,11 @@ from smcp_fx.channels.groups import Group
 from smcp_fx.channels.trail import Layer
 from smcp_fx.errors import InputError
 from smcp_fx.prepare import trace_parts
-from smcp_fx.tracing.example_runs import default_inputs, run_eager
+from smcp_fx.tracing.example_inputs import Convolution, default_inputs, first_convolution
 from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.zoo.models import build_model, example_images
 
-#: Image sides tried before the smallest that works: what the known architectures were made for.
-_SIDES = {1: (224,), 2: (224, 299), 3: (112,)}
+#: Frames of a video that one side is given for.
 _FRAMES = 16
 
 
@@ -59,24 +58,12 @@ def inspect_model(
 
 
 def _inputs(model: nn.Module, size: str | None) -> tuple[Any, ...]:
-    first = next((m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d))), None)
-    if size is not None:
-        return (example_images(*_shape(size, first)),)
-    if first is None or getattr(model, "example_input_array", None) is not None:
-        return default_inputs(model)
-    rank = len(first.kernel_size)
-    if not getattr(model, "pretrained_cfg", None):
-        for side in _SIDES[rank]:
-            image = torch.randn(_image(first, side))
-            try:
-                run_eager(model, (image,))
-            except Exception:  # the next size, and in the end the one that says why none fits
-                continue
-            return (image,)
-    return default_inputs(model)
+    if size is None:
+        return default_inputs(model, usual=True)
+    return (example_images(*_shape(size, first_convolution(model))),)
 
 
-def _shape(size: str, first: nn.Conv1d | nn.Conv2d | nn.Conv3d | None) -> tuple[int, ...]:
+def _shape(size: str, first: Convolution | None) -> tuple[int, ...]:
     try:
         sizes = tuple(int(part) for part in size.lower().replace(",", "x").split("x"))
     except ValueError:
@@ -86,15 +73,11 @@ def _shape(size: str, first: nn.Conv1d | nn.Conv2d | nn.Conv3d | None) -> tuple[
     if len(sizes) == 1:
         if first is None:
             raise InputError(f"the model has no convolution; give its whole input shape, not {size!r}")
-        return _image(first, sizes[0])
+        rank = len(first.kernel_size)
+        frames = (_FRAMES,) if rank == 3 else ()
+        return (2, first.in_channels, *frames, *sizes * (rank - len(frames)))
     rank = len(first.kernel_size) if first is not None else 0
     return (2, *sizes) if len(sizes) == rank + 1 else sizes
-
-
-def _image(first: nn.Conv1d | nn.Conv2d | nn.Conv3d, side: int) -> tuple[int, ...]:
-    rank = len(first.kernel_size)
-    spatial = (_FRAMES, side, side) if rank == 3 else (side,) * rank
-    return (2, first.in_channels, *spatial)
 
 
 def describe(inspection: Inspection) -> dict[str, Any]:
