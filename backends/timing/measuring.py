@@ -94,8 +94,9 @@ QUICK = TimingConfig(
 )
 
 
-#: A thread that had less of its core than this, as a share of the time that passed, was disturbed.
-_UNDISTURBED = 0.95
+#: A thread that had less of its core than this, as a share of the time that passed, was disturbed. Chosen, not
+#: measured.
+UNDISTURBED = 0.95
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def take_sample(timer: Timer, pace: Pace | None = None) -> Sample:
     cpu, wall = time.thread_time(), time.perf_counter()
     ms = timer()
     wall, cpu = 1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - cpu)
-    if cpu < _UNDISTURBED * wall - 0.002:
+    if cpu < UNDISTURBED * wall - 0.002:
         return Sample(min(ms, cpu), disturbed=True)
     return Sample(ms, disturbed=not (usual and pace.is_usual()))
 

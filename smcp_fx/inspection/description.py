@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from smcp_fx.channels import ChannelGraph, build
 from smcp_fx.channels.groups import Group
 from smcp_fx.channels.trail import Layer
-from smcp_fx.errors import InputError
 from smcp_fx.prepare import trace_parts
-from smcp_fx.tracing.example_inputs import Convolution, default_inputs, first_convolution
+from smcp_fx.tracing.example_inputs import default_inputs, first_convolution, shape_of_text
 from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.zoo.models import build_model, example_images
 
-#: Frames of a video that one side is given for.
-_FRAMES = 16
+#: Image sides tried before the smallest that works: what the known architectures were made for.
+_SIDES = {1: (224,), 2: (224, 299), 3: (112,)}
 
 
 @dataclass(frozen=True)
@@ -58,26 +57,10 @@ def inspect_model(
 
 
 def _inputs(model: nn.Module, size: str | None) -> tuple[Any, ...]:
-    if size is None:
-        return default_inputs(model, usual=True)
-    return (example_images(*_shape(size, first_convolution(model))),)
-
-
-def _shape(size: str, first: Convolution | None) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(part) for part in size.lower().replace(",", "x").split("x"))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise InputError(f"input size {size!r} is none: give a side (224), or sizes like 3x224x224")
-    if len(sizes) == 1:
-        if first is None:
-            raise InputError(f"the model has no convolution; give its whole input shape, not {size!r}")
-        rank = len(first.kernel_size)
-        frames = (_FRAMES,) if rank == 3 else ()
-        return (2, first.in_channels, *frames, *sizes * (rank - len(frames)))
-    rank = len(first.kernel_size) if first is not None else 0
-    return (2, *sizes) if len(sizes) == rank + 1 else sizes
+    if size is not None:
+        return (example_images(*shape_of_text(model, size)),)
+    first = first_convolution(model)
+    return default_inputs(model, () if first is None else _SIDES[len(first.kernel_size)])
 
 
 def describe(inspection: Inspection) -> dict[str, Any]:

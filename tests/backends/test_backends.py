@@ -23,11 +23,12 @@ from smcp_fx.backends import backend_names, get_backend, measure_interleaved
 from smcp_fx.backends.base import Fingerprint
 from smcp_fx.backends.onnx.block_shapes import BlockShapes
 from smcp_fx.backends.onnx.blocks import BlockModels, Template, consistent, resize
-from smcp_fx.backends.onnxruntime import blocks as onnxruntime_blocks
+from smcp_fx.backends.onnxruntime import own_time
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeEngine
-from smcp_fx.backends.onnxruntime.blocks import block_ms, measure_block
+from smcp_fx.backends.onnxruntime.blocks import measure_block
 from smcp_fx.backends.onnxruntime.context import add_context, random_feed
 from smcp_fx.backends.onnxruntime.overhead import REFERENCE_SHAPE, Overhead
+from smcp_fx.backends.onnxruntime.own_time import block_ms
 from smcp_fx.backends.onnxruntime.profile import NodeTime
 from smcp_fx.backends.onnxruntime.session import bound_run
 from smcp_fx.backends.timing.measuring import (
@@ -618,7 +619,7 @@ def test_a_results_conversion_does_not_count_where_vectors_do_not_divide_its_cha
         counted.append((len(own), block_ms(nodes, results, copies=copies), computing))
         return block_ms(nodes, results, profiler_ms, paid, copies)
 
-    monkeypatch.setattr(onnxruntime_blocks, "block_ms", spy)
+    monkeypatch.setattr(own_time, "block_ms", spy)
     conversions = 0
     for channels in (20, 24, 64):
         counted.clear()

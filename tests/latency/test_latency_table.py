@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -918,6 +919,29 @@ def test_foreign_and_damaged_files_are_refused_and_left_alone(tmp_path):
         LatencyTable(foreign)
     assert sqlite3.connect(foreign).execute("SELECT count(*) FROM sqlite_master").fetchone() == (1,)
     assert len(foreign.read_bytes()) == len(before)
+
+
+@pytest.mark.parametrize(
+    ("column", "other"),
+    [
+        ("error TEXT", "error TEXT AS (hex(zeroblob(300000000)))"),
+        ("hot_ms REAL", "hot_ms REAL AS (attempts)"),
+        ("owner TEXT NOT NULL", "owner TEXT NOT NULL CHECK (length(hex(zeroblob(300000000))) > 0)"),
+        ("changed REAL NOT NULL", "changed REAL NOT NULL DEFAULT 1"),
+    ],
+)
+def test_a_table_that_computes_is_refused(tmp_path: Path, column: str, other: str) -> None:
+    """A few bytes of SQL in it would fill the memory when a row is read."""
+    path = tmp_path / "t.sqlite"
+    LatencyTable(path).close()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute("PRAGMA writable_schema = 1")
+        database.execute(
+            "UPDATE sqlite_master SET sql = replace(sql, ?, ?) WHERE name = 'latency'", (column, other)
+        )
+    for read_only in (True, False):
+        with pytest.raises(TableError, match="holds latency of another make"):
+            LatencyStore(path, read_only=read_only)
 
 
 def test_a_truncated_file_is_refused(tmp_path):
