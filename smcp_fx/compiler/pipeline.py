@@ -35,6 +35,7 @@ from smcp_fx.pruning.solve import Solve
 from smcp_fx.report import Report, summary_table, target_table, write_report
 from smcp_fx.report.schema import TargetRow
 from smcp_fx.serialization.saving import save
+from smcp_fx.texts import amount
 from smcp_fx.training import Epoch, TrainingLoop
 from smcp_fx.zoo.data import ImageData, load_data
 from smcp_fx.zoo.models import FittedModel, example_images, load_model
@@ -328,7 +329,7 @@ class _Compilation:
         channels = prepared.channels
         self.tell.say(
             f"{len(channels.groups)} groups, {channels.free_share:.0%} of the input channels free; unpruned cost "
-            f"{prepared.pruner.full_cost:.5g} {prepared.pruner.cost.unit}"
+            f"{amount(prepared.pruner.full_cost, prepared.pruner.cost.unit)}"
         )
         return prepared
 

@@ -10,7 +10,7 @@ from typing import Any
 from smcp_fx.report.bars import block_bars, channel_bars, latency_bars
 from smcp_fx.report.channel_svg import draw_channel_graph
 from smcp_fx.report.curves import solve_curves, training_curves, validation_pairs, validation_scatter
-from smcp_fx.report.formats import MISSING, milliseconds, number, percent, relative_change, significant
+from smcp_fx.report.formats import MISSING, milliseconds, number, percent, relative_change
 from smcp_fx.report.heat_map import heat_map
 from smcp_fx.report.provenance import provenance
 from smcp_fx.report.schema import Report, SolveRow
@@ -23,6 +23,7 @@ from smcp_fx.report.without_training import (
     target_head,
     target_rows,
 )
+from smcp_fx.texts import significant
 
 # The browser itself is told to fetch nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

@@ -18,9 +18,9 @@ from smcp_fx.report.formats import (
     percent,
     relative_change,
     signed,
-    significant,
 )
 from smcp_fx.report.schema import Report, Side, TableFacts
+from smcp_fx.texts import significant
 
 _ARROW = "\N{RIGHTWARDS ARROW}"
 
@@ -94,7 +94,7 @@ def comparison(report: Report) -> list[SummaryRow]:
     times = number(dense.latency_ms), number(pruned.latency_ms)
     faster = f"{significant(times[0] / times[1])}×" if times[0] and times[1] else MISSING
     rows.append(SummaryRow("speed-up", "1×", faster, ""))
-    for name, key in (("parameters", "params"), ("FLOPs per input", "flops")):
+    for name, key in (("parameters", "params"), ("FLOPs (multiply-adds) per input", "flops")):
         before, after = getattr(dense, key), getattr(pruned, key)
         rows.append(SummaryRow(name, count(before), count(after), relative_change(before, after)))
     return rows
