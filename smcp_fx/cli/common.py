@@ -41,6 +41,12 @@ class CommandParser(argparse.ArgumentParser):
     def parsed(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Parse ``argv`` (the process's own arguments by default)."""
         _tell_any_text()
+        try:
+            os.getcwd()
+        except OSError as error:
+            self.error(
+                f"the working directory cannot be read ({error.strerror}): change to one that is there"
+            )
         given = sys.argv[1:] if argv is None else list(argv)
         for text in given:
             try:
