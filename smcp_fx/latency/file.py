@@ -1,9 +1,9 @@
-"""Opening a latency table's SQLite file: what it is, is looked at before anything in it or beside it is changed.
+"""Opening a latency table's SQLite file: it is checked before anything in it or beside it is changed.
 
-SQLite keeps the last changes in a file beside (-wal) until all have closed the table. A process that was killed
-leaves it, and whatever file is then copied to the table's name would be read as a mixture of both. So a table has a
-mark, new with every process that opens it and writes; every change writes the mark, too, and the file's own and that
-of the changes beside it must be the same.
+SQLite keeps the last changes in a second file (-wal) until every process has closed the table. A process that is
+killed leaves that file behind. If another table is then copied over the first, SQLite would read a mixture of both.
+So a table carries a mark, which every process that writes renews. Every change writes the mark, too: the file's mark
+and that of the changes beside it must be the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smcp_fx.errors import TableError
 _APPLICATION_ID = 0x534D4350  # "SMCP"
 FORMAT_VERSION = 1
 _BUSY_SECONDS = 30.0
-#: How often a table is looked at before it is told to be two.
+#: So many looks must find different marks before a table is called a mixture of two.
 _LOOKS = 4
 
 _SCHEMA = """
@@ -149,7 +149,7 @@ class TableFile:
         return bool(self.run("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0)
 
     def _connect_to_read(self) -> sqlite3.Connection:
-        """Return a connection that changes nothing; what is no table, or two tables mixed, is refused."""
+        """Return a connection that changes nothing; refuse what is not a table, and a mixture of two."""
         database = _connect(self.path, "immutable=1")
         beside = self.path.with_name(f"{self.path.name}-wal")
         try:
@@ -248,7 +248,7 @@ def _connect(path: Path, how: str) -> sqlite3.Connection:
 
 
 def _decoded(content: bytes) -> str:
-    """Text that is none is looked at like any other value, not raised on in the middle of a query."""
+    """Keep invalid text as it is, to be judged like any other value, instead of raising in the middle of a query."""
     return content.decode("utf-8", "surrogateescape")
 
 
