@@ -124,6 +124,10 @@ class Engine(ABC):
         """Measure one run: median and quartiles in ms."""
         return measure_timers([self.timer(inputs)], config, cpu_bound=self.cpu_bound)[0]
 
+    @abstractmethod
+    def reload(self) -> Engine:
+        """Return another engine of the same network, loaded anew: memory elsewhere is other luck with caches."""
+
     def layer_latencies(self) -> dict[str, float] | None:
         """Return the median ms of each node as the runtime's profiler names them, in order of execution.
 

@@ -25,6 +25,7 @@ from smcp_fx.errors import SmcpError
 from smcp_fx.knapsack import KnapsackSolution, solve_knapsack
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.latency.table import LatencyTable
+from smcp_fx.own_class import resize
 from smcp_fx.prepare import PreparedModel, convert, prepare
 from smcp_fx.pruning import observers
 from smcp_fx.pruning.loop_watch import TrainingWarning
@@ -55,6 +56,7 @@ __all__ = [
     "prepare",
     "recalibrate",
     "repair",
+    "resize",
     "save",
     "save_checkpoint",
     "solve_knapsack",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,22 +54,28 @@ class CostTerm:
         return tuple(dict.fromkeys(group for width in self.widths for group, _ in width.groups))
 
 
+class CostSource(Protocol):
+    """A network's true cost, which a sum of terms can only follow near some counts."""
+
+    def around(self, counts: Mapping[str, int]) -> NetworkCost:
+        """Return the cost as a sum of terms that is exact at these counts."""
+        ...
+
+
 @dataclass(frozen=True)
 class NetworkCost:
     """Cost of one network for any permitted counts.
 
     ``permitted[k]`` holds group k's permitted counts, ascending; the last is its full size. Groups without
-    a choice (pinned) are not listed: they are in the widths' constants. ``repriced``: gives the cost again for
-    other counts, where a sum of terms is exact at some counts only; see `at`.
+    a choice (pinned) are not listed: they are in the widths' constants. ``source``: what the cost was made by, where
+    a sum of terms is exact at some counts only; see `at`.
     """
 
     unit: str
     permitted: Mapping[str, tuple[int, ...]]
     terms: tuple[CostTerm, ...]
     constant: float = 0.0
-    repriced: Callable[[Mapping[str, int]], NetworkCost] | None = field(
-        default=None, compare=False, repr=False
-    )
+    source: CostSource | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for term in self.terms:
@@ -84,7 +91,7 @@ class NetworkCost:
 
     def at(self, counts: Mapping[str, int]) -> NetworkCost:
         """Return the cost as a sum that is exact at these counts: this one, unless it says otherwise."""
-        return self if self.repriced is None else self.repriced(counts)
+        return self if self.source is None else self.source.around(counts)
 
     @property
     def full_counts(self) -> dict[str, int]:

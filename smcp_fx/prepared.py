@@ -18,6 +18,7 @@ from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.tracing.buffers import keep_in_state
+from smcp_fx.tracing.carried import carried_attributes, carry
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.masking import STATE
 from smcp_fx.tracing.own_modes import set_own_modes
@@ -127,6 +128,7 @@ class PreparedGraph(PreparedModel, fx.GraphModule):
         state = root.get_submodule(STATE)
         assert isinstance(state, PruningState)
         copied = PreparedGraph(root, copy.deepcopy(self.graph), self.plan, state, type(self).__name__)
+        carry(copied, carried_attributes(self))
         keep_in_state(root, copied)
         copy_modes(self, copied)
         copied.pruner.go_on_from(self.pruner)

@@ -140,6 +140,8 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
             row["reload"] = difference(run(smcp_fx.load(path), inputs), outputs)
             if row["reload"] != 0:
                 raise ArithmeticError(f"after loading, the output differs by {row['reload']:.3g}")
+            row["stage"] = "own class"
+            row["own_class"] = own_class(entry.build(), sliced, inputs)
     if onnx:
         row["stage"] = "ONNX"
         started = time.perf_counter()
@@ -159,6 +161,17 @@ def converted(prepared: Any, row: dict[str, Any]) -> Any:
     row["convert_s"] = time.perf_counter() - started
     row["kept"] = sum(p.numel() for p in sliced.parameters()) / row["parameters"]
     return sliced
+
+
+def own_class(fresh: Any, sliced: Any, inputs: tuple[Any, ...]) -> str:
+    """Why the model's class does not run at the sliced widths; nothing where it does, and computes the same."""
+    import smcp_fx
+
+    try:
+        smcp_fx.resize(fresh, sliced, inputs)
+    except smcp_fx.SmcpError as error:
+        return str(error)[:400]
+    return ""
 
 
 def fitting_inputs(entry: Entry, model: Any) -> tuple[Any, ...]:

@@ -98,14 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         where["state"] = str(settings.folder / "state")
         config = PruningConfig(**{f.name: _as_field(arguments[f.name]) for f in fields(PruningConfig)})
         report = compile_model(settings, config, console)
-        above = report["measured_fraction"] - report["target_fraction"]
-        judged = report["cost"] == "ms" and not report["table"]["foreign"]
-        if judged and above > MISSED and not settings.allow_missed:
+        measured, asked = report.measured_fraction or 0.0, report.target_fraction or 0.0
+        judged = report.table is not None and not report.table.foreign
+        if judged and measured - asked > MISSED and not settings.allow_missed:
             tell(
                 problems,
                 "smcp-compile",
-                f"the target was missed: asked for {report['target_fraction']:.1%} of the dense latency, measured "
-                f"{report['measured_fraction']:.1%}. The files are written; run again on a quieter machine, or ask "
+                f"the target was missed: asked for {asked:.1%} of the dense latency, measured "
+                f"{measured:.1%}. The files are written; run again on a quieter machine, or ask "
                 "for less.",
             )
             return 3

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -101,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
     from smcp_fx.blocks.sharing import unique_blocks
-    from smcp_fx.latency.filling import MeasuringProgress
+    from smcp_fx.latency.progress import duration, watched
     from smcp_fx.latency.table import MEASURABLE_MS, LatencyTable
 
     if arguments.emit_requests or arguments.read_answers:
@@ -114,19 +113,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     backend, blocks = backend_of(arguments), blocks_of(arguments)
     with LatencyTable(arguments.table) as table:
         mine = unique_blocks(blocks, shard, shards)
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[left]}"),
-                   TimeElapsedColumn())  # fmt: skip
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("measuring", total=1.0, left="")
-
-            def tell(state: MeasuringProgress) -> None:
-                progress.update(
-                    task,
-                    completed=state.fraction,
-                    description=f"{state.measured} rows, {line(state.block)}",
-                    left=f"about {_duration(state.remaining_seconds)} left,",
-                )
-
+        with watched(True) as tell:
             report = table.measure(
                 mine, backend, tell,
                 retry_failed=arguments.retry_failed, retry_unstable=arguments.retry_unstable,
@@ -136,7 +123,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
         )
     console.print(
         f"{arguments.table}: {report.measured} rows measured, {report.reused} were there, "
-        f"in {_duration(report.seconds)}, for {len(mine)} blocks"
+        f"in {duration(report.seconds)}, for {len(mine)} blocks"
         + (f" (shard {arguments.shard})" if shards > 1 else "")
     )
     console.print(f"  on {line(backend.fingerprint().describe())}")
@@ -368,11 +355,6 @@ def _failed(name: str, failed: Sequence[tuple[str, Any, str]]) -> bool:
 
 def _when(stamp: float) -> str:
     return datetime.fromtimestamp(stamp, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    return f"{whole} s" if whole < 90 else f"{whole // 60} min {whole % 60:02d} s"
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from smcp_fx.calibration.batches import device_of
+from smcp_fx.errors import InputError
 from smcp_fx.training import TrainingLoop
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
@@ -29,8 +30,9 @@ def training_loop(
     weight_decay: float,
     seed: int,
     checkpoint: Path,
+    mixed: bool = False,
 ) -> TrainingLoop:
-    """Return the loop that trains ``network``, the fitted model or its prepared form, on the data.
+    """Return the loop that trains ``network``, the fitted model or its prepared form, on the data, where it is.
 
     Its epochs hold the accuracy on the test images, as a share, under ``accuracy``.
     """
@@ -43,13 +45,15 @@ def training_loop(
         network,
         torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True),
         batches=lambda _, seed: data.epoch(batch, seed, fitted.channels, fitted.size),
-        loss=partial(F.cross_entropy, label_smoothing=_SMOOTHING),
+        loss=lambda outputs, labels: F.cross_entropy(outputs.float(), labels, label_smoothing=_SMOOTHING),
         rate=lambda step: lr * _one_cycle(step, total_steps),
         evaluate=lambda _: {"accuracy": accuracy(network, fitted, data)},
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
         checkpoint=checkpoint,
         seed=seed,
+        device=device_of(network),
+        mixed=mixed,
         advice=f"Try a smaller learning rate than {lr} (--lr)",
     )
 
@@ -65,11 +69,26 @@ def _one_cycle(step: int, total: int) -> float:
 @torch.no_grad()
 def accuracy(network: nn.Module, fitted: FittedModel, data: ImageData) -> float:
     """Share of the test images that a network gets right in eval mode. The network's mode is kept."""
-    training = network.training
+    training, device = network.training, device_of(network)
     network.eval()
     right = total = 0
     for images, labels in data.tests(256, fitted.channels, fitted.size):
-        right += int((network(images).argmax(1) == labels).sum())
+        right += int((network(images.to(device)).argmax(1).cpu() == labels).sum())
         total += labels.numel()
     network.train(training)
     return right / total
+
+
+def is_guessing(accuracy: float, classes: int) -> bool:
+    """Is an accuracy no better than a guess among the classes, or hardly?"""
+    return accuracy < min(1.5 / classes, 1 / classes + 0.05)
+
+
+def usable_device(name: str | None) -> torch.device:
+    """Return where to train: ``name``, or a GPU where there is one. Raises `InputError`."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except Exception as error:  # of the name, of the driver
+        raise InputError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    return device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from smcp_fx.backends.timing.measuring import TimingConfig
 from smcp_fx.backends.timing.pace import TOLERANCE
 from smcp_fx.blocks.sharing import Block, Grids
 from smcp_fx.errors import MachineBusyError
+from smcp_fx.latency.progress import MeasuringProgress, Watcher
 from smcp_fx.latency.sampling import SamplingPlan
 from smcp_fx.latency.store import LatencyStore
 from smcp_fx.latency.surface import Point
@@ -24,16 +25,6 @@ _AGAIN, _WORTH = 3, 0.25
 _LOOK_AGAIN_S = 10.0
 #: So often is a row tried that a moment of others' work left nothing of.
 _BUSY_TRIES = 3
-
-
-@dataclass(frozen=True)
-class MeasuringProgress:
-    """How far a measurement is. ``fraction`` is an estimate: sampling adapts to what it finds."""
-
-    block: str
-    measured: int
-    fraction: float
-    remaining_seconds: float
 
 
 @dataclass(frozen=True)
@@ -91,7 +82,7 @@ class Filling:
         blocks: Sequence[Block],
         backend: Backend,
         config: TimingConfig | None,
-        progress: Callable[[MeasuringProgress], None] | None,
+        progress: Watcher | None,
     ) -> None:
         self._table, self._backend, self._config = table, backend, config
         self._blocks: dict[str, list[Block]] = {}  # by signature: those that share rows

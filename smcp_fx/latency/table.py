@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,8 @@ from smcp_fx.backends.timing.measuring import Measurement, TimingConfig
 from smcp_fx.blocks.sharing import Block, unique_blocks
 from smcp_fx.cost_model import Price
 from smcp_fx.errors import InputError, TableError
-from smcp_fx.latency.filling import Filling, MeasureReport, MeasuringProgress
+from smcp_fx.latency.filling import Filling, MeasureReport
+from smcp_fx.latency.progress import Watcher
 from smcp_fx.latency.sampling import SamplingConfig, SamplingPlan, plan_samples
 from smcp_fx.latency.store import LatencyStore, TableRow
 from smcp_fx.latency.surface import Point, Surface, held_out_errors
@@ -123,7 +124,7 @@ class LatencyTable:
         self,
         blocks: Iterable[Block],
         backend: Backend,
-        progress: Callable[[MeasuringProgress], None] | None = None,
+        progress: Watcher | None = None,
         config: TimingConfig | None = None,
         *,
         retry_failed: bool = False,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from smcp_fx.backends import Backend, measure_interleaved
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.prepare import convert, converted_full, prepare
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning import ranks
@@ -252,9 +252,10 @@ class _Training:
         flops, counts = trained.plan.flops, trained.pruner.counts
         values["flops"] = flops.cost(counts)
         dense = {"flops": flops.cost(flops.full_counts)}
-        if isinstance(self.cost, LatencyCost):
-            values["predicted_ms"] = self.cost.latency(counts)
-            dense["predicted_ms"] = self.cost.latency(self.cost.full_counts)
+        latency = latency_of(trained.plan.cost)
+        if latency is not None:
+            values["predicted_ms"] = latency.latency(counts)
+            dense["predicted_ms"] = latency.latency(latency.full_counts)
         if ranks.rank() == 0:
             smaller = _plain(smaller)
             about = {"recipe": self.recipe.name, "target": self.recipe.pruning.target, "kept": counts}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 MISSING = "not measured"
@@ -11,7 +12,7 @@ MINUS = "\N{MINUS SIGN}"
 
 def number(value: Any) -> float | None:
     """Return a finite float, or None for whatever is not one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         return None
     return float(value)
 

@@ -30,7 +30,9 @@ from smcp_fx.serialization.graph_codec import decode_graph, encode_graph, read_v
 from smcp_fx.serialization.module_codec import check_targets, decode_modules, encode_modules
 from smcp_fx.serialization.saved_names import check_identifier, is_identifier
 from smcp_fx.storage.tensor_file import TensorWriter, restore, write_together
+from smcp_fx.storage.value_codec import decode_value, encode_value
 from smcp_fx.storage.versions import library_versions, saved_with
+from smcp_fx.tracing.carried import carried_attributes, carry, is_plain
 from smcp_fx.tracing.output_types import plain_containers
 from smcp_fx.tracing.wrapping import is_prepared
 
@@ -135,6 +137,7 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
         "libraries": library_versions(),
         "class": name if is_identifier(name) else "GraphModule",
         "metadata": metadata,
+        "attributes": encode_value(carried_attributes(converted), "the model's attributes", lambda _: None),
         "graph": encode_graph(graph),
         "modules": encode_modules(converted, read_values(graph), tensors),
         "tensors": tensors.entries,
@@ -156,6 +159,14 @@ def _assembled(
     for name, value in vars(root).items():
         if name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training"):
             vars(module)[name] = value
+    attributes = decode_value(manifest.get("attributes", {"dict": []}), "the model's attributes", {})
+    if (
+        type(attributes) is not dict
+        or not all(type(name) is str for name in attributes)
+        or not is_plain(attributes)
+    ):
+        raise CheckpointError("the model's attributes are no plain values by name")
+    carry(module, attributes)
     return module
 
 

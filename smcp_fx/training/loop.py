@@ -39,7 +39,7 @@ class TrainingLoop:
     ``loss(outputs, targets)``: what is minimised.
     ``rate(step)``: the learning rate after ``step`` optimiser steps, times a parameter group's ``rate_factor``.
     ``evaluate(step)``: figures by name, none where it is not their turn.
-    ``mixed``: float16 with a scaled loss. ``advice``: what to try when training diverges.
+    ``mixed``: float16 with a scaled loss on a GPU, bfloat16 on a CPU. ``advice``: what to try when training diverges.
     """
 
     network: nn.Module
@@ -59,7 +59,10 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.step = 0
         self.results: list[Epoch] = []
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.mixed)
+        self.type = torch.bfloat16 if self.device.type == "cpu" else torch.float16
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=self.mixed and self.type == torch.float16
+        )
 
     def run(
         self,
@@ -102,7 +105,7 @@ class TrainingLoop:
                 break
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate(self.step) * group.get("rate_factor", 1.0)
-            with torch.autocast(self.device.type, torch.float16, enabled=self.mixed):
+            with torch.autocast(self.device.type, self.type, enabled=self.mixed):
                 outputs = call(moved(inputs, self.device, channels_last=self.mixed))
             loss = self.loss(outputs, moved(targets, self.device))
             self.optimizer.zero_grad(set_to_none=True)
@@ -114,7 +117,7 @@ class TrainingLoop:
                 self._check(losses[-1], f"at step {self.step + 1} of {self.total_steps} (epoch {epoch + 1})")
             self.step += 1
             if pruner is not None:
-                solve = pruner.step(self.scaler if self.mixed else None)
+                solve = pruner.step(self.scaler if self.scaler.is_enabled() else None)
                 if solve is not None and solved is not None:
                     solved(solve)
             self.scaler.step(self.optimizer)

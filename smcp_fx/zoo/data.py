@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,11 +16,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from smcp_fx.errors import InputError
+from smcp_fx.zoo.image_folder import image_folder
+from smcp_fx.zoo.pretrained import Preprocessing
+
+#: Processes that load images, where it is not said how many.
+_MOST_WORKERS = 8
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """Training and test images with integer labels; each sample is ([channels, size, size], label)."""
+    """Training and test images with integer labels; each sample is ([channels, size, size], label).
+
+    ``workers``: the processes that load them; 0 is this one.
+    """
 
     name: str
     train: Dataset[Any]
@@ -27,6 +36,7 @@ class ImageData:
     classes: int
     channels: int
     size: int
+    workers: int = 0
 
     def steps_per_epoch(self, batch: int) -> int:
         """Optimiser steps an epoch; the last, smaller batch is left out."""
@@ -40,12 +50,14 @@ class ImageData:
     def epoch(self, batch: int, seed: int, channels: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """One epoch of shuffled training batches; equal seeds give equal batches."""
         generator = torch.Generator().manual_seed(seed)
-        loader = DataLoader(self.train, batch, shuffle=True, drop_last=True, generator=generator)
+        loader = DataLoader(
+            self.train, batch, shuffle=True, drop_last=True, generator=generator, num_workers=self.workers
+        )
         return (_fit(images, channels, size, labels) for images, labels in loader)
 
     def tests(self, batch: int, channels: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The test images in order."""
-        loader = DataLoader(self.test, batch)
+        loader = DataLoader(self.test, batch, num_workers=self.workers)
         return (_fit(images, channels, size, labels) for images, labels in loader)
 
 
@@ -57,19 +69,29 @@ def _fit(images: Tensor, channels: int, size: int, labels: Tensor) -> tuple[Tens
     return images.contiguous(), labels
 
 
-def load_data(spec: str, base: Path | None = None) -> ImageData:
+def load_data(
+    spec: str,
+    base: Path | None = None,
+    *,
+    images: Preprocessing | None = None,
+    augment: str = "usual",
+    workers: int | None = None,
+) -> ImageData:
     """Load ``digits``, ``imagefolder:PATH`` or ``path/to/file.py:factory``; `InputError` says what is wrong.
 
-    ``base``: the folder that relative paths begin at (default: the working directory).
+    ``base``: the folder that relative paths begin at (default: the working directory). ``images`` and ``augment``:
+    how the files of a folder become inputs. ``workers``: as in `ImageData`; by default one a core, eight at most, for
+    a folder, and none for others.
     """
     if spec == "digits":
-        return _digits()
+        return replace(_digits(), workers=workers or 0)
     kind, _, rest = spec.partition(":")
     if kind == "imagefolder" and rest:
-        found = image_folder((base or Path()) / rest)
-        return replace(found, name=spec)
+        found = image_folder((base or Path()) / rest, images or Preprocessing(), augment)
+        several = min(os.cpu_count() or 1, _MOST_WORKERS) if workers is None else workers
+        return ImageData(spec, *found, 3, (images or Preprocessing()).size, several)
     if spec.rpartition(":")[0].endswith(".py"):
-        return _from_factory(spec, base)
+        return replace(_from_factory(spec, base), workers=workers or 0)
     raise InputError(
         f"unknown data {spec!r}: give digits, imagefolder:PATH (with train/ and val/ or test/ below it), or "
         "path/to/file.py:factory"
@@ -98,48 +120,6 @@ def _digits() -> ImageData:
         channels=1,
         size=32,
     )
-
-
-def image_folder(root: Path, size: int = 224) -> ImageData:
-    """Load a folder of train/ and val/ (or test/) with a folder a class; images of ``size`` pixels a side."""
-    from torchvision.datasets import ImageFolder
-    from torchvision.transforms import v2
-
-    test_folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
-    if not (root / "train").is_dir() or test_folder is None:
-        raise InputError(
-            f"imagefolder:{root} needs the folders train/ and val/ (or test/) with a folder a class"
-        )
-    normalise = [
-        v2.ToImage(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-    ]
-    train_transform = v2.Compose(
-        [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), *normalise]
-    )
-    test_transform = v2.Compose([v2.Resize(size * 8 // 7, antialias=True), v2.CenterCrop(size), *normalise])
-    try:
-        train = ImageFolder(str(root / "train"), train_transform, loader=_read_image)
-        test = ImageFolder(str(test_folder), test_transform, loader=_read_image)
-    except FileNotFoundError as error:
-        raise InputError(f"imagefolder:{root}: {error}") from error
-    if train.classes != test.classes:
-        raise InputError(
-            f"imagefolder:{root}: train/ has {len(train.classes)} classes, the test {len(test.classes)}"
-        )
-    return ImageData(f"imagefolder:{root}", train, test, len(train.classes), 3, size)
-
-
-def _read_image(path: str) -> Any:
-    """Return an image file's picture; `InputError` names a file that holds none."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise InputError(f"{path} is no image that can be read, or a damaged one: {error}") from error
 
 
 def _from_factory(spec: str, base: Path | None) -> ImageData:

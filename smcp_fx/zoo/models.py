@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ _SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299)
 class FittedModel:
     """A model, and the images it takes: ``channels`` x ``size`` x ``size``; ``notes`` say what was adapted.
 
-    ``accuracy``: what its weights are said to reach, a fraction; None where that is not known.
+    ``accuracy``: what its weights are said to reach, a fraction; None where that is not known. ``trained``: all its
+    layers came with weights.
     """
 
     model: nn.Module
@@ -34,18 +36,26 @@ class FittedModel:
     size: int
     notes: tuple[str, ...]
     accuracy: float | None = None
+    trained: bool = False
 
 
 def load_model(
-    spec: str, data: ImageData, weights: Weights | None = None, base: Path | None = None
+    spec: str,
+    data: ImageData,
+    weights: Weights | None = None,
+    base: Path | None = None,
+    *,
+    size: int | None = None,
 ) -> FittedModel:
     """Build ``torchvision:NAME``, ``timm:NAME`` or ``path/to/file.py:factory`` for the data's classes.
 
     ``base``: the folder that relative paths begin at (default: the working directory).
 
-    Images smaller than the model takes are enlarged to the smallest size that works; a grey image is repeated
-    over the model's input channels. A torchvision ResNet on images up to 64 pixels gets a 3x3 stem of stride 1
-    with the data's channels, unless weights are given. Raises `InputError` where nothing fits.
+    Images are resized to ``size``; without it, those smaller than the model takes are enlarged to the smallest size
+    that works. A grey image is repeated over the model's input channels. A torchvision ResNet on images up to 64
+    pixels gets a 3x3 stem of stride 1 with the data's channels, unless weights are given.
+
+    Raises `InputError` where nothing fits.
     """
     kind, _, name = spec.partition(":")
     notes: list[str] = []
@@ -63,13 +73,14 @@ def load_model(
         model = _create_timm(name, num_classes=data.classes, **own)
     else:
         model = _from_factory(spec, base)
-    channels, size = _fit(model, spec, data)
+    channels, fitting = _fit(model, spec, data, [size] if size else None)
     if channels != data.channels:
         notes.append(
             f"images of {data.channels} channel{'s' * (data.channels > 1)} given on {channels} channels"
         )
-    if size != data.size:
-        notes.append(f"images resized from {data.size} to {size} pixels, the smallest size the model takes")
+    if fitting != data.size:
+        why = "as asked" if size else "the smallest size the model takes"
+        notes.append(f"images resized from {data.size} to {fitting} pixels, {why}")
     if weights is not None:
         weights = load_weights(model, weights, data.classes)
         notes += weights.notes
@@ -77,9 +88,10 @@ def load_model(
         model,
         name if kind in ("torchvision", "timm") else spec,
         channels,
-        size,
+        fitting,
         tuple(notes),
         None if weights is None else weights.accuracy,
+        weights is not None and weights.whole,
     )
 
 
@@ -166,7 +178,7 @@ def _from_factory(spec: str, base: Path | None = None) -> nn.Module:
     return model
 
 
-def _fit(model: nn.Module, spec: str, data: ImageData) -> tuple[int, int]:
+def _fit(model: nn.Module, spec: str, data: ImageData, sizes: Sequence[int] | None) -> tuple[int, int]:
     first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     if first is None:
         raise InputError(f"{spec} has no 2-d convolution; this command takes image classifiers")
@@ -174,7 +186,7 @@ def _fit(model: nn.Module, spec: str, data: ImageData) -> tuple[int, int]:
     if data.channels not in (1, channels) and channels != 1:
         raise InputError(f"{spec} takes {channels} channels, the data has {data.channels}")
     reasons = []
-    for size in dict.fromkeys((data.size, *(s for s in _SIZES if s > data.size))):
+    for size in sizes or dict.fromkeys((data.size, *(s for s in _SIZES if s > data.size))):
         try:
             output = run_eager(model, (torch.zeros(2, channels, size, size),))
         except Exception as error:

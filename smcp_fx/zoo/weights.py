@@ -36,13 +36,14 @@ _NAMED = 3
 class Weights:
     """A state dict, where it comes from, and how good it was there (a fraction; None: not told).
 
-    ``notes`` say what was chosen or left out.
+    ``notes`` say what was chosen or left out; ``whole``: no layer was.
     """
 
     state: dict[str, Tensor]
     source: str
     accuracy: float | None = None
     notes: tuple[str, ...] = ()
+    whole: bool = True
 
 
 def read_weights(path: Path | str) -> Weights:
@@ -114,7 +115,9 @@ def load_weights(model: nn.Module, weights: Weights, classes: int | None = None)
         model.load_state_dict({n: v for n, v in state.items() if n in own and n not in head}, strict=False)
     except RuntimeError as error:  # a model's own hooks
         raise _unfit(weights, model, " ".join(str(error).split())[:200]) from error
-    return replace(weights, notes=(*weights.notes, *notes), accuracy=None if head else weights.accuracy)
+    return replace(
+        weights, notes=(*weights.notes, *notes), accuracy=None if head else weights.accuracy, whole=not head
+    )
 
 
 def _unfit(weights: Weights, model: nn.Module, why: str) -> CheckpointError:

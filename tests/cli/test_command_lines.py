@@ -23,7 +23,9 @@ from smcp_fx.compiler import CompileSettings
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.storage.files import locked
-from smcp_fx.zoo.data import call_factory, image_folder, load_data
+from smcp_fx.zoo.data import call_factory, load_data
+from smcp_fx.zoo.image_folder import image_folder
+from smcp_fx.zoo.pretrained import Preprocessing
 
 FILE = """
 import os, sys
@@ -326,10 +328,10 @@ def test_a_damaged_image_is_named(tmp_path: Path, damage: str) -> None:
     file = tmp_path / "train" / "a" / "1.png"
     whole = file.read_bytes()
     file.write_bytes({"text": b"no image", "cut": whole[: len(whole) // 2], "empty": b""}[damage])
-    data = image_folder(tmp_path, 16)
-    assert data.test[0][0].shape == (3, 16, 16)
+    train, test, _ = image_folder(tmp_path, Preprocessing(16))
+    assert test[0][0].shape == (3, 16, 16)
     with pytest.raises(InputError, match=r"1\.png is no image that can be read, or a damaged one"):
-        data.train[0]
+        train[0]
 
 
 def test_relative_paths_begin_where_the_command_was_given(

@@ -34,6 +34,7 @@ NAMES = [
     "prepare",
     "recalibrate",
     "repair",
+    "resize",
     "save",
     "save_checkpoint",
     "solve_knapsack",

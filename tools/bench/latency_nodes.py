@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from latency_networks import MODELS, SETTINGS, Network
 
@@ -40,7 +40,6 @@ from smcp_fx.blocks.cutting import FusedBlock, cut
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs.flops import FlopsCost
-from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.tracing.tracer import Traced
 
 #: Runs that warm up, and that count.
@@ -140,7 +139,7 @@ def of_block(models: BlockModels, block: FusedBlock, widths: tuple[int, ...], st
 def compare(model: str, setting: str, prunings: Sequence[int], state: str) -> list[dict[str, Any]]:
     """One line for each pruning: by operation what blocks and network take (ms), and of how many nodes."""
     cost, models = KeepsBlocks(), BlockModels()
-    network = Network.make(model, setting, cast(LatencyCost, cost))
+    network = Network.make(model, setting, cost)
     groups = [group for group in network.prepared.channels.groups if group.free]
     known: dict[tuple[str, tuple[int, ...]], Taken] = {}
     lines = []
