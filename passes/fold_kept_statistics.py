@@ -9,7 +9,7 @@ from torch import fx
 
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.tracing.kept_channels import BEFORE
+from smcp_fx.tracing.kept_statistics import BEFORE
 from smcp_fx.tracing.masking import META, mark_of
 
 

@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument(
         "--gates", action="store_true", help="more gates, parameters and tied weights in unusual places"
     )
+    parser.add_argument("--statistics", action="store_true", help="more that mixes channels")
     options = parser.parse_args()
     import smcp_fx  # noqa: F401  (before tests/ is on the path, which has a folder of that name)
 
@@ -49,7 +50,7 @@ def main() -> int:
         seeds = [seed for seed in range(first, min(first + options.step, options.last)) if seed not in done]
         if not seeds:
             continue
-        line = run(seeds, options.layer_pruning, options.gates)
+        line = run(seeds, options.layer_pruning, options.gates, options.statistics)
         failed += len(line["failures"])
         with options.record.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -59,7 +60,9 @@ def main() -> int:
     return int(failed > 0)
 
 
-def run(seeds: list[int], layer_pruning: bool = False, gates: bool = False) -> dict[str, Any]:
+def run(
+    seeds: list[int], layer_pruning: bool = False, gates: bool = False, statistics: bool = False
+) -> dict[str, Any]:
     """Check each seed; failures are collected."""
     import torch
     from models import check_slicing
@@ -70,7 +73,7 @@ def run(seeds: list[int], layer_pruning: bool = False, gates: bool = False) -> d
     failures, free = [], []
     started = time.monotonic()
     for seed in seeds:
-        network = random_network(seed, branches=layer_pruning, gates=gates)
+        network = random_network(seed, branches=layer_pruning, gates=gates, statistics=statistics)
         try:
             prepared = check_slicing(
                 network,

@@ -205,7 +205,7 @@ def _block(
     fed_by = fed_by if set(fed_by) - {CONVOLUTION} else ()
     module, values = _subgraph(traced, nodes, tensors, ends, numbers)
     axes = {s.name: _axis(channels, s.name) for s in tensors}
-    local = _local_channels(module, values, axes)
+    local = _local_channels(module, values, channels, axes)
     inputs = tuple(Port(s.name, axes[s.name], _units_at(local, s.name, axes[s.name])) for s in tensors)
     outputs = [(end.name, axis) for end in ends if (axis := _axis(channels, end.name)) is not None]
     handed_on = _distinct([_units_at(local, name, axis) for name, axis in outputs])
@@ -238,26 +238,48 @@ def _block(
 
 
 class _BlockPropagation(Propagation):
-    """Labels for a block on its own: its inputs' channels are as free as any, its outputs pin nothing."""
+    """Labels for a block on its own: its inputs' channels are as free as any, its outputs pin nothing.
 
-    def __init__(self, module: fx.GraphModule, values: dict[str, Any], axes: dict[str, int | None]) -> None:
+    ``network``: where given, channels of one of its units stay together.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        values: dict[str, Any],
+        axes: dict[str, int | None],
+        network: ChannelGraph | None,
+    ) -> None:
         super().__init__(module, values, RULES)
         self._axes = axes
+        self._network = network
 
     def _execute(self, node: fx.Node) -> Any:
         axis = self._axes.get(node.name)
         if node.op == "placeholder" and axis is not None:
             shape = self.values[node.name].shape
-            return compress(along(self.fresh(node.name, shape[axis]), shape, axis))
+            labels = self.fresh(node.name, shape[axis])
+            if self._network is not None:
+                units = _units_at(self._network, node.name, axis)
+                _, first = torch.unique(units, return_inverse=True)
+                labels = torch.where(units < 0, labels, self.fresh(node.name, shape[axis])[first])
+            return compress(along(labels, shape, axis))
         return None if node.op == "output" else super()._execute(node)
 
 
 def _local_channels(
-    module: fx.GraphModule, values: dict[str, Any], axes: dict[str, int | None]
+    module: fx.GraphModule,
+    values: dict[str, Any],
+    channels: ChannelGraph,
+    axes: dict[str, int | None],
 ) -> ChannelGraph:
-    trail = _BlockPropagation(module, values, axes).run()
-    local = ChannelGraph(trail, close(trail), 1)
-    local.free_units = torch.ones_like(local.free_units)
+    for network in (None, channels):
+        trail = _BlockPropagation(module, values, axes, network).run()
+        local = ChannelGraph(trail, close(trail), 1)
+        local.free_units = torch.ones_like(local.free_units)
+        # Of a tensor that holds heads and the channels of each, the network says which may go.
+        if all(_axis(local, name) in (None, _axis(channels, name)) for name in trail.labels):
+            break
     return local
 
 

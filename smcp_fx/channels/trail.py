@@ -128,7 +128,7 @@ class Mix:
     """An operation that mixes the channels of an operand: it may see the kept ones alone.
 
     ``operand``: its place among the node's arguments; ``labels``: of the operand, of size 1 where they do not change;
-    ``form``: how it is told (`tracing.kept_channels.BEFORE`), or "instead" where another function takes its place;
+    ``form``: how it is told (`tracing.kept_statistics.BEFORE`), or "instead" where another function takes its place;
     ``options``: what that needs to know beside the mask.
     """
 
