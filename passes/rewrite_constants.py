@@ -80,6 +80,7 @@ class _Rewriter:
         if node.target is torch._assert:
             if not self._holds(node):
                 self.dead.append(node)
+            self.new[name] = None
             return
         if not any(isinstance(v, Tensor) for v in pytree.tree_leaves(old)):
             written = writes_in_place(node, self.module)  # which would write into the labels

@@ -15,7 +15,8 @@ from smcp_fx.passes.slice_channels import resize_fields
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.proof import IMAGES, OTHERS, on_some
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.example_runs import as_inputs, default_inputs, first_line, unchanged
+from smcp_fx.tracing.example_inputs import as_inputs, default_inputs
+from smcp_fx.tracing.example_runs import first_line, unchanged
 
 #: What modules say of their sizes, besides what their weights' shapes say.
 _FIELDS = (int, tuple, torch.Size)

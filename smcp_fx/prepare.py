@@ -28,7 +28,7 @@ from smcp_fx.serialization.converted import ConvertedModule
 from smcp_fx.tracing.buffers import keep_in_state
 from smcp_fx.tracing.carried import carried_attributes, carry, plain_attributes
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.example_runs import as_inputs, default_inputs
+from smcp_fx.tracing.example_inputs import as_inputs, default_inputs
 from smcp_fx.tracing.masking import META, STATE
 from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.tracing.output_types import keep_output_types

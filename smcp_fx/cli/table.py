@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -291,12 +292,13 @@ def _wanted(arguments: argparse.Namespace) -> list[TableRow]:
 
 def _write_models(folder: Path, wanted: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
     from smcp_fx.backends.onnx.blocks import BlockModels
+    from smcp_fx.backends.onnx.export import write_model
 
     folder.mkdir(parents=True, exist_ok=True)
     models = BlockModels()
     for number, (block, widths) in enumerate(wanted, 2):  # the line of its row in a CSV file
-        name = f"{number:05d}_{block.name}_{'x'.join(map(str, widths))}.onnx"
-        (folder / name).write_bytes(models.model(block, widths).SerializeToString())
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{number:05d}_{block.name}_{'x'.join(map(str, widths))}.onnx")
+        write_model(models.model(block, widths), folder / name)
 
 
 def _import(arguments: argparse.Namespace, console: Console) -> int:
@@ -344,7 +346,7 @@ def _read(path: Path) -> list[TableRow]:
 
 def _shard(text: str) -> tuple[int, int]:
     part, _, parts = text.partition("/")
-    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+    if not re.fullmatch("[0-9]{1,9}/[0-9]{1,9}", text) or not 1 <= int(part) <= int(parts):
         raise InputError(f"--shard {text!r}: give I/N with 1 <= I <= N, such as 2/8")
     return int(part), int(parts)
 

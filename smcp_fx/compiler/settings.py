@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from smcp_fx.backends.tensorrt.options import EngineSettings
 from smcp_fx.config import PruningConfig, option
 from smcp_fx.costs.binding import absolute_target
 from smcp_fx.errors import InputError
 from smcp_fx.schedule import Schedule
 from smcp_fx.zoo.image_folder import AUGMENTATIONS
 
-_MOST_BUILDERS, _MOST_EPOCHS, _MOST_WORKERS = 64, 1e6, 256
+_MOST_EPOCHS, _MOST_WORKERS = 1e6, 256
 #: Peak learning rates, from random weights and from trained ones.
 _RATE, _FINE_RATE = 0.05, 0.0075
 
@@ -24,7 +25,7 @@ def _flag(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class CompileSettings:
+class CompileSettings(EngineSettings):
     """One run of the compiler."""
 
     model: str = option(
@@ -57,20 +58,6 @@ class CompileSettings:
     cost: str = option("latency", "what the target is in", ("latency", "flops", "params"))
     backend: str = option(
         "onnxruntime", "what the latency is measured in", ("onnxruntime", "tensorrt", "torch")
-    )
-    precision: str = option("fp16", "precision of TensorRT's engines", ("fp32", "fp16", "bf16"))
-    worker_python: str | None = option(
-        None, "command of the Python that has TensorRT, where it is not this one"
-    )
-    builders: int = option(1, "processes that build TensorRT's engines beside each other")
-    tactic_sources_off: tuple[str, ...] = option(
-        (), "libraries TensorRT's builder is not to use: CUBLAS CUBLAS_LT CUDNN"
-    )
-    version_compatible: bool = option(
-        False, "TensorRT engines that later TensorRT versions run, too (from 8.6)"
-    )
-    lean: bool = option(
-        False, "... without the lean runtime in the file: run them with the package tensorrt_lean"
     )
     threads: int = option(1, "threads of the measured runtime")
     batch: int = option(32, "batch size that the latency is measured at")
@@ -107,11 +94,10 @@ class CompileSettings:
     allow_missed: bool = option(False, "exit with success although the measured target was missed")
 
     def __post_init__(self) -> None:
-        for name in ("threads", "batch", "train_batch", "builders"):
+        super().__post_init__()
+        for name in ("threads", "batch", "train_batch"):
             if getattr(self, name) < 1:
                 raise InputError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
-        if self.builders > _MOST_BUILDERS:
-            raise InputError(f"--builders must be at most {_MOST_BUILDERS}, not {self.builders}")
         for name in ("epochs", "dense_epochs", "warmup", "ramp", "cooldown"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= _MOST_EPOCHS:
@@ -160,11 +146,7 @@ class CompileSettings:
     @property
     def backend_options(self) -> dict[str, Any]:
         """What the backend is made with."""
-        if self.backend != "tensorrt":
-            return {"threads": self.threads}
-        names = ("threads", "precision", "worker_python", "builders", "tactic_sources_off", "version_compatible",
-                 "lean")  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        return {"threads": self.threads, **(self.of_backend if self.backend == "tensorrt" else {})}
 
     @property
     def folder(self) -> Path:

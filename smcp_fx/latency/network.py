@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from smcp_fx.allocation.rounding import without_dominated
 from smcp_fx.backends.base import Fingerprint
-from smcp_fx.blocks.cutting import FusedBlock
+from smcp_fx.blocks.fused import FusedBlock
 from smcp_fx.blocks.sharing import priced_as
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width

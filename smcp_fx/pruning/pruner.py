@@ -150,7 +150,8 @@ class Pruner:
         """Solve for masks now, from the importances gathered so far.
 
         ``target``: a fraction of the unpruned cost, an absolute cost with its unit, or None for the model's
-        own target. Raises `InfeasibleBudgetError` when no permitted choice reaches it, `TrainingError` when no
+        own target. Without a schedule the best choice is taken, and not the one near it that changes the masks least.
+        Raises `InfeasibleBudgetError` when no permitted choice reaches it, `TrainingError` when no
         importance is known or another rank has died. On several ranks, all must call it.
         """
         wanted = self.target if target is None else absolute_target(target, self.full_cost, self.cost.unit)
@@ -355,7 +356,8 @@ class Pruner:
             if permanent:
                 cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
             try:
-                choice = self._selector.settled(scores, cost, target, self._moving(step), worth)
+                scheduled = self.schedule is not None
+                choice = self._selector.settled(scores, cost, target, self._moving(step), worth, scheduled)
             except InfeasibleBudgetError as error:
                 if found:
                     break

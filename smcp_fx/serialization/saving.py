@@ -29,6 +29,7 @@ from smcp_fx.serialization.converted import ConvertedModule
 from smcp_fx.serialization.graph_codec import decode_graph, encode_graph, read_values
 from smcp_fx.serialization.module_codec import check_targets, decode_modules, encode_modules
 from smcp_fx.serialization.saved_names import check_identifier, is_identifier
+from smcp_fx.storage.files import bounded_json
 from smcp_fx.storage.tensor_file import TensorWriter, restore, write_together
 from smcp_fx.storage.value_codec import decode_value, encode_value
 from smcp_fx.storage.versions import library_versions, saved_with
@@ -43,6 +44,11 @@ _SUFFIX = ".safetensors"
 _MANIFEST_BYTES = 1 << 26
 #: The manifest's last line: the sha256 of all that stands before it.
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
+#: What reading a manifest of wrong content may raise.
+_OF_WRONG_CONTENT = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, OSError),
+    *(RecursionError, RuntimeError, SafetensorError, SyntaxError, TypeError, ValueError),
+)
 _SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 
 
@@ -68,7 +74,7 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
     if is_prepared(converted):
         raise InputError("a prepared model is not saved: save smcp_fx.convert(prepared), or its state_dict()")
     try:
-        noted = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
+        noted = bounded_json(json.dumps(dict(metadata or {}), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"the metadata cannot be written as JSON ({error}); use numbers, strings, lists, dicts"
@@ -118,7 +124,13 @@ def _contents(converted: nn.Module, metadata: Mapping[str, Any]) -> tuple[bytes,
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the tensors cannot be written as safetensors: {error}") from error
     manifest["tensor_file"] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-    return content, render(manifest)
+    text = render(manifest)
+    if len(text) > _MANIFEST_BYTES:
+        raise CheckpointError(
+            f"its manifest would be of {len(text)} bytes, more than the {_MANIFEST_BYTES} that are read: keep the "
+            "metadata short"
+        )
+    return content, text
 
 
 def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorWriter) -> dict[str, Any]:
@@ -143,6 +155,14 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
         "tensors": tensors.entries,
     }
     check_targets(converted, graph)
+    try:  # what could not be loaded is told here
+        _assembled(manifest, tensors.stored, torch.device("meta"))
+    except CheckpointError:
+        raise
+    except _OF_WRONG_CONTENT as error:
+        raise CheckpointError(
+            f"the model is not as its layers' attributes say: {type(error).__name__}: {error}"
+        ) from error
     return manifest
 
 
@@ -222,8 +242,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _parsed(content: bytes, manifest_path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        manifest = bounded_json(content.decode("utf-8"))
+    except ValueError as error:
         raise CheckpointError(
             f"{manifest_path} is damaged ({error}): copy it again, or save the model again"
         ) from error
@@ -275,10 +295,7 @@ def _damaged(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{path} cannot be loaded: {error} {saved_with(manifest)}") from error
-    except (
-        *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, OSError),
-        *(RecursionError, RuntimeError, SafetensorError, SyntaxError, TypeError, ValueError),
-    ) as error:
+    except _OF_WRONG_CONTENT as error:
         raise CheckpointError(
             f"{_manifest_path(path)} is damaged ({type(error).__name__}: {error}): copy it again, or save the "
             f"model again {saved_with(manifest)}"

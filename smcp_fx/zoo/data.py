@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 import os
 import sys
 from collections.abc import Iterator
@@ -53,12 +54,20 @@ class ImageData:
         loader = DataLoader(
             self.train, batch, shuffle=True, drop_last=True, generator=generator, num_workers=self.workers
         )
-        return (_fit(images, channels, size, labels) for images, labels in loader)
+        return (_fit(images, channels, size, labels) for images, labels in _told(loader))
 
     def tests(self, batch: int, channels: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The test images in order."""
         loader = DataLoader(self.test, batch, num_workers=self.workers)
-        return (_fit(images, channels, size, labels) for images, labels in loader)
+        return (_fit(images, channels, size, labels) for images, labels in _told(loader))
+
+
+def _told(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The loader's batches; an error of a process that loads images comes without that process's traceback."""
+    try:
+        yield from loader
+    except InputError as error:
+        raise InputError(str(error).rpartition(f"{InputError.__module__}.InputError: ")[2].strip()) from error
 
 
 def _fit(images: Tensor, channels: int, size: int, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,23 +135,59 @@ def _from_factory(spec: str, base: Path | None) -> ImageData:
     result = call_factory(spec, base)
     if not (isinstance(result, tuple) and len(result) == 2):
         raise InputError(f"{spec} must return (train, test), two datasets of (image, label)")
-    train, test = result
-    try:
-        image, _ = train[0]
-        labels = {int(train[i][1]) for i in range(min(len(train), 10_000))}
-        if min(labels) < 0:
-            raise ValueError(f"a label is {min(labels)}")
-    except InputError:
-        raise
-    except Exception as error:  # whatever a data set of one's own throws
-        raise InputError(
-            f"{spec}: samples must be (image tensor [C, H, W], integer label): {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(image, Tensor) or image.dim() != 3 or image.shape[1] != image.shape[2]:
-        raise InputError(
-            f"{spec}: images must be square tensors [C, H, W], not {getattr(image, 'shape', type(image))}"
-        )
-    return ImageData(spec, train, test, max(labels) + 1, image.shape[0], image.shape[1])
+    train, test = (OwnSamples(one, spec, part) for one, part in zip(result, ("train", "test"), strict=True))
+    image, _ = train[0]
+    if image.dim() != 3 or image.shape[1] != image.shape[2]:
+        raise InputError(f"{spec}: images must be square tensors [C, H, W], not {tuple(image.shape)}")
+    classes = max(train[i][1] for i in range(min(len(train), 10_000))) + 1
+    train, test = (replace(one, shape=image.shape, classes=classes) for one in (train, test))
+    len(test), test[0]
+    return ImageData(spec, train, test, classes, image.shape[0], image.shape[1])
+
+
+@dataclass(frozen=True)
+class OwnSamples(Dataset[Any]):
+    """A user's data set: what it throws, or gives that is no sample, is an `InputError` that names the sample.
+
+    ``shape`` of the images and how many ``classes`` there are, where they are known already.
+    """
+
+    samples: Any
+    name: str
+    part: str
+    shape: tuple[int, ...] | None = None
+    classes: int | None = None
+
+    def __len__(self) -> int:
+        try:
+            count = len(self.samples)
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{self.name}: len() of the {self.part} images failed: {_reason(error)}"
+            ) from error
+        if count == 0:
+            raise InputError(f"{self.name}: there are no {self.part} images")
+        return count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            image, label = self.samples[index]
+            found = operator.index(label)
+            if not isinstance(image, Tensor) or not image.is_floating_point():
+                raise TypeError(f"the image is {getattr(image, 'dtype', type(image).__name__)}")
+            if self.shape is not None and image.shape != self.shape:
+                raise ValueError(f"its shape is {tuple(image.shape)}, the first one's {tuple(self.shape)}")
+            if found < 0 or (self.classes is not None and found >= self.classes):
+                known = (
+                    "" if self.classes is None else f", and the train images are of {self.classes} classes"
+                )
+                raise ValueError(f"a label is {found}{known}")
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{self.name}: samples must be (image tensor [C, H, W] of floats, integer label), and {self.part} "
+                f"image {index} is not: {_reason(error)}"
+            ) from error
+        return image, found
 
 
 def call_factory(spec: str, base: Path | None = None) -> Any:
@@ -158,17 +203,17 @@ def call_factory(spec: str, base: Path | None = None) -> Any:
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise InputError(f"{spec}: importing {path} failed: {_told(error)}") from error
+        raise InputError(f"{spec}: importing {path} failed: {_reason(error)}") from error
     factory = getattr(module, name, None)
     if not callable(factory):
         raise InputError(f"{spec}: {path} defines no function {name!r}")
     try:
         return factory()
     except (Exception, SystemExit) as error:
-        raise InputError(f"{spec}: {name}() failed: {_told(error)}") from error
+        raise InputError(f"{spec}: {name}() failed: {_reason(error)}") from error
 
 
-def _told(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r})"
     return f"{type(error).__name__}: {error}"

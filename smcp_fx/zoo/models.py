@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.errors import InputError
+from smcp_fx.tracing.example_inputs import first_convolution
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.zoo.data import ImageData, call_factory
 from smcp_fx.zoo.weights import Weights, load_weights
@@ -73,7 +74,15 @@ def load_model(
         model = _create_timm(name, num_classes=data.classes, **own)
     else:
         model = _from_factory(spec, base)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            f"{spec}: all its parameters are frozen (requires_grad=False): nothing can be trained"
+        )
     channels, fitting = _fit(model, spec, data, [size] if size else None)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            f"{spec}: all its parameters are frozen (requires_grad=False): nothing can be trained"
+        )
     if channels != data.channels:
         notes.append(
             f"images of {data.channels} channel{'s' * (data.channels > 1)} given on {channels} channels"
@@ -179,8 +188,8 @@ def _from_factory(spec: str, base: Path | None = None) -> nn.Module:
 
 
 def _fit(model: nn.Module, spec: str, data: ImageData, sizes: Sequence[int] | None) -> tuple[int, int]:
-    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-    if first is None:
+    first = first_convolution(model)
+    if not isinstance(first, nn.Conv2d):
         raise InputError(f"{spec} has no 2-d convolution; this command takes image classifiers")
     channels = first.in_channels
     if data.channels not in (1, channels) and channels != 1:

@@ -1,4 +1,4 @@
-"""Latency as a cost: how cold a network's weights are, prices around a choice, and counts that cost nothing more."""
+"""Latency as a cost: sums over blocks, prices around a choice, and binding to networks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import numpy as np
 import pytest
 import torch
 from fake_latencies import FakeBackend, network, smooth
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import smcp_fx
-from smcp_fx.allocation.rounding import grow_for_free, without_dominated
-from smcp_fx.cost_model import CostTerm, NetworkCost, Width
-from smcp_fx.errors import InputError, TableError
+from smcp_fx.errors import TableError
 from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.network import NetworkLatency
 from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency
@@ -25,69 +21,6 @@ from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel
 
 MB = 1 << 20
-
-# ---- residency --------------------------------------------------------------------------------------------------
-
-
-def test_share_rises_from_the_floor_to_one_around_the_cache() -> None:
-    residency = Residency(16 * MB, steepness=6, floor=0.1)
-    assert residency.share(0) == pytest.approx(0.1)
-    assert residency.share(16 * MB) == pytest.approx(0.55)
-    assert residency.share(1 << 40) == pytest.approx(1.0)
-    sizes = np.geomspace(1e3, 1e9, 50)
-    assert (np.diff([residency.share(size) for size in sizes]) >= 0).all()
-    for size in (1 * MB, 12 * MB, 30 * MB):
-        step = 1e-4 * size
-        numeric = (residency.share(size + step) - residency.share(size - step)) / (2 * step)
-        assert residency.slopes(size) == pytest.approx((numeric, 0.0), rel=1e-4)
-    assert residency.slopes(0) == (0.0, 0.0)
-    with pytest.raises(InputError, match="floor"):
-        Residency(1.0, floor=1.0)
-
-
-def test_share_rises_with_the_time_between_runs_where_others_use_the_cache() -> None:
-    alone, shared = Residency(16 * MB, floor=0.1), Residency(16 * MB, floor=0.1, half_ms=5.0)
-    assert alone.share(MB, 1e6) == alone.share(MB)
-    assert shared.share(0.0, 5.0) == pytest.approx(0.55)
-    assert shared.share(16 * MB, 5.0) == pytest.approx(1 - 0.9 * 0.5 * 0.5)
-    times = np.geomspace(0.01, 1e3, 50)
-    assert (np.diff([shared.share(MB, ms) for ms in times]) > 0).all()
-    for size, ms in ((1 * MB, 1.0), (12 * MB, 4.0), (30 * MB, 20.0)):
-        by_byte, by_ms = (
-            (shared.share(size + a, ms + b) - shared.share(size - a, ms - b)) / (2 * (a + b))
-            for a, b in ((1e-4 * size, 0.0), (0.0, 1e-4 * ms))
-        )
-        assert shared.slopes(size, ms) == pytest.approx((by_byte, by_ms), rel=1e-4)
-    with pytest.raises(InputError, match="half_ms"):
-        Residency(1.0, half_ms=0.0)
-
-
-@pytest.mark.parametrize("size", [1 * MB, 14 * MB, 60 * MB])
-@pytest.mark.parametrize("half_ms", [0.5, 3.0, 40.0])
-def test_a_latency_is_that_of_the_share_which_it_leads_to(size: int, half_ms: float) -> None:
-    residency = Residency(16 * MB, floor=0.1, half_ms=half_ms)
-    ms = residency.latency(2.0, 5.0, size, 0.5)
-    assert ms == pytest.approx(2.5 + 3.0 * residency.share(size, ms))
-    # And the least such: below it a network that is in cache gets colder.
-    for less in np.linspace(0.0, 0.999 * ms, 40):
-        assert 2.5 + 3.0 * residency.share(size, less) > less
-
-
-def test_latency_by_hand() -> None:
-    residency = Residency(10.0, steepness=2, floor=0.0)
-    assert residency.latency(2.0, 4.0, footprint=10.0, run_ms=0.5) == pytest.approx(0.5 + 2.0 + 1.0)
-
-
-def test_what_is_assumed_before_networks_are_measured() -> None:
-    """Of weights as large as the cache half come from memory, and of little ones after 0.7 of the time to forget."""
-    assumed = Residency.of_cache(32 * MB, 4.0)
-    warm = 1 - assumed.floor
-    assert assumed.share(32 * MB) == pytest.approx(1 - warm / 2)
-    assert assumed.share(0.0, 0.7 * 4.0) == pytest.approx(1 - warm / 2)
-    assert Residency.of_cache(32 * MB).share(0.0, 1e6) == pytest.approx(assumed.floor)
-
-
-# ---- the cost ---------------------------------------------------------------------------------------------------
 
 
 def bound(tmp_path: Path, residency: Residency | None = None, share: float | None = None) -> NetworkLatency:
@@ -113,7 +46,7 @@ def test_the_prediction_is_the_weighed_sum_over_blocks(tmp_path: Path) -> None:
     widths = {"0": (16,), "2": (16, 40), "4": (40, 8), "6": (8,), "7": (8,), "8": (8,)}
     by_name = {block.name: block for block in cost.blocks}
     hot = sum(
-        float(cost.table.price(by_name[n], fingerprint)(*map(np.array, w)))
+        float(cost.table.surface(by_name[n], fingerprint)(*map(np.array, w)))
         for n, w in widths.items()
         if n in by_name
     )
@@ -316,83 +249,3 @@ def test_what_a_run_costs_is_kept_with_the_table(tmp_path: Path) -> None:
         table.measure([], Slow())
         assert table.run_overhead(Slow().fingerprint()) == 0.25
         assert table.run_overhead(FakeBackend(device="other").fingerprint()) == 0.0
-
-
-# ---- rounding ---------------------------------------------------------------------------------------------------
-
-
-def stepped(step: int):
-    return lambda x, y: (-(-x // step) * step) * (-(-y // step) * step) * 1e-3
-
-
-def test_counts_within_a_step_of_the_runtime_are_dropped() -> None:
-    a, b = Width(groups=(("a", 1),)), Width(groups=(("b", 1),))
-    terms = (CostTerm("1", (Width(3), a), stepped(16)), CostTerm("2", (a, b), stepped(16)))
-    cost = NetworkCost("ms", {"a": (8, 16, 24, 32, 40), "b": (8, 16, 24)}, terms)
-    assert without_dominated(cost).permitted == {"a": (16, 32, 40), "b": (16, 24)}
-
-
-def test_counts_that_save_next_to_nothing_are_dropped() -> None:
-    """8 is all but as dear as 16; of 24, 32, 40 each saves 1 % against the next: two steps save enough."""
-    prices = {8: 0.5, 16: 0.505, 24: 0.98, 32: 0.99, 40: 1.0}
-    term = CostTerm("1", (Width(groups=(("a", 1),)),), lambda x: np.vectorize(prices.get)(x))
-    cost = NetworkCost("ms", {"a": tuple(prices)}, (term,))
-    assert without_dominated(cost).permitted["a"] == tuple(prices)
-    assert without_dominated(cost, 0.015).permitted["a"] == (16, 24, 40)
-
-
-@st.composite
-def costs(draw: st.DrawFn) -> NetworkCost:
-    """Three groups in a chain with a concat; prices are drawn from few values, so that ties and cliffs abound."""
-    permitted = {name: tuple(range(1, draw(st.integers(2, 5)))) for name in "abc"}
-    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
-    widths = {
-        "ab": (Width(0, (("a", 1),)), Width(1, (("b", 1),))),
-        "bc": (Width(0, (("b", 1), ("c", 2))), Width(0, (("c", 1),))),
-        "aa": (Width(0, (("a", 1),)), Width(0, (("a", 1),))),
-    }
-
-    def price(table: np.ndarray):
-        return lambda x, y: table[x, y]
-
-    terms = tuple(
-        CostTerm(name, pair, price(rng.integers(1, 4, (16, 16)).astype(float)))
-        for name, pair in widths.items()
-    )
-    return NetworkCost("ms", permitted, terms)
-
-
-@settings(max_examples=60, deadline=None)
-@given(costs(), st.integers(0, 1000))
-def test_dropping_dominated_counts_loses_no_value(cost: NetworkCost, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    values = {name: np.cumsum(rng.random(len(allowed))) for name, allowed in cost.permitted.items()}
-    reduced = without_dominated(cost)
-
-    def best(permitted, budget: float) -> float:
-        found = -np.inf
-        for choice in itertools.product(*permitted.values()):
-            counts = dict(zip(permitted, choice, strict=True))
-            if cost.cost(counts) <= budget:
-                worth = sum(values[n][cost.permitted[n].index(c)] for n, c in counts.items())
-                found = max(found, worth)
-        return found
-
-    for name, allowed in cost.permitted.items():
-        assert reduced.permitted[name][-1] == allowed[-1]
-        assert set(reduced.permitted[name]) <= set(allowed)
-    for budget in (3.0, 4.0, 6.0, 9.0):
-        assert best(reduced.permitted, budget) == best(cost.permitted, budget)
-
-
-@settings(max_examples=60, deadline=None)
-@given(costs())
-def test_growing_for_free_ends_where_no_larger_count_is_free(cost: NetworkCost) -> None:
-    start = cost.smallest_counts
-    grown = grow_for_free(cost, start)
-    assert cost.cost(grown) <= cost.cost(start)
-    assert all(grown[name] >= start[name] for name in start)
-    for name, allowed in cost.permitted.items():
-        for count in allowed:
-            if count > grown[name]:
-                assert cost.cost({**grown, name: count}) > cost.cost(grown)

@@ -23,7 +23,6 @@ from latency_networks import MODELS, SETTINGS, Network
 
 from smcp_fx.backends.base import Array
 from smcp_fx.backends.onnx.blocks import BlockModels
-from smcp_fx.backends.onnxruntime.blocks import CONVERSION, BlockInContext, own_nodes
 from smcp_fx.backends.onnxruntime.overhead import (
     add_reference,
     code_warmer,
@@ -32,11 +31,13 @@ from smcp_fx.backends.onnxruntime.overhead import (
     reference_feed,
     without_reference,
 )
+from smcp_fx.backends.onnxruntime.own_time import CONVERSION, BlockInContext, own_nodes
 from smcp_fx.backends.onnxruntime.profile import RESOLUTION_MS, NodeTime, Profiler
 from smcp_fx.backends.timing.fading import displace_inner_caches, evict_caches
 from smcp_fx.backends.timing.measuring import Sample, stopwatch, summarise, take_sample
 from smcp_fx.backends.timing.pace import pace
-from smcp_fx.blocks.cutting import FusedBlock, cut
+from smcp_fx.blocks.cutting import cut
+from smcp_fx.blocks.fused import FusedBlock
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs.flops import FlopsCost

@@ -29,7 +29,7 @@ from rich.console import Console
 from smcp_fx.backends import CompareConfig, compare, get_backend
 from smcp_fx.compiler import CompileSettings, compile_model
 from smcp_fx.config import PruningConfig
-from smcp_fx.errors import MachineBusyError
+from smcp_fx.errors import MachineBusyError, TableError
 
 TARGETS = (0.7, 0.5, 0.3)
 PAIRS = (
@@ -42,8 +42,8 @@ MET = 0.03
 COMPARE = CompareConfig(error=0.005, longest_seconds=10.0)
 #: A few steps of training: importances must come from somewhere.
 TRAIN, EPOCHS, EVERY, IMAGES = 4, 2, 2, 48
-#: Seconds between two tries on a machine that is too busy.
-WAIT = 20.0
+#: Seconds between two tries on a machine that is too busy; and how often a run may refuse its table.
+WAIT, REFUSALS = 20.0, 5
 _NETWORK = """
 import torch, torchvision
 
@@ -67,13 +67,16 @@ def run(arguments: argparse.Namespace) -> None:
         model, _, setting = pair.partition(":")
         for asked in TARGETS:
             key = {"model": model, "setting": setting, "asked": asked}
-            while not record.find("target", **key) and time.monotonic() < deadline:
+            refused = 0
+            while not record.find("target", **key) and time.monotonic() < deadline and refused < REFUSALS:
                 try:
                     found = sought(model, setting, asked, rows.absolute())
-                except MachineBusyError:
+                except (MachineBusyError, TableError) as error:
+                    refused += isinstance(error, TableError)
+                    print(f"{pair} {asked}: {error}", flush=True)
                     time.sleep(WAIT)
-                    continue
-                print(record.add("target", **key, **found), flush=True)
+                else:
+                    print(record.add("target", **key, refused=refused, **found), flush=True)
 
 
 def sought(model: str, setting: str, asked: float, rows: Path) -> dict[str, Any]:
@@ -92,16 +95,17 @@ def sought(model: str, setting: str, asked: float, rows: Path) -> dict[str, Any]
             [sys.executable, __file__, "again", str(out), "--shape", str(batch), "3", str(side), str(side)],
             check=True, capture_output=True, text=True,
         ).stdout  # fmt: skip
+    assert report.table is not None
     return {
-        "measured": report["measured_fraction"],
-        "error": report["measured_fraction_error"],
-        "predicted": report["predicted_fraction"],
-        "dense_predicted_ms": report["dense"]["predicted_ms"],
-        "dense_ms": report["dense"]["latency_ms"],
-        "pruned_ms": report["pruned"]["latency_ms"],
+        "measured": report.measured_fraction,
+        "error": report.measured_fraction_error,
+        "predicted": report.predicted_fraction,
+        "dense_predicted_ms": report.dense.predicted_ms,
+        "dense_ms": report.dense.latency_ms,
+        "pruned_ms": report.pruned.latency_ms,
         "tried": [{"name": c["name"], "measured": c["measured"]["fraction"]} for c in tried],
-        "rows": report["table"]["measured"],
-        "seconds": report["seconds"],
+        "rows": report.table.measured,
+        "seconds": dict(report.seconds),
         **json.loads(told),
     }
 
