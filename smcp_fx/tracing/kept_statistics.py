@@ -54,7 +54,7 @@ def spread_kept(x: Tensor, mask: Tensor, dims: Sequence[int], correction: int) -
     ``correction``: what the variance's divisor is less than the number of elements.
     """
     mask = mask.to(x.dtype)
-    total = math.prod(x.shape[dim] for dim in dims)
+    total = math.prod([x.shape[dim] for dim in dims])
     count = (mask.sum() * (total / mask.numel())).clamp(min=1)
     mean = (x * mask).sum(tuple(dims), keepdim=True) / count
     return mean + (x - mean) * mask * ((total - correction) / (count - correction)).sqrt()
@@ -78,10 +78,10 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         dims: tuple[int, ...],
+        each: int,
         eps: float,
         centred: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        each = math.prod(x.shape[dim] // mask.shape[dim] for dim in dims)
         share = mask / (mask.sum(dims, keepdim=True) * each).clamp(min=1)
         y = x - _total(x, share, dims) if centred else x.clone()
         scale = torch.rsqrt(_total(y * y, share, dims) + eps)
@@ -115,7 +115,7 @@ class _Normalise(torch.autograd.Function):
             x = through * scale if gradient is of_out else x + through * scale
         if of_scale is not None:
             x = x - (scale * scale * of_scale) * share * y
-        return x, None, to_weight, to_bias, None, None, None
+        return x, None, to_weight, to_bias, None, None, None, None
 
 
 def _total(x: Tensor, factor: Tensor | None, dims: tuple[int, ...]) -> Tensor:
@@ -139,9 +139,10 @@ def _normalised(
 ) -> Tensor:
     """Normalise ``x`` over ``dims``, in float32 at least; weight and bias may lack dimensions at the front."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    each = math.prod([x.shape[dim] // mask.shape[dim] for dim in dims])  # elements of a channel
     front = (None,) * x.dim()
     weight, bias = (None if t is None else t.to(wide.dtype)[front[t.dim() :]] for t in affine)
-    found = _Normalise.apply(wide, mask.to(wide.dtype), weight, bias, tuple(dims), eps, centred)
+    found = _Normalise.apply(wide, mask.to(wide.dtype), weight, bias, tuple(dims), each, eps, centred)
     out: Tensor = found[0]
     return out
 
