@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from smcp_fx.report.formats import milliseconds, number, percent, significant
+from smcp_fx.report.formats import milliseconds, number, percent
 from smcp_fx.report.schema import BlockRow, LayerRow, Report
 from smcp_fx.report.svg import Markup, Panel, element, join, line, picture, rect, rounded_up, text
+from smcp_fx.texts import significant
 
 _WIDE = 1080.0
 _SHOWN_BLOCKS = 40

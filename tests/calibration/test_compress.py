@@ -101,6 +101,18 @@ def test_importances_are_the_mean_over_batches_by_autograd() -> None:
     assert all(parameter.grad is None for parameter in prepared.parameters())
 
 
+def test_a_solve_without_a_schedule_takes_the_best_choice() -> None:
+    """Masks that change little are for training: there is none here, whatever the tolerance."""
+    model, batches, found = randomise(chain(24, 32, 24)).eval(), _batches(labels=True), []
+    for tolerance in (0.0, 0.5):
+        config = smcp_fx.PruningConfig(multiple=1, tolerance=tolerance)
+        prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), target=0.4, config=config)
+        smcp_fx.gather_importance(prepared, batches)
+        prepared.pruner.solve()
+        found.append(prepared.masks)
+    assert all(torch.equal(found[0][name], mask) for name, mask in found[1].items())
+
+
 def test_a_frozen_model_is_pruned_like_another() -> None:
     batches = _batches(labels=True)
     model, found = randomise(chain(24, 32)).eval(), []

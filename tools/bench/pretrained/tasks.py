@@ -112,8 +112,8 @@ class Glyphs(Task):
 class Digits(Task):
     """Handwritten digits, 40 % of them for testing only."""
 
-    name, channels, side, classes, steps = "digits", 1, 16, 10, 600
-    _digit, _noise = 8, 0.45
+    name, channels, side, classes, steps = "digits", 1, 16, 10, 1_000
+    _digit, _noise = 8, 0.3
 
     def __init__(self) -> None:
         pixels, labels = load_digits(return_X_y=True)
