@@ -7,7 +7,7 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from smcp_fx.report.bars import block_bars, channel_bars, latency_bars
+from smcp_fx.report.bars import NARROW, block_bars, channel_bars, latency_bars
 from smcp_fx.report.channel_svg import draw_channel_graph
 from smcp_fx.report.curves import solve_curves, training_curves, validation_pairs, validation_scatter
 from smcp_fx.report.formats import MISSING, milliseconds, number, percent, relative_change
@@ -79,7 +79,9 @@ def _header(report: Report) -> Markup:
             "h1", headline(report).replace(" %", "\N{NO-BREAK SPACE}%").replace(" ms", "\N{NO-BREAK SPACE}ms")
         ),
         element("p", " · ".join(fact for fact in facts if fact), class_="facts"),
-        element("div", latency_bars(report) or Markup(""), class_="scroll"),
+        element(
+            "div", _both(latency_bars(report), latency_bars(report, NARROW)) or Markup(""), class_="scroll"
+        ),
         element(
             "div",
             element(
@@ -96,6 +98,11 @@ def _header(report: Report) -> Markup:
         )
         parts.append(element("p", warning, class_="warning", role="note"))
     return element("header", *parts)
+
+
+def _both(wide: Markup | None, narrow: Markup | None) -> Markup | None:
+    """The picture for a screen, and the one for a telephone: the page shows the one that fits."""
+    return None if wide is None or narrow is None else element("div", wide, narrow, class_="fitting")
 
 
 def _sentence(content: str) -> str:
@@ -144,7 +151,7 @@ def _pictures(report: Report) -> list[Markup]:
         _figure(
             "Latency by block",
             "What the latency table says each fused block takes: dense in grey, pruned in blue.",
-            block_bars(blocks),
+            _both(block_bars(blocks), block_bars(blocks, NARROW)),
             _numbers(
                 ("block", "dense", "pruned", "change"),
                 (
