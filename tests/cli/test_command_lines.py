@@ -329,6 +329,7 @@ def test_a_closed_output_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the shell's ``>&-`` leaves it."""
     monkeypatch.setattr(sys, "stdout", None)
     assert run("train", ["--list"]) == 0
+    sys.stdout.close()
 
 
 def test_a_working_directory_that_is_gone_is_told(
