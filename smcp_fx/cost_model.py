@@ -67,7 +67,8 @@ class NetworkCost:
     """Cost of one network for any permitted counts.
 
     ``permitted[k]`` holds group k's permitted counts, ascending; the last is its full size. Groups without
-    a choice (pinned) are not listed: they are in the widths' constants. ``source``: what the cost was made by, where
+    a choice (pinned) are not listed: they are in the widths' constants. ``fixed``: what is known, by name, of the
+    ``constant``. ``source``: what the cost was made by, where
     a sum of terms is exact at some counts only; see `at`.
     """
 
@@ -76,6 +77,7 @@ class NetworkCost:
     terms: tuple[CostTerm, ...]
     constant: float = 0.0
     source: CostSource | None = field(default=None, compare=False, repr=False)
+    fixed: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for term in self.terms:
@@ -88,6 +90,18 @@ class NetworkCost:
     def cost(self, counts: Mapping[str, int]) -> float:
         """Return T(p), all counts taken together, in ``unit``."""
         return self.constant + sum(term.cost(counts) for term in self.terms)
+
+    def by_name(self, counts: Mapping[str, int]) -> dict[str, float]:
+        """Return what each layer, block or parameter costs at these counts, as far as it is known by name."""
+        found = dict(self.fixed)
+        for term in self.terms:
+            found[term.name] = found.get(term.name, 0.0) + term.cost(counts)
+        return found
+
+    @property
+    def rest(self) -> float:
+        """What of the constant cost is known by no name."""
+        return self.constant - sum(self.fixed.values())
 
     def at(self, counts: Mapping[str, int]) -> NetworkCost:
         """Return the cost as a sum that is exact at these counts: this one, unless it says otherwise."""

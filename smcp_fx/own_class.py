@@ -50,7 +50,7 @@ def resize(
             f"resize needs a smaller model, or its state dict, to follow, not {type(like).__name__}"
         )
     if check and (example_inputs is not None or isinstance(like, nn.Module)):
-        inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs)
+        inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs, model)
         _check(_resized(deep_copy(model), like), like, inputs)
     return _resized(model, like)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ _DEFAULT_TARGET = 0.5
 
 def prepare(
     model: nn.Module,
-    example_inputs: Tensor | tuple[Any, ...] | None = None,
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
     *,
     target: float | str | None = None,
     cost: str | CostModel = "flops",
@@ -57,9 +57,9 @@ def prepare(
     Args:
         model: any model that `torch.fx` can trace, or parts of which it can: the rest stays the Python it is
             (see `smcp_fx.regions`; ``prepared.regions`` lists the parts, ``prepared.untraced`` what stopped it).
-        example_inputs: a tensor or a tuple of the model's inputs; by default the model's own
-            ``example_input_array``, timm's ``pretrained_cfg``, or an image of the first convolution's
-            channels.
+        example_inputs: a tensor, a tuple of the model's inputs, or a dict of them by the names of its forward's
+            arguments; by default the model's own ``example_input_array``, timm's ``pretrained_cfg``, or images of
+            the first convolution's channels.
         target: what to reach: a fraction of the unpruned cost (by default a half), or an absolute cost with its
             unit. `convert` warns when a target was given and the model is still whole.
         cost: "flops", "params", or a cost model such as a `LatencyCost`.
@@ -83,7 +83,7 @@ def prepare(
         if given is not None and not isinstance(given, kind):
             raise InputError(f"prepare needs a {kind.__name__}, not a {type(given).__name__}: {given!r}")
     _check_tensors(model)
-    inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs)
+    inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs, model)
     prepared = _prepared(model, inputs, target, cost, schedule, config or PruningConfig(), leaves)
     if check:
         check_prepared(model, prepared, inputs)

@@ -32,6 +32,7 @@ from smcp_fx.report.schema import (
     SolveRow,
     TableFacts,
 )
+from smcp_fx.summaries import kept_widths
 from smcp_fx.training import Epoch
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
@@ -88,7 +89,7 @@ def build_report(
         seconds=dict(seconds),
         dense=dense,
         pruned=pruned,
-        layers=layer_rows(prepared),
+        layers=_layers(prepared),
         groups=_groups(prepared),
         solves=_solves(pruner),
         training=_epochs(training),
@@ -134,13 +135,9 @@ def _sides(prepared: PreparedModel, measured: Measured) -> tuple[Side, Side]:
     return dense, pruned
 
 
-def layer_rows(prepared: PreparedModel) -> tuple[LayerRow, ...]:
+def _layers(prepared: PreparedModel) -> tuple[LayerRow, ...]:
     """Channels before and after, layer by layer."""
-    channels, kept = prepared.channels, prepared.smcp.units_kept()
-
-    def count(labels: Tensor) -> int:
-        units = channels.units.of(labels)
-        return int(((units < 0) | kept[units.clamp(min=0)]).sum())
+    channels = prepared.channels
 
     def group(labels: Tensor) -> str:
         indices = {int(channels.group_of_unit[u]) for u in channels.units.of(labels).tolist() if u >= 0}
@@ -151,13 +148,13 @@ def layer_rows(prepared: PreparedModel) -> tuple[LayerRow, ...]:
             path=layer.path,
             kind=layer.kind,
             in_channels=layer.input_channels.numel(),
-            in_kept=count(layer.input_channels),
+            in_kept=inputs,
             out_channels=layer.output_channels.numel(),
-            out_kept=count(layer.output_channels),
+            out_kept=outputs,
             in_group=group(layer.input_channels),
             out_group=group(layer.output_channels),
         )
-        for layer in channels.layers
+        for layer, inputs, outputs in kept_widths(channels, prepared.smcp.units_kept())
     )
 
 

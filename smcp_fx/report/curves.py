@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from smcp_fx.report.formats import milliseconds, number, percent, significant
+from smcp_fx.report.formats import milliseconds, number, percent
 from smcp_fx.report.schema import EngineRow, EpochRow, Report
 from smcp_fx.report.svg import Markup, Panel, dot, line, path, picture, rect, rounded_up, text
+from smcp_fx.texts import significant
 
 _WIDTH = 360.0
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from smcp_fx.report.formats import milliseconds, significant
+from smcp_fx.report.formats import milliseconds
 from smcp_fx.report.schema import Axis, SurfaceRow
 from smcp_fx.report.svg import Markup, Panel, element, picture, rect, text
+from smcp_fx.texts import significant
 
 _WIDTH, _SIDE = 360.0, 260.0
 #: A picture has at most this many cells a side; finer grids are thinned evenly, ends kept.

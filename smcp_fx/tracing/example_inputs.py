@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from smcp_fx.errors import InputError
 from smcp_fx.tracing.example_runs import first_line, run_eager
@@ -18,9 +19,35 @@ _SIDES = {1: (32, 64, 224, 299), 2: (32, 64, 224, 299), 3: (16, 32, 112)}
 _FRAMES = 16
 
 
-def as_inputs(example_inputs: Tensor | tuple[Any, ...] | list[Any]) -> tuple[Any, ...]:
-    """Return the example inputs as a tuple of positional arguments."""
-    return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+def as_inputs(example_inputs: Any, model: nn.Module) -> tuple[Any, ...]:
+    """Return the example inputs as a tuple of positional arguments.
+
+    A tuple or list is taken as they are, a dict of the names of ``forward``'s arguments in their order, anything else
+    as the one argument. Raises `InputError` for a dict that fits ``forward`` only in part.
+    """
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs)
+    if not isinstance(example_inputs, Mapping):
+        return (example_inputs,)
+    signature = inspect.signature(model.forward)
+    if not signature.parameters.keys() & example_inputs.keys():
+        return (example_inputs,)  # a model whose one argument is a dict
+    try:
+        bound = signature.bind(**example_inputs)
+    except TypeError as error:
+        raise InputError(
+            f"the example inputs {', '.join(map(str, example_inputs))} do not fit "
+            f"{type(model).__name__}.forward{signature}: {error}"
+        ) from error
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise InputError(
+            f"{type(model).__name__}.forward takes {', '.join(bound.kwargs)} by name only, which cannot be traced: "
+            "wrap the model in one that takes them by position"
+        )
+    names = list(signature.parameters)
+    last = max(names.index(name) for name in example_inputs)
+    return bound.args[: last + 1]
 
 
 def first_convolution(model: nn.Module) -> Convolution | None:
@@ -63,7 +90,7 @@ def default_inputs(model: nn.Module, sides: Sequence[int] = ()) -> tuple[Any, ..
     """
     given = getattr(model, "example_input_array", None)
     if given is not None:
-        return as_inputs(given)
+        return as_inputs(given, model)
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, dict) and "input_size" in config:
         return (torch.randn(2, *config["input_size"]),)

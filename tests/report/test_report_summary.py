@@ -11,8 +11,9 @@ from rich.table import Table
 
 from smcp_fx.report import Report, summary_table, summary_text
 from smcp_fx.report.curves import dense_cost
-from smcp_fx.report.formats import count, duration, milliseconds, percent, relative_change, significant
+from smcp_fx.report.formats import count, duration, milliseconds, percent, relative_change
 from smcp_fx.report.page import render_page
+from smcp_fx.texts import significant
 
 
 def test_summary_table_and_text(real: Report) -> None:
@@ -25,7 +26,7 @@ def test_summary_table_and_text(real: Report) -> None:
     assert "quartiles 10.4 to 10.7 ms 4.19 to 4.25 ms" in lines
     assert "speed-up 1× 2.49×" in lines
     assert "parameters 11.2 M 2.84 M −74.6 %" in lines
-    assert "FLOPs per input 555 M 190 M −65.8 %" in lines
+    assert "FLOPs (multiply-adds) per input 555 M 190 M −65.8 %" in lines
     told = " ".join(lines)
     assert "target 40 % of the dense latency, predicted 39.7 %, measured 40.1 %" in told
     assert "measured 40.1 % ± 0.2 points (quartiles of 7 rounds: 39.9 % to 40.3 %); ONNX Runtime" in told
