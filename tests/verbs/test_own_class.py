@@ -189,9 +189,7 @@ def test_what_is_known_of_the_model_is_carried_on(tmp_path: Path) -> None:
     assert timm_data.resolve_data_config(model=smaller)["mean"] == (0.5, 0.5, 0.5)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script`:FutureWarning", "ignore:`torch.jit.script`:DeprecationWarning"
-)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`", "ignore:The TorchScript type system")
 def test_what_is_carried_on_does_not_stop_torchscript(tmp_path: Path) -> None:
     x = torch.randn(2, 3, 16, 16)
     smaller = smcp_fx.convert(halved(Mine(), x)).eval()
