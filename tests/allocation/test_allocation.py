@@ -22,7 +22,7 @@ from smcp_fx.allocation.dual import Relaxation, bundle
 from smcp_fx.allocation.local_search import Moves
 from smcp_fx.allocation.planning import plan
 from smcp_fx.allocation.problem import tabulate
-from smcp_fx.allocation.solve import coupled_choice
+from smcp_fx.allocation.solve import node_choice
 from smcp_fx.cost_model import CostTerm, NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError
 
@@ -58,7 +58,7 @@ def test_loosened_sums_and_copies_still_bound_the_optimum(family: str, max_cells
         budget = float(np.quantile(total, 0.3))
         best = float(value[total <= budget * (1 + 1e-12)].max())
         try:
-            choice, bound = coupled_choice(problem, arrays, budget, max_cells=max_cells)
+            choice, bound, _ = node_choice(problem, arrays, budget, max_cells=max_cells)
         except InfeasibleBudgetError:
             continue
         reached = float(sum(v[i] for v, i in zip(arrays, choice, strict=True)))
