@@ -32,6 +32,7 @@ from smcp_fx.tracing.in_place import PLAIN, is_tensor_for_sure, settle_in_place
 from smcp_fx.tracing.lengths import Sizes
 from smcp_fx.tracing.proxies import ValueProxy
 from smcp_fx.tracing.python_builtins import StandIns
+from smcp_fx.tracing.seen_through import seen_through
 from smcp_fx.tracing.sentences import AGAIN, INFIX, TAKEN, asking_line, express
 from smcp_fx.tracing.writes import functional_writes, own_constants
 
@@ -76,7 +77,7 @@ class ShapeTracer(AnsweringTracer):
     def _traced(self, root: Any, model: nn.Module, concrete_args: dict[str, Any] | None) -> fx.Graph:
         self._held = dict(held_tensors(model))
         self._sizes = Sizes(model, self.value)
-        with StandIns(self, model), Assignments(self._held), Checkpoints():
+        with seen_through(), StandIns(self, model), Assignments(self._held), Checkpoints():
             graph = super().trace(root, concrete_args)
         own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
         settle_in_place(graph, model, self.value)
