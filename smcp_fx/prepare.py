@@ -220,8 +220,9 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
         check: compare the two on a few of the example's images.
 
     Without ``into``, the result is a `GraphModule`. It runs, trains, exports and unpickles without this library,
-    unless it asks a module for its mode or a value for more than tensors can (`ConvertedModule`). A model that was traced in
-    regions becomes a module of its own class, whose regions run as sliced graphs; to unpickle it needs this library.
+    unless it asks a module for its mode or a value for more than tensors can (`ConvertedModule`). A model that was
+    traced in regions becomes a module of its own class, whose regions run as sliced graphs; to unpickle it needs this
+    library.
 
     A graph has ``kept``, which maps module paths to the positions of the input and output channels that were kept
     (lists of two), and ``widths()``, their numbers. It has the original's plain attributes (``num_classes``,
