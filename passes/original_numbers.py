@@ -20,9 +20,14 @@ from torch.utils import _pytree as pytree
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.shape_tracer import plain_lists
 
+#: What labels, which share one place in memory, do not tell.
+_OF_MEMORY = {"stride", "storage_offset", "is_contiguous"}
+
 
 def recomputed(node: fx.Node, recorded: Any, new: dict[str, Any]) -> Any:
     """A size or another number on the sliced shapes that ``new`` holds; the recorded value where that fails."""
+    if str(getattr(node.target, "__name__", node.target)) in _OF_MEMORY:
+        return recorded
     try:
         args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), lambda n: new[n.name]))
         if any(v is None for v in args):

@@ -58,8 +58,7 @@ def _sizes_may_matter(traced: Traced) -> bool:
             return True
         if name in _REGROUPS and not _only_ones(traced, node):
             return True
-        rest = (node.args[1:], node.kwargs)
-        if name in MOVES - _REGROUPS and any(isinstance(v, fx.Node) for v in pytree.tree_leaves(rest)):
+        if name in (MOVES - _REGROUPS) | {"pad"} and len(node.all_input_nodes) > 1:
             return True
     return False
 
