@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: compile test test-gpu check docs install clean
+.PHONY: compile test test-gpu check audit docs install clean
 
 compile: $(VENV)/installed  ## the main job: ResNet-18 on the digits, 40 % of its latency; ARGS="--help" for more
 	$(BIN)/python tools/compile.py --model torchvision:resnet18 --data digits $(ARGS)
@@ -20,6 +20,9 @@ check: $(VENV)/installed  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pip install --quiet --no-deps -e . --config-settings editable_mode=strict  # how mypy finds passes/
 	$(BIN)/mypy; status=$$?; $(BIN)/pip install --quiet --no-deps -e .; exit $$status
+
+audit: $(VENV)/installed  ## known vulnerabilities of what is installed
+	$(BIN)/python tools/audit.py
 
 docs: $(VENV)/docs-installed  ## the documentation as a site, in site/: open site/index.html
 	OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -74,8 +74,8 @@ class Fingerprint:
 class BlockLatency:
     """What a block costs: ``hot`` with its weights in cache, ``cold`` with its weights in memory.
 
-    ``cold`` is None where the backend does not tell the two apart. ``pace_ms``: what a fixed piece of work took in
-    the state of the core that was waited for (`Pace.usual_ms`); 0 where none was, or nobody knows any more.
+    ``cold`` is None where the backend does not tell the two apart. ``pace_ms``: how long a fixed piece of work took
+    at the core's usual pace then (`Pace.usual_ms`); 0 where that was not measured, or is not known any more.
     """
 
     hot: Measurement
@@ -123,6 +123,10 @@ class Engine(ABC):
     ) -> Measurement:
         """Measure one run: median and quartiles in ms."""
         return measure_timers([self.timer(inputs)], config, cpu_bound=self.cpu_bound)[0]
+
+    @abstractmethod
+    def reload(self) -> Engine:
+        """Return another engine of the same network, loaded anew: memory elsewhere is other luck with caches."""
 
     def layer_latencies(self) -> dict[str, float] | None:
         """Return the median ms of each node as the runtime's profiler names them, in order of execution.
@@ -173,9 +177,9 @@ class Backend(ABC):
         return [Path(path)]
 
     def require_quiet(self) -> None:  # noqa: B027
-        """Raise `MachineBusyError` where what is measured now would say more of the machine than of a network.
+        """Raise `MachineBusyError` where a measurement would now say more about the machine than about a network.
 
-        Nothing happens by default: a device of its own is as quiet as ever.
+        Nothing happens by default: a device of its own is always quiet.
         """
 
     def expect_blocks(self, blocks: Sequence[Block]) -> None:  # noqa: B027 - a hint
@@ -255,9 +259,9 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def cache_bytes() -> int:
-    """Return the size of this machine's largest cache of at most 64 MiB, as the kernel tells it.
+    """Return the size of this machine's largest cache of at most 64 MiB; 32 MiB where the kernel does not tell.
 
-    Networks outgrow that one; 32 MiB where the kernel does not tell.
+    This is the cache that networks outgrow.
     """
     return max((size for size in _cache_sizes() if size <= _LARGEST_CACHE), default=32 << 20)
 

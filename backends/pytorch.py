@@ -77,6 +77,15 @@ class TorchEngine(Engine):
             runs.append(times.read())
         return {path: float(np.median([run[path] for run in runs[2:]])) for path in runs[0]}
 
+    def reload(self) -> TorchEngine:
+        """Return it with a copy of the module."""
+        if self._module is None:
+            raise BackendError("this engine is closed")
+        return TorchEngine(
+            self._module, self._inputs, device=str(self._device), threads=self._threads, compiled=self._compiled,
+            graph_replay=self._graph_replay,
+        )  # fmt: skip
+
     def close(self) -> None:
         """Free the module."""
         self._module = None

@@ -8,12 +8,15 @@ second time.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from torch import fx
 
-from smcp_fx.errors import PassError
+from smcp_fx.errors import PassError, SmcpError
+
+_LOG = logging.getLogger("smcp_fx.passes")
 
 
 @dataclass(frozen=True)
@@ -59,5 +62,21 @@ class GraphPass(ABC):
 
 
 def run_pipeline(module: fx.GraphModule, passes: list[GraphPass]) -> list[PassResult]:
-    """Run the passes in order on the module and return their results."""
-    return [one(module) for one in passes]
+    """Run the passes in order on the module and return their results.
+
+    An error says in which pass it arose, and behind which. What each pass did is logged: `smcp_fx.passes`, DEBUG.
+    """
+    results: list[PassResult] = []
+    for place, one in enumerate(passes):
+        before = ", ".join(earlier.name for earlier in passes[:place])
+        where = f"in {one.name}, after {before}" if before else f"in {one.name}"
+        try:
+            result = one(module)
+        except Exception as error:
+            said = error if isinstance(error, SmcpError) else f"{type(error).__name__}: {error}"
+            raise PassError(f"{where}: {said}") from error
+        _LOG.debug("%s: %s", one.name, "changed the graph" if result.modified else "nothing to do")
+        for note in result.report:
+            _LOG.debug("%s: %s", one.name, note)
+        results.append(result)
+    return results

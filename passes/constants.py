@@ -14,15 +14,12 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.branches import CONSTANT, NUMBER, Flow, Walk
 from smcp_fx.channels.labels import compress, narrow_uniform
-from smcp_fx.channels.rules_elementwise import RULES as ELEMENTWISE
-from smcp_fx.channels.rules_elementwise import elementwise
-from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
-from smcp_fx.channels.rules_movement import move, perform
+from smcp_fx.channels.rules_movement import perform
 from smcp_fx.channels.trail import ConstantRef, Layer
 from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import held
 
-_RANDOM = {"randlike", "randnlike", "emptylike", "bernoulli", "rrelu"}
 #: Norms, and whether they refuse inputs of one element a channel.
 _NORMS = {"batchnorm": False, "layernorm": False, "rmsnorm": False, "groupnorm": True, "instancenorm": True}
 
@@ -67,9 +64,9 @@ class Constants:
             return self._bias(layer)
         target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
         name = operation_name(node, target) or ""
-        if MOVEMENTS.get(name) is move:
+        if has(name, Trait.MOVES):
             return self._moved(node, target)
-        allowed = ELEMENTWISE.get(name) is elementwise and name not in _RANDOM
+        allowed = has(name, Trait.ELEMENTWISE) and not has(name, Trait.DRAWN)
         if not (allowed or name == "prelu" or _is_pointwise(name, target) or _is_steady(name, node, target)):
             raise NoValueError
         return self._applied(node, target, _NORMS.get(name, False))

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import fx
 
-from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.remove_branches import delete, joined
 from smcp_fx.tracing.masking import META, Constant
 from smcp_fx.tracing.operations import operation_name, writes_in_place
+from smcp_fx.tracing.traits import Trait, has
 
 
 class DropIdleJoins(GraphPass):
@@ -62,4 +62,9 @@ def _is_zero(module: fx.GraphModule, node: Any) -> bool:
 
 def _may_write(module: fx.GraphModule, node: fx.Node) -> bool:
     target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return writes_in_place(node, module) or operation_name(node, target) in MOVEMENTS
+    name = operation_name(node, target)
+    return (
+        writes_in_place(node, module)
+        or name == "getattr"
+        or has(name, Trait.MOVES | Trait.JOINS | Trait.PADS)
+    )

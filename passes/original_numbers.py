@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from smcp_fx.errors import PassError
 from smcp_fx.passes.sliced_labels import Sliced
+from smcp_fx.tracing.operations import describe
 from smcp_fx.tracing.shape_tracer import plain_lists
 
 #: What labels, which share one place in memory, do not tell.
@@ -25,20 +27,29 @@ _OF_MEMORY = {"stride", "storage_offset", "is_contiguous"}
 
 
 def recomputed(node: fx.Node, recorded: Any, new: dict[str, Any]) -> Any:
-    """A size or another number on the sliced shapes that ``new`` holds; the recorded value where that fails."""
+    """A size or another number on the sliced shapes that ``new`` holds.
+
+    What asks a tensor that nobody sees any more stays as recorded, and so does what is no number (a type, a device)
+    and is not known of labels. A number that cannot be computed would be a count of channels that are gone:
+    `PassError`.
+    """
     if str(getattr(node.target, "__name__", node.target)) in _OF_MEMORY:
+        return recorded
+    if node.op == "call_module" or any(new.get(source.name) is None for source in node.all_input_nodes):
         return recorded
     try:
         args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), lambda n: new[n.name]))
-        if any(v is None for v in args):
-            return recorded
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        if node.op == "call_function" and callable(node.target):
-            return node.target(*args, **kwargs)
-    except Exception:  # a number that cannot be recomputed from shapes does not depend on them
-        return recorded
-    return recorded
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+    except Exception as error:  # whatever the model's own arithmetic says to fewer channels
+        if not _is_number(recorded):
+            return recorded
+        raise PassError(
+            f"{node.name!r} ({describe(node)}) was {recorded} and cannot be computed for the channels that are kept: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 class OriginalNumbers:

@@ -18,14 +18,13 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.branches import CONSTANT, EMPTY, LIVE, Flow, Walk, bits, writes_shared
-from smcp_fx.channels.rules_elementwise import RULES as ELEMENTWISE
-from smcp_fx.channels.rules_elementwise import elementwise
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.constants import Constants, NoValueError
 from smcp_fx.passes.movement_rewrites import SPLITS
 from smcp_fx.tracing.masking import META, Constant, mark_of
 from smcp_fx.tracing.operations import operation_name, writes_in_place
+from smcp_fx.tracing.traits import Trait, has
 
 _OUT_OF_PLACE: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -270,7 +269,7 @@ def joined(node: fx.Node) -> list[fx.Node]:
 
 def _is_elementwise(node: fx.Node) -> bool:
     called = node.op in ("call_function", "call_method")
-    return called and ELEMENTWISE.get(operation_name(node, None) or "") is elementwise
+    return called and has(operation_name(node, None), Trait.ELEMENTWISE)
 
 
 def _plain(node: fx.Node) -> Any:

@@ -17,14 +17,15 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
-from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
-from smcp_fx.channels.rules_movement import known_values, move, perform
+from smcp_fx.channels.rules_movement import known_values, perform
 from smcp_fx.channels.trail import ParameterRef, ParameterView
 from smcp_fx.errors import PassError
 from smcp_fx.passes.movement_rewrites import REWRITES, SIZES, numbers
 from smcp_fx.passes.original_numbers import OriginalNumbers, recomputed
 from smcp_fx.passes.sliced_labels import Sliced
+from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.traits import Trait, has
 
 #: Movements of a weight that say its sizes, or depend on which of them are 1.
 _SHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze"}
@@ -81,6 +82,9 @@ class _Rewriter:
             if not self._holds(node):
                 self.dead.append(node)
             return
+        if is_by_mode(node) and not node.users and any(n in self.dead for n in node.all_input_nodes):
+            self.dead.append(node)  # it says when what is gone was run
+            return
         if not any(isinstance(v, Tensor) for v in pytree.tree_leaves(old)):
             self.new[name] = recomputed(node, old, self.new)
             return
@@ -90,7 +94,7 @@ class _Rewriter:
         operation = operation_name(node, target)
         if name in self.trail.shuffles and self._is_thinned(node):
             self._shuffle(node)
-        elif MOVEMENTS.get(operation or "") is move:
+        elif has(operation, Trait.MOVES):
             self._move(node, operation or "")
         elif operation == "pad" and node.op == "call_function":
             self._crop(node)

@@ -105,7 +105,7 @@ class SliceChannels(GraphPass):
         # Modules that are not called, too: the graph may read their weights alone, as of a convolution's subclass.
         for path, target in module.named_modules():
             before = _sizes(target)
-            _resize(target)
+            resize_fields(target)
             if _sizes(target) != before:
                 report.append(f"{path}: {before} -> {_sizes(target)}")
         nodes = {node.name: node for node in module.graph.nodes}
@@ -167,11 +167,11 @@ def _owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def _sizes(module: nn.Module) -> dict[str, int]:
-    """The fields that `_resize` may set, and others of their type."""
+    """The fields that `resize_fields` may set, and others of their type."""
     return {name: value for name, value in vars(module).items() if type(value) is int}
 
 
-def _resize(module: nn.Module) -> None:
+def resize_fields(module: nn.Module) -> None:
     """Make a module's fields say what its tensors' shapes say."""
     weight = getattr(module, "weight", None)
     if isinstance(module, nn.modules.conv._ConvNd) and isinstance(weight, Tensor):

@@ -9,27 +9,31 @@ The names below are the public interface. Those that need a runtime's package lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import importlib.metadata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from smcp_fx.allocation import Allocation, allocate
+from smcp_fx.backends import get_backend
 from smcp_fx.calibration import RepairReport, compress, gather_importance, recalibrate, repair
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import NetworkCost
-from smcp_fx.errors import SmcpError
+from smcp_fx.errors import SmcpError, TableError
 from smcp_fx.knapsack import KnapsackSolution, solve_knapsack
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.latency.table import LatencyTable
+from smcp_fx.own_class import resize
 from smcp_fx.prepare import PreparedModel, convert, prepare
 from smcp_fx.pruning import observers
 from smcp_fx.pruning.loop_watch import TrainingWarning
 from smcp_fx.schedule import Schedule
-from smcp_fx.serialization.saving import load, save
+from smcp_fx.serialization.saving import load, read_metadata, save
 
 __all__ = [
     "Allocation",
@@ -43,22 +47,39 @@ __all__ = [
     "RepairReport",
     "Schedule",
     "SmcpError",
+    "TableError",
     "TrainingWarning",
     "allocate",
     "compress",
     "convert",
     "export_onnx",
     "gather_importance",
+    "get_backend",
     "load",
     "load_checkpoint",
     "observers",
     "prepare",
+    "read_metadata",
     "recalibrate",
     "repair",
+    "resize",
     "save",
     "save_checkpoint",
     "solve_knapsack",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__", "integrations"])
+
+
+def __getattr__(name: str) -> Any:
+    """What is loaded when it is asked for: the installed version, and callbacks for training frameworks."""
+    if name == "__version__":
+        return importlib.metadata.version("smcp_fx")
+    if name == "integrations":
+        return importlib.import_module("smcp_fx.integrations")
+    raise AttributeError(f"module 'smcp_fx' has no attribute {name!r}")
 
 
 def export_onnx(
@@ -68,17 +89,27 @@ def export_onnx(
     *,
     opset: int | None = None,
     dynamic_batch: bool = True,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a model in eval mode as an ONNX file and return its path.
 
     The file is run in ONNX Runtime on random inputs and compared with the model before it gets its name.
     ``opset`` (17 and later; a recent one by default); ``dynamic_batch`` leaves the first axis of every input
-    open; ``metadata`` goes into the file. Raises `BackendError` for what ONNX cannot express and for results
+    open, under the name "batch"; ``input_names`` and ``output_names`` replace those of the model's forward and the
+    exporter's; ``metadata`` goes into the file. Raises `BackendError` for what ONNX cannot express and for results
     that differ, `InputError` for inputs and opsets that do not fit.
     """
     from smcp_fx.backends.onnx.export import export_onnx as export
 
     return export(
-        converted, example_inputs, path, opset=opset, dynamic_batch=dynamic_batch, metadata=metadata
+        converted,
+        example_inputs,
+        path,
+        opset=opset,
+        dynamic_batch=dynamic_batch,
+        input_names=input_names,
+        output_names=output_names,
+        metadata=metadata,
     )

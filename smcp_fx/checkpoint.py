@@ -28,7 +28,7 @@ from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning import ranks
 from smcp_fx.pruning.solve import Solve
 from smcp_fx.storage import generators
-from smcp_fx.storage.files import brief
+from smcp_fx.storage.files import bounded_json, brief
 from smcp_fx.storage.tensor_file import TensorWriter, restore, write_together
 from smcp_fx.storage.value_codec import decode_value, encode_value
 from smcp_fx.storage.versions import library_versions, saved_with
@@ -238,7 +238,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            manifest = json.loads((file.metadata() or {})[FORMAT])
+            manifest = bounded_json((file.metadata() or {})[FORMAT])
         if manifest["format"] != FORMAT or manifest["version"] != FORMAT_VERSION:
             raise CheckpointError(
                 f"{path} is of version {brief(manifest['version'])}; this smcp_fx reads {FORMAT_VERSION}: load it "

@@ -57,7 +57,7 @@ class PruningConfig:
     )
     tolerance: float = option(
         0.009,
-        "share of the reachable importance that may be given up to leave masks as they are; 0: none (the paper)",
+        "share of the reachable importance that a schedule may give up to leave masks be; 0: none (the paper)",
     )
     batch_norm_scaling: bool = option(
         False,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,22 +54,30 @@ class CostTerm:
         return tuple(dict.fromkeys(group for width in self.widths for group, _ in width.groups))
 
 
+class CostSource(Protocol):
+    """A network's true cost, which a sum of terms can only follow near some counts."""
+
+    def around(self, counts: Mapping[str, int]) -> NetworkCost:
+        """Return the cost as a sum of terms that is exact at these counts."""
+        ...
+
+
 @dataclass(frozen=True)
 class NetworkCost:
     """Cost of one network for any permitted counts.
 
     ``permitted[k]`` holds group k's permitted counts, ascending; the last is its full size. Groups without
-    a choice (pinned) are not listed: they are in the widths' constants. ``repriced``: gives the cost again for
-    other counts, where a sum of terms is exact at some counts only; see `at`.
+    a choice (pinned) are not listed: they are in the widths' constants. ``fixed``: what is known, by name, of the
+    ``constant``. ``source``: what the cost was made by, where
+    a sum of terms is exact at some counts only; see `at`.
     """
 
     unit: str
     permitted: Mapping[str, tuple[int, ...]]
     terms: tuple[CostTerm, ...]
     constant: float = 0.0
-    repriced: Callable[[Mapping[str, int]], NetworkCost] | None = field(
-        default=None, compare=False, repr=False
-    )
+    source: CostSource | None = field(default=None, compare=False, repr=False)
+    fixed: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for term in self.terms:
@@ -82,9 +91,21 @@ class NetworkCost:
         """Return T(p), all counts taken together, in ``unit``."""
         return self.constant + sum(term.cost(counts) for term in self.terms)
 
+    def by_name(self, counts: Mapping[str, int]) -> dict[str, float]:
+        """Return what each layer, block or parameter costs at these counts, as far as it is known by name."""
+        found = dict(self.fixed)
+        for term in self.terms:
+            found[term.name] = found.get(term.name, 0.0) + term.cost(counts)
+        return found
+
+    @property
+    def rest(self) -> float:
+        """What of the constant cost is known by no name."""
+        return self.constant - sum(self.fixed.values())
+
     def at(self, counts: Mapping[str, int]) -> NetworkCost:
         """Return the cost as a sum that is exact at these counts: this one, unless it says otherwise."""
-        return self if self.repriced is None else self.repriced(counts)
+        return self if self.source is None else self.source.around(counts)
 
     @property
     def full_counts(self) -> dict[str, int]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from smcp_fx.channels import build
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel, absolute_target, bind
 from smcp_fx.errors import InputError, TraceError
+from smcp_fx.kept_channels import kept_channels, still_true
+from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
@@ -24,8 +26,9 @@ from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs, s
 from smcp_fx.schedule import Schedule
 from smcp_fx.serialization.converted import ConvertedModule
 from smcp_fx.tracing.buffers import keep_in_state
+from smcp_fx.tracing.carried import carried_attributes, carry, plain_attributes
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.example_runs import as_inputs, default_inputs
+from smcp_fx.tracing.example_inputs import as_inputs, default_inputs
 from smcp_fx.tracing.masking import META, STATE
 from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.tracing.output_types import keep_output_types
@@ -40,7 +43,7 @@ _DEFAULT_TARGET = 0.5
 
 def prepare(
     model: nn.Module,
-    example_inputs: Tensor | tuple[Any, ...] | None = None,
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
     *,
     target: float | str | None = None,
     cost: str | CostModel = "flops",
@@ -54,9 +57,9 @@ def prepare(
     Args:
         model: any model that `torch.fx` can trace, or parts of which it can: the rest stays the Python it is
             (see `smcp_fx.regions`; ``prepared.regions`` lists the parts, ``prepared.untraced`` what stopped it).
-        example_inputs: a tensor or a tuple of the model's inputs; by default the model's own
-            ``example_input_array``, timm's ``pretrained_cfg``, or an image of the first convolution's
-            channels.
+        example_inputs: a tensor, a tuple of the model's inputs, or a dict of them by the names of its forward's
+            arguments; by default the model's own ``example_input_array``, timm's ``pretrained_cfg``, or images of
+            the first convolution's channels.
         target: what to reach: a fraction of the unpruned cost (by default a half), or an absolute cost with its
             unit. `convert` warns when a target was given and the model is still whole.
         cost: "flops", "params", or a cost model such as a `LatencyCost`.
@@ -80,7 +83,7 @@ def prepare(
         if given is not None and not isinstance(given, kind):
             raise InputError(f"prepare needs a {kind.__name__}, not a {type(given).__name__}: {given!r}")
     _check_tensors(model)
-    inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs)
+    inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs, model)
     prepared = _prepared(model, inputs, target, cost, schedule, config or PruningConfig(), leaves)
     if check:
         check_prepared(model, prepared, inputs)
@@ -142,6 +145,7 @@ def _prepared(
     else:
         keep_output_types(traced.module.graph, traced.returned)
         prepared = PreparedGraph(traced.module, traced.module.graph, plan, state, type(model).__name__)
+        carry(prepared, plain_attributes(model))
         keep_in_state(own, prepared)
         copy_modes(traced.module, prepared)
     prepared.pruner.warn_of_idle_target(plan.target)
@@ -162,7 +166,9 @@ def _check_tensors(model: nn.Module) -> None:
 
 def _check_names(model: nn.Module) -> None:
     """Raise `InputError` for a part at the model's top whose name means something else on a prepared model."""
-    taken = (set(dir(PreparedGraph)) | {"graph", "plan", "pruner", STATE}) - set(dir(nn.Module))
+    taken = {*dir(PreparedGraph), *dir(ConvertedModule), "graph", "kept", "plan", "pruner", STATE} - set(
+        dir(nn.Module)
+    )
     held = (model.named_children(), model.named_parameters(recurse=False), model.named_buffers(recurse=False))
     for name in (*(name for parts in held for name, _ in parts), *(STATE,) * hasattr(model, STATE)):
         if name in taken:
@@ -203,15 +209,21 @@ def trace_parts(
         return join_regions(model, inputs, split)
 
 
-def convert(prepared: nn.Module, *, check: bool = True) -> nn.Module:
+def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool = True) -> nn.Module:
     """Return a plain, physically smaller model that computes what the masked model computes.
 
+    With ``into``, a copy of that model (the original, or another of its class) with the sliced widths and weights, by
+    `resize`: your class, with its methods and attributes. Without:
     A `GraphModule`, which needs nothing of this library to run, train or export, nor to be unpickled, unless it
     asks a module for its mode or a value for more than tensors can (`ConvertedModule`). For a model that was traced
     in regions: a module of its own class whose regions run as sliced graphs; it pickles, and needs this library to be
     unpickled. ``prepared`` stays as it was, and may
     come as `DistributedDataParallel`, `DataParallel` or `torch.compile` wrapped it. ``check``: compare the two on a
     few of the example's images; raises `PassError` where they differ.
+
+    A graph has ``kept``, a dict of module paths to the positions of the input and output channels that were kept
+    (lists of two), ``widths()``, how many these are, and the original's plain attributes (``num_classes``,
+    ``pretrained_cfg``), but for numbers of channels that are others now. Raises what `resize` does.
     """
     prepared = unwrapped(prepared)
     if not isinstance(prepared, PreparedModel):
@@ -229,18 +241,33 @@ def convert(prepared: nn.Module, *, check: bool = True) -> nn.Module:
         )
     if check:
         check_converted(prepared, converted, prepared.plan.example_inputs)
-    return converted
+    if into is None:
+        return converted
+    own = resize(deep_copy(into), converted, prepared.plan.example_inputs, check=check)
+    copy_modes(converted, own)
+    return own
 
 
 def sliced(prepared: PreparedModel) -> nn.Module:
     """`convert` at any time: also before the schedule has brought the target, to measure what it would give."""
+    return sliced_graph(prepared)[1]
+
+
+def sliced_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
+    """The sliced network as one graph, and as the module that `convert` returns; they share their tensors.
+
+    They are the same object but for models that were traced in regions, whose graph is the joined one.
+    """
     copied = deep_copy(prepared)
     copied.pruner.retire()
     if isinstance(copied, PreparedRegions):
         module = sharing(copied.python, copied.graph)
     else:
+        assert isinstance(copied, PreparedGraph)
         module = ConvertedModule(copied, copied.graph, class_name=type(prepared).__name__)
         copy_modes(prepared, module)
+        kept = kept_channels(prepared.channels, prepared.smcp.units_kept())
+        carry(module, still_true(carried_attributes(copied), prepared.channels, kept) | {"kept": kept})
     run_pipeline(module, convert_pipeline(prepared.channels, prepared.smcp.units_kept()))
     if hasattr(module, STATE):
         delattr(module, STATE)
@@ -248,17 +275,22 @@ def sliced(prepared: PreparedModel) -> nn.Module:
         node.meta.pop(META, None)
     module.recompile()
     if not isinstance(copied, PreparedRegions):
-        return module
+        return module, module
     assert copied.plan.joined is not None
     run_by_graphs(copied.python, module.graph, copied.plan.joined, alone=True)
-    return copied.python
+    return module, copied.python
 
 
 def converted_full(prepared: PreparedModel) -> nn.Module:
     """The network as a plain model with every channel, whatever the masks are now."""
+    return full_graph(prepared)[1]
+
+
+def full_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
+    """`sliced_graph` of the network with every channel, whatever the masks are now."""
     masks = prepared.masks
     prepared.set_masks({name: torch.ones_like(mask) for name, mask in masks.items()})
     try:
-        return sliced(prepared)
+        return sliced_graph(prepared)
     finally:
         prepared.set_masks(masks)

@@ -17,7 +17,9 @@ from smcp_fx.pruning.pruner import Pruner
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
+from smcp_fx.summaries import model_summary, share_of
 from smcp_fx.tracing.buffers import keep_in_state
+from smcp_fx.tracing.carried import carried_attributes, carry
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.masking import STATE
 from smcp_fx.tracing.own_modes import set_own_modes
@@ -83,6 +85,22 @@ class PreparedModel(nn.Module):
         """
         self.smcp.set_masks(masks)
 
+    def summary(self) -> str:
+        """Return tables of the layers and groups: what is kept of each, its parameters and multiply-adds."""
+        counts = self.pruner.counts
+        parts = model_summary(
+            self.channels, self.smcp.units_kept(), self.plan.flops, self.plan.parameters, counts
+        )
+        return f"{self!r}\n\n{parts}"
+
+    def __repr__(self) -> str:
+        counts, free = self.pruner.counts, sum(group.free for group in self.channels.groups)
+        costs = ", ".join(share_of(cost, counts) for cost in (self.plan.flops, self.plan.parameters))
+        name = type(self.python if isinstance(self, PreparedRegions) else self).__name__
+        return f"<{name}, prepared: {costs}; {free} of {len(self.channels.groups)} groups free>"
+
+    __str__ = __repr__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As usual; raises `AssumptionError` for an input of another kind than the example."""
         try:
@@ -127,6 +145,7 @@ class PreparedGraph(PreparedModel, fx.GraphModule):
         state = root.get_submodule(STATE)
         assert isinstance(state, PruningState)
         copied = PreparedGraph(root, copy.deepcopy(self.graph), self.plan, state, type(self).__name__)
+        carry(copied, carried_attributes(self))
         keep_in_state(root, copied)
         copy_modes(self, copied)
         copied.pruner.go_on_from(self.pruner)

@@ -37,7 +37,7 @@ from smcp_fx.tracing.example_runs import Recorder, plain, unchanged
 from smcp_fx.tracing.masking import mark_of
 
 #: How many images the comparisons take: in `train()` (a batch norm needs two), and as another batch in `eval()`.
-_IMAGES, _OTHERS = 2, 3
+IMAGES, OTHERS = 2, 3
 
 
 def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[Any, ...]) -> None:
@@ -47,8 +47,8 @@ def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[A
     original itself does not take such inputs, or is not the same twice, is left out.
     """
     original = deep_copy(original)
-    for training, images in ((True, _IMAGES), (False, _OTHERS)):
-        given, expected = _on_some(original, inputs, images, training)
+    for training, images in ((True, IMAGES), (False, OTHERS)):
+        given, expected = on_some(original, inputs, images, training)
         if expected is None:
             continue
         try:
@@ -73,7 +73,7 @@ def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[A
 def check_converted(prepared: PreparedModel, converted: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Raise `PassError` where the sliced network computes something else than the masked one, in `eval()`."""
     inputs = fitting(prepared, inputs)
-    given, expected = _on_some(prepared, inputs, _IMAGES, False)
+    given, expected = on_some(prepared, inputs, IMAGES, False)
     if expected is None:
         return
     if isinstance(prepared, PreparedRegions):
@@ -107,7 +107,7 @@ def _some(inputs: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     return cut
 
 
-def _on_some(
+def on_some(
     model: nn.Module, inputs: tuple[Any, ...], images: int, training: bool
 ) -> tuple[tuple[Any, ...], Outcome | None]:
     """So many images and what the model makes of them; the inputs as they are where it does not take those."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from smcp_fx.backends.base import Backend, BlockLatency, Engine, Fingerprint, Measurement
 from smcp_fx.backends.timing.measuring import TimingConfig
 from smcp_fx.blocks.sharing import Block
+from smcp_fx.latency.sampling import SamplingPlan, plan_samples
 
 
 def steps(c: int, size: int = 16) -> int:
@@ -69,3 +71,43 @@ def network() -> nn.Sequential:
 
 def smooth(*widths: int) -> float:
     return 0.1 + sum(0.001 * w for w in widths) + 1e-4 * float(np.prod(widths))
+
+
+@dataclass(frozen=True)
+class FakeBlock:
+    name: str
+    signature: str
+    grids: tuple[tuple[int, ...], ...]
+    read_before: tuple[int, ...] = ()
+    fed_by: tuple[str, ...] = ()
+    weight_bytes: float = 0.0
+
+    def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        return nn.Identity(), (torch.zeros(1),)
+
+
+def grid(full: int, multiple: int = 8) -> tuple[int, ...]:
+    return tuple(range(multiple, full + 1, multiple))
+
+
+def conv(name: str = "conv", c_in: int = 256, c_out: int = 256) -> FakeBlock:
+    return FakeBlock(name, json.dumps({"op": "conv", "k": 3}), (grid(c_in), grid(c_out)))
+
+
+def dense(price: Callable[..., np.ndarray], block: FakeBlock) -> np.ndarray:
+    x, y = (np.array(g) for g in block.grids)
+    return price(x[:, None], y[None, :])
+
+
+def truth(block: FakeBlock, latency: Callable[..., float] = cliffs) -> np.ndarray:
+    return np.array([[latency(i, j) for j in block.grids[1]] for i in block.grids[0]])
+
+
+def sample(grids, latency, config=None, seed=0) -> tuple[SamplingPlan, dict[tuple[int, ...], float]]:
+    """Measure what is wanted until nothing is."""
+    known: dict[tuple[int, ...], float] = {}
+    while (plan := plan_samples(grids, known, config, seed)).wanted:
+        assert not set(plan.wanted) & set(known), "asked for what is known"
+        known.update({p: latency(*p) for p in plan.wanted})
+    assert plan.surface is not None
+    return plan, known

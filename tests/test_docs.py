@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import smcp_fx
+from smcp_fx.report.schema import Report, Side
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -93,11 +95,13 @@ def test_flags_on_the_pages_are_those_of_the_commands() -> None:
 
 def test_marks_are_filled_from_the_code() -> None:
     filled = on_page_markdown(
-        "::: smcp_fx.prepare.prepare\n\n<!-- other names -->\n<!-- options: PruningConfig -->"
+        "::: smcp_fx.prepare.prepare\n\n<!-- other names -->\n<!-- options: PruningConfig -->\n"
+        "<!-- fields of report.json -->"
     )
     listed = set(re.findall(r"::: smcp_fx\.(?:prepare\.)?(\w+)", filled))
     assert listed == set(smcp_fx.__all__) - {"SmcpError"}
     assert "| `multiple` | `8` |" in filled
+    assert all(f"| `{field.name}` |" in filled for kind in (Report, Side) for field in fields(kind))
 
 
 def test_relative_links_of_pages_outside_the_site_resolve() -> None:

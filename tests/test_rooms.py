@@ -17,8 +17,8 @@ except ModuleNotFoundError:
 
 ROOT = Path(__file__).parents[1]
 #: Modules at the top of the package that import nothing of ours, and those that users call.
-CONTRACTS = {"errors", "config", "cost_model", "schedule"}
-VERBS = {"prepare", "prepared", "checkpoint", "proof", "outcomes"}
+CONTRACTS = {"errors", "config", "cost_model", "schedule", "texts"}
+VERBS = {"prepare", "summaries", "prepared", "checkpoint", "proof", "outcomes", "own_class", "kept_channels"}
 
 #: Room: the rooms that it may import, beside the contracts, which all may. A room stands below those it is listed in.
 MAY_IMPORT = {
@@ -37,13 +37,14 @@ MAY_IMPORT = {
     "pruning": "passes costs allocation channels storage",
     "serialization": "regions tracing storage",
     "verbs": "pruning serialization regions passes costs channels tracing storage",
-    "calibration": "verbs pruning passes costs tracing",
+    "calibration": "verbs regions pruning passes costs tracing",
     "smcp_fx": "calibration verbs serialization latency pruning allocation knapsack channels backends",
+    "training": "verbs pruning",
     "report": "storage",
     "zoo": "tracing",
     "inspection": "report zoo verbs channels tracing",
-    "compiler": "calibration report zoo latency backends verbs serialization pruning costs storage",
-    "recipes": "report zoo latency backends verbs serialization pruning allocation storage",
+    "compiler": "training calibration report zoo latency backends verbs serialization pruning costs storage",
+    "recipes": "training report zoo latency backends verbs serialization pruning allocation storage",
     "integrations": "verbs pruning",
     "cli": "recipes compiler inspection zoo latency backends blocks channels tracing storage",
 }

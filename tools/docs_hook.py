@@ -1,6 +1,7 @@
-"""What MkDocs writes into pages from the code: help of commands, options, public names that pages do not list.
+"""What MkDocs writes into pages from the code: help of commands, options, fields, names that pages do not list.
 
-Pages hold marks: `<!-- help: smcp-table measure -->`, `<!-- options: PruningConfig -->`, `<!-- other names -->`.
+Pages hold marks: `<!-- help: smcp-table measure -->`, `<!-- options: PruningConfig -->`, `<!-- other names -->`,
+`<!-- fields of report.json -->`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ HELPER = "iframe-worker.js"
 _HELP = re.compile(r"<!-- help: ([^>]+?) -->")
 _OPTIONS = re.compile(r"<!-- options: (\w+) -->")
 _OTHER_NAMES = "<!-- other names -->"
+_REPORT = "<!-- fields of report.json -->"
 #: Characters a line of help.
 _COLUMNS = "100"
 
@@ -54,6 +56,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in the marks of a page (MkDocs calls this)."""
     markdown = _HELP.sub(lambda match: f"```text\n{help_of(*match[1].split())}```", markdown)
     markdown = _OPTIONS.sub(lambda match: options_table(match[1]), markdown)
+    markdown = markdown.replace(_REPORT, report_tables()) if _REPORT in markdown else markdown
     return markdown.replace(_OTHER_NAMES, other_names(markdown)) if _OTHER_NAMES in markdown else markdown
 
 
@@ -81,6 +84,21 @@ def options_table(name: str) -> str:
         told = field.metadata.get("help", "")
         rows.append(f"| `{field.name}` | `{field.default!r}` | {told.replace('|', chr(92) + '|')} |")
     return "\n".join(rows)
+
+
+def report_tables() -> str:
+    """Return tables of the fields of report.json: of the report itself, then of each entry in it."""
+    from smcp_fx.report import schema
+
+    kinds = [kind for kind in vars(schema).values() if dataclasses.is_dataclass(kind)]
+    parts = []
+    for kind in sorted(kinds, key=lambda kind: kind is not schema.Report):
+        fields = dataclasses.fields(kind)
+        homes = [f.name for other in kinds for f in dataclasses.fields(other) if kind.__name__ in str(f.type)]
+        title = ", ".join(f"`{name}`" for name in homes) or "The whole"
+        rows = [f"| `{f.name}` | {f.metadata['help']} |" for f in fields]
+        parts += [f"### {title}\n", f"{kind.__doc__}\n", "| field | meaning |\n|---|---|", *rows, ""]
+    return "\n".join(parts)
 
 
 def other_names(markdown: str) -> str:

@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from model_lists import Entry, entries  # noqa: E402
-from try_model import work  # noqa: E402
+from try_entry import work  # noqa: E402
 
 RECORD = HERE.parent / "docs" / "records" / "models.jsonl"
 PAGE = HERE.parent / "docs" / "results" / "models.md"

@@ -9,7 +9,7 @@ from typing import Any
 from comparison import difference
 from model_lists import DETECTOR_SIDE, Entry
 from random_weights import random_masks, randomise
-from try_model import FLOAT32, FLOAT64, converted, describe, peak, timed_stages
+from trying import FLOAT32, FLOAT64, converted, describe, peak, timed_stages
 
 
 def attempt_detector(entry: Entry, row: dict[str, Any]) -> None:

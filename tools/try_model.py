@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import copy
-import resource
-import sys
 import tempfile
 import time
-import traceback
-import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +12,7 @@ from comparison import difference, run, scale
 from model_lists import Entry
 from random_weights import CALM, calibrate, last_bits, random_masks, randomise
 from try_onnx import check_onnx
-
-#: |masked - sliced| of the output's scale that passes in float32, and in float64 where that is exceeded.
-FLOAT32, FLOAT64 = 1e-5, 1e-9
-
-
-def work(entry: Entry, gigabytes: int, onnx: bool, strength: float | None, sender: Any) -> None:
-    """Try one model and send its row; ``strength`` of its batch norms, by default as deep as it is."""
-    resource.setrlimit(resource.RLIMIT_DATA, (gigabytes << 30, gigabytes << 30))
-    row: dict[str, Any] = {"key": entry.key, "status": "failed", "stage": "build"}
-    warnings.simplefilter("ignore")
-    try:
-        if entry.family == "detection":
-            from try_detector import attempt_detector
-
-            attempt_detector(entry, row)
-        else:
-            attempt(entry, row, onnx, strength)
-    except Exception as error:
-        row["why"] = f"{row['stage']}: {type(error).__name__}: {str(error)[:600]}"
-        row["where"] = traceback.format_exc(limit=-4)[-1500:]
-    sender.send(row)
+from trying import FLOAT32, FLOAT64, converted, describe, peak, timed_stages
 
 
 def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | None = None) -> None:
@@ -140,6 +115,8 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
             row["reload"] = difference(run(smcp_fx.load(path), inputs), outputs)
             if row["reload"] != 0:
                 raise ArithmeticError(f"after loading, the output differs by {row['reload']:.3g}")
+            row["stage"] = "own class"
+            row["own_class"] = own_class(entry.build(), sliced, inputs)
     if onnx:
         row["stage"] = "ONNX"
         started = time.perf_counter()
@@ -149,16 +126,15 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
     del row["stage"]
 
 
-def converted(prepared: Any, row: dict[str, Any]) -> Any:
-    """The sliced model; ``row`` gets how long that took and the share of the parameters that is left."""
+def own_class(fresh: Any, sliced: Any, inputs: tuple[Any, ...]) -> str:
+    """Why the model's class does not run at the sliced widths; nothing where it does, and computes the same."""
     import smcp_fx
 
-    row["stage"] = "convert"
-    started = time.perf_counter()
-    sliced = smcp_fx.convert(prepared)
-    row["convert_s"] = time.perf_counter() - started
-    row["kept"] = sum(p.numel() for p in sliced.parameters()) / row["parameters"]
-    return sliced
+    try:
+        smcp_fx.resize(fresh, sliced, inputs)
+    except smcp_fx.SmcpError as error:
+        return str(error)[:400]
+    return ""
 
 
 def fitting_inputs(entry: Entry, model: Any) -> tuple[Any, ...]:
@@ -182,52 +158,6 @@ def fitting_inputs(entry: Entry, model: Any) -> tuple[Any, ...]:
     raise RuntimeError("; ".join(errors)[:600])
 
 
-def timed_stages() -> dict[str, float]:
-    """Let `prepare` note how long its tracing and its channel graph take."""
-    module = sys.modules["smcp_fx.prepare"]
-    parts = {"trace": "trace", "find_regions": "trace", "join_regions": "trace", "build": "build"}
-    times: dict[str, float] = {"trace": 0.0, "build": 0.0}
-    for name, part in parts.items():
-        function = getattr(module, name)
-
-        def noted(*args: Any, _function: Any = function, _part: str = part, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            result = _function(*args, **kwargs)
-            times[_part] += time.perf_counter() - started
-            return result
-
-        setattr(module, name, noted)
-    return times
-
-
-def describe(prepared: Any) -> dict[str, Any]:
-    """What is free, and what pins the rest of the dense layers' input channels."""
-    graph = prepared.channels
-    why: Counter[str] = Counter()
-    slots = {"convolution": [0, 0], "linear": [0, 0]}
-    for layer in graph.layers:
-        if layer.kind != "dense":
-            continue
-        kind = slots["convolution" if len(layer.weight_shape) > 2 else "linear"]
-        for unit in graph.units.of(layer.in_labels).tolist():
-            reasons = graph.units.why.get(unit, [])
-            if any(text.startswith("network input") for _, text in reasons):
-                continue
-            kind[0] += not reasons
-            kind[1] += 1
-            if reasons:
-                why[reasons[0][1]] += 1
-    return {
-        "free": graph.free_share,
-        "free_convolution": slots["convolution"],
-        "free_linear": slots["linear"],
-        "groups": len(graph.groups),
-        "free_groups": sum(group.free for group in graph.groups),
-        "pinned": dict(why.most_common(6)),
-        "assumed": list(prepared.plan.assumptions),
-    }
-
-
 def calm(entry: Entry, inputs: tuple[Any, ...], masks: dict[str, Any], many: tuple[Any, ...]) -> Any:
     """The entry's sliced model with batch norms of `CALM` strength."""
     import smcp_fx
@@ -239,8 +169,3 @@ def calm(entry: Entry, inputs: tuple[Any, ...], masks: dict[str, Any], many: tup
     prepared.set_masks(masks)
     calibrate(prepared, many)
     return smcp_fx.convert(prepared).eval()
-
-
-def peak() -> float:
-    """Peak resident memory of this process, in KiB."""
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -9,6 +9,7 @@ the module's.
 
 from __future__ import annotations
 
+import logging
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -22,13 +23,14 @@ from onnx import helper, numpy_helper
 from smcp_fx.backends.onnx.block_shapes import BlockShapes, Shape, ShapeFinder
 from smcp_fx.backends.onnx.export import export_model_proto
 from smcp_fx.backends.onnx.together import export_side_by_side, path_of
-from smcp_fx.errors import BackendError
+from smcp_fx.errors import BackendError, SmcpError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from smcp_fx.blocks.sharing import Block
 
+_log = logging.getLogger(__name__)
 #: In these ranks the channels of a reshape's target are on this axis: (N, C), (N, C, H, W), (N, groups, C,
 #: H, W)
 _CHANNEL_AXIS = {2: 1, 4: 1, 5: 2}
@@ -89,13 +91,14 @@ class Templates:
         return shapes.structure not in self._templates
 
     def export_together(self, wanted: Sequence[tuple[BlockShapes, nn.Module, tuple[Tensor, ...]]]) -> None:
-        """Export modules in one go. One that cannot be is exported when it is asked for, and tells why then."""
+        """Export modules in one go. One that cannot be is exported by itself when it is asked for: that tells why."""
         if not wanted:
             return
         built = [(module, inputs) for _, module, inputs in wanted]
         try:
             models = export_side_by_side(built, [len(shapes.outputs) for shapes, _, _ in wanted], self._opset)
-        except Exception:  # whatever a module or the exporter throws
+        except BackendError as error:
+            _log.debug("%d blocks cannot be exported together: %s", len(wanted), error)
             half = len(wanted) // 2
             for part in (wanted[:half], wanted[half:]) if half else ():
                 self.export_together(part)
@@ -136,8 +139,13 @@ class BlockModels:
                     wanted, numbers = {}, 0
                 wanted[shapes.structure] = shapes, *block.build(widths)
                 numbers += size
-            except Exception:  # whatever a module throws: it is told when the block is measured
-                continue
+            except (
+                SmcpError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ) as error:  # what running a module may raise
+                _log.debug("block %r is not exported with the others: %s", block.name, error)
         self._templates.export_together(list(wanted.values()))
 
     def model(self, block: Block, widths: tuple[int, ...]) -> onnx.ModelProto:

@@ -71,8 +71,8 @@ def _pool_globally(model: onnx.ModelProto) -> bool:
 def _guard_padding(model: onnx.ModelProto) -> bool:
     """Pad with -0.0 instead of 0 in front of a pooling whose own padding means something else.
 
-    A maximum takes padded zeros into account and its own padding not, and so does a mean that does not count its
-    padding. ONNX Runtime (1.31) fuses Pad and pooling all the same, where the constant's bytes are zero.
+    A maximum counts zeros that were padded in front of it, but not its own padding, and so does a mean that does not
+    count its padding. ONNX Runtime (1.31) fuses Pad and pooling all the same, where the constant's bytes are zero.
     """
     graph, changed = model.graph, False
     constants, types = constant_tensors(graph), tensor_types(graph)

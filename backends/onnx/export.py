@@ -27,6 +27,7 @@ from torch import Tensor, fx, nn
 from smcp_fx.backends.base import Array, to_arrays
 from smcp_fx.backends.onnx.attention import FourDimensionalAttention
 from smcp_fx.backends.onnx.clean import clean_model
+from smcp_fx.backends.onnx.naming import name_batch, name_values
 from smcp_fx.backends.onnx.opset import lower_opset
 from smcp_fx.errors import BackendError, InputError
 from smcp_fx.tracing.names import any_names
@@ -48,16 +49,19 @@ def export_onnx(
     opset: int | None = None,
     dynamic_batch: bool = True,
     precision: Literal["fp32", "fp16"] | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
     metadata: Mapping[str, Any] | None = None,
     check: bool = True,
 ) -> Path:
     """Write ``model`` in eval mode as an ONNX file and return its path.
 
-    The batch (the first axis of every input) stays open unless ``dynamic_batch`` is False. ``precision`` writes
-    weights, inputs and outputs in that type instead of the module's own. ``metadata`` goes
-    into the file, values that are no strings as JSON. ``check`` runs the file in ONNX Runtime on random
-    inputs of the examples' shapes, and of another batch, and compares with the module. The file gets its
-    name only after that; whatever fails, nothing is left behind.
+    The batch (the first axis of every input) stays open, as "batch", unless ``dynamic_batch`` is False. ``precision``
+    writes weights, inputs and outputs in that type instead of the module's own. ``input_names`` and ``output_names``
+    replace those of the module's forward and the exporter's. ``metadata`` goes into the file, values that are no
+    strings as JSON. ``check`` runs the file in ONNX Runtime on random inputs of the examples' shapes, and of another
+    batch, and compares with the module. The file gets its name only after that; whatever fails, nothing is left
+    behind.
 
     Errors: `BackendError` for an operation ONNX cannot express (named with its module), for outputs that
     differ, and for a disk that is full; `InputError` for an opset or example inputs that cannot be used, and for
@@ -72,6 +76,7 @@ def export_onnx(
     if precision is not None:
         model, example_inputs = in_precision(model, as_tuple(example_inputs), precision)
     proto = export_model_proto(model, example_inputs, opset=opset, dynamic_batch=dynamic_batch)
+    name_values(proto, input_names, output_names)
     for key, value in {"producer": "smcp_fx", **(metadata or {})}.items():
         proto.metadata_props.add(key=key, value=value if isinstance(value, str) else json.dumps(value))
     with _replacing(path) as scratch:
@@ -111,6 +116,7 @@ def export_model_proto(
             raise BackendError("torch.onnx.export returned no program")
         proto = exported.model_proto
         clean_model(proto)
+        name_batch(proto)
         if opset < _EXPORTER_OPSET:
             proto = lower_opset(proto)
     found = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))

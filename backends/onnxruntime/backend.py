@@ -129,6 +129,10 @@ class OnnxRuntimeEngine(Engine):
             latencies[times[0].name] = latencies.get(times[0].name, 0.0) + max(ms, 0.0)
         return latencies
 
+    def reload(self) -> OnnxRuntimeEngine:
+        """Return it in a new session."""
+        return OnnxRuntimeEngine(self._model, self._inputs, self._threads, self._spinning, self._device)
+
     def close(self) -> None:
         """Free the session."""
         self._session = None

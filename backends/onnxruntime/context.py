@@ -20,11 +20,13 @@ _FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, Tenso
 
 
 def add_context(model: onnx.ModelProto, fed_by: Sequence[str] = ()) -> onnx.ModelProto:
-    """Put in front of every input of more channels than an image what wrote it in the network, in place.
+    """Put nodes in front of a block's inputs that write them as in the network, and means behind its results, in
+    place.
 
-    A 1x1 convolution with ReLU, or with SiLU where an activation of its own was behind it; or an elementwise node in
-    a plain layout. ``fed_by``: which, in the order of the inputs (`smcp_fx.blocks.feeding`). Behind every result of
-    four axes stands the mean of its channels.
+    An input is written by a 1x1 convolution with ReLU, by one with SiLU where an activation of its own wrote it, or
+    by an elementwise node in a plain layout. ``fed_by``: which, in the order of the inputs
+    (`smcp_fx.blocks.feeding`). Images are fed as they are. Behind every result of four axes stands the mean of its
+    channels.
     """
     graph = model.graph
     nodes: list[onnx.NodeProto] = []
@@ -70,8 +72,8 @@ def _written(name: str, how: str) -> list[onnx.NodeProto]:
 def _read_results(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Return nodes that read the results, as layers behind would, and make their means the outputs, in place.
 
-    An output of the graph has memory of its own; what is read within it goes where results before it were, as in a
-    network.
+    An output of the graph has memory of its own. A result that is read within the graph goes where earlier results
+    were, as in a network.
     """
     nodes = []
     for value in graph.output:

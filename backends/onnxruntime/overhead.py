@@ -4,9 +4,9 @@ The profiler's own work counts into the times that it reports: a node of 0.4 us 
 convolutions at two lengths, timed without the profiler, has a slope that is the true cost of a node; the rest of the
 chain's time is what a run costs without any node.
 
-What the profiler says above a node's true cost is its own. It writes to memory, and what it adds depends on who else
-does: 1.7 to 4.1 us a node within a minute on a shared machine. So whatever is profiled has such a chain beside it,
-whose nodes tell what the profiler adds just then.
+What the profiler reports above a node's true cost is its own work. It writes to memory, so what it adds depends on
+who else does: 1.7 to 4.1 us a node within a minute on a shared machine. So whatever is profiled has such a chain
+beside it, whose nodes tell what the profiler adds at that moment.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from smcp_fx.backends.onnxruntime.session import create_session, session_options
 from smcp_fx.backends.timing.measuring import Sample, Timer, calm, stopwatch, summarise, take_sample
 from smcp_fx.backends.timing.pace import pace
 
-_CHANNELS = 16
-_LENGTHS = (8, 48)
+#: Channels of the chain's convolutions (one vector), and nodes in the short and in the long chain.
+_CHANNELS, _LENGTHS = 16, (8, 48)
+#: Rounds, and runs of both chains in each. All of it takes 25 ms. Chosen, not measured.
 _ROUNDS, _RUNS = 3, 60
-#: So many rounds that were disturbed are enough.
-_MOST_DISTURBED = 2
-#: So many undisturbed runs of a round say enough.
-_ENOUGH = 12
-#: What a chain's nodes are named for, how many stand beside a block, and the shape of their result.
+#: After so many disturbed rounds these must do; a round is undisturbed if so many of its runs are. Chosen, not
+#: measured.
+_MOST_DISTURBED, _ENOUGH = 2, 12
+#: Begins the names of a chain's nodes; how many stand beside a block, and the shape of their result.
 REFERENCE = "smcp_reference"
 _BESIDE = 8
 REFERENCE_SHAPE = (1, _CHANNELS, 2, 3)
@@ -48,19 +48,20 @@ class Overhead:
     node_ms: float
 
 
-#: What was measured, and when it is looked at again.
+#: What was measured, and when it is measured again.
 _known: dict[tuple[int, bool], tuple[float, Overhead]] = {}
-#: After so many seconds, and where the core was disturbed all the while, when all takes longer. A look is 25 ms.
+#: It is measured again after so many seconds; later where the core was disturbed all the while, as it then takes 3 to
+#: 17 s.
 _AGAIN_S, _AGAIN_DISTURBED_S = 2.0, 30.0
-#: A faster one counts where it is faster by this; the least of many alike would only be the luckiest.
+#: A new figure counts if it is lower by this factor: the least of many equal ones would only be the luckiest.
 _FASTER = 0.95
 
 
 def overhead(threads: int = 1, spinning: bool = True) -> Overhead:
-    """Return the fastest of what was measured in this process so far, every few seconds when it is asked for.
+    """Return the lowest figure of this process so far; it is measured every few seconds, when it is asked for.
 
-    Whatever disturbs a run makes it longer, and the core's pace does not tell all that does: a process that measured
-    once, and a third too much, added that to every node of every row.
+    Whatever disturbs a run makes it longer, and the core's pace does not show everything that does. A process that
+    measured only once got a third too much, and took that off every node of every row.
     """
     key, now = (threads, spinning), time.monotonic()
     if key not in _known or now >= _known[key][0]:
@@ -88,7 +89,7 @@ def reference_feed() -> dict[str, Array]:
 
 
 def profiler_beside(runs: Sequence[Sequence[NodeTime]], node_ms: float) -> float:
-    """Return what the profiler added to each node of these runs: the links tell, averaged as blocks are."""
+    """Return what the profiler added to each node of these runs, by the chain's links, averaged as blocks are."""
     links = [Sample(node.ms) for run in runs for node in run if _is_link(node)]
     return max(summarise(links, 0.0, RESOLUTION_MS).median_ms - node_ms, 0.0)
 
@@ -108,7 +109,7 @@ def _is_link(node: NodeTime) -> bool:
 
 
 def _measured(threads: int, spinning: bool) -> tuple[Overhead, bool]:
-    """Return it by rounds of undisturbed runs, and whether there were any."""
+    """Measure the overhead; return it, and whether any round was undisturbed."""
     models = [_chain_model(length) for length in _LENGTHS]
     feed = reference_feed()
     options = session_options(threads, spinning)

@@ -1,15 +1,15 @@
 """A block's twin, of weights of its own, that runs with it in the same session.
 
-After the caches were emptied a block alone pays for more than its weights: the memory that its results go to, the
-kernels' code and the profiler are cold as well, which in a network the layers before have just used. (Of a whole
-ShuffleNetV2 at 64 x 64 that runs from memory the blocks' own sum was 1.96 ms, where it takes 1.18 ms.) The twin has
-the same nodes at the same sizes: it pays for all that, and leaves cold of the block what is the block's own.
+After the caches were emptied, a block that runs alone pays for more than its weights. The memory that its results go
+to, the kernels' code and the profiler are cold as well; in a network the layers before have just used them. (For a
+ShuffleNetV2 at 64 x 64 that runs from memory the blocks added up to 1.96 ms, and the network took 1.18.) The twin has
+the same nodes at the same sizes and runs first. It pays for all that; what is still cold for the block is its own.
 
-Its weights have other values, too: of a linear layer's two equal ones ONNX Runtime 1.32 keeps one copy, so that the
-second found its weights in cache (3.7 MiB of them took 55 µs behind emptied caches for 175).
+The twin's weights have other values: of two equal weights ONNX Runtime 1.32 keeps one copy, so the second layer would
+find its weights in cache (3.7 MiB of a linear layer took 55 µs behind emptied caches instead of 175).
 
-Hot, both count: the first runs kernels that were displaced, the second some that have just run, and a network's nodes
-are between. Runtimes call what they insert as they please, so the two are told apart by their order alone.
+Hot, both count: the first runs kernels that were displaced, the second kernels that have just run, and a network's
+nodes are in between. Runtimes name the nodes they insert as they please, so the order alone tells the two apart.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from onnx import numpy_helper
 
 from smcp_fx.backends.onnxruntime.profile import NodeTime
 
-#: At the end of names: their beginnings tell context from block.
+#: Ends a twin's names (beginnings tell context from block).
 _TWIN = "_smcp_twin"
-#: Of blocks with more bytes of weights the rest is too little to have a twin built for.
+#: Blocks with more bytes of weights get no twin: what else is cold costs little beside those. Chosen, not measured.
 _MOST_BYTES = 4 << 20
-#: Of so few numbers or fewer none are weights that matter, but some are scales and bounds.
+#: Tensors with at most so many numbers keep their values: they may be scales and bounds.
 _SMALL = 64
 
 
@@ -64,7 +64,7 @@ def add_twin(model: onnx.ModelProto) -> bool:
 
 
 def is_twins(node: NodeTime) -> bool:
-    """Whether a node is the twin's."""
+    """Return whether a node is the twin's."""
     return _TWIN in node.name
 
 

@@ -82,6 +82,10 @@ class TensorRTEngine(Engine):
         )["layers"]
         return layers
 
+    def reload(self) -> TensorRTEngine:
+        """Return it, loaded once more."""
+        return TensorRTEngine(self._backend, self.file, self._inputs)
+
     def close(self) -> None:
         """Free it in the worker; the file stays."""
         if self._generation == self._backend.generation:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from smcp_fx.blocks.cutting import FusedBlock
+    from smcp_fx.blocks.fused import FusedBlock
 
 
 def blocks_beside_layers(

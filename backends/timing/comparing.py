@@ -1,8 +1,8 @@
 """One network's latency as a fraction of another's, measured for as long as that takes to be known.
 
-Who shares a machine's outer cache and memory slows a large and a small network by different factors, for seconds and
-for minutes, and a core's pace does not tell (docs: Latency). What is measured within a second has that second's
-luck, so networks are compared in rounds, until what the rounds say is close enough together or time is up.
+Whoever shares a machine's outer cache and memory slows a large and a small network by different factors, for seconds
+and for minutes, which a core's pace does not show (docs: Latency). A second's measurement has that second's luck. So
+networks are compared in rounds, until the rounds agree well enough or time is up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from smcp_fx.backends.timing.measuring import (
 )
 from smcp_fx.errors import InputError
 
-#: One round: of large networks one turn of each, three runs a turn. They settle for as long as twelve runs of 10 ms.
+#: One round. A large network gets one turn of three runs in it. Before a turn it runs untimed for as long as twelve
+#: runs of 10 ms take: it takes about ten until a network runs as it does by itself.
 _ROUND = TimingConfig(min_repeats=3, max_repeats=60, budget_ms=150.0, attempts=1, settle_ms=120.0)
 #: The standard error of a median, over that of a mean; and the interquartile range of a normal distribution.
 _MEDIAN, _QUARTILES = math.sqrt(math.pi / 2), 1.349
@@ -36,8 +37,9 @@ _MEDIAN, _QUARTILES = math.sqrt(math.pi / 2), 1.349
 class CompareConfig:
     """How long to compare: ``rounds`` and ``seconds`` at least, until ``error`` is reached, or time is up.
 
-    ``error``: standard error of the fraction, absolute (0.003: 0.3 points), as its scatter from round to round gives
-    it. After ``longest_seconds`` no round is begun but the first ``late_rounds``.
+    ``error``: standard error of the fraction, absolute (0.003: 0.3 points), by its scatter from round to round. After
+    ``longest_seconds`` no further round is begun, except the first ``late_rounds``. The defaults are chosen so that a
+    comparison takes seconds: a fraction's own luck of the minute is larger than its error (docs: Latency).
     """
 
     rounds: int = 5
@@ -100,6 +102,6 @@ def _goes_on(fractions: Sequence[float], seconds: float, config: CompareConfig) 
 
 
 def _error(fractions: Sequence[float]) -> float:
-    """Standard error of the median of some, by their quartiles."""
+    """Return the standard error of the median, by the quartiles."""
     q1, q3 = np.percentile(fractions, [25, 75])
     return float(_MEDIAN * (q3 - q1) / _QUARTILES / math.sqrt(len(fractions)))

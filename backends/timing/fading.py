@@ -12,21 +12,35 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from smcp_fx.backends.base import Array, cache_bytes, inner_cache_bytes
-from smcp_fx.backends.timing.measuring import Timer, calm, stopwatch, summarise, take_sample
+from smcp_fx.backends.timing.measuring import (
+    UNDISTURBED,
+    Sample,
+    Timer,
+    calm,
+    stopwatch,
+    summarise,
+    take_sample,
+)
 from smcp_fx.backends.timing.pace import pace
 
 #: What is gone after t ms: 1 / (1 + (half / t) ** FADING). By the shares after 0.5 to 16 ms (docs: Latency).
 FADING = 1.8
+#: What is read: larger than inner caches, and small beside the outer one.
 _BYTES = 4 << 20
+#: Pauses behind which it is read: shares after them are neither nothing nor all on a shared server (docs: Latency).
 _PAUSES_MS = (1.0, 2.0, 4.0, 8.0)
+#: Reads behind each pause, and behind emptied caches; chosen so that all of it takes 0.3 s.
 _RUNS, _COLD_RUNS = 12, 8
-#: Shares nearer than this to nothing or to all say no more than that.
+#: So many times as many, at most, where others take this thread's core during a pause.
+_LONGER = 3
+#: Shares nearer than this to nothing or to all tell no more than that. Chosen, not measured.
 _TELLING = 0.02
-#: A cache that is faster than memory by less, for all those lines, is as good as none.
+#: A cache that is faster than memory by less, for all those lines, is as good as none. Chosen, not measured.
 _LEAST_MS = 1e-3
 
 
@@ -84,11 +98,18 @@ def _lines() -> Array:
 
 
 def _median(before: Callable[[], object], read: Timer, runs: int) -> float:
-    """Return what a read takes behind that, in ms."""
-    samples = []
-    for _ in range(runs):
+    """Return what a read takes behind ``before``, in ms.
+
+    Reads behind which another process had this core meanwhile are left out where there are enough others: what that
+    one used has pushed more out than the machine's other cores do.
+    """
+    samples: list[Sample] = []
+    while len(calm(samples, 0)) < runs and len(samples) < _LONGER * runs:
+        cpu, wall = time.thread_time(), time.perf_counter()
         before()
-        samples.append(take_sample(read, pace()))
+        kept = time.thread_time() - cpu >= UNDISTURBED * (time.perf_counter() - wall)
+        sample = take_sample(read, pace())
+        samples.append(replace(sample, disturbed=sample.disturbed or not kept))
     return summarise(calm(samples, runs // 3), 0.0).median_ms
 
 

@@ -1,11 +1,12 @@
 """The measurement loop: warm up until stable, repeat, take the median and the quartiles.
 
-Several timers are measured *interleaved* (a b c a b c ...), so that a slow moment of the machine hits all of
-them alike and their ratio stays fair. Each turn begins with untimed runs, since the others have left it cold
-caches. A run during which the thread was kept off its core (another process had it), or behind which the core runs
-at another pace than it usually does, is dropped; if there are too few others, it counts, by the time it had its
-core. A set of samples whose spread is above the limit is thrown
-away and taken again; if no attempt is calm, the calmest is returned and marked unstable.
+Several timers are measured *interleaved* (a b c a b c ...), so that a slow moment of the machine hits all of them
+alike and their ratio stays fair. Each turn begins with untimed runs, since the others have left it cold caches.
+
+A run is *disturbed* if another process had the thread's core meanwhile, or if the core runs at another pace than
+usual before or after it. Disturbed runs are dropped while there are enough others; otherwise they count with the
+time that the thread had its core. A set of samples that spreads too far is taken again; if no attempt is calm, the
+calmest is returned and marked unstable.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class TimingConfig:
             )
 
 
-#: For one block among hundreds: the table's sums average the noise out, so a row may be quick.
+#: For one block among hundreds: the table's sums average the noise out, so a row may be quick. How many runs do was
+#: measured (docs: Experiments, repeats).
 QUICK = TimingConfig(
     min_repeats=3,
     max_repeats=5,
@@ -94,8 +96,9 @@ QUICK = TimingConfig(
 )
 
 
-#: A thread that had less of its core than this, as a share of the time that passed, was disturbed.
-_UNDISTURBED = 0.95
+#: A thread that had less of its core than this, as a share of the time that passed, was disturbed. Chosen, not
+#: measured.
+UNDISTURBED = 0.95
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def take_sample(timer: Timer, pace: Pace | None = None) -> Sample:
     cpu, wall = time.thread_time(), time.perf_counter()
     ms = timer()
     wall, cpu = 1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - cpu)
-    if cpu < _UNDISTURBED * wall - 0.002:
+    if cpu < UNDISTURBED * wall - 0.002:
         return Sample(min(ms, cpu), disturbed=True)
     return Sample(ms, disturbed=not (usual and pace.is_usual()))
 

@@ -1,8 +1,9 @@
 """Whether memory comes in huge pages: other pages, other latencies.
 
-Linux gives memory in pages of 2 MiB and more to all (``always`` in ``/sys/kernel/mm/transparent_hugepage/enabled``)
-or to who asks (``madvise``), and glibc asks from version 2.35 on, where the environment says so when the process
-starts (`ASKING`). What that does differs from network to network and from hour to hour (docs: Experiments).
+Linux gives memory in pages of 2 MiB and more to every process (``always`` in
+``/sys/kernel/mm/transparent_hugepage/enabled``) or to those that ask (``madvise``). From version 2.35 on glibc asks,
+if ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1`` is in the environment when a process starts. What that changes differs
+from network to network and from hour to hour (docs: Experiments).
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import ctypes
 import functools
 from pathlib import Path
 
-#: What the environment must hold so that glibc asks for huge pages.
-ASKING = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
 #: Memory of this size has a mapping of its own, in which huge pages fit.
 _PROBE_BYTES = 64 << 20
 

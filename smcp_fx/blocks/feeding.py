@@ -1,12 +1,12 @@
-"""How the tensors that a block reads were written: what they cost it depends on that.
+"""How the tensors that a block reads were written, which decides what reading them costs.
 
-Runtimes on processors keep what convolutions write in blocks of channels, one vector wide, and fuse some activations
-into them. What moves channels about (a concatenation, a split, a shuffle) or scales them one by one (a gate) leaves a
-plain layout, which the next convolution has to convert. And an activation that is not fused has read as much as it
-wrote, so that of a large tensor only half is in cache when the next layer reads it.
+On processors, runtimes keep the results of convolutions in blocks of channels, one vector wide, and fuse some
+activations into convolutions. Operations that move channels about (concatenation, split, shuffle) or scale them one
+by one (a gate) leave a plain layout, which the next convolution must convert. And an activation that is not fused
+reads as much as it writes, so that only half of a large tensor is in cache when the next layer reads it.
 
-Of EfficientNet-B0 at 64 x 64, batch 32, a depthwise convolution of 96 channels takes 0.5 ms behind a convolution and
-1.2 to 1.5 ms behind its SiLU; norms and conversions behind concatenations are an eighth of a pruned DenseNet-121.
+In EfficientNet-B0 at 64 x 64, batch 32, a depthwise convolution of 96 channels takes 0.5 ms behind a convolution and
+1.2 to 1.5 ms behind a SiLU. Norms and conversions behind concatenations are an eighth of a pruned DenseNet-121.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import TensorInfo
 
-#: How a tensor was written: by a convolution and what is fused with it, by an activation behind that, or as it lies.
+#: How a tensor was written: by a convolution and what is fused into it, by an activation behind that, or in a plain
+#: layout.
 CONVOLUTION, ACTIVATION, MOVEMENT = "convolution", "activation", "movement"
 
-#: What runtimes do not fuse into a convolution but compute in its layout; and what they compute in a plain one alone.
+#: What runtimes compute in a convolution's layout, but do not fuse into it; and what they compute in a plain one
+#: only.
 _UNFUSED = {"silu", "gelu", "hardswish", "mul"}
 _PLAIN = {"elu", "mish", "prelu", "softplus", "groupnorm", "instancenorm", "layernorm", "cat", "stack", "hstack",
           "vstack"} | {f"convtranspose{rank}d" for rank in (1, 2, 3)}  # fmt: skip
-#: What leaves everything where it is; zeros around an image become those of the convolution or pooling behind.
+#: What leaves everything where it is; zeros around an image become the padding of the next convolution or pooling.
 _NOTHING = {"dropout", "dropout2d", "featuredropout", "identity", "stochasticdepth", "contiguous", "detach", "to",
             "clone", "pad", "zeropad2d"}  # fmt: skip
 #: Elementwise: what reads a plain layout writes one.
@@ -59,10 +61,10 @@ def how_written(traced: Traced) -> dict[fx.Node, str]:
 
 
 def gated(traced: Traced, how: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
-    """Return the tensors that are scaled channel by channel, each with the node that does it.
+    """Return the tensors that are scaled channel by channel, each with the node that scales it (the gate).
 
-    A gate reads a plain layout whatever the widths are. So it pays for the conversion, and not the mean before it,
-    which reads a plain layout where it has to.
+    A gate reads a plain layout at any width. So the gate pays for the conversion, and the mean before it, which can
+    read either, does not.
     """
     found = {}
     for node, way in how.items():

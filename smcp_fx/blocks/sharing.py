@@ -18,11 +18,11 @@ Grids = tuple[tuple[int, ...], ...]
 class Block(Protocol):
     """A part of a network that the engine runs as one fused kernel, with up to two free widths.
 
-    ``name``: where it is, for messages. ``signature``: canonical JSON of everything but the widths; blocks of
-    one signature share their rows. ``grids``: for each free width the ascending values that it can take.
-    ``read_before``: the inputs, by position, that another block has converted into the layout that this one reads as
-    well, where the runtime has layouts. ``fed_by``: of each input, how it was written (`blocks.feeding`); of those
-    that it does not tell, by a convolution. ``weight_bytes``: of its weights at the full widths.
+    ``name``: where it is, for messages. ``signature``: canonical JSON of everything but the widths; blocks of one
+    signature share their rows. ``grids``: for each free width the ascending values that it can take.
+    ``read_before``: inputs, by position, that another block has already converted into the layout that this one
+    reads, where the runtime has layouts. ``fed_by``: how each input was written (`blocks.feeding`); by a convolution
+    where it does not say. ``weight_bytes``: of its weights at the full widths.
     """
 
     @property
@@ -80,10 +80,11 @@ class _Widened:
 
 
 def priced_as(blocks: Iterable[Block]) -> dict[tuple[str, Grids], Block]:
-    """Return, for every signature and grids, the block whose rows price it: the largest as wide on each axis.
+    """Return the block whose rows price it, by signature and grids: the largest that is at least as wide on each
+    axis.
 
-    So the layers of a dense block, say, which differ in nothing but how many channels they may read, are measured
-    once rather than each about its own full size.
+    The layers of a DenseNet's block, for instance, differ only in how many channels they may read. They are measured
+    once rather than each around its own full size.
     """
     alike: dict[str, dict[Grids, Block]] = {}
     for block in blocks:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError, SmcpError
+from smcp_fx.regions import Joined, joined_inputs
 from smcp_fx.tracing.example_runs import first_line
 
 #: What an iterator that runs once may hold, in bytes, where it is needed more than once.
@@ -37,6 +38,11 @@ class Batch:
         tensors = (t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor))
         first = next(tensors, None)
         return first.shape[0] if first is not None and first.dim() else 1
+
+    @property
+    def nbytes(self) -> int:
+        """What its tensors take, in bytes."""
+        return sum(leaf.nbytes for leaf in pytree.tree_leaves(self._parts()) if isinstance(leaf, Tensor))
 
     def to(self, device: torch.device) -> Batch:
         """The batch with its tensors there."""
@@ -90,6 +96,18 @@ def run_batch(model: nn.Module, batch: Batch) -> Any:
     """Call the model; raises `InputError`, naming the batch, where it does not take it."""
     try:
         return model(*batch.args, **batch.kwargs)
+    except (SmcpError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise refused(model, batch, error) from error
+
+
+def entering(model: nn.Module, joined: Joined | None, batch: Batch) -> Batch:
+    """The batch as the model's graph takes it: for one traced in regions, what its Python gives these."""
+    if joined is None:
+        return batch
+    try:
+        return Batch(batch.number, joined_inputs(model, joined, batch.args, batch.kwargs), {}, None)
     except (SmcpError, torch.OutOfMemoryError):
         raise
     except Exception as error:

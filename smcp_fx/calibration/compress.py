@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 
-from smcp_fx.calibration.batch_norms import recalibrate
 from smcp_fx.calibration.batches import Batch, again, device_of, each_batch, run_batch
+from smcp_fx.calibration.elimination import Elimination
 from smcp_fx.calibration.repair import repair
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel
@@ -37,7 +36,7 @@ def compress(
     """Return a smaller model that computes nearly the same, from a trained one and a few hundred images.
 
     `prepare`, `gather_importance`, ``prepared.pruner.solve()``, `convert` and `repair` in one; call them yourself to
-    see what each did. A model traced in parts gets new batch-norm statistics in place of the repair.
+    see what each did.
 
     Args:
         model: trained; it stays as it was.
@@ -61,15 +60,16 @@ def compress(
     gather_importance(prepared, batches, loss)
     prepared.pruner.solve()
     smaller = convert(prepared)
-    if isinstance(smaller, fx.GraphModule):
-        repair(smaller, prepared, batches)
-    elif any(isinstance(part, _BatchNorm) and part.track_running_stats for part in smaller.modules()):
-        recalibrate(smaller, batches)
+    repair(smaller, prepared, batches)
     return smaller
 
 
 def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None = None) -> None:
-    """Gather a prepared model's importances over batches, in eval mode: the mean of those of each batch.
+    """Gather from batches what channels are worth, in eval mode, so that ``prepared.pruner.solve()`` can choose.
+
+    How much a group is worth are the first-order importances of its channels, the mean of those of each batch. In
+    which order they go is what the layers that read them say: first those that the others make up for best when the
+    weights are fitted anew, as `repair` does. The largest importance is the last one's.
 
     ``loss(outputs, labels)`` returns a scalar; cross entropy by default. Batches without labels get some that are
     drawn from the model's own predictions, so that the gradients are those of the Fisher information: gradients of a
@@ -78,6 +78,21 @@ def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None =
 
     Raises `InputError` for batches and losses that do not fit, `TrainingError` where no channel is free.
     """
+    state, batches = prepared.smcp, again(batches)
+    first_order(prepared, batches, loss)
+    elimination = Elimination(prepared, int(state.gathers))
+    with in_mode(elimination.whole, False):
+        for batch in each_batch(batches):
+            elimination.add(batch.to(device_of(prepared)))
+    for name in state.free_masks():
+        order = elimination.order(name)
+        if order is not None:
+            importances = state.of_group(state.gathered, name)
+            importances[order.to(importances.device)] = importances.sort().values
+
+
+def first_order(prepared: PreparedModel, batches: Any, loss: Loss | None = None) -> None:
+    """Gather the first-order importances of channels alone; as `gather_importance` otherwise."""
     state, importance = (
         prepared.smcp,
         TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance),

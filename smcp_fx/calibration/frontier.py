@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -61,12 +62,20 @@ class Frontier(ModeInterpreter):
                 found[node] = read(node, values)
         return found
 
-    def peak(self, batch: Batch) -> int:
-        """The most bytes that the batch's values take at one time."""
+    def join(self, batch: Batch) -> None:
+        """Take a further batch in: it runs as far as the others are."""
+        self.batches.append(batch)
+        self.values.append({})
+        self._inputs.append(self._bound(batch))
+        for node in self.nodes[: self.at]:
+            self._run(-1, self.values[-1], node)
+
+    def still_to_hold(self, batch: Batch) -> dict[str, int]:
+        """By each node's name, the most bytes that the batch's values take at one time from there on."""
         values: Values = {}
         self._inputs.append(self._bound(batch))
         self.batches.append(batch)
-        most = 0
+        held = []
         for node in self.nodes:
             self._run(-1, values, node)
             found = {
@@ -74,10 +83,11 @@ class Frontier(ModeInterpreter):
                 for leaf in pytree.tree_leaves(list(values.values()))
                 if isinstance(leaf, Tensor) and not leaf.requires_grad
             }
-            most = max(most, sum(found.values()))
+            held.append(sum(found.values()))
         self._inputs.pop()
         self.batches.pop()
-        return most
+        most = list(accumulate(reversed(held), max))[::-1]
+        return {node.name: size for node, size in zip(self.nodes, most, strict=True)}
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         """Lists as the generated code has them: functions may write into them."""

@@ -76,7 +76,7 @@ class Consumer:
             windows = x
         lengths = y.shape[:-1]
         columns = self.matrix(self.weight).shape[:2].numel()
-        for part in torch.split(chosen, max(1, _CHUNK // columns)):
+        for part in torch.split(chosen, max(1, _CHUNK // columns)) if chosen.numel() else ():
             first, *others = torch.unravel_index(part, lengths)
             place: tuple[Any, ...] = (first, slice(None), *others) if self.rank else (first, *others)
             inputs = windows[place]

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from smcp_fx.calibration.batches import Batch, device_of, each_batch
-from smcp_fx.calibration.frontier import Frontier
+from smcp_fx.calibration.batches import Batch, device_of, each_batch, entering
 from smcp_fx.calibration.side_by_side import RepairReport, SideBySide
 from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
 from smcp_fx.passes.sliced_labels import Sliced
-from smcp_fx.prepare import converted_full, sliced
+from smcp_fx.prepare import full_graph, sliced_graph
 from smcp_fx.prepared import PreparedModel
+from smcp_fx.regions import sharing
 from smcp_fx.tracing.wrapping import unwrapped
 
-#: What the values of all batches may take at one time, in bytes: later batches are left out.
+#: What the inputs of all batches may take, in bytes: later batches are left out.
 _MEMORY = 2 * 2**30
 
 
@@ -28,11 +28,14 @@ def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairRepor
 
     ``smaller`` is what `convert` made of ``prepared`` as it is now. The whole network is the prepared one with every
     channel on. A layer whose outputs do not come nearer to the whole network's on images held out stays as it was.
+    What a model traced in regions does between them stays as it is: each region is fitted to what it computes in the
+    whole model.
 
     Args:
         smaller: the converted model; it stays a plain one, and keeps its types and modes.
         prepared: what it was converted from.
-        batches: as for `recalibrate`; a few hundred images do. As many as 2 GiB of activations allow are used.
+        batches: as for `recalibrate`; a few hundred images do. 2 GiB of activations are held at a time: of large
+            images the first layers see fewer than the last.
 
     Raises `InputError`, and leaves ``smaller`` as it was, for batches that do not fit or are none, for activations
     that are not finite, and for models that do not belong together.
@@ -40,33 +43,39 @@ def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairRepor
     prepared = unwrapped(prepared)
     if not isinstance(prepared, PreparedModel):
         raise InputError(f"repair needs what prepare returned, not {type(prepared).__name__}")
-    expected = {name: tuple(t.shape) for name, t in sliced(prepared).state_dict().items()}
-    if {name: tuple(t.shape) for name, t in smaller.state_dict().items()} != expected:
+    graph, fresh = sliced_graph(prepared)
+    if not _alike(smaller, fresh):
         raise InputError(
             "smaller is not what convert makes of this prepared model with the masks it has now: convert it again"
         )
-    if not isinstance(smaller, fx.GraphModule):
-        raise InputError("repair works on models that were traced as a whole; this one was traced in regions")
-    whole = converted_full(prepared)
-    assert isinstance(whole, fx.GraphModule)
+    # Of a model that was traced in regions, their joined graph on the model's own tensors.
+    joined, part = prepared.plan.joined, smaller if fresh is graph else sharing(smaller, graph.graph)
+    assert isinstance(part, fx.GraphModule)
+    whole, whole_model = full_graph(prepared)
     keep = prepared.smcp.units_kept().cpu() | ~prepared.channels.free_units
-    with torch.no_grad(), in_mode(smaller, False), in_mode(whole, False), _unless_it_fails(smaller):
-        used = _fitting(smaller, whole, batches)
-        return SideBySide(smaller, whole, used, Sliced(prepared.channels, keep)).run()
+    with torch.no_grad(), in_mode(smaller, False), in_mode(whole_model, False), _unless_it_fails(smaller):
+        used = [entering(whole_model, joined, one) for one in _fitting(batches, device_of(smaller))]
+        return SideBySide(part, whole, used, Sliced(prepared.channels, keep)).run()
 
 
-def _fitting(smaller: fx.GraphModule, whole: fx.GraphModule, batches: Any) -> list[Batch]:
+def _alike(smaller: nn.Module, fresh: nn.Module) -> bool:
+    """Of one kind, with the same tensors?"""
+    shapes = [
+        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        for model in (smaller, fresh)
+    ]
+    return shapes[0] == shapes[1] and isinstance(smaller, fx.GraphModule) == isinstance(fresh, fx.GraphModule)
+
+
+def _fitting(batches: Any, device: torch.device) -> list[Batch]:
     """The first batches, as many as fit into memory; one at least."""
     found: list[Batch] = []
-    device, taken, each = device_of(smaller), 0.0, 0.0
+    taken = 0
     for batch in each_batch(batches):
-        batch = batch.to(device)
-        if not found:
-            each = sum(Frontier(module, []).peak(batch) for module in (smaller, whole)) / batch.images
-        taken += each * batch.images
+        taken += batch.nbytes
         if found and taken > _MEMORY:
             break
-        found.append(batch)
+        found.append(batch.to(device))
     return found
 
 

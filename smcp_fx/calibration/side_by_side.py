@@ -24,6 +24,8 @@ from smcp_fx.passes.sliced_labels import Sliced
 
 #: Output positions that a regression takes at least, where there are as many, and as many times its inputs.
 _ROWS, _TIMES = 20_000, 8
+#: What the values of all batches may take at one time, in bytes.
+_MEMORY = 2 * 2**30
 #: One image in so many is held out.
 _FOLD = 5
 
@@ -86,9 +88,15 @@ class SideBySide:
     def __init__(
         self, smaller: fx.GraphModule, whole: fx.GraphModule, batches: list[Batch], kept: Sliced
     ) -> None:
-        self.smaller, self.whole = Frontier(smaller, batches), Frontier(whole, batches)
+        self.smaller, self.whole = Frontier(smaller, []), Frontier(whole, [])
+        self.waiting = batches[::-1]
         self.kept = kept
         self.images = sum(batch.images for batch in batches)
+        needs = [frontier.still_to_hold(batches[0]) for frontier in (self.smaller, self.whole)]
+        #: What one image's values still take at most, in both networks together, by node.
+        self.needs = {
+            name: (size + needs[1].get(name, 0)) / batches[0].images for name, size in needs[0].items()
+        }
         self.fold = min(_FOLD, max(self.images, 2))
         groups, self.left = by_weight(smaller)
         self.layers = {uses[0].node: uses for uses in groups}
@@ -104,11 +112,24 @@ class SideBySide:
             if not self.smaller.runs(node):
                 continue
             if node in self.layers:
+                self._admit(node)
                 self._layer(self.layers[node])
             elif node in self.norms:
+                self._admit(node)
                 self._norm(self.norms[node])
         self.report += [LayerRepair(path, left=why) for path, why in self.left.items()]
         return RepairReport(tuple(self.report), tuple(self.set), self.images)
+
+    def _admit(self, node: fx.Node) -> None:
+        """Let as many batches join as fit into memory from here on: large images are few at first."""
+        here = sum(batch.images for batch in self.smaller.batches)
+        while self.waiting:
+            here += self.waiting[-1].images
+            if self.smaller.batches and here * self.needs[node.name] > _MEMORY:
+                return
+            batch = self.waiting.pop()
+            self.smaller.join(batch)
+            self.whole.join(batch)
 
     # ---- layers -----------------------------------------------------------------------------------------
 

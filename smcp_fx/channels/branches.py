@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.groups import Group
 from smcp_fx.channels.labels import narrow_uniform
-from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.channels.trail import Layer, ParameterRef, Trail
 from smcp_fx.channels.units import Units
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name, writes_in_place
+from smcp_fx.tracing.traits import Trait, has
 
 NUMBER, PARAMETER, LIVE, CONSTANT, EMPTY = range(5)
 
@@ -316,10 +316,14 @@ def writes_shared(node: fx.Node, module: torch.nn.Module) -> bool:
         if len(base.users) > 1 or base.op in ("placeholder", "get_attr"):
             return True
         target = module.get_submodule(str(base.target)) if base.op == "call_module" else None
-        if operation_name(base, target) not in MOVEMENTS and not writes_in_place(base, module):
+        if not _moves(operation_name(base, target)) and not writes_in_place(base, module):
             return False
         base = base.args[0] if base.args else None
     return False
+
+
+def _moves(name: str | None) -> bool:
+    return name == "getattr" or has(name, Trait.MOVES | Trait.JOINS | Trait.PADS)
 
 
 def _tensors(channels: Channels, node: fx.Node) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from smcp_fx.channels.trail import Layer, Norm, Trail
 from smcp_fx.channels.units import Units, close
 from smcp_fx.cost_model import Width
 from smcp_fx.errors import InputError
+from smcp_fx.texts import table
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -81,6 +83,25 @@ class ChannelGraph:
     def norms(self) -> list[Norm]:
         """Batch norms in the order they run."""
         return self.trail.norms
+
+    def __repr__(self) -> str:
+        free = sum(group.free for group in self.groups)
+        return (
+            f"<ChannelGraph: {len(self.groups)} groups, {free} of them free; "
+            f"{self.free_share:.1%} of the input channels may go>"
+        )
+
+    def summary(self) -> str:
+        """Return a table of the groups: units, the layers that write and read them, and why they must stay."""
+        rows = [
+            (
+                g.name,
+                str(g.size),
+                *map(_shortened, (g.producers, g.consumers, g.pinned[:1] or ("it may go",))),
+            )
+            for g in self.groups
+        ]
+        return f"{self!r}\n\n{table(('group', 'units', 'written by', 'read by', 'why it must stay'), rows)}"
 
     def has_choice(self, labels: Tensor) -> bool:
         """Tell whether any of these 1-D labels belongs to a free group."""
@@ -226,3 +247,8 @@ def _exclude(run: Propagation, paths: tuple[str, ...], first_layer: bool) -> Non
             )
         for layer in layers:
             run.pin(layer.output_channels, layer.node, f"excluded by the user ({path!r})")
+
+
+def _shortened(names: Sequence[str], most: int = 60) -> str:
+    text = ", ".join(names)
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -5,27 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels import rules_elementwise, rules_layers, rules_movement, rules_products
 from smcp_fx.channels.labels import narrow_uniform
-from smcp_fx.channels.propagation import Rule
 from smcp_fx.channels.trail import Trail
 from smcp_fx.channels.units import Units, Why
-
-if TYPE_CHECKING:
-    pass
-
-RULES: dict[str, Rule] = {
-    **rules_elementwise.RULES,
-    **rules_movement.RULES,
-    **rules_layers.RULES,
-    **rules_products.RULES,
-}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from smcp_fx.channels.labels import along, compress, narrow_uniform, uniform, va
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, ParameterView, Trail
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.tracing.modes import is_by_mode
-from smcp_fx.tracing.operations import MOVES, describe, may_be_operand, operation_name, writes_in_place
+from smcp_fx.tracing.operations import describe, may_be_operand, operation_name, writes_in_place
+from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, held
 
 Rule = Callable[["Propagation", Call], Any]
@@ -271,14 +272,19 @@ class Propagation:
     def _written(self, node: fx.Node, first: bool = True) -> list[list[fx.Node]]:
         """Ways back from a write to the tensors whose memory it may change; each begins with the node itself."""
         operands = node.args[1:] if is_by_mode(node) else node.args[:1]
-        through = first or is_by_mode(node) or self._named(node) in MOVES or may_be_operand(node, self.module)
+        through = (
+            first
+            or is_by_mode(node)
+            or has(self._named(node), Trait.MOVES)
+            or may_be_operand(node, self.module)
+        )
         sources = [operand for operand in operands if isinstance(operand, fx.Node)] if through else []
         return [[node, *path] for source in sources for path in self._written(source, False)] or [[node]]
 
     def _refuse_write(self, call: Call, path: list[fx.Node]) -> None:
         moved = shared = False
         for view, source in itertools.pairwise(path[1:]):
-            moved |= self._named(view) in MOVES
+            moved |= has(self._named(view), Trait.MOVES)
             shared |= moved and any(user not in (view, call.node) for user in source.users)
         for node in (path[1], path[-1]) if shared else ():
             for labels in tensor_leaves(self.trail.labels[node.name]):

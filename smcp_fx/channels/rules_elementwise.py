@@ -11,19 +11,9 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels.labels import compress, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
 from smcp_fx.channels.trail import Call, ParameterRef, Spread
+from smcp_fx.tracing.traits import Trait, named
 from smcp_fx.tracing.values import TensorInfo
 
-_ELEMENTWISE = """
-abs acos acosh add addcdiv addcmul alphadropout asin asinh atan atan2 atanh bfloat16 bitwiseand
-bitwisenot bitwiseor ceil celu clamp clone copysign cos cosh detach div double dropout dropout1d
-dropout2d dropout3d elu eq equal erf erfc exp exp2 expm1 featurealphadropout float floor floordivide
-floordiv fmax fmin fmod frac ge gelu gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot
-identity invert isfinite isinf isnan le leakyrelu lerp log log10 log1p log2 logaddexp logicaland
-logicalnot logicalor logicalxor logit logsigmoid lt maskedfill maximum minimum mish mod mul nantonum ne
-neg positive pos pow reciprocal relu relu6 remainder round rrelu rsqrt selu sigmoid sign silu sin sinc
-sinh softplus softshrink softsign sqrt square stochasticdepth sub swish tan tanh tanhshrink threshold to
-trunc type typeas where xlogy zeroslike oneslike emptylike randlike randnlike fulllike
-""".split()
 _REDUCTIONS = """
 mean sum amax amin prod std var norm logsumexp argmax argmin all any nansum nanmean median stdmean
 varmean
@@ -228,7 +218,7 @@ def constant(run: Propagation, call: Call) -> Any:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, elementwise),
+    **dict.fromkeys(named(Trait.ELEMENTWISE), elementwise),
     **dict.fromkeys([*_REDUCTIONS, "max", "min"], reduction),
     **dict.fromkeys(_ALONG, softmax),
     **{
@@ -256,5 +246,4 @@ RULES: dict[str, Rule] = {
     "rand": constant,
     "randn": constant,
     "linspace": constant,
-    "bernoulli": elementwise,
 }

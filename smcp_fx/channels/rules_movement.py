@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels.labels import along, compress, narrow_uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Shuffle
-from smcp_fx.tracing.operations import MOVES, operation_name
+from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.traits import Trait, named
 
 _PARTS = set(
     """
@@ -340,12 +341,8 @@ def _named(run: Propagation, node: fx.Node) -> str | None:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(MOVES, move),
+    **dict.fromkeys(named(Trait.MOVES), move),
     "getattr": attribute,
-    **dict.fromkeys(("cat", "stack", "hstack", "vstack"), join),
-    "pad": pad,
-    **{f"zeropad{rank}d": pad for rank in (1, 2, 3)},
-    **{f"constantpad{rank}d": pad for rank in (1, 2, 3)},
-    **{f"reflectionpad{rank}d": pad for rank in (1, 2, 3)},
-    **{f"replicationpad{rank}d": pad for rank in (1, 2, 3)},
+    **dict.fromkeys(named(Trait.JOINS), join),
+    **dict.fromkeys(named(Trait.PADS), pad),
 }

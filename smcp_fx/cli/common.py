@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import NoReturn
@@ -19,6 +20,7 @@ from smcp_fx.errors import SmcpError
 _NO_PLACE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 #: The exit code of a command whose reader went away, as the shell has it for SIGPIPE.
 _BROKEN_PIPE = 141
+_LONGEST_WORD = 500
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -34,7 +36,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and end with 2."""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {line(message)}; see {self.prog} --help\n")
 
     def parsed(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Parse ``argv`` (the process's own arguments by default)."""
@@ -108,6 +110,13 @@ def guarded(
         more = f". {advice}" if error.errno in _NO_PLACE else ""
         tell(problems, command, f"{error.strerror or error}{where}{more}")
         return 2
+    except SystemExit as stopped:  # no code of ours does so in a run
+        if debug:
+            raise
+        caller = traceback.extract_tb(stopped.__traceback__)[-1]
+        place = f"{caller.filename}:{caller.lineno}"
+        tell(problems, command, f"{place} called sys.exit({stopped.code!r}) in the middle of the run")
+        return 2
     except (MemoryError, RuntimeError) as error:
         if debug or not _is_out_of_memory(error):
             raise
@@ -125,8 +134,9 @@ def tell(problems: Console, command: str, message: object) -> None:
 
 
 def line(text: object) -> str:
-    """Return a text from elsewhere as one line, without what would steer a terminal."""
-    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    """Return a text from elsewhere as one line, without what would steer a terminal, or a word that fills it."""
+    words = "".join(c if c.isprintable() else " " for c in str(text)).split()
+    return " ".join(word if len(word) <= _LONGEST_WORD else f"{word[:200]}...{word[-100:]}" for word in words)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

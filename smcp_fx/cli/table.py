@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
     from smcp_fx.blocks.sharing import unique_blocks
-    from smcp_fx.latency.filling import MeasuringProgress
+    from smcp_fx.latency.progress import duration, watched
     from smcp_fx.latency.table import MEASURABLE_MS, LatencyTable
 
     if arguments.emit_requests or arguments.read_answers:
@@ -114,19 +114,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     backend, blocks = backend_of(arguments), blocks_of(arguments)
     with LatencyTable(arguments.table) as table:
         mine = unique_blocks(blocks, shard, shards)
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[left]}"),
-                   TimeElapsedColumn())  # fmt: skip
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("measuring", total=1.0, left="")
-
-            def tell(state: MeasuringProgress) -> None:
-                progress.update(
-                    task,
-                    completed=state.fraction,
-                    description=f"{state.measured} rows, {line(state.block)}",
-                    left=f"about {_duration(state.remaining_seconds)} left,",
-                )
-
+        with watched(True) as tell:
             report = table.measure(
                 mine, backend, tell,
                 retry_failed=arguments.retry_failed, retry_unstable=arguments.retry_unstable,
@@ -136,7 +124,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
         )
     console.print(
         f"{arguments.table}: {report.measured} rows measured, {report.reused} were there, "
-        f"in {_duration(report.seconds)}, for {len(mine)} blocks"
+        f"in {duration(report.seconds)}, for {len(mine)} blocks"
         + (f" (shard {arguments.shard})" if shards > 1 else "")
     )
     console.print(f"  on {line(backend.fingerprint().describe())}")
@@ -304,12 +292,13 @@ def _wanted(arguments: argparse.Namespace) -> list[TableRow]:
 
 def _write_models(folder: Path, wanted: Sequence[tuple[Any, tuple[int, ...]]]) -> None:
     from smcp_fx.backends.onnx.blocks import BlockModels
+    from smcp_fx.backends.onnx.export import write_model
 
     folder.mkdir(parents=True, exist_ok=True)
     models = BlockModels()
     for number, (block, widths) in enumerate(wanted, 2):  # the line of its row in a CSV file
-        name = f"{number:05d}_{block.name}_{'x'.join(map(str, widths))}.onnx"
-        (folder / name).write_bytes(models.model(block, widths).SerializeToString())
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{number:05d}_{block.name}_{'x'.join(map(str, widths))}.onnx")
+        write_model(models.model(block, widths), folder / name)
 
 
 def _import(arguments: argparse.Namespace, console: Console) -> int:
@@ -357,7 +346,7 @@ def _read(path: Path) -> list[TableRow]:
 
 def _shard(text: str) -> tuple[int, int]:
     part, _, parts = text.partition("/")
-    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+    if not re.fullmatch("[0-9]{1,9}/[0-9]{1,9}", text) or not 1 <= int(part) <= int(parts):
         raise InputError(f"--shard {text!r}: give I/N with 1 <= I <= N, such as 2/8")
     return int(part), int(parts)
 
@@ -368,11 +357,6 @@ def _failed(name: str, failed: Sequence[tuple[str, Any, str]]) -> bool:
 
 def _when(stamp: float) -> str:
     return datetime.fromtimestamp(stamp, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    return f"{whole} s" if whole < 90 else f"{whole // 60} min {whole % 60:02d} s"
 
 
 if __name__ == "__main__":

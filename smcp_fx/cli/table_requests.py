@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from smcp_fx.backends.tensorrt.options import EngineSettings
 from smcp_fx.cli.common import line
+from smcp_fx.cli.flags import chosen
 from smcp_fx.cli.networks import blocks_of
 from smcp_fx.errors import InputError
 
@@ -24,7 +26,6 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
         raise InputError(
             "--emit-requests and --read-answers are for --backend tensorrt; see also smcp-table export"
         )
-    from smcp_fx.backends.tensorrt.worker.building import BuildOptions
     from smcp_fx.blocks.sharing import unique_blocks
     from smcp_fx.latency.table import LatencyTable
     from smcp_fx.latency.tensorrt_requests import WORKER, device_of, emit_requests, read_answers
@@ -33,10 +34,7 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
         raise InputError(
             "--retry-unstable is for devices that smcp_fx runs on: answers are measured elsewhere"
         )
-    options = BuildOptions(
-        arguments.precision, tactic_sources_off=tuple(arguments.tactic_sources_off),
-        version_compatible=arguments.version_compatible,
-    )  # fmt: skip
+    options = chosen(EngineSettings, vars(arguments)).of_build
     failed = 0
     with LatencyTable(arguments.table) as table:
         mine = unique_blocks(blocks_of(arguments), shard, shards)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 
 from smcp_fx.cli.common import CommandParser, consoles, guarded
-from smcp_fx.cli.compile import add_options
+from smcp_fx.cli.flags import add_options, chosen
 
 _EXAMPLES = """examples:
   smcp-train --list
@@ -58,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments["recipe"] is None:
             raise InputError("which recipe? --list names them")
-        settings = RunSettings(**{f.name: arguments[f.name] for f in fields(RunSettings)})
-        run_recipe(arguments["recipe"], settings, arguments["overrides"], console)
+        run_recipe(arguments["recipe"], chosen(RunSettings, arguments), arguments["overrides"], console)
         return 0
 
     rank = os.environ.get("RANK", "0")

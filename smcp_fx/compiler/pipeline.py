@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +25,28 @@ from smcp_fx.compiler.measuring import Corrector, accuracy_of, measured_as_predi
 from smcp_fx.compiler.reporting import Measured, build_report
 from smcp_fx.compiler.saving import WEIGHTS, why_unsavable
 from smcp_fx.compiler.settings import CompileSettings, as_record
-from smcp_fx.compiler.training import EpochResult, Trainer
+from smcp_fx.compiler.training import accuracy, is_guessing, training_loop, usable_device
 from smcp_fx.config import PruningConfig
 from smcp_fx.errors import CheckpointError, TableError, TraceError
-from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.exchange import differences
-from smcp_fx.latency.filling import MeasureReport, MeasuringProgress
+from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, converted_full, prepare
-from smcp_fx.report import summary_table, write_report
+from smcp_fx.pruning.solve import Solve
+from smcp_fx.report import Report, summary_table, write_report
 from smcp_fx.serialization.saving import save
+from smcp_fx.texts import amount
+from smcp_fx.training import Epoch, TrainingLoop
 from smcp_fx.zoo.data import ImageData, load_data
 from smcp_fx.zoo.models import FittedModel, example_images, load_model
+from smcp_fx.zoo.pretrained import preprocessing_of, pretrained_weights
+from smcp_fx.zoo.weights import read_weights
 
 
 def compile_model(
     settings: CompileSettings, config: PruningConfig | None = None, console: Console | None = None
-) -> dict[str, Any]:
+) -> Report:
     """Run the whole way and return the report that was written to ``settings.out``.
 
     Raises the library's errors for whatever does not fit; what was finished stays in ``--out`` and a run with
@@ -52,6 +58,8 @@ def compile_model(
 
 #: So many training images tell the statistics of batch norms.
 _STATISTICS_IMAGES = 4096
+#: Weights that reach so much less than they are said to are told of.
+_BELOW = 0.03
 
 
 class _Compilation:
@@ -64,16 +72,27 @@ class _Compilation:
         self.folder = RunFolder(settings, as_record(settings, config))
         self.base = Path.cwd()  # where relative paths begin, whatever a factory of data or models changes
         self.unsaved = ""  # why the weights' own file cannot be written
+        self.device = torch.device("cpu")  # that the model is trained on
+        self._dense_accuracy = 0.0
         self._filled: MeasureReport | None = None  # what the latency table took, once it is complete
 
-    def go(self) -> dict[str, Any]:
+    def go(self) -> Report:
         settings = self.settings
         backend = get_backend(settings.backend, **settings.backend_options)
         self.folder.look()
         torch.manual_seed(settings.seed)
-        data = load_data(settings.data, self.base)
+        self.device = usable_device(settings.device)
+        images = preprocessing_of(settings.model)
+        images = replace(images, size=settings.input_size or images.size)
+        data = load_data(
+            settings.data, self.base, images=images, augment=settings.augment, workers=settings.workers
+        )
         settings.schedule(data.steps_per_epoch(settings.train_batch))  # one that does not fit is told now
-        fitted = load_model(settings.model, data, settings.weights, self.base)
+        weights = None
+        if settings.has_weights:
+            given = settings.weights
+            weights = read_weights(self.base / given) if given else pretrained_weights(settings.model)
+        fitted = load_model(settings.model, data, weights, self.base, size=settings.input_size)
         self.notes += fitted.notes
         for note in fitted.notes:
             self._say(note)
@@ -81,6 +100,7 @@ class _Compilation:
         self._check_early(fitted, backend, inputs)
         with self.folder.held():
             cost = self._cost(backend)  # a damaged or foreign table is refused before anything is trained
+            self._tell_dense(fitted, data)
             self._check_table(fitted, data, backend, inputs, cost)
             self.folder.begin()  # from here on, an earlier run's files are replaced
             return self._train_and_emit(data, fitted, backend, inputs, cost)
@@ -92,41 +112,45 @@ class _Compilation:
         backend: Backend,
         inputs: tuple[torch.Tensor, ...],
         cost: str | LatencyCost,
-    ) -> dict[str, Any]:
+    ) -> Report:
         settings = self.settings
         dense_results = self._train_dense(fitted, data)
         prepared = self._prepare(fitted, data, inputs, cost)
         folder = settings.folder
         dense_path, pruned_path = folder / "dense.onnx", folder / "pruned.onnx"
         with self._stage("exporting the dense network"):
-            full = converted_full(prepared)
+            full = converted_full(prepared).cpu()
             dense = backend.compile(full, inputs, dense_path)
         fraction = self._fraction(prepared, self._dense_ms(prepared, dense, cost))
         corrector = Corrector(prepared, backend, dense, inputs, fraction, folder / "state", self._say)
-        trainer = self._prune(prepared, fitted, data, corrector, cost)
+        loop = self._prune(prepared, fitted, data, corrector, cost)
         with self._stage("emitting"):
             smaller = convert(prepared)
             self._recalibrate(smaller, fitted, data)
+            smaller = smaller.cpu()
             self._save(smaller, prepared, folder / WEIGHTS)
             pruned = backend.compile(smaller, inputs, pruned_path)
         with self._stage("measuring dense and pruned in turns"):
             measured = compare(dense, pruned)
         with self._stage("reading accuracies from the emitted files"):
             accuracies = [accuracy_of(engine, data, fitted, settings.batch) for engine in (dense, pruned)]
+        self._warn_of_guesses(data, *accuracies)
         report = build_report(
             settings, self.config, prepared, fitted, data, backend, corrector,
             Measured(measured, tuple(accuracies), fraction),
-            cost=cost if isinstance(cost, LatencyCost) else None,
-            training=[("dense", dense_results), ("prune", trainer.results)],
+            filled=self._filled,
+            training=[("dense", dense_results), ("prune", loop.results)],
             seconds=self.seconds,
             notes=self.notes,
         )  # fmt: skip
-        if isinstance(cost, LatencyCost) and isinstance(pruned, TensorRTEngine):
-            predicted = {block["name"]: block["pruned_ms"] for block in report["blocks"]}
-            report["engine_layers"] = blocks_beside_layers(cost.blocks, predicted, pruned.layers())
+        network_latency = latency_of(prepared.pruner.cost)
+        if network_latency is not None and isinstance(pruned, TensorRTEngine):
+            predicted = {block.name: block.pruned_ms or 0.0 for block in report.blocks}
+            layers = blocks_beside_layers(network_latency.blocks, predicted, pruned.layers())
+            report = replace(report, engine_layers=layers)
         write_report(report, folder)
         self.console.print(summary_table(report), markup=False)
-        self.console.print(f"Files in {folder}: {', '.join(report['files'].values())}", markup=False)
+        self.console.print(f"Files in {folder}: {', '.join(report.files.values())}", markup=False)
         return report
 
     # ---- stages -----------------------------------------------------------------------------------------
@@ -162,10 +186,10 @@ class _Compilation:
         cost: str | LatencyCost,
     ) -> None:
         """Fill the table; hold it against the network, and the target against it, before anything is trained."""
-        if not isinstance(cost, LatencyCost) or cost.foreign or not self._trains_dense:
+        if not isinstance(cost, LatencyCost) or cost.foreign or not self._trains_dense(fitted):
             return
         trial = self._prepare(fitted, data, inputs, cost)
-        with backend.compile(converted_full(trial), inputs) as dense:
+        with backend.compile(converted_full(trial).cpu(), inputs) as dense:
             self._fraction(trial, self._dense_ms(trial, dense, cost))
         trial.pruner.check_target()
 
@@ -177,31 +201,60 @@ class _Compilation:
             return prepared.pruner.full_cost
         return measured_as_predicted(dense, prepared.pruner.full_cost, cost.table.path)
 
-    @property
-    def _trains_dense(self) -> bool:
-        return self.settings.weights is None and self.settings.dense_epochs > 0
+    def _tell_dense(self, fitted: FittedModel, data: ImageData) -> None:
+        """Say how good the weights are that were given, and where that is not what they should be."""
+        fitted.model.to(self.device)
+        if not fitted.trained:
+            return
+        with self._stage("testing the dense model"):
+            self._dense_accuracy = found = accuracy(fitted.model, fitted, data)
+        said = "" if fitted.accuracy is None else f"; its weights are said to reach {fitted.accuracy:.2%}"
+        self._say(f"dense test accuracy {found:.2%}{said}")
+        if is_guessing(found, data.classes):
+            self._warn(
+                f"the weights as they are do no better than guessing ({found:.2%}): are they for these "
+                f"{data.classes} classes, in this order?"
+            )
+        elif fitted.accuracy is not None and found < fitted.accuracy - _BELOW:
+            self._warn(
+                f"the weights reach {found:.2%} here and {fitted.accuracy:.2%} where they come from: are the images "
+                "prepared as for those (--input-size; size, crop and normalisation of a data set of your own), and "
+                "the classes the same, in their order?"
+            )
 
-    def _train_dense(self, fitted: FittedModel, data: ImageData) -> list[EpochResult]:
+    def _warn_of_guesses(self, data: ImageData, dense: float, pruned: float) -> None:
+        if is_guessing(pruned, data.classes) and not is_guessing(dense, data.classes):
+            self._warn(
+                f"the pruned network does no better than guessing ({pruned:.2%}, dense {dense:.2%}): train for more "
+                f"--epochs, at a smaller --lr than {self.settings.rate:g}, or ask for less (--target)"
+            )
+
+    def _trains_dense(self, fitted: FittedModel) -> bool:
+        return not fitted.trained and self.settings.dense_epochs > 0
+
+    def _train_dense(self, fitted: FittedModel, data: ImageData) -> list[Epoch]:
         settings = self.settings
-        if not self._trains_dense:
+        if not self._trains_dense(fitted):
             return []
-        trainer = Trainer(
+        loop = training_loop(
             fitted.model,
             fitted,
             data,
             epochs=settings.dense_epochs,
             batch=settings.train_batch,
-            lr=settings.lr,
+            lr=settings.rate,
             weight_decay=settings.weight_decay,
             seed=settings.seed,
             checkpoint=settings.folder / "state" / "dense.safetensors",
+            mixed=settings.amp,
         )
         if settings.resume:
-            trainer.load()
+            loop.load()
         with self._stage("training the dense model"), self._bar("training the dense model") as tick:
-            trainer.run(tick)
-        self._say(f"dense test accuracy {trainer.results[-1].accuracy:.2%}")
-        return trainer.results
+            loop.run(stepped=tick)
+        self._dense_accuracy = loop.results[-1].values["accuracy"]
+        self._say(f"dense test accuracy {self._dense_accuracy:.2%}")
+        return loop.results
 
     def _cost(self, backend: Backend) -> str | LatencyCost:
         if self.settings.cost != "latency":
@@ -242,33 +295,25 @@ class _Compilation:
         wanted = self.settings.wanted
         latency = isinstance(cost, LatencyCost)
         name = "measuring the latency table" if latency and not self._filled else "analysing the network"
-        with self._stage(name), self._progress() as progress:
-            if isinstance(cost, LatencyCost):
-                task = progress.add_task("measuring the latency table", total=1.0)
-
-                def show(state: MeasuringProgress) -> None:
-                    progress.update(
-                        task, completed=state.fraction, description=f"latency table: {state.block}"
-                    )
-
-                cost.progress = show
+        with self._stage(name):
             prepared = prepare(
                 fitted.model,
-                inputs,
+                tuple(value.to(self.device) for value in inputs),
                 target=wanted if isinstance(wanted, float) or not latency else 1.0,
                 cost=cost,
                 schedule=schedule,
                 config=self.config,
             )
-        if isinstance(cost, LatencyCost) and cost.report is not None:
+        network_latency = latency_of(prepared.pruner.cost)
+        if network_latency is not None and network_latency.report is not None:
             if self._filled is not None:
-                cost.report = cost.report.after(self._filled)
+                self._filled = network_latency.report.after(self._filled)
                 return prepared  # what follows was said then
-            self._filled = cost.report
+            self._filled = network_latency.report
         channels = prepared.channels
         self._say(
             f"{len(channels.groups)} groups, {channels.free_share:.0%} of the input channels free; unpruned cost "
-            f"{prepared.pruner.full_cost:.5g} {prepared.pruner.cost.unit}"
+            f"{amount(prepared.pruner.full_cost, prepared.pruner.cost.unit)}"
         )
         return prepared
 
@@ -292,32 +337,39 @@ class _Compilation:
         data: ImageData,
         corrector: Corrector,
         cost: str | LatencyCost,
-    ) -> Trainer:
+    ) -> TrainingLoop:
         settings = self.settings
-        pruner = prepared.pruner
-        pruner.check_target()
-        trainer = Trainer(
+        prepared.pruner.check_target()
+        loop = training_loop(
             prepared,
             fitted,
             data,
             epochs=settings.epochs,
             batch=settings.train_batch,
-            lr=settings.lr * 2 / 3,
+            lr=settings.rate * 2 / 3,
             weight_decay=settings.weight_decay,
             seed=settings.seed + 1,
             checkpoint=settings.folder / "state" / "pruning.safetensors",
+            mixed=settings.amp,
         )
-        if settings.resume and trainer.load():
-            corrector.resume(trainer.step)
+        if settings.resume and loop.load():
+            corrector.resume(loop.step)
 
-        def before_step(step: int) -> None:
-            solve = pruner.step()
-            if solve is not None and isinstance(cost, LatencyCost) and not cost.foreign:
+        def solved(solve: Solve) -> None:
+            if isinstance(cost, LatencyCost) and not cost.foreign:
                 corrector.after(solve)
 
+        def finished(epoch: Epoch) -> None:
+            found = epoch.values["accuracy"]
+            if is_guessing(found, data.classes) and not is_guessing(self._dense_accuracy, data.classes):
+                self._say(
+                    f"epoch {epoch.epoch}: test accuracy {found:.2%} is that of guessing. Batch norms are estimated "
+                    "anew at the end, which may bring it back; if not, try a smaller --lr"
+                )
+
         with self._stage("pruning while training"), self._bar("pruning while training") as tick:
-            trainer.run(tick, before_step)
-        return trainer
+            loop.run(stepped=tick, solved=solved, finished=finished)
+        return loop
 
     def _recalibrate(self, smaller: nn.Module, fitted: FittedModel, data: ImageData) -> None:
         """Estimate batch norms anew: averages of a small momentum (MobileNetV3's) are far behind the weights."""
@@ -344,13 +396,17 @@ class _Compilation:
     def _note_unsaved(self, why: str) -> None:
         if why and not self.unsaved:
             self.unsaved = why
-            self.notes.append(f"the weights get no file of their own ({WEIGHTS}), only the ONNX file: {why}")
-            self._say(self.notes[-1])
+            self._warn(f"the weights get no file of their own ({WEIGHTS}), only the ONNX file: {why}")
 
     # ---- what the user sees -----------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
         self.console.print(f"  {text}", markup=False)
+
+    def _warn(self, text: str) -> None:
+        """Say it, and write it into the report."""
+        self.notes.append(text)
+        self._say(text)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

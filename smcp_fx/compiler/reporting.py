@@ -1,4 +1,4 @@
-"""What a compile run came to, as the JSON values that the report is made of."""
+"""What a compile run came to, as the report that is written of it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,33 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+
+from torch import Tensor
 
 from smcp_fx.backends import Backend, RelativeLatency
-from smcp_fx.compiler.measuring import Corrector, layer_counts
+from smcp_fx.compiler.measuring import Corrector
 from smcp_fx.compiler.saving import WEIGHTS
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.surfaces import surfaces
-from smcp_fx.compiler.training import EpochResult
 from smcp_fx.config import PruningConfig
-from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.cost import latency_of
+from smcp_fx.latency.filling import MeasureReport
+from smcp_fx.latency.network import NetworkLatency
 from smcp_fx.prepare import PreparedModel
+from smcp_fx.pruning.pruner import Pruner
+from smcp_fx.report.schema import (
+    BlockRow,
+    EngineRow,
+    EpochRow,
+    GroupRow,
+    LayerRow,
+    Report,
+    Side,
+    SolveRow,
+    TableFacts,
+)
+from smcp_fx.summaries import kept_widths
+from smcp_fx.training import Epoch
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
@@ -41,115 +57,47 @@ def build_report(
     corrector: Corrector,
     measured: Measured,
     *,
-    cost: LatencyCost | None,
-    training: Sequence[tuple[str, list[EpochResult]]],
+    filled: MeasureReport | None,
+    training: Sequence[tuple[str, list[Epoch]]],
     seconds: Mapping[str, float],
     notes: Sequence[str],
-) -> dict[str, Any]:
-    """Return the report; ``cost`` is None where the target is no latency, ``training`` is by phase."""
-    pruner = prepared.pruner
-    counts, unit = pruner.counts, pruner.cost.unit
-    full_counts = pruner.cost.full_counts
-    others = {"flops": prepared.plan.flops, "params": prepared.plan.parameters}
-    predicted = {"dense": pruner.full_cost, "pruned": pruner.present_cost}
-    latency, sides = measured.latency, {}
-    for side, chosen, result, accuracy in zip(
-        ("dense", "pruned"),
-        (full_counts, counts),
-        (latency.dense, latency.pruned),
-        measured.accuracies,
-        strict=True,
-    ):
-        sides[side] = {
-            "accuracy": accuracy,
-            "latency_ms": result.median_ms,
-            "latency_q1_ms": result.q1_ms,
-            "latency_q3_ms": result.q3_ms,
-            "latency_stable": result.stable,
-            "predicted_ms": predicted[side] if unit == "ms" else None,
-            "params": others["params"].cost(chosen),
-            "flops": others["flops"].cost(chosen),
-        }
-    per_epoch = pruner.schedule.steps_per_epoch if pruner.schedule is not None else 1
-    blocks = _blocks(cost, counts) if cost is not None else []
-    validation = [
-        {"name": c.name, "predicted_ms": c.predicted_ms, "measured_ms": c.measured.pruned.median_ms}
-        for c in corrector.comparisons
-    ]
-    if unit == "ms":
-        validation.insert(
-            0,
-            {
-                "name": "dense",
-                "predicted_ms": predicted["dense"],
-                "measured_ms": latency.dense.median_ms,
-            },
-        )
-        validation.append(
-            {
-                "name": "emitted",
-                "predicted_ms": predicted["pruned"],
-                "measured_ms": latency.pruned.median_ms,
-            }
-        )
-    return {
-        "model": fitted.name,
-        "data": data.name,
-        "seed": settings.seed,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "target": settings.target,
-        "target_fraction": measured.asked,
-        "predicted_fraction": predicted["pruned"] / predicted["dense"],
-        "measured_fraction": latency.fraction,
-        "measured_fraction_q1": latency.q1,
-        "measured_fraction_q3": latency.q3,
-        "measured_fraction_error": latency.error,
-        "measured_rounds": latency.rounds,
-        "correction": pruner.correction,
-        "cost": unit,
-        "batch": settings.batch,
-        "epochs": settings.epochs,
-        "settings": as_record(settings, config),
-        "backend": backend.fingerprint().as_dict(),
-        "versions": _versions(),
-        "seconds": seconds,
-        **sides,
-        "layers": layer_counts(prepared),
-        "groups": [
-            {
-                "name": group.name,
-                "size": group.size,
-                "kept": counts.get(group.name, group.size),
-                "consumers": list(group.consumers),
-                "producers": list(group.producers),
-                "pinned": list(group.pinned),
-            }
-            for group in prepared.channels.groups
-        ],
-        "solves": [
-            {
-                "step": s.step,
-                "epoch": s.step / per_epoch,
-                "target": s.target,
-                "cost": s.cost,
-                "importance_kept": s.importance_kept,
-                "bound": s.bound,
-                "changed_share": s.changed_share,
-                "returned": s.returned,
-                "seconds": s.seconds,
-            }
-            for s in pruner.history
-        ],
-        "training": [
-            {"epoch": r.epoch, "phase": phase, "loss": r.loss, "accuracy": r.accuracy}
-            for phase, results in training
-            for r in results
-        ],
-        "validation": validation,
-        "blocks": blocks,
-        "surfaces": surfaces(cost, counts) if cost is not None else [],
-        "table": _table_facts(cost),
-        "files": {
+) -> Report:
+    """Return the report; ``filled``: what measuring the latency table took; ``training`` is by phase."""
+    pruner, latency = prepared.pruner, measured.latency
+    network_latency = latency_of(pruner.cost)
+    dense, pruned = _sides(prepared, measured)
+    return Report(
+        model=fitted.name,
+        data=data.name,
+        seed=settings.seed,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        target=settings.target,
+        target_fraction=measured.asked,
+        predicted_fraction=pruner.present_cost / pruner.full_cost,
+        measured_fraction=latency.fraction,
+        measured_fraction_q1=latency.q1,
+        measured_fraction_q3=latency.q3,
+        measured_fraction_error=latency.error,
+        measured_rounds=latency.rounds,
+        correction=pruner.correction,
+        cost=pruner.cost.unit,
+        batch=settings.batch,
+        epochs=settings.epochs,
+        settings=as_record(settings, config),
+        backend=backend.fingerprint().as_dict(),
+        versions=_versions(),
+        seconds=dict(seconds),
+        dense=dense,
+        pruned=pruned,
+        layers=_layers(prepared),
+        groups=_groups(prepared),
+        solves=_solves(pruner),
+        training=_epochs(training),
+        validation=_validation(corrector, dense, pruned),
+        blocks=_blocks(network_latency, pruner.counts) if network_latency is not None else (),
+        surfaces=surfaces(network_latency, pruner.counts) if network_latency is not None else (),
+        table=_table_facts(network_latency, filled, backend) if network_latency is not None else None,
+        files={
             "dense": "dense.onnx",
             "pruned": "pruned.onnx",
             **_weight_files(settings),
@@ -157,8 +105,98 @@ def build_report(
             "data": "report.json",
             **_engine_files(backend, settings),
         },
-        "notes": notes,
-    }
+        notes=tuple(notes),
+    )
+
+
+def _sides(prepared: PreparedModel, measured: Measured) -> tuple[Side, Side]:
+    """The dense and the pruned network, measured and counted."""
+    pruner, plan = prepared.pruner, prepared.plan
+    latency, in_ms = measured.latency, pruner.cost.unit == "ms"
+    dense, pruned = (
+        Side(
+            accuracy=accuracy,
+            latency_ms=result.median_ms,
+            latency_q1_ms=result.q1_ms,
+            latency_q3_ms=result.q3_ms,
+            latency_stable=result.stable,
+            predicted_ms=predicted if in_ms else None,
+            params=int(plan.parameters.cost(counts)),
+            flops=plan.flops.cost(counts),
+        )
+        for counts, result, accuracy, predicted in zip(
+            (pruner.cost.full_counts, pruner.counts),
+            (latency.dense, latency.pruned),
+            measured.accuracies,
+            (pruner.full_cost, pruner.present_cost),
+            strict=True,
+        )
+    )
+    return dense, pruned
+
+
+def _layers(prepared: PreparedModel) -> tuple[LayerRow, ...]:
+    """Channels before and after, layer by layer."""
+    channels = prepared.channels
+
+    def group(labels: Tensor) -> str:
+        indices = {int(channels.group_of_unit[u]) for u in channels.units.of(labels).tolist() if u >= 0}
+        return ", ".join(channels.groups[i].name for i in sorted(indices) if i >= 0)
+
+    return tuple(
+        LayerRow(
+            path=layer.path,
+            kind=layer.kind,
+            in_channels=layer.input_channels.numel(),
+            in_kept=inputs,
+            out_channels=layer.output_channels.numel(),
+            out_kept=outputs,
+            in_group=group(layer.input_channels),
+            out_group=group(layer.output_channels),
+        )
+        for layer, inputs, outputs in kept_widths(channels, prepared.smcp.units_kept())
+    )
+
+
+def _groups(prepared: PreparedModel) -> tuple[GroupRow, ...]:
+    counts = prepared.pruner.counts
+    return tuple(
+        GroupRow(g.name, g.size, counts.get(g.name, g.size), g.consumers, g.producers, g.pinned)
+        for g in prepared.channels.groups
+    )
+
+
+def _solves(pruner: Pruner) -> tuple[SolveRow, ...]:
+    per_epoch = pruner.schedule.steps_per_epoch if pruner.schedule is not None else 1
+    return tuple(
+        SolveRow(
+            step=s.step,
+            epoch=s.step / per_epoch,
+            target=s.target,
+            cost=s.cost,
+            importance_kept=s.importance_kept,
+            bound=s.bound,
+            changed_share=s.changed_share,
+            returned=s.returned,
+            seconds=s.seconds,
+        )
+        for s in pruner.history
+    )
+
+
+def _epochs(training: Sequence[tuple[str, list[Epoch]]]) -> tuple[EpochRow, ...]:
+    return tuple(
+        EpochRow(r.epoch, phase, r.loss, r.values["accuracy"]) for phase, results in training for r in results
+    )
+
+
+def _validation(corrector: Corrector, dense: Side, pruned: Side) -> tuple[EngineRow, ...]:
+    """Predicted beside measured: what was tried, between the dense and the emitted network where latency is asked."""
+    tried = [EngineRow(c.name, c.predicted_ms, c.measured.pruned.median_ms) for c in corrector.comparisons]
+    if dense.predicted_ms is None:
+        return tuple(tried)
+    first = EngineRow("dense", dense.predicted_ms, dense.latency_ms)
+    return (first, *tried, EngineRow("emitted", pruned.predicted_ms, pruned.latency_ms))
 
 
 def _engine_files(backend: Backend, settings: CompileSettings) -> dict[str, str]:
@@ -177,31 +215,29 @@ def _weight_files(settings: CompileSettings) -> dict[str, str]:
     return {"weights": WEIGHTS, "manifest": Path(WEIGHTS).with_suffix(".json").name}
 
 
-def _blocks(cost: LatencyCost, counts: Mapping[str, int]) -> list[dict[str, Any]]:
+def _blocks(latency: NetworkLatency, counts: Mapping[str, int]) -> tuple[BlockRow, ...]:
     """What each block is predicted to take in the dense and in the pruned network, weighed for each of them."""
-    dense, pruned = cost.by_block(cost.full_counts), cost.by_block(counts)
-    return [{"name": name, "dense_ms": ms, "pruned_ms": pruned[name]} for name, ms in dense.items()]
+    dense, pruned = latency.by_block(latency.full_counts), latency.by_block(counts)
+    return tuple(BlockRow(name, ms, pruned[name]) for name, ms in dense.items())
 
 
-def _table_facts(cost: LatencyCost | None) -> dict[str, Any] | None:
+def _table_facts(latency: NetworkLatency, filled: MeasureReport | None, backend: Backend) -> TableFacts:
     """What the latencies rest on: rows, how sure they are, and how they were weighed."""
-    if cost is None:
-        return None
-    error = cost.table.held_out_error(cost.blocks, cost.fingerprint)
-    report = cost.report
-    return {
-        "path": str(cost.table.path),
-        "rows": len(cost.table.rows(cost.fingerprint)),
-        "measured": report.measured if report else 0,
-        "reused": report.reused if report else None,
-        "unstable": len(cost.table.unsteady(cost.blocks, cost.fingerprint)),
-        "held_out_points": error.points,
-        "held_out_median": error.median,
-        "held_out_p95": error.p95,
-        "fingerprint": cost.fingerprint.as_dict(),
-        "foreign": cost.foreign,
-        "residency": asdict(cost.residency),
-    }
+    table, fingerprint = latency.table, latency.fingerprint
+    error = table.held_out_error(latency.blocks, fingerprint)
+    return TableFacts(
+        path=str(table.path),
+        rows=len(table.rows(fingerprint)),
+        measured=filled.measured if filled else 0,
+        reused=filled.reused if filled else None,
+        unstable=len(table.unsteady(latency.blocks, fingerprint)),
+        held_out_points=error.points,
+        held_out_median=error.median,
+        held_out_p95=error.p95,
+        fingerprint=fingerprint.as_dict(),
+        foreign=fingerprint != backend.fingerprint(),
+        residency=asdict(latency.residency),
+    )
 
 
 def _versions() -> dict[str, str]:

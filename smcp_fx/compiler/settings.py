@@ -8,12 +8,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from smcp_fx.backends.tensorrt.options import EngineSettings
 from smcp_fx.config import PruningConfig, option
 from smcp_fx.costs.binding import absolute_target
 from smcp_fx.errors import InputError
 from smcp_fx.schedule import Schedule
+from smcp_fx.zoo.image_folder import AUGMENTATIONS
 
-_MOST_BUILDERS, _MOST_EPOCHS = 64, 1e6
+_MOST_EPOCHS, _MOST_WORKERS = 1e6, 256
+#: Peak learning rates, from random weights and from trained ones.
+_RATE, _FINE_RATE = 0.05, 0.0075
 
 
 def _flag(name: str) -> str:
@@ -21,7 +25,7 @@ def _flag(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class CompileSettings:
+class CompileSettings(EngineSettings):
     """One run of the compiler."""
 
     model: str = option(
@@ -30,38 +34,44 @@ class CompileSettings:
     )
     weights: str | None = option(
         None,
-        "state dict to start from (.safetensors, or .pt without code); training the dense model is then skipped",
+        "state dict or training checkpoint to start from (.safetensors, or .pt without code); training the dense "
+        "model is then skipped",
+    )
+    pretrained: bool = option(
+        False, "start from the weights that torchvision or timm publishes for the model"
     )
     data: str = option(
         "digits",
         "digits (scikit-learn's), imagefolder:PATH (with train/ and val/ or test/ below it), or "
         "path/to/file.py:factory returning (train, test) datasets",
     )
+    input_size: int | None = option(
+        None, "side of the images in pixels (default: what the model's published weights, or the data, have)"
+    )
+    augment: str = option("usual", "how images of an imagefolder are varied in training", AUGMENTATIONS)
+    workers: int | None = option(
+        None, "processes that load images (default: one a core, up to 8, for an imagefolder; else 0)"
+    )
+    device: str | None = option(None, "where to train: cpu, cuda, cuda:1 (default: cuda where there is one)")
+    amp: bool = option(False, "train in mixed precision: float16 on a GPU, bfloat16 on a CPU")
     target: str = option("0.4", "fraction of the dense cost to reach, or an absolute cost such as '12 ms'")
     cost: str = option("latency", "what the target is in", ("latency", "flops", "params"))
     backend: str = option(
         "onnxruntime", "what the latency is measured in", ("onnxruntime", "tensorrt", "torch")
     )
-    precision: str = option("fp16", "precision of TensorRT's engines", ("fp32", "fp16", "bf16"))
-    worker_python: str | None = option(
-        None, "command of the Python that has TensorRT, where it is not this one"
-    )
-    builders: int = option(1, "processes that build TensorRT's engines beside each other")
-    tactic_sources_off: tuple[str, ...] = option(
-        (), "libraries TensorRT's builder is not to use: CUBLAS CUBLAS_LT CUDNN"
-    )
-    version_compatible: bool = option(
-        False, "TensorRT engines that later TensorRT versions run, too (from 8.6)"
-    )
-    lean: bool = option(
-        False, "... without the lean runtime in the file: run them with the package tensorrt_lean"
-    )
     threads: int = option(1, "threads of the measured runtime")
     batch: int = option(32, "batch size that the latency is measured at")
     train_batch: int = option(64, "batch size of training")
-    dense_epochs: float = option(5, "epochs the dense model is trained for, when no weights are given")
+    dense_epochs: float = option(
+        5,
+        "epochs the dense model is trained for, when it starts without weights, or without those of its last layer",
+    )
     epochs: float = option(12, "epochs of pruning and fine-tuning; the schedule scales to any number")
-    lr: float = option(0.05, "peak learning rate of the dense training; pruning peaks at two thirds of it")
+    lr: float | None = option(
+        None,
+        f"peak learning rate of the dense training; pruning peaks at two thirds of it (default: {_RATE}, or "
+        f"{_FINE_RATE} from weights)",
+    )
     weight_decay: float = option(1e-4, "weight decay")
     warmup: float | None = option(None, "epochs before pruning starts (K_w); default: the paper's share")
     ramp: float | None = option(None, "epochs until the target is reached (K_t); default: the paper's share")
@@ -84,19 +94,24 @@ class CompileSettings:
     allow_missed: bool = option(False, "exit with success although the measured target was missed")
 
     def __post_init__(self) -> None:
-        for name in ("threads", "batch", "train_batch", "builders"):
+        super().__post_init__()
+        for name in ("threads", "batch", "train_batch"):
             if getattr(self, name) < 1:
                 raise InputError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
-        if self.builders > _MOST_BUILDERS:
-            raise InputError(f"--builders must be at most {_MOST_BUILDERS}, not {self.builders}")
         for name in ("epochs", "dense_epochs", "warmup", "ramp", "cooldown"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= _MOST_EPOCHS:
                 raise InputError(f"{_flag(name)} must be from 0 to {_MOST_EPOCHS:g} epochs, not {value}")
-        if not 0 < self.lr < math.inf or self.epochs == 0 or not 0 <= self.weight_decay < math.inf:
+        if not 0 < self.rate < math.inf or self.epochs == 0 or not 0 <= self.weight_decay < math.inf:
             raise InputError(
                 "--epochs and --lr must be positive, --weight-decay at least 0, and all of them finite"
             )
+        if self.input_size is not None and self.input_size < 1:
+            raise InputError(f"--input-size must be at least 1 pixel, not {self.input_size}")
+        if self.workers is not None and not 0 <= self.workers <= _MOST_WORKERS:
+            raise InputError(f"--workers must be from 0 to {_MOST_WORKERS}, not {self.workers}")
+        if self.pretrained and self.weights is not None:
+            raise InputError("--pretrained and --weights both say what to start from: give one of them")
         if self.every is not None and self.every < 1:
             raise InputError(f"--every must be at least 1 step, not {self.every}")
         if not 0 <= self.seed < 2**32:
@@ -119,13 +134,19 @@ class CompileSettings:
             return self.target
 
     @property
+    def has_weights(self) -> bool:
+        """Does the model start from trained weights?"""
+        return self.pretrained or self.weights is not None
+
+    @property
+    def rate(self) -> float:
+        """The peak learning rate."""
+        return self.lr if self.lr is not None else _FINE_RATE if self.has_weights else _RATE
+
+    @property
     def backend_options(self) -> dict[str, Any]:
         """What the backend is made with."""
-        if self.backend != "tensorrt":
-            return {"threads": self.threads}
-        names = ("threads", "precision", "worker_python", "builders", "tactic_sources_off", "version_compatible",
-                 "lean")  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        return {"threads": self.threads, **(self.of_backend if self.backend == "tensorrt" else {})}
 
     @property
     def folder(self) -> Path:

@@ -3,43 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.network import NetworkLatency
 from smcp_fx.report.heat_map import thinned
+from smcp_fx.report.schema import Axis, SurfaceRow
 
 #: The report shows so many blocks: of each shape the one that takes longest.
 _SHOWN = 8
 
 
-def surfaces(cost: LatencyCost, counts: Mapping[str, int]) -> list[dict[str, Any]]:
+def surfaces(latency: NetworkLatency, counts: Mapping[str, int]) -> tuple[SurfaceRow, ...]:
     """Return, dearest first, what `smcp_fx.report.heat_map.heat_map` draws.
 
     Latencies are as the pruned network with these counts has them: hot and cold rows weighed as for it.
     """
-    share = cost.share(counts)
-    dearest: dict[str, tuple[float, dict[str, Any]]] = {}
-    for block in cost.blocks:
+    share = latency.share(counts)
+    dearest: dict[str, tuple[float, SurfaceRow]] = {}
+    for block in latency.blocks:
         if not block.widths:
             continue
-        surface = cost.surface(block, share)
+        surface = latency.surface(block, share)
         dense_ms = float(surface(*(np.asarray(width) for width in block.full_widths)))
-        if dense_ms <= dearest.get(block.signature, (0.0, {}))[0]:
+        if dense_ms <= dearest.get(block.signature, (0.0, None))[0]:
             continue
         values = [[grid[i] for i in thinned(grid)] for grid in block.grids]
         at = np.ix_(*(np.asarray(v, dtype=np.int64) for v in values))
         titles = ("channels in", "channels out") if len(values) == 2 else ("channels",)
         dearest[block.signature] = (
             dense_ms,
-            {
-                "name": block.name,
-                "axes": [{"title": title, "values": v} for title, v in zip(titles, values, strict=True)],
-                "ms": surface(*at).tolist(),
-                "measured": [list(point) for point in surface.points],
-                "chosen": [width.channels(counts) for width in block.widths],
-                "full": list(block.full_widths),
-            },
+            SurfaceRow(
+                name=block.name,
+                axes=tuple(Axis(title, tuple(v)) for title, v in zip(titles, values, strict=True)),
+                ms=surface(*at).tolist(),
+                measured=tuple(tuple(point) for point in surface.points),
+                chosen=tuple(width.channels(counts) for width in block.widths),
+                full=tuple(block.full_widths),
+            ),
         )
-    return [found for _, found in sorted(dearest.values(), key=lambda pair: -pair[0])[:_SHOWN]]
+    return tuple(found for _, found in sorted(dearest.values(), key=lambda pair: -pair[0])[:_SHOWN])

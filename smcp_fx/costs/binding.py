@@ -38,6 +38,8 @@ def bind(cost: str | CostModel, traced: Traced, channels: ChannelGraph) -> Netwo
     return model.network_cost(traced, channels)
 
 
+#: FLOPs are multiply-adds here, as in the pruning literature.
+_SAME_UNIT = {"multiply-add": "flop", "mac": "flop"}
 _PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -45,7 +47,7 @@ def absolute_target(target: float | str, full: float, unit: str) -> float:
     """Return a target in the cost's unit.
 
     ``target`` is a fraction of ``full`` in (0, 1] (also as "50 %"), or an absolute cost with its unit:
-    "1.2 GFLOPs", "3.5 ms", "2 M parameters". Raises `InputError` for anything else.
+    "1.2 GFLOPs" (or "1.2 G multiply-adds"), "3.5 ms", "2 M parameters". Raises `InputError` for anything else.
     """
     percent = re.fullmatch(r"\s*([0-9.eE+-]+)\s*%\s*", target) if isinstance(target, str) else None
     if percent is not None:
@@ -59,8 +61,9 @@ def absolute_target(target: float | str, full: float, unit: str) -> float:
             )
         return value * full
     if isinstance(target, str):
-        match = re.fullmatch(r"\s*([0-9.eE+-]+?)\s*([kKMGT]?)\s*([A-Za-z]+)\s*", target)
-        if match is None or match[3].lower().rstrip("s") != unit.lower().rstrip("s"):
+        match = re.fullmatch(r"\s*([0-9.eE+-]+?)\s*([kKMGT]?)\s*([A-Za-z-]+)\s*", target)
+        named = "" if match is None else match[3].lower().rstrip("s")
+        if match is None or _SAME_UNIT.get(named, named) != unit.lower().rstrip("s"):
             raise InputError(f"target {target!r} is not a cost in {unit}: give a number and the unit")
         try:
             value = float(match[1]) * _PREFIX[match[2].upper()]

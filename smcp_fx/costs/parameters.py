@@ -20,7 +20,7 @@ class ParamsCost:
 
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
         """Bind to a network."""
-        terms, constant = [], 0.0
+        terms = []
         readers = _readers(traced) if channels.branches is not None else {}
         for name, parameter in traced.module.named_parameters():
             slots = channels.trail.slots.get(name, {})
@@ -32,11 +32,8 @@ class ParamsCost:
             rest = prod(size for dim, size in enumerate(parameter.shape) if dim not in dims)
             rest *= prod(width.constant for width in dims.values() if not width.groups)
             term = without_branch(channels, readers.get(name, ()), CostTerm(name, widths, proportional(rest)))
-            if term.widths:
-                terms.append(term)
-            else:
-                constant += parameter.numel()
-        return network_cost("parameters", channels, terms, constant)
+            terms.append(term)
+        return network_cost("parameters", channels, terms, 0.0)
 
 
 def _readers(traced: Traced) -> dict[str, list[str]]:

@@ -15,12 +15,13 @@ def network_cost(unit: str, channels: ChannelGraph, terms: list[CostTerm], const
     """Return the sum of terms; those that no choice changes join the constant."""
     permitted = {group.name: group.permitted for group in channels.groups if group.free}
     kept: list[CostTerm] = []
+    fixed: dict[str, float] = {}
     for term in terms:
         if term.groups:
             kept.append(term)
         else:
-            constant += term.cost({})
-    return NetworkCost(unit, permitted, tuple(kept), constant)
+            fixed[term.name] = fixed.get(term.name, 0.0) + term.cost({})
+    return NetworkCost(unit, permitted, tuple(kept), constant + sum(fixed.values()), fixed=fixed)
 
 
 def proportional(factor: float) -> Price:

@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from smcp_fx.channels import ChannelGraph, build
 from smcp_fx.channels.groups import Group
 from smcp_fx.channels.trail import Layer
-from smcp_fx.errors import InputError
 from smcp_fx.prepare import trace_parts
-from smcp_fx.tracing.example_runs import default_inputs, run_eager
+from smcp_fx.tracing.example_inputs import default_inputs, first_convolution, shape_of_text
 from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.zoo.models import build_model, example_images
 
 #: Image sides tried before the smallest that works: what the known architectures were made for.
 _SIDES = {1: (224,), 2: (224, 299), 3: (112,)}
-_FRAMES = 16
 
 
 @dataclass(frozen=True)
@@ -59,42 +57,10 @@ def inspect_model(
 
 
 def _inputs(model: nn.Module, size: str | None) -> tuple[Any, ...]:
-    first = next((m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d))), None)
     if size is not None:
-        return (example_images(*_shape(size, first)),)
-    if first is None or getattr(model, "example_input_array", None) is not None:
-        return default_inputs(model)
-    rank = len(first.kernel_size)
-    if not getattr(model, "pretrained_cfg", None):
-        for side in _SIDES[rank]:
-            image = torch.randn(_image(first, side))
-            try:
-                run_eager(model, (image,))
-            except Exception:  # the next size, and in the end the one that says why none fits
-                continue
-            return (image,)
-    return default_inputs(model)
-
-
-def _shape(size: str, first: nn.Conv1d | nn.Conv2d | nn.Conv3d | None) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(part) for part in size.lower().replace(",", "x").split("x"))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise InputError(f"input size {size!r} is none: give a side (224), or sizes like 3x224x224")
-    if len(sizes) == 1:
-        if first is None:
-            raise InputError(f"the model has no convolution; give its whole input shape, not {size!r}")
-        return _image(first, sizes[0])
-    rank = len(first.kernel_size) if first is not None else 0
-    return (2, *sizes) if len(sizes) == rank + 1 else sizes
-
-
-def _image(first: nn.Conv1d | nn.Conv2d | nn.Conv3d, side: int) -> tuple[int, ...]:
-    rank = len(first.kernel_size)
-    spatial = (_FRAMES, side, side) if rank == 3 else (side,) * rank
-    return (2, first.in_channels, *spatial)
+        return (example_images(*shape_of_text(model, size)),)
+    first = first_convolution(model)
+    return default_inputs(model, () if first is None else _SIDES[len(first.kernel_size)])
 
 
 def describe(inspection: Inspection) -> dict[str, Any]:

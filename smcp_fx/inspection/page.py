@@ -14,8 +14,9 @@ from smcp_fx.report.svg import Markup, element
 def render_inspection(told: dict[str, Any]) -> str:
     """Return the page of a description (see `describe`) as HTML text."""
     style = resources.files("smcp_fx.inspection").joinpath("inspect.css").read_text(encoding="utf-8")
-    drawing = draw_channel_graph(told) or element("p", "The network has no channels to choose from.")
-    main = element("main", _header(told), element("figure", drawing, class_="graph-figure"), _reasons(told))
+    drawing = draw_channel_graph(told["groups"], told["layers"])
+    shown = drawing or element("p", "The network has no channels to choose from.")
+    main = element("main", _header(told), element("figure", shown, class_="graph-figure"), _reasons(told))
     return document(
         f"{told['model']}: channel graph", main, styles=(style,), scripts=(asset("channel_graph.js"),)
     )

@@ -1,14 +1,15 @@
-"""Opening a latency table's SQLite file: what it is, is looked at before anything in it or beside it is changed.
+"""Opening a latency table's SQLite file: it is checked before anything in it or beside it is changed.
 
-SQLite keeps the last changes in a file beside (-wal) until all have closed the table. A process that was killed
-leaves it, and whatever file is then copied to the table's name would be read as a mixture of both. So a table has a
-mark, new with every process that opens it and writes; every change writes the mark, too, and the file's own and that
-of the changes beside it must be the same.
+SQLite keeps the last changes in a second file (-wal) until every process has closed the table. A process that is
+killed leaves that file behind. If another table is then copied over the first, SQLite would read a mixture of both.
+So a table carries a mark, which every process that writes renews. Every change writes the mark, too: the file's mark
+and that of the changes beside it must be the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import sqlite3
@@ -26,7 +27,7 @@ from smcp_fx.errors import TableError
 _APPLICATION_ID = 0x534D4350  # "SMCP"
 FORMAT_VERSION = 1
 _BUSY_SECONDS = 30.0
-#: How often a table is looked at before it is told to be two.
+#: So many looks must find different marks before a table is called a mixture of two.
 _LOOKS = 4
 
 _SCHEMA = """
@@ -46,7 +47,6 @@ CREATE TABLE latency (
   PRIMARY KEY (fingerprint, block, widths)
 ) WITHOUT ROWID;
 """
-_TABLES = {"fingerprint", "block", "latency"}
 #: Tables of earlier versions lack it, and get it when they are next written to.
 _MARK = """
 CREATE TABLE IF NOT EXISTS mark (id INTEGER PRIMARY KEY CHECK (id = 1), now TEXT, before TEXT, changes INTEGER);
@@ -60,7 +60,7 @@ class _Seen:
 
     application: int
     version: int
-    objects: dict[str, str]
+    objects: frozenset[tuple[str, str | None]]  # names, and the SQL that made them
     mark: tuple[Any, Any] | None
 
 
@@ -149,7 +149,7 @@ class TableFile:
         return bool(self.run("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0)
 
     def _connect_to_read(self) -> sqlite3.Connection:
-        """Return a connection that changes nothing; what is no table, or two tables mixed, is refused."""
+        """Return a connection that changes nothing; refuse what is not a table, and a mixture of two."""
         database = _connect(self.path, "immutable=1")
         beside = self.path.with_name(f"{self.path.name}-wal")
         try:
@@ -208,10 +208,15 @@ class TableFile:
                 f"{self.path} is a latency table of format {seen.version}, this version reads {FORMAT_VERSION}; "
                 "measure into a new file"
             )
-        missing = sorted(_TABLES - set(seen.objects))
-        other = sorted(name for name, kind in seen.objects.items() if kind != "table")
+        # SQL of another hand (columns that are computed, checks) would run whenever a row is read.
+        other = sorted({name for name, _ in seen.objects - _made()})
+        missing = sorted({name for name, _ in _made() - seen.objects} - {"mark"})
         if missing or other:
-            told = f"it lacks {', '.join(missing)}" if missing else f"it holds {', '.join(other)[:200]}"
+            told = (
+                f"it holds {', '.join(other)[:200]} of another make"
+                if other
+                else f"it lacks {', '.join(missing)}"
+            )
             raise TableError(f"{self.path} is a damaged latency table: {told}; move it away and measure anew")
 
     def _create(self) -> None:
@@ -243,8 +248,22 @@ def _connect(path: Path, how: str) -> sqlite3.Connection:
 
 
 def _decoded(content: bytes) -> str:
-    """Text that is none is looked at like any other value, not raised on in the middle of a query."""
+    """Keep invalid text as it is, to be judged like any other value, instead of raising in the middle of a query."""
     return content.decode("utf-8", "surrogateescape")
+
+
+@functools.cache
+def _made() -> frozenset[tuple[str, str | None]]:
+    """The tables of this format."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(_SCHEMA + _MARK)
+        return _objects(database)
+
+
+def _objects(database: sqlite3.Connection) -> frozenset[tuple[str, str | None]]:
+    """Names with the SQL that made them, as SQLite keeps it; without the indices that keys have by themselves."""
+    found = database.execute("SELECT name, sql FROM sqlite_master WHERE type != 'index' OR sql IS NOT NULL")
+    return frozenset((str(name), made) for name, made in found)
 
 
 def _seen(database: sqlite3.Connection) -> _Seen:
@@ -252,14 +271,8 @@ def _seen(database: sqlite3.Connection) -> _Seen:
     application, version = (
         int(run(f"PRAGMA {name}").fetchone()[0]) for name in ("application_id", "user_version")
     )
-    objects = {
-        str(name): str(kind)
-        for name, kind in run("SELECT name, type FROM sqlite_master WHERE name NOT LIKE 'sqlite_autoindex%'")
-    }
+    objects = _objects(database)
     mark: Any = None
-    if objects.get("mark") == "table":
-        with contextlib.suppress(
-            sqlite3.OperationalError
-        ):  # other columns: damaged, which what reads rows will tell
-            mark = run("SELECT now, before FROM mark").fetchone()
+    if any(name == "mark" for name, _ in objects & _made()):
+        mark = run("SELECT now, before FROM mark").fetchone()
     return _Seen(application, version, objects, None if mark is None or mark[0] is None else mark)

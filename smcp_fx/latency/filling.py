@@ -1,11 +1,11 @@
-"""Filling a latency table: row by row what sampling wants, and once more what was measured in bad moments."""
+"""Filling a latency table: row by row what sampling wants, then again what was measured in bad moments."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,35 +14,28 @@ from smcp_fx.backends.timing.measuring import TimingConfig
 from smcp_fx.backends.timing.pace import TOLERANCE
 from smcp_fx.blocks.sharing import Block, Grids
 from smcp_fx.errors import MachineBusyError
+from smcp_fx.latency.progress import MeasuringProgress, Watcher
 from smcp_fx.latency.sampling import SamplingPlan
 from smcp_fx.latency.store import LatencyStore
 from smcp_fx.latency.surface import Point
 
-#: So often are unsteady rows measured again, as long as that makes more than this share of them steady.
+#: Unsteady rows are measured again so many times, while that makes more than this share of them steady. Chosen, not
+#: measured.
 _AGAIN, _WORTH = 3, 0.25
-#: Behind an unsteady row it is asked whether the machine is quiet, unless it was within so many seconds.
+#: After an unsteady row the machine is asked whether it is quiet, at most every so many seconds. Chosen: an answer
+#: takes 0.2 s.
 _LOOK_AGAIN_S = 10.0
-#: So often is a row tried that a moment of others' work left nothing of.
+#: How many times a row is tried if others' work spoils every run of it. Chosen, not measured.
 _BUSY_TRIES = 3
-
-
-@dataclass(frozen=True)
-class MeasuringProgress:
-    """How far a measurement is. ``fraction`` is an estimate: sampling adapts to what it finds."""
-
-    block: str
-    measured: int
-    fraction: float
-    remaining_seconds: float
 
 
 @dataclass(frozen=True)
 class MeasureReport:
     """What `LatencyTable.measure` did.
 
-    ``failed`` and ``unstable``: (block, widths, error or largest spread of an unsteady state) of such rows that the
-    blocks' prices rest on, whoever measured them. ``repeated``: so many measurements were made of rows that had been
-    unsteady, or of a slow moment of the core.
+    ``failed`` and ``unstable``: rows that the blocks' prices rest on, whoever measured them: (block, widths, the
+    error or the largest spread of an unsteady state). ``repeated``: how many measurements were of rows that had been
+    unsteady or of a slow moment of the core.
     """
 
     measured: int
@@ -53,7 +46,7 @@ class MeasureReport:
     repeated: int = 0
 
     def after(self, first: MeasureReport) -> MeasureReport:
-        """Return what this and a measurement of the same blocks before it did together."""
+        """Return what this measurement and one of the same blocks before it did together."""
         return replace(
             self,
             measured=first.measured + self.measured,
@@ -83,7 +76,7 @@ class FillableTable(Protocol):
 
 
 class Filling:
-    """Measures what a table lacks of ``blocks`` and keeps every row as it comes: complete blocks stay complete."""
+    """Measures what a table lacks for ``blocks``, and keeps every row as it comes: complete blocks stay complete."""
 
     def __init__(
         self,
@@ -91,7 +84,7 @@ class Filling:
         blocks: Sequence[Block],
         backend: Backend,
         config: TimingConfig | None,
-        progress: Callable[[MeasuringProgress], None] | None,
+        progress: Watcher | None,
     ) -> None:
         self._table, self._backend, self._config = table, backend, config
         self._blocks: dict[str, list[Block]] = {}  # by signature: those that share rows
@@ -108,7 +101,7 @@ class Filling:
         self._looked = self._start  # at whether the machine is quiet
 
     def run(self, reused: int, retry_unstable: bool = False) -> MeasureReport:
-        """Measure all, then again what is unsure; ``retry_unstable``: of earlier calls, too."""
+        """Measure what is missing, then again what is unsure; ``retry_unstable``: rows of earlier calls, too."""
         blocks = [block for alike in self._blocks.values() for block in alike]
         self._backend.expect_blocks(self.incomplete)
         for block in blocks:
@@ -133,7 +126,7 @@ class Filling:
         return MeasureReport(self._measured, reused, seconds, failed, unstable, self._repeated)
 
     def _fill(self, block: Block, instead: Mapping[Point, BlockLatency] | None = None) -> None:
-        """Measure what the block's price lacks, once ``instead`` stands in the file."""
+        """Measure what the block's price lacks, as if ``instead`` stood in the file."""
         store = self._table.store
         while True:
             plan, failures = self._table.plan(block, self._fingerprint, instead)
@@ -164,16 +157,16 @@ class Filling:
         return self._repeat([key for key, row in self._rows.items() if not row.stable])
 
     def _repeat_slow(self) -> int:
-        """Measure rows again of moments in which the core was slow, while it is fast; return how many are mended."""
+        """While the core is fast, measure rows again that it was slow for; return how many are mended."""
         limit = TOLERANCE * min((row.pace_ms for row in self._rows.values() if row.pace_ms), default=0.0)
         return self._repeat([key for key, row in self._rows.items() if row.pace_ms > limit], limit)
 
     def _repeat(self, found: Sequence[tuple[str, Point]], slowest_ms: float = math.inf) -> int:
-        """Measure rows again, until the pace is slower; keep the surer of both; return how many are mended.
+        """Measure rows again and keep the surer of both, until the core gets slower; return how many are mended.
 
-        Those are mended that are steady and not what stood. A block's rows are replaced together: beside rows of
-        another moment each would look like a cliff, which sampling follows to every width. What sampling wants
-        because of them is measured first.
+        A row is mended if it was replaced by a steady one. A block's rows are replaced together: beside rows of
+        another moment a single one would look like a cliff, which sampling follows to every width. What sampling
+        wants because of the new rows is measured first.
         """
         points: dict[str, list[Point]] = {}
         for signature, point in found:
@@ -196,7 +189,7 @@ class Filling:
         return mended
 
     def _measure_again(self, signature: str, point: Point, left: int) -> BlockLatency:
-        """Return the surer of a row and its repetition; ``left``: so many are to be repeated after it."""
+        """Return the surer of a row and its repetition; ``left``: how many are still to be repeated."""
         block, before = self._blocks[signature][0], self._rows[signature, point]
         found = self._measure(block, point)
         self._repeated += 1
@@ -204,7 +197,7 @@ class Filling:
         return before if isinstance(found, str) else _surer(found, before)
 
     def _replace(self, signature: str, better: Mapping[Point, BlockLatency]) -> None:
-        """Put these rows of a block in place of those in the file, all or none, once it is complete with them."""
+        """Replace rows of a block in the file, all or none, once the block is complete with the new ones."""
         if not better:
             return
         for block in self._blocks[signature]:
@@ -243,7 +236,7 @@ class Filling:
 
 
 def _surer(found: BlockLatency, before: BlockLatency) -> BlockLatency:
-    """Return the row of the faster state of the core, where that is known; else the steadier."""
+    """Return the row measured at the faster pace of the core, where that is known; else the steadier one."""
     if found.pace_ms and before.pace_ms:
         if found.pace_ms * TOLERANCE < before.pace_ms:
             return found
@@ -253,7 +246,10 @@ def _surer(found: BlockLatency, before: BlockLatency) -> BlockLatency:
 
 
 class _RowsLeft:
-    """Estimates how many rows are still to come, from what finished blocks with as many free widths took."""
+    """Estimates how many rows are still to come, from what finished blocks with as many free widths took.
+
+    The first guesses, by the number of free widths, are chosen, not measured.
+    """
 
     def __init__(self, blocks: Sequence[Block], incomplete: set[str]) -> None:
         self._open = {b.signature: len(b.grids) for b in blocks if b.signature in incomplete}

@@ -1,7 +1,7 @@
 """Where to measure a block's latency, so that its `Surface` holds everywhere.
 
-`plan_samples` decides adaptively which values of each axis the lines need (the runtime's steps, the teeth of its saw,
-then halved intervals), and is a function of what is known alone: measuring what it wants and asking again ends at the
+`plan_samples` decides which values of each axis the lines need: the runtime's steps, the teeth of its saw, then
+halved intervals. It is a function of what is known alone: measuring what it wants and asking again ends at the
 surface, whoever measured what, and when.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from smcp_fx.blocks.sharing import Grids
 from smcp_fx.errors import InputError
-from smcp_fx.latency.axis import Known, Wanted, axis_values, find_axis, point_on
+from smcp_fx.latency.axis import Known, Search, axis_values, find_axis, point_on
 from smcp_fx.latency.surface import Axis, Point, Surface, held_out_errors, is_aligned, surface_points
 
 
@@ -23,11 +23,13 @@ from smcp_fx.latency.surface import Axis, Point, Surface, held_out_errors, is_al
 class SamplingConfig:
     """How finely to sample. Errors are relative.
 
-    ``tolerance``: a midpoint that interpolation misses by more splits its interval; at a time the ``cliffs``
-    intervals that are missed worst. ``probes`` held-out points a round, ``rounds`` at most: another follows, with
-    more lines, while the probes' median error is above ``median_error`` or their largest above ``largest_error``.
-    Misses within ``floor_ms``, or within the measurements' own noise, are none; nor are those within ``share`` of
-    the block's largest latency.
+    ``tolerance``: an interval whose midpoint interpolation misses by more is split; at most the ``cliffs`` worst ones
+    at a time. ``probes``: held-out points a round. ``rounds``: at most so many; another follows, with more lines,
+    while the probes' median error is above ``median_error`` or their largest above ``largest_error``. Misses within
+    ``floor_ms``, within the measurements' own noise, or within ``share`` of the block's largest latency do not count.
+
+    Where the defaults come from is in the docs (Experiments): with a floor of 4 µs 95 % of held-out rows were within
+    9.2 %, with 2 µs within 8.0 to 6.5 %; without a limit on cliffs one VGG-16 took 2,160 rows.
     """
 
     tolerance: float = 0.03
@@ -75,25 +77,29 @@ def plan_samples(
         if not grid or list(grid) != sorted(set(grid)) or grid[0] < 1:
             raise InputError(f"a width's values must be positive and ascending, and are {grid}")
     rows = Known(known, noise or {}, config.tolerance, config.floor_ms)
+    search = _sample(grids, rows, config, np.random.default_rng(seed))
     try:
-        surface, probes = _sample(grids, rows, config, np.random.default_rng(seed))
-    except Wanted as wanted:
-        return SamplingPlan(wanted.points)
-    return SamplingPlan((), surface, probes, frozenset(rows.used))
+        return SamplingPlan(next(search))
+    except StopIteration as end:
+        surface, probes = end.value
+        return SamplingPlan((), surface, probes, frozenset(rows.used))
 
 
 def _sample(
     grids: Grids, known: Known, config: SamplingConfig, generator: np.random.Generator
-) -> tuple[Surface, tuple[Point, ...]]:
+) -> Search[tuple[Surface, tuple[Point, ...]]]:
     top = tuple(grid[-1] for grid in grids)
-    known.need([top])
-    bare = [find_axis(grids, axis, known) for axis in range(len(grids))]
-    axes = [_sample_axis(grids, axis, bare, known, config) for axis in range(len(grids))]
+    yield from known.need([top])
+    bare, axes = list[Axis](), list[Axis]()
+    for position in range(len(grids)):
+        bare.append((yield from find_axis(grids, position, known)))
+    for position in range(len(grids)):
+        axes.append((yield from _sample_axis(grids, position, bare, known, config)))
     for round_ in range(config.rounds):
-        known.need(surface_points(axes))
+        yield from known.need(surface_points(axes))
         surface = Surface(axes, known.values)
         probes = _draw_probes(grids, surface, config.probes, generator)
-        known.need(probes)
+        yield from known.need(probes)
         errors = held_out_errors(surface, probes, known.values)
         for position, probe in enumerate(probes):
             floor = max(known.tolerated(0.0, probe), config.share * known.values[top])
@@ -110,10 +116,10 @@ def _sample(
 
 def _sample_axis(
     grids: Grids, position: int, bare: Sequence[Axis], known: Known, config: SamplingConfig
-) -> Axis:
+) -> Search[Axis]:
     """Find the values along one axis that linear interpolation needs."""
     raw = bare[position]
-    # Where the other axis has two kinds of widths, cliffs of this one may show beside one of them alone.
+    # Where the other axis has two kinds of widths, cliffs of this one may show beside only one of them.
     tops = [
         top
         for top in itertools.product(*map(_largest_of_kinds, grids, bare))
@@ -124,13 +130,14 @@ def _sample_axis(
     for kind in (True, False):
         members = [value for value in values if is_aligned(value, raw.aligned) == kind]
         if members:
-            # The first two differ in more than their size: a kernel of its own runs the smallest, or one that is not
-            # aligned. Where a step holds the first, the runtime pads it.
+            # The first two may differ in more than their size: the smallest, or one that is not aligned, can have a
+            # kernel of its own. Where the first is inside a step, the runtime pads it.
             second = members[min(1, len(members) - 1)] if raw.first_apart else members[0]
             smooth = members[:-1] if raw.before_last else members
             ends = {members[0], second, smooth[-1], members[-1]}
-            refined = (_refine(smooth, raw, position, top, known, config) for top in tops)
-            samples |= ends.union(*refined)
+            for top in tops:
+                samples |= set((yield from _refine(smooth, raw, position, top, known, config)))
+            samples |= ends
             lines |= ends
     return replace(raw, samples=tuple(sorted(samples)), lines=tuple(sorted(lines)))
 
@@ -143,20 +150,20 @@ def _largest_of_kinds(grid: Sequence[int], axis: Axis) -> list[int]:
 
 def _refine(
     values: Sequence[int], raw: Axis, axis: int, top: Point, known: Known, config: SamplingConfig
-) -> list[int]:
-    """Return those of ``values`` between which the latency is linear, found by halving intervals.
+) -> Search[list[int]]:
+    """Find those of ``values`` between which the latency is linear, by halving intervals.
 
-    A cliff is in one half of an interval, noise in both halves however small they are: it would be followed to every
-    value. So at most ``config.cliffs`` intervals are halved at a time.
+    A cliff is in one half of an interval; noise is in both halves, however small they are, and would be followed to
+    every value. So at most ``config.cliffs`` intervals are halved at a time.
     """
     chosen = _initial(values)
     place = raw.coordinate(values)
-    known.need(point_on(axis, values[i], top) for i in chosen)
+    yield from known.need(point_on(axis, values[i], top) for i in chosen)
     at = known.line(axis, top)
     open_intervals = [(a, b) for a, b in itertools.pairwise(chosen) if b - a > 1]
     while open_intervals:
         middles = [(a + b) // 2 for a, b in open_intervals]
-        known.need(point_on(axis, values[m], top) for m in middles)
+        yield from known.need(point_on(axis, values[m], top) for m in middles)
         missed: list[tuple[float, int, int, int]] = []
         for (a, b), m in zip(open_intervals, middles, strict=True):
             guess = np.interp(place[m], place[[a, b]], [at(values[a]), at(values[b])])

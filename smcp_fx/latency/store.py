@@ -50,9 +50,9 @@ class TableRow:
 
 
 class LatencyStore:
-    """The SQLite file of a latency table. Errors: `TableError`, which names the file, and the row that is no row.
+    """The SQLite file of a latency table. Errors are `TableError`s, which name the file and the damaged row.
 
-    ``read_only``: a table that is there, which nothing is written to, nor beside it.
+    ``read_only``: open a table that exists, and write nothing to it or beside it.
     """
 
     def __init__(self, path: Path | str, *, create: bool = True, read_only: bool = False) -> None:
@@ -105,7 +105,7 @@ class LatencyStore:
         return found
 
     def looked_through(self) -> Iterator[TableRow | TableError]:
-        """Yield every row that is measured or failed; in place of one that is none, what is wrong with it."""
+        """Yield every row that is measured or failed; in place of a damaged one, what is wrong with it."""
         with self._reported():
             prints: dict[int, Fingerprint | TableError] = {}
             for row in self._file.run(_FINGERPRINTS):
@@ -292,7 +292,7 @@ class LatencyStore:
 
     @contextmanager
     def _placed(self, name: Any, at: Any) -> Iterator[None]:
-        """Say of which row of the file a value is that is none."""
+        """Name the row of the file in errors about its values."""
         try:
             yield
         except ValueError as error:

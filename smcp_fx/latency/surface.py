@@ -1,9 +1,9 @@
 """The latency of a block between measured widths.
 
-A block's latency over its two widths (channels in, channels out) has cliffs along each axis (the runtime
-works in steps of 16 channels, or 64), whose height changes smoothly along the other. So it is measured along
-a few whole lines of each axis and *blended* (Gordon's transfinite interpolation, in its multiplicative form; error
-of the order of the two axes' errors multiplied):
+A block's latency over its two widths (channels in, channels out) has cliffs along each axis, since the runtime works
+in steps of 16 channels, or 64. Their height changes smoothly along the other axis. So it is measured along a few
+whole lines of each axis and *blended* (Gordon's transfinite interpolation, in its multiplicative form; its error is
+of the order of the product of the two axes' errors):
 
     T(x, y) = Px T * Py T / (Px Py T)
 
@@ -37,13 +37,13 @@ TOOTH = 4
 class Axis:
     """One free width: its range, the runtime's step, the sampled values, and the values where lines stand.
 
-    Widths up to a multiple of ``step`` cost what that multiple costs; 1 when there are no such steps. Multiples
-    of ``aligned`` and other widths are interpolated among their own kind; 1 when there are no two kinds.
-    ``spacing``: what the grid is a multiple of, all but its last width perhaps (a layer's full size), which then
-    stands for itself alone. ``unit``: the step, or the spacing. ``saw``: of what four units more cost, the shares
-    that one, two and three units more do; empty where that is linear. ``first_apart``: the first width costs
-    otherwise than the end of its step. ``before_last``: the width before the last where that costs more, else 0; the
-    last then stands for itself alone.
+    Widths up to a multiple of ``step`` cost what that multiple costs; 1 where there are no such steps. Multiples
+    of ``aligned`` and other widths are interpolated among their own kind; 1 where there are no two kinds.
+    ``spacing``: what the grid's widths are multiples of, except perhaps the last (a layer's full size), which then
+    stands for itself alone. ``unit``: the step, or else the spacing. ``saw``: which shares of the cost of four units
+    more the first one, two and three bring; empty where that is linear. ``first_apart``: the first width costs
+    something else than the end of its step. ``before_last``: the width before the last where it costs more, else 0;
+    the last then stands for itself alone.
     """
 
     first: int

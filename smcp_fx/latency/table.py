@@ -1,16 +1,16 @@
 """The latency table: what the fused blocks of networks cost on one device, measured once and kept.
 
 table = LatencyTable("table.sqlite")
-report = table.measure(blocks, backend)              # fills what is missing, adaptively
+report = table.measure(blocks, backend)               # fills what is missing, adaptively
 home = priced_as(blocks)[block.signature, block.grids]
-price = table.price(home, backend.fingerprint())     # price(c_in, c_out) in ms, vectorised
+surface = table.surface(home, backend.fingerprint())  # surface(c_in, c_out) in ms, vectorised
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from smcp_fx.backends.base import Backend, BlockLatency, Fingerprint
 from smcp_fx.backends.timing.measuring import Measurement, TimingConfig
 from smcp_fx.blocks.sharing import Block, unique_blocks
-from smcp_fx.cost_model import Price
 from smcp_fx.errors import InputError, TableError
-from smcp_fx.latency.filling import Filling, MeasureReport, MeasuringProgress
+from smcp_fx.latency.filling import Filling, MeasureReport
+from smcp_fx.latency.progress import Watcher
 from smcp_fx.latency.sampling import SamplingConfig, SamplingPlan, plan_samples
 from smcp_fx.latency.store import LatencyStore, TableRow
 from smcp_fx.latency.surface import Point, Surface, held_out_errors
@@ -31,15 +31,13 @@ from smcp_fx.latency.surface import Point, Surface, held_out_errors
 #: The signature of the row that holds what a run costs beside its blocks.
 RUN_SIGNATURE = '{"steps":"none"}'
 
-
-#: How far a row in cache is from itself in another session (half an interquartile range, relative) where its weights
-#: have so many bytes or more: where they lie in memory decides how many of them a shared cache keeps. Below, less by
-#: the square. (Medians of linear layers of 7.5, 13.5, 16 and 21 MiB in eight sessions each, beside 32 MiB of cache,
-#: had standard deviations of 2.6, 12, 9 and 12 %.) Not by the cache of the machine that asks: a table is complete, or
-#: not, whoever reads it.
+#: How far a row in cache is off between sessions (half an interquartile range, relative) if its weights have so many
+#: bytes or more; with fewer bytes it falls by the square. Where weights lie in memory decides how many of them a
+#: shared cache keeps: medians of linear layers of 7.5, 13.5, 16 and 21 MiB in eight sessions each, beside 32 MiB of
+#: cache, had standard deviations of 2.6, 12, 9 and 12 %. It does not depend on the cache of the machine that asks:
+#: whether a table is complete must not depend on who reads it.
 _LUCK, _LUCK_BYTES = 0.08, 12 << 20
-
-#: Of points that took less, ms, errors say more of a profiler's clock (1 us) than of the interpolation.
+#: Where a block takes less (ms), an error says more about the profiler's clock (1 us) than about interpolation.
 MEASURABLE_MS = 0.01
 
 
@@ -47,8 +45,7 @@ MEASURABLE_MS = 0.01
 class HeldOutError:
     """Relative errors of interpolation at points it does not rest on, the ms measured there, and which these are.
 
-    ``steady``: which were steady when they were measured. From one that was not interpolation is as far as it is from
-    itself.
+    ``steady``: which were steady when they were measured. The others are as far off from themselves.
     """
 
     points: int
@@ -68,14 +65,14 @@ class HeldOutError:
         rows: tuple[tuple[Block, Point], ...],
         steady: NDArray[np.bool_],
     ) -> HeldOutError:
-        """Return what these errors are in the median, for 95 of 100 and at most; zeros of none."""
+        """Return the median, the 95th percentile and the largest of these errors; zeros where there are none."""
         if len(errors) == 0:
             return cls(0, 0.0, 0.0, 0.0, errors, measured_ms, rows, steady)
         median, p95, largest = (float(share) for share in np.percentile(errors, [50, 95, 100]))
         return cls(len(errors), median, p95, largest, errors, measured_ms, rows, steady)
 
     def telling(self, ms: float = MEASURABLE_MS) -> HeldOutError:
-        """Return the errors at points that took so long and were steady."""
+        """Return the errors at points that took at least so long and were steady."""
         kept = np.flatnonzero((self.measured_ms >= ms) & self.steady)
         return self.of(
             self.errors[kept], self.measured_ms[kept], tuple(self.rows[i] for i in kept), self.steady[kept]
@@ -88,7 +85,7 @@ class LatencyTable:
     ``cold_share``: how the two states of a row are weighed where a backend tells them apart: 0 for weights
     that are in cache when the block runs (a small network), 1 for weights that come from memory (a large
     one). None leaves it to the network's size (`LatencyCost`); a block by itself is then priced in cache.
-    ``read_only``: a file that is there, which nothing is written to.
+    ``read_only``: open a file that exists, and write nothing to it.
     """
 
     def __init__(
@@ -123,21 +120,21 @@ class LatencyTable:
         self,
         blocks: Iterable[Block],
         backend: Backend,
-        progress: Callable[[MeasuringProgress], None] | None = None,
+        progress: Watcher | None = None,
         config: TimingConfig | None = None,
         *,
         retry_failed: bool = False,
         retry_unstable: bool = False,
     ) -> MeasureReport:
-        """Measure what is missing for `price` to hold on the blocks' grids; every row is kept as it comes.
+        """Measure what `surface` lacks to hold on the blocks' grids; every row is kept as it comes.
 
-        Adaptive: see `plan_samples`. Rows that another process has claimed are waited for. A block whose
-        measurement fails is marked, and the rest goes on. At the end those of the rows measured by this call that are
-        unsteady are measured again, and those of moments in which the core was slower than it turned out to be.
-        ``retry_failed`` and ``retry_unstable`` measure such rows of earlier calls again, too.
+        Adaptive: see `plan_samples`. Rows that another process has claimed are waited for. A row whose measurement
+        fails is marked, and the rest goes on. At the end, rows of this call are measured again if they are unsteady,
+        or of a moment in which the core was slower than it turned out to be. ``retry_failed`` and ``retry_unstable``
+        measure such rows of earlier calls again, too. ``progress`` is called after every row.
 
-        `MachineBusyError`, before anything is measured or in the middle, where the machine is too busy for a row to
-        mean anything; the rows so far are kept.
+        Raises `MachineBusyError`, at the beginning or in the middle, where the machine is too busy for a row to mean
+        anything; the rows so far are kept.
         """
         unique = unique_blocks(blocks)
         fingerprint = backend.fingerprint()
@@ -157,8 +154,8 @@ class LatencyTable:
     ) -> list[tuple[Block, tuple[Point, ...]]]:
         """Return the blocks that are not complete, each with the widths to measure next (failed ones left out).
 
-        Sampling adapts: after these, others may be wanted. ``ahead``: also those that will be if the latency turns
-        out to be as smooth as can be, for devices that a question takes long to reach.
+        Sampling adapts: after these, others may be wanted. ``ahead``: add those that will be wanted if the latency
+        turns out to be as smooth as can be; for devices where every question takes long.
         """
         found = []
         for block in unique_blocks(blocks):
@@ -189,16 +186,12 @@ class LatencyTable:
         found = self.store.measured(RUN_SIGNATURE, fingerprint).get(())
         return 0.0 if found is None else found.hot.median_ms
 
-    def price(self, block: Block, fingerprint: Fingerprint, cold_share: float | None = None) -> Price:
+    def surface(self, block: Block, fingerprint: Fingerprint, cold_share: float | None = None) -> Surface:
         """Return the block's latency in ms as a function of its widths (int arrays that broadcast).
 
-        ``cold_share`` instead of the table's own. `TableError` when the block is not measured on its whole
-        grid, and when called outside of it.
+        ``cold_share`` instead of the table's own. `TableError` when the block is not measured on its whole grid, and
+        when the surface is called outside of it.
         """
-        return self.surface(block, fingerprint, cold_share)
-
-    def surface(self, block: Block, fingerprint: Fingerprint, cold_share: float | None = None) -> Surface:
-        """Return the block's interpolated latency; `TableError` as for `price`."""
         plan, failures = self.plan(block, fingerprint)
         if plan.surface is not None:
             share = self.cold_share if cold_share is None else cold_share
@@ -219,7 +212,7 @@ class LatencyTable:
     def unsteady(
         self, blocks: Iterable[Block], fingerprint: Fingerprint
     ) -> list[tuple[Block, Point, BlockLatency]]:
-        """Return the rows, whoever measured them, that these blocks' prices rest on and that are unsteady."""
+        """Return the unsteady rows that these blocks' prices rest on, whoever measured them."""
         found = {}
         for block in unique_blocks(blocks):
             rows = self.store.measured(block.signature, fingerprint)
@@ -233,7 +226,7 @@ class LatencyTable:
     ) -> HeldOutError:
         """Return how far interpolation is off at the measured points that it does not rest on.
 
-        ``cold_share`` as for `price`: 0 of the state in cache, 1 of that from memory.
+        ``cold_share`` as for `surface`: 0 for the state in cache, 1 for that from memory.
         """
         share = (self.cold_share if cold_share is None else cold_share) or 0.0
         errors, measured, rows = [np.zeros(0)], [np.zeros(0)], list[tuple[Block, Point]]()
@@ -292,20 +285,13 @@ class LatencyTable:
                 wanted.append(point)
 
 
-def sum_of_prices(prices: Sequence[Price], widths: Sequence[Sequence[int]]) -> float:
-    """Return the sum over blocks of their prices at their widths, in ms."""
-    return float(
-        sum(float(price(*(np.asarray(w) for w in ws))) for price, ws in zip(prices, widths, strict=True))
-    )
-
-
 def _weighed(latency: BlockLatency, cold_share: float) -> float:
     hot = latency.hot.median_ms
     return hot if latency.cold is None else hot + cold_share * (latency.cold.median_ms - hot)
 
 
 def _noise(block: Block, point: Point, row: BlockLatency) -> float:
-    """How far a row in cache may be off, ms: by its quartiles, and by what sessions of many weights differ."""
+    """Return how far a row in cache may be off, in ms: by its quartiles, and by how much sessions differ."""
     within = (row.hot.q3_ms - row.hot.q1_ms) / 2
     if row.cold is None:
         return within
@@ -315,7 +301,7 @@ def _noise(block: Block, point: Point, row: BlockLatency) -> float:
 
 
 def _is_steady(latency: BlockLatency, cold_share: float) -> bool:
-    """Whether the states were steady that count at this share."""
+    """Return whether those states were steady that count at this share."""
     cold = latency.cold is None or cold_share == 0 or latency.cold.stable
     return cold and (latency.hot.stable or (latency.cold is not None and cold_share == 1))
 

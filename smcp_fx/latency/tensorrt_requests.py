@@ -53,9 +53,9 @@ def emit_requests(
 ) -> int:
     """Write ONNX files, requests and the worker itself into ``folder``; return how many rows are asked for.
 
-    What is asked for already stays, with its answers; `TableError` where that is of other options.
-    ``retry_failed``: what was answered with an error is asked for under another name, so that the device, which
-    has that answer, takes it for new.
+    Requests that are in the folder stay, with their answers; `TableError` where they have other options.
+    ``retry_failed``: ask again for what was answered with an error, under another name: the device already has an
+    answer to the first.
     """
     options = replace(options, block=True)
     built = json.loads(json.dumps(asdict(options)))
@@ -176,7 +176,7 @@ def _fingerprint(about: Any, options: BuildOptions) -> Fingerprint:
 
 
 def _measured(measured: Any) -> Measurement:
-    """Return a measurement that a file tells of; `ValueError` where it is none."""
+    """Return the measurement in an answer; `ValueError` where it is not one."""
     stable = measured["stable"]
     given = (*(measured[name] for name in ("median_ms", "q1_ms", "q3_ms", "repeats")), int(stable is True))
     found = values.measurement(given, "hot")

@@ -14,12 +14,12 @@ from smcp_fx.backends.timing.measuring import Measurement
 from smcp_fx.errors import TableError
 from smcp_fx.storage.files import brief, parse_json
 
-#: The largest count, width or number of threads that is one.
+#: The largest count, width or number of threads that is accepted.
 _MOST = 2**31 - 1
-#: The seconds since 1970 that a date can be made of.
+#: The last moment that Python makes a date of, in seconds since 1970.
 _LAST_SECOND = 253_402_300_799.0
 _MOST_WIDTHS, _LONGEST_NAME = 8, 500
-#: Quartiles of what is near 0 may lie below: overheads were subtracted. The longest time is a day.
+#: Overheads were subtracted, so quartiles of what is near 0 may be negative. The longest time is a day.
 _LEAST_MS, _LONGEST_MS = -1000.0, 86_400_000.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.errors import InfeasibleBudgetError, TrainingError
+from smcp_fx.texts import amount
 
 
 def out_of_reach(
@@ -13,10 +14,10 @@ def out_of_reach(
     pinned = [f"{group.name} ({group.pinned[0]})" for group in channels.groups if not group.free]
     shown = ", ".join(pinned[:5]) + (f" and {len(pinned) - 5} more" if len(pinned) > 5 else "")
     return InfeasibleBudgetError(
-        f"the target of {error.budget:.6g} {unit} cannot be reached: the smallest reachable cost is "
-        f"{error.smallest:.6g} {unit}, {error.smallest / full_cost:.1%} of the unpruned {full_cost:.6g}. These "
-        f"groups must stay whole: {shown or 'none'}. Raise the target, or let fewer channels be kept "
-        f"(multiple={multiple}).",
+        f"the target of {amount(error.budget, unit)} cannot be reached: the smallest reachable cost is "
+        f"{amount(error.smallest, unit)} ({error.smallest:.6g} {unit}), {error.smallest / full_cost:.1%} of the "
+        f"unpruned {amount(full_cost, unit)}. These groups must stay whole: {shown or 'none'}. Raise the target, or "
+        f"let fewer channels be kept (multiple={multiple}).",
         smallest=error.smallest,
         budget=error.budget,
     )

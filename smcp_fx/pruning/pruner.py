@@ -30,6 +30,7 @@ from smcp_fx.pruning.solve_watch import SolveWatch
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Worth
 from smcp_fx.schedule import Schedule
+from smcp_fx.texts import amount, table
 
 __all__ = ["Pruner", "Solve"]
 
@@ -82,6 +83,24 @@ class Pruner:
         self._calls = 0
         self._loads = -1
         self.full_cost = cost.cost(cost.full_counts)
+
+    def __repr__(self) -> str:
+        unit, solves = self.cost.unit, len(self.history)
+        return (
+            f"<Pruner: {amount(self.present_cost, unit)} now, {amount(self.target, unit)} asked, "
+            f"{amount(self.full_cost, unit)} unpruned; {solves} solve{'s' * (solves != 1)}>"
+        )
+
+    def summary(self) -> str:
+        """Return a table of the solves so far: step, target, cost, and how much of the importance was kept."""
+        unit = self.cost.unit
+        rows = [
+            (str(s.step), amount(s.target, unit), amount(s.cost, unit), f"{s.importance_kept:.1%}",
+             f"{s.changed_share:.1%}")
+            for s in self.history
+        ]  # fmt: skip
+        head = ("step", "target", "cost", "importance kept", "masks changed")
+        return f"{self!r}\n\n{table(head, rows)}"
 
     @property
     def correction(self) -> float:
@@ -150,7 +169,8 @@ class Pruner:
         """Solve for masks now, from the importances gathered so far.
 
         ``target``: a fraction of the unpruned cost, an absolute cost with its unit, or None for the model's
-        own target. Raises `InfeasibleBudgetError` when no permitted choice reaches it, `TrainingError` when no
+        own target. Without a schedule the best choice is taken, and not the one near it that changes the masks least.
+        Raises `InfeasibleBudgetError` when no permitted choice reaches it, `TrainingError` when no
         importance is known or another rank has died. On several ranks, all must call it.
         """
         wanted = self.target if target is None else absolute_target(target, self.full_cost, self.cost.unit)
@@ -189,7 +209,7 @@ class Pruner:
         cost = self.present_cost
         solved_for = self.history[-1].target if self.history else math.inf
         if cost > (1 + _MISS) * target and solved_for > (1 + _OVER) * target:
-            self._solve_watch.unfinished(steps, self.schedule, cost, target)
+            self._solve_watch.unfinished(steps, self.schedule, cost, target, self.cost.unit)
 
     def go_on_from(self, other: Pruner) -> None:
         """Take over what a copy of ``other``'s model does not hold: the history, and the count of calls."""
@@ -355,7 +375,8 @@ class Pruner:
             if permanent:
                 cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
             try:
-                choice = self._selector.settled(scores, cost, target, self._moving(step), worth)
+                scheduled = self.schedule is not None
+                choice = self._selector.settled(scores, cost, target, self._moving(step), worth, scheduled)
             except InfeasibleBudgetError as error:
                 if found:
                     break

@@ -73,18 +73,20 @@ class Selector:
         target: float,
         moving: bool = False,
         worth: Worth | None = None,
+        scheduled: bool = True,
     ) -> Choice:
         """The choice within ``tolerance`` of the best that changes the fewest masks: none, if they still fit.
 
         What may be given up is that share of the importance that the best choice keeps. ``worth``: where ``scores``
-        are not those of whole groups.
+        are not those of whole groups. Without a schedule there is no training that changes would disturb, and the
+        best is chosen.
         While the target is ``moving`` masks must change anyway, and stay closer to the best, so that there is
         tolerance left to stand still with when it has arrived.
         """
         cost = self._coupled(cost)
         worth = worth or self._worth(scores)
         best = self._choose(scores, scores, worth, cost, target)
-        if not self.config.tolerance:
+        if not (self.config.tolerance and scheduled):
             return best
         slack = self.config.tolerance * float(scores[best.keep].sum())
         present = self._present(scores, worth, cost)

@@ -6,6 +6,7 @@ from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.pruning.loop_watch import tell
 from smcp_fx.pruning.solve import Solve
 from smcp_fx.schedule import Schedule
+from smcp_fx.texts import amount
 
 #: Masks oscillate when more than this share of the units changes back at a solve ...
 OSCILLATION = 0.05
@@ -73,28 +74,29 @@ class SolveWatch:
         """Say that a target asks for nothing."""
         self._tell(
             "idle target",
-            f"the target of {target:.6g} {unit} is more than the whole network costs, {full:.6g} {unit}: nothing is "
-            'pruned for it. Ask for less, or for a share of the network\'s cost, as target=0.5 or "50%".',
+            f"the target of {amount(target, unit)} is more than the whole network costs, {amount(full, unit)}: "
+            'nothing is pruned for it. Ask for less, or for a share of the network\'s cost, as target=0.5 or "50%".',
         )
 
     def nothing_pruned(self, steps: int, full: float, target: float, unit: str) -> None:
         """Say that a model was trained and never pruned."""
         self._tell(
             "nothing pruned",
-            f"nothing was pruned: the network still costs {full:.6g} {unit}, and the target is {target:.6g}. It was "
-            f"prepared without a schedule, and nothing solved for masks in {steps} counted steps. Pass "
-            "schedule=smcp_fx.Schedule.scaled(epochs, steps_per_epoch) to prepare, or call prepared.pruner.solve() "
-            "and train on before converting.",
+            f"nothing was pruned: the network still costs {amount(full, unit)}, and the target is "
+            f"{amount(target, unit)}. It was prepared without a schedule, and nothing solved for masks in {steps} "
+            "counted steps. Pass schedule=smcp_fx.Schedule.scaled(epochs, steps_per_epoch) to prepare, or "
+            "call prepared.pruner.solve() and train on before converting.",
         )
 
-    def unfinished(self, steps: int, schedule: Schedule, cost: float, target: float) -> None:
+    def unfinished(self, steps: int, schedule: Schedule, cost: float, target: float, unit: str) -> None:
         """Say that the target has not arrived."""
         if steps >= schedule.last_step:
             self._tell(
                 "unfinished",
                 f"the schedule's last solve was due at step {schedule.last_step} of {steps}, and the network costs "
-                f"{cost:.6g}, not {target:.6g}: masks were not solved for this target, as when a run is resumed with "
-                "a shorter schedule or another target (call prepared.pruner.solve() and train on before converting), "
+                f"{amount(cost, unit)}, not {amount(target, unit)}: masks were not solved for this target, as "
+                "when a run is resumed with a shorter schedule or another target "
+                "(call prepared.pruner.solve() and train on before converting), "
                 "or where masks were averaged like weights (take the trained model's: "
                 "average.smcp.load_state_dict(prepared.smcp.state_dict())).",
             )
@@ -104,7 +106,7 @@ class SolveWatch:
         self._tell(
             "unfinished",
             f"the schedule brings the target after {arrives} steps, and only {steps} were counted: the "
-            f"network costs {cost:.6g}, not {target:.6g}. The schedule is longer than the training, or "
-            "prepared.pruner.step() was not called every step; Schedule.scaled(epochs, steps_per_epoch) fits one to "
-            "a training.",
+            f"network costs {amount(cost, unit)}, not {amount(target, unit)}. The schedule is longer than "
+            "the training, or prepared.pruner.step() was not called every step; "
+            "Schedule.scaled(epochs, steps_per_epoch) fits one to a training.",
         )

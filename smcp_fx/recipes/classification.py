@@ -13,16 +13,15 @@ from torch.utils.data import default_collate
 
 from smcp_fx.recipes.recipe import Recipe
 from smcp_fx.recipes.task import Meter, torchmetrics
-from smcp_fx.zoo.data import image_folder
+from smcp_fx.zoo.image_folder import image_folder
+from smcp_fx.zoo.pretrained import Preprocessing
 
 
 class Classification:
     """ImageNet's task on any folder of train/ and val/ with a folder a class."""
 
     def __init__(self, recipe: Recipe, data: Path) -> None:
-        found = image_folder(data, recipe.size)
-        self.classes = found.classes
-        self.train, self.test = found.train, found.test
+        self.train, self.test, self.classes = image_folder(data, Preprocessing(recipe.size))
         self._smoothing = recipe.training.label_smoothing
 
     def collate(self, samples: Sequence[Any]) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.recipes.recipe import Recipe
 from smcp_fx.recipes.timeline import Timeline
-from smcp_fx.report.formats import count, milliseconds, percent
+from smcp_fx.report.formats import count, percent
+from smcp_fx.texts import amount
 
 #: Epochs are listed one by one up to this many, else every so many of them and where something begins.
 _LINES = 100
@@ -224,4 +225,4 @@ def _table(*columns: str) -> Table:
 
 
 def _cost(value: float, unit: str) -> str:
-    return milliseconds(value) if unit == "ms" else f"{count(value)} {unit}"
+    return amount(value, unit)

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from smcp_fx.backends import Backend, measure_interleaved
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.prepare import convert, converted_full, prepare
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning import ranks
 from smcp_fx.recipes.classification import Classification
-from smcp_fx.recipes.loop import RecipeEpoch, RecipeTrainer, batch_norm_parameters
 from smcp_fx.recipes.plan import print_dense_plan, print_plan
 from smcp_fx.recipes.pricing import recipe_cost, runtime_here
 from smcp_fx.recipes.processes import joined, world
@@ -31,11 +30,13 @@ from smcp_fx.recipes.record import Record, figures_of, write_record
 from smcp_fx.recipes.settings import RunSettings
 from smcp_fx.recipes.task import Task, torchmetrics
 from smcp_fx.recipes.timeline import Timeline
+from smcp_fx.recipes.training import Batches, batch_norm_parameters, evaluate, training_loop
 from smcp_fx.recipes.weights import check_given, starting_network
 from smcp_fx.report.formats import milliseconds, percent
 from smcp_fx.serialization.saving import save
 from smcp_fx.storage.files import locked, read_json, write_texts
 from smcp_fx.storage.tensor_file import write_together
+from smcp_fx.training import Epoch, TrainingLoop
 
 #: Settings that may change between a run and its resumption.
 _FREE = {"resume", "out", "workers", "dry_run", "ranks", "data"}
@@ -129,13 +130,12 @@ class _Training:
             print_plan(trained, timeline, self.cost, self.console)
         else:
             print_dense_plan(timeline, self.console)
-        trainer = RecipeTrainer(
-            trained, task, timeline, self.device, settings.folder / "checkpoint.safetensors", settings.seed,
-            settings.workers, norms,
-        )  # fmt: skip
-        dense = self._start(trainer, task)
-        trainer.run(self._tell)
-        values, measured = self._finish(trained, trainer)
+        batches = Batches(task, timeline, settings.seed, settings.workers, self.device.type == "cuda")
+        checkpoint = settings.folder / "checkpoint.safetensors"
+        loop = training_loop(trained, batches, timeline, self.device, checkpoint, settings.seed, norms)
+        dense = self._start(loop, batches)
+        loop.run(finished=self._tell)
+        values, measured = self._finish(trained, batches)
         record = self._record(trained, timeline, values, {**dense, **measured}, time.monotonic() - began)
         if ranks.rank() == 0:
             write_record(record, settings.folder / "record.json")
@@ -214,15 +214,15 @@ class _Training:
         where = next(network.parameters()).device
         return torch.randn(batch, 3, self.recipe.size, self.recipe.size, device=where)
 
-    def _start(self, trainer: RecipeTrainer, task: Task) -> dict[str, float]:
+    def _start(self, loop: TrainingLoop, batches: Batches) -> dict[str, float]:
         """Take the checkpoint up where there is one; return what the unpruned network is like."""
         file = self.settings.folder / "dense.json"
-        if self.settings.resume and trainer.load():
-            self._say(f"Going on behind step {trainer.step} of {trainer.timeline.schedule.total_steps}.")
+        if self.settings.resume and loop.load():
+            self._say(f"Going on behind step {loop.step} of {loop.total_steps}.")
             return figures_of(file) if file.exists() else {}
         if self.dense or self.settings.weights == "none":
             return {}
-        values = trainer.evaluate()
+        values = evaluate(loop.network, batches, self.device)
         self._say(f"The unpruned network: {_listed(values)}")
         if ranks.rank() == 0:
             write_texts({file: json.dumps(values)}, "the unpruned network's accuracy")
@@ -230,33 +230,32 @@ class _Training:
 
     # ---- while training ---------------------------------------------------------------------------------
 
-    def _tell(self, result: RecipeEpoch) -> None:
+    def _tell(self, result: Epoch) -> None:
         parts = [f"epoch {result.epoch}", f"loss {result.loss:.4g}", f"rate {result.rate:.3g}"]
         self._say(", ".join([*parts, *([_listed(result.values)] if result.values else []),
                                       f"{result.seconds:.0f} s"]))  # fmt: skip
 
     # ---- after training ---------------------------------------------------------------------------------
 
-    def _finish(
-        self, trained: nn.Module, trainer: RecipeTrainer
-    ) -> tuple[dict[str, float], dict[str, float]]:
+    def _finish(self, trained: nn.Module, batches: Batches) -> tuple[dict[str, float], dict[str, float]]:
         """Write the network that came out; return what it is like, and what was measured of the unpruned one."""
         folder = self.settings.folder
         if not isinstance(trained, PreparedModel):
-            values = trainer.evaluate()
+            values = evaluate(trained, batches, self.device)
             if ranks.rank() == 0:
                 state = {key: value.cpu().contiguous() for key, value in trained.state_dict().items()}
                 write_together({folder / "dense.safetensors": safetensors.torch.save(state)})
                 self._measure({"dense": (trained, values)})
             return values, {}
         smaller = convert(trained)
-        values = trainer.evaluate(smaller)
+        values = evaluate(smaller, batches, self.device)
         flops, counts = trained.plan.flops, trained.pruner.counts
         values["flops"] = flops.cost(counts)
         dense = {"flops": flops.cost(flops.full_counts)}
-        if isinstance(self.cost, LatencyCost):
-            values["predicted_ms"] = self.cost.latency(counts)
-            dense["predicted_ms"] = self.cost.latency(self.cost.full_counts)
+        latency = latency_of(trained.plan.cost)
+        if latency is not None:
+            values["predicted_ms"] = latency.latency(counts)
+            dense["predicted_ms"] = latency.latency(latency.full_counts)
         if ranks.rank() == 0:
             smaller = _plain(smaller)
             about = {"recipe": self.recipe.name, "target": self.recipe.pruning.target, "kept": counts}

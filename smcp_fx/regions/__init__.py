@@ -21,6 +21,7 @@ does not read a tensor that went straight from one region to the next. The examp
 where the model takes the inputs there (detection models do, when targets are among them).
 """
 
+from smcp_fx.regions.feeding import joined_inputs
 from smcp_fx.regions.finding import Region, find_regions
 from smcp_fx.regions.joining import join_regions
 from smcp_fx.regions.running import Joined, run_by_graphs, runs_in_regions, sharing
@@ -30,6 +31,7 @@ __all__ = [
     "Region",
     "find_regions",
     "join_regions",
+    "joined_inputs",
     "run_by_graphs",
     "runs_in_regions",
     "sharing",

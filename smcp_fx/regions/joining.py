@@ -36,9 +36,11 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
     ends: list[list[Any]] = []
     given: list[Tensor] = []
     names: list[tuple[str, ...]] = []
+    entering: list[list[tuple[str, int]]] = []
     last: fx.Node | None = None
     for number, (call, sources) in enumerate(zip(wiring.calls, wiring.sources, strict=True)):
         starts: list[fx.Node] = []
+        entering.append([])
         for place, source in enumerate(sources):
             if source.call is not None:
                 starts.append(ends[source.call][source.place])
@@ -48,6 +50,7 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
             last = start
             start.meta[ORIGIN] = f"comes into region {call.region.path!r} from code that was not traced"
             starts.append(start)
+            entering[-1].append((start.name, place))
             given.append(call.copies[place])
         names.append(tuple(start.name for start in starts))
         ends.append(_copy(graph, call.region, starts, number))
@@ -79,6 +82,7 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
         tuple(wiring.sources[number] for number in numbers),
         tuple(names[number] for number in numbers),
         split.stopped,
+        tuple((call.region.path, tuple(own)) for call, own in zip(wiring.calls, entering, strict=True)),
     )
     said = dict.fromkeys(sentence for region in regions for sentence in region.assumptions)
     outside = max(counted.total - sum(work.values()), 0)

@@ -28,7 +28,8 @@ class Joined:
 
     The graph's output is a tuple with one tuple of tensors a call. ``first[i]`` is the number of region i's first
     call, ``sources[i]`` says where that call's inputs come from: output tensors of other calls, or the
-    placeholders that ``names[i]`` lists in the same order.
+    placeholders that ``names[i]`` lists in the same order. ``calls``: every call's region, and its placeholders with
+    their places among its tensors.
     """
 
     regions: tuple[Region, ...]
@@ -36,6 +37,7 @@ class Joined:
     sources: tuple[tuple[Source, ...], ...]
     names: tuple[tuple[str, ...], ...]
     stopped: dict[str, str]
+    calls: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 
 
 def sharing(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smcp_fx.regions.finding import Region, bound_arguments, watched
 from smcp_fx.tracing.example_runs import run_eager, unchanged
+
+_LOG = logging.getLogger("smcp_fx.regions")
 
 #: What Python may ask of a tensor without looking at its channels' values. (Sizes of what is pruned will differ:
 #: code that computes with `x.shape[1]` sees the pruned model's, as it would in a model that was built that way.)
@@ -108,7 +111,8 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
             trained, other = _run(model, inputs, regions, training=True)
             also = _read(trained, other)
             bared |= _bared(model, regions, other)
-        except Exception:  # detection models want targets there; what their eval run shows must do
+        except Exception as error:  # the model's own: detection models, say, want targets there
+            _LOG.debug("wired by the run in eval() alone; train() said %s: %s", type(error).__name__, error)
             also = {}
     produced: dict[int, tuple[int, int]] = {}
     sources: list[tuple[Source, ...]] = []

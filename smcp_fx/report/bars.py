@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from smcp_fx.report.formats import milliseconds, number, percent, significant
+from smcp_fx.report.formats import milliseconds, number, percent
+from smcp_fx.report.schema import BlockRow, LayerRow, Report
 from smcp_fx.report.svg import Markup, Panel, element, join, line, picture, rect, rounded_up, text
+from smcp_fx.texts import significant
 
 _WIDE = 1080.0
 _SHOWN_BLOCKS = 40
 _LETTER = 6.9  # a letter's mean advance in the widest of the page's fonts, in pixels
 
 
-def latency_bars(report: Mapping[str, Any]) -> Markup | None:
+def latency_bars(report: Report) -> Markup | None:
     """Return measured latency, dense over pruned, with quartiles and the target; None if not measured."""
-    sides = [report.get("dense") or {}, report.get("pruned") or {}]
-    values = [number(side.get("latency_ms")) for side in sides]
+    sides = [report.dense, report.pruned]
+    values = [number(side.latency_ms) for side in sides]
     dense, pruned = values
     if dense is None or pruned is None or dense <= 0:
         return None
-    ends = [number(side.get("latency_q3_ms")) or 0.0 for side in sides]
+    ends = [number(side.latency_q3_ms) or 0.0 for side in sides]
     panel = Panel(64, 8, _WIDE - 64 - 108, 72, (0, max(dense, pruned, *ends)), (0, 1))
     body: list[Markup] = []
     for index, (name, value, side) in enumerate(
@@ -30,15 +32,15 @@ def latency_bars(report: Mapping[str, Any]) -> Markup | None:
         tip = f"{name}: {milliseconds(value)}"
         body.append(rect(panel.left, y, panel.x(value) - panel.left, 24, f"bar-{name}", tip, rx=2))
         body.append(text(panel.left - 10, y + 16, name, "label", "end"))
-        low, high = number(side.get("latency_q1_ms")), number(side.get("latency_q3_ms"))
+        low, high = number(side.latency_q1_ms), number(side.latency_q3_ms)
         end = panel.x(max(value, high or 0.0))
         if low is not None and high is not None:
             body.append(line(panel.x(low), y + 12, panel.x(high), y + 12, "whisker"))
             body += [line(panel.x(at), y + 8, panel.x(at), y + 16, "whisker") for at in (low, high)]
         body.append(text(end + 10, y + 17, milliseconds(value), "value"))
-    fraction = number(report.get("target_fraction"))
+    fraction = number(report.target_fraction)
     height = 92.0
-    if fraction is not None and (report.get("cost") or "ms") == "ms":
+    if fraction is not None and report.cost == "ms":
         at, height = panel.x(fraction * dense), 112.0
         body.append(line(at, panel.top, at, 86, "target"))
         body.append(text(at, 102, f"asked: {percent(fraction, trim=True)}", "target-label", "middle"))
@@ -46,42 +48,42 @@ def latency_bars(report: Mapping[str, Any]) -> Markup | None:
     return picture(_WIDE, height, label, body, "chart wide")
 
 
-def channel_bars(layers: Sequence[Mapping[str, Any]]) -> Markup | None:
+def channel_bars(layers: Sequence[LayerRow]) -> Markup | None:
     """Return each layer's output channels: all of them in grey, those kept in blue; None without layers."""
     if not layers:
         return None
     pitch = (_WIDE - 60) / len(layers)
     named = pitch >= 13
-    names = [str(layer["path"]) for layer in layers]
+    names = [layer.path for layer in layers]
     below = min(max(len(name) for name in names) * _LETTER, 200.0) + 12 if named else 54.0
-    top = rounded_up(max(int(layer["out_channels"]) for layer in layers))
+    top = rounded_up(max(layer.out_channels for layer in layers))
     panel = Panel(52, 28, _WIDE - 60, 230, (0, len(layers)), (0, top))
     width = min(pitch * 0.78, 34.0)
     body = panel.y_axis("output channels")
     for index, layer in enumerate(layers):
-        full, kept = int(layer["out_channels"]), int(layer["out_kept"])
+        full, kept = layer.out_channels, layer.out_kept
         x = panel.x(index + 0.5) - width / 2
         tip = (
-            f"{layer['path']} ({layer.get('kind', 'layer')}): {kept} of {full} output channels kept, "
-            f"{layer.get('in_kept', '?')} of {layer.get('in_channels', '?')} input channels"
+            f"{layer.path} ({layer.kind}): {kept} of {full} output channels kept, "
+            f"{layer.in_kept} of {layer.in_channels} input channels"
         )
         body.append(rect(x, panel.y(full), width, panel.bottom - panel.y(full), "bar-dense", tip))
         body.append(rect(x, panel.y(kept), width, panel.bottom - panel.y(kept), "bar-pruned", tip))
     body.append(_vertical_names(names, panel, below) if named else _brackets(names, panel))
-    total = sum(int(layer["out_channels"]) for layer in layers)
-    kept_total = sum(int(layer["out_kept"]) for layer in layers)
+    total = sum(layer.out_channels for layer in layers)
+    kept_total = sum(layer.out_kept for layer in layers)
     label = f"Kept output channels of {len(layers)} layers: {kept_total} of {total}"
     return picture(_WIDE, panel.bottom + below, label, body, "chart wide")
 
 
-def block_bars(blocks: Sequence[Mapping[str, Any]]) -> Markup | None:
+def block_bars(blocks: Sequence[BlockRow]) -> Markup | None:
     """Return the latency of each block, dense in grey and pruned in blue; None without blocks.
 
     Beyond forty blocks the ones that cost most are drawn, and the sum of the others is told.
     """
     if not blocks:
         return None
-    rows = [(str(b["name"]), number(b["dense_ms"]) or 0.0, number(b["pruned_ms"]) or 0.0) for b in blocks]
+    rows = [(b.name, number(b.dense_ms) or 0.0, number(b.pruned_ms) or 0.0) for b in blocks]
     others: list[tuple[str, float, float]] = []
     if len(rows) > _SHOWN_BLOCKS:
         largest = set(sorted(range(len(rows)), key=lambda i: -rows[i][1])[:_SHOWN_BLOCKS])

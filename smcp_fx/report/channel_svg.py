@@ -21,9 +21,10 @@ _ZOOM = (
 )
 
 
-def draw_channel_graph(report: Mapping[str, Any]) -> Markup | None:
+def draw_channel_graph(
+    groups: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]]
+) -> Markup | None:
     """Return the interactive channel graph, or None for a network without groups."""
-    groups, layers = report.get("groups") or [], report.get("layers") or []
     found = levels(layers, groups)
     if not found:
         return None

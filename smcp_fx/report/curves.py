@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from smcp_fx.report.formats import milliseconds, number, percent, significant
+from smcp_fx.report.formats import milliseconds, number, percent
+from smcp_fx.report.schema import EngineRow, EpochRow, Report
 from smcp_fx.report.svg import Markup, Panel, dot, line, path, picture, rect, rounded_up, text
+from smcp_fx.texts import significant
 
 _WIDTH = 360.0
 
 
-def dense_cost(report: Mapping[str, Any]) -> float | None:
+def dense_cost(report: Report) -> float | None:
     """Return the dense network's cost in the unit that was solved for, if the report has it."""
-    key = {"ms": "predicted_ms", "FLOPs": "flops", "parameters": "params"}.get(
-        str(report.get("cost") or "ms")
+    dense = report.dense
+    return number(
+        {"ms": dense.predicted_ms, "FLOPs": dense.flops, "parameters": dense.params}.get(report.cost)
     )
-    return number((report.get("dense") or {}).get(key)) if key else None
 
 
-def solve_curves(report: Mapping[str, Any]) -> Markup | None:
+def solve_curves(report: Report) -> Markup | None:
     """Return the target and the cost reached at each solve, over the share of units whose mask changed."""
-    solves = report.get("solves") or []
+    solves = report.solves
     if not solves:
         return None
     full = dense_cost(report)
     scale = 100 / full if full else 1.0
-    unit = "% of dense" if full else str(report.get("cost") or "")
-    epochs = [float(solve["epoch"]) for solve in solves]
-    targets = [float(solve["target"]) * scale for solve in solves]
-    costs = [float(solve["cost"]) * scale for solve in solves]
-    shares = [100 * (number(solve.get("changed_share")) or 0.0) for solve in solves]
-    last = max(number(report.get("epochs")) or 0.0, *epochs)
+    unit = "% of dense" if full else report.cost
+    epochs = [solve.epoch for solve in solves]
+    targets = [solve.target * scale for solve in solves]
+    costs = [solve.cost * scale for solve in solves]
+    shares = [100 * (number(solve.changed_share) or 0.0) for solve in solves]
+    last = max(number(report.epochs) or 0.0, *epochs)
     top = max(100.0 if full else 0.0, rounded_up(max(*targets, *costs)))
     above = Panel(44, 44, _WIDTH - 56, 150, (0, last), (0, top))
     below = Panel(44, 240, _WIDTH - 56, 100, (0, last), (0, rounded_up(max(shares), 3)))
@@ -47,9 +48,9 @@ def solve_curves(report: Mapping[str, Any]) -> Markup | None:
     body += below.y_axis("masks changed, % of units", about=3)
     width = max(1.2, min(6.0, below.width / (2.2 * len(solves))))
     for epoch, share, solve in zip(epochs, shares, solves, strict=True):
-        tip = f"epoch {epoch:.2f}, step {solve.get('step', '?')}: {share:.2f} % changed"
-        if number(solve.get("returned")) is not None:
-            tip += f", {solve['returned']} units returned"
+        tip = f"epoch {epoch:.2f}, step {solve.step}: {share:.2f} % changed"
+        if number(solve.returned) is not None:
+            tip += f", {solve.returned} units returned"
         top_y = below.y(share)
         body.append(rect(below.x(epoch) - width / 2, top_y, width, below.bottom - top_y, "bar-pruned", tip))
     body += below.x_axis("epoch of pruning")
@@ -60,19 +61,19 @@ def solve_curves(report: Mapping[str, Any]) -> Markup | None:
     return picture(_WIDTH, below.bottom + 46, label, body)
 
 
-def training_curves(training: Sequence[Mapping[str, Any]]) -> Markup | None:
+def training_curves(training: Sequence[EpochRow]) -> Markup | None:
     """Return test accuracy and training loss by epoch, dense and pruning phases one after the other."""
     if not training:
         return None
     phases: list[tuple[str, int, int]] = []
     for index, entry in enumerate(training):
-        name = str(entry.get("phase") or "training")
+        name = entry.phase
         if phases and phases[-1][0] == name:
             phases[-1] = (name, phases[-1][1], index + 1)
         else:
             phases.append((name, index, index + 1))
-    accuracy = [(i + 1.0, number(entry.get("accuracy"))) for i, entry in enumerate(training)]
-    loss = [(i + 1.0, number(entry.get("loss"))) for i, entry in enumerate(training)]
+    accuracy = [(i + 1.0, number(entry.accuracy)) for i, entry in enumerate(training)]
+    loss = [(i + 1.0, number(entry.loss)) for i, entry in enumerate(training)]
     drawn_accuracy = [(x, 100 * y) for x, y in accuracy if y is not None]
     drawn_loss = [(x, y) for x, y in loss if y is not None]
     if not drawn_accuracy and not drawn_loss:
@@ -108,7 +109,7 @@ def training_curves(training: Sequence[Mapping[str, Any]]) -> Markup | None:
     return picture(_WIDTH, below.bottom + 46, f"Training over {len(training)} epochs{final}", body)
 
 
-def validation_scatter(validation: Sequence[Mapping[str, Any]]) -> Markup | None:
+def validation_scatter(validation: Sequence[EngineRow]) -> Markup | None:
     """Return predicted against measured latency with the diagonal; None without pairs."""
     pairs = validation_pairs(validation)
     if not pairs:
@@ -131,13 +132,13 @@ def validation_scatter(validation: Sequence[Mapping[str, Any]]) -> Markup | None
     return picture(_WIDTH, panel.bottom + 46, label, body)
 
 
-def validation_pairs(validation: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float]]:
+def validation_pairs(validation: Sequence[EngineRow]) -> list[tuple[str, float, float]]:
     """Return (name, predicted ms, measured ms) of the entries that have both."""
     found = []
     for entry in validation:
-        predicted, measured = number(entry.get("predicted_ms")), number(entry.get("measured_ms"))
+        predicted, measured = number(entry.predicted_ms), number(entry.measured_ms)
         if predicted is not None and measured is not None:
-            found.append((str(entry.get("name") or ""), predicted, measured))
+            found.append((entry.name, predicted, measured))
     return found
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
+
+from smcp_fx.texts import short, significant
 
 MISSING = "not measured"
 MINUS = "\N{MINUS SIGN}"
@@ -11,17 +14,9 @@ MINUS = "\N{MINUS SIGN}"
 
 def number(value: Any) -> float | None:
     """Return a finite float, or None for whatever is not one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         return None
     return float(value)
-
-
-def significant(value: float, digits: int = 3) -> str:
-    """Return ``value`` with that many significant digits and never an exponent."""
-    if value == 0:
-        return "0"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{decimals}f}"
 
 
 def milliseconds(value: Any) -> str:
@@ -42,12 +37,7 @@ def percent(fraction: Any, *, trim: bool = False) -> str:
 def count(value: Any) -> str:
     """Return e.g. "11.2 M", "1.82 G"; below ten thousand the number itself."""
     plain = number(value)
-    if plain is None:
-        return MISSING
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if plain >= size and plain >= 1e4:
-            return f"{significant(plain / size)} {letter}"
-    return f"{plain:,.0f}" if plain == round(plain) else significant(plain)
+    return MISSING if plain is None else short(plain)
 
 
 def duration(seconds: Any) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from smcp_fx.report.formats import milliseconds, significant
+from smcp_fx.report.formats import milliseconds
+from smcp_fx.report.schema import Axis, SurfaceRow
 from smcp_fx.report.svg import Markup, Panel, element, picture, rect, text
+from smcp_fx.texts import significant
 
 _WIDTH, _SIDE = 360.0, 260.0
 #: A picture has at most this many cells a side; finer grids are thinned evenly, ends kept.
@@ -16,22 +17,20 @@ _CELLS = 32
 _SCALE = ("#eef4fd", "#9cc2f5", "#4a86d8", "#1d5fc4", "#0b2f6b")
 
 
-def heat_map(block: Mapping[str, Any]) -> Markup | None:
+def heat_map(block: SurfaceRow) -> Markup | None:
     """Return one block's picture; None without a latency.
 
-    ``block``: ``name``; ``axes``, one or two of {"title", "values"} (channels, ascending); ``ms``, nested as the
-    axes are; ``measured``, the widths that were measured (the others are interpolated); ``chosen``, or None.
     Colour is the latency a channel pair, in steps of equal ratio: what runs well is of one colour, and a
     cliff is an edge.
     """
-    axes = block.get("axes") or []
+    axes = block.axes
     if len(axes) == 1:
         return _curve(block, axes[0])
-    if len(axes) != 2 or not block.get("ms"):
+    if len(axes) != 2 or not block.ms:
         return None
-    rows, columns = (thinned(axis["values"]) for axis in axes)
-    values = [[float(block["ms"][i][j]) for j in columns] for i in rows]
-    xs, ys = ([axis["values"][i] for i in chosen] for axis, chosen in zip(axes, (rows, columns), strict=True))
+    rows, columns = (thinned(axis.values) for axis in axes)
+    values = [[float(block.ms[i][j]) for j in columns] for i in rows]
+    xs, ys = ([axis.values[i] for i in chosen] for axis, chosen in zip(axes, (rows, columns), strict=True))
     pair = [
         [ms / (x * y) for ms, y in zip(line, ys, strict=True)] for line, x in zip(values, xs, strict=True)
     ]
@@ -40,7 +39,7 @@ def heat_map(block: Mapping[str, Any]) -> Markup | None:
     low, high = ordered[len(ordered) // 50], ordered[-1 - len(ordered) // 8]
     panel = Panel(52, 40, _SIDE, _SIDE, (0, len(xs)), (0, len(ys)))
     wide, tall = panel.width / len(xs), panel.height / len(ys)
-    body: list[Markup] = [text(panel.left, panel.top - 12, f"{axes[1]['title']}", "axis-title")]
+    body: list[Markup] = [text(panel.left, panel.top - 12, axes[1].title, "axis-title")]
     for i, x in enumerate(xs):
         for j, y in enumerate(ys):
             tip = f"{x} in, {y} out: {milliseconds(values[i][j])}, {significant(1e6 * pair[i][j])} ns a channel pair"
@@ -63,11 +62,11 @@ def heat_map(block: Mapping[str, Any]) -> Markup | None:
             else:
                 body.append(text(panel.left - 8, panel.bottom - middle + 4, str(marks[index]), "tick", "end"))
         if axis == 0:
-            body.append(text(panel.right, panel.bottom + 34, str(axes[0]["title"]), "axis-title", "end"))
+            body.append(text(panel.right, panel.bottom + 34, axes[0].title, "axis-title", "end"))
     body += _marks(block, panel, xs, ys, wide, tall)
     body += _key(panel, low, high)
     label = (
-        f"{block['name']}: {len(xs)} x {len(ys)} widths, {significant(1e6 * ordered[0])} to "
+        f"{block.name}: {len(xs)} x {len(ys)} widths, {significant(1e6 * ordered[0])} to "
         f"{significant(1e6 * ordered[-1])} ns a channel pair"
     )
     return picture(_WIDTH, panel.bottom + 46, label, body)
@@ -97,16 +96,16 @@ def _rgb(text_colour: str) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def _curve(block: Mapping[str, Any], axis: Mapping[str, Any]) -> Markup | None:
+def _curve(block: SurfaceRow, axis: Axis) -> Markup | None:
     """Return the picture of a block with one free width: a bar a width, over its latency."""
-    if not block.get("ms"):
+    if not block.ms:
         return None
-    indices = thinned(axis["values"], 2 * _CELLS)
-    widths, values = [axis["values"][i] for i in indices], [float(block["ms"][i]) for i in indices]
+    indices = thinned(axis.values, 2 * _CELLS)
+    widths, values = [axis.values[i] for i in indices], [float(block.ms[i]) for i in indices]
     panel = Panel(52, 40, _SIDE, _SIDE, (0, len(widths)), (0, max(values) * 1.05 or 1.0))
     body = [*panel.y_axis("ms")]
     wide = panel.width / len(widths)
-    chosen = (block.get("chosen") or [None])[0]
+    chosen = (block.chosen or [None])[0]
     for index, (width, ms) in enumerate(zip(widths, values, strict=True)):
         kind = "bar-pruned" if width == chosen else "bar-dense"
         top = panel.y(ms)
@@ -115,25 +114,23 @@ def _curve(block: Mapping[str, Any], axis: Mapping[str, Any]) -> Markup | None:
     for index in _labelled(len(widths)):
         at = panel.left + (index + 0.5) * wide
         body.append(text(at, panel.bottom + 16, str(widths[index]), "tick", "middle"))
-    body.append(text(panel.right, panel.bottom + 34, str(axis["title"]), "axis-title", "end"))
-    label = (
-        f"{block['name']}: {len(widths)} widths, {milliseconds(min(values))} to {milliseconds(max(values))}"
-    )
+    body.append(text(panel.right, panel.bottom + 34, axis.title, "axis-title", "end"))
+    label = f"{block.name}: {len(widths)} widths, {milliseconds(min(values))} to {milliseconds(max(values))}"
     return picture(_WIDTH, panel.bottom + 46, label, body)
 
 
 def _marks(
-    block: Mapping[str, Any], panel: Panel, xs: Sequence[int], ys: Sequence[int], wide: float, tall: float
+    block: SurfaceRow, panel: Panel, xs: Sequence[int], ys: Sequence[int], wide: float, tall: float
 ) -> list[Markup]:
     """Dots where the surface rests on measurements, and a frame around what was chosen."""
     drawn = []
-    for x, y in block.get("measured") or []:
+    for x, y in block.measured:
         if x in xs and y in ys:
             at = panel.left + (xs.index(x) + 0.5) * wide, panel.bottom - (ys.index(y) + 0.5) * tall
             drawn.append(
                 element("circle", cx=at[0], cy=at[1], r=min(1.6, wide / 3), fill="#ffffff", opacity=0.8)
             )
-    chosen = block.get("chosen")
+    chosen = block.chosen
     if chosen:
         i, j = _nearest(xs, chosen[0]), _nearest(ys, chosen[1])
         left, top = panel.left + i * wide, panel.bottom - (j + 1) * tall

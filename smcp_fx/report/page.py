@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
 from smcp_fx.report.bars import block_bars, channel_bars, latency_bars
 from smcp_fx.report.channel_svg import draw_channel_graph
 from smcp_fx.report.curves import solve_curves, training_curves, validation_pairs, validation_scatter
-from smcp_fx.report.formats import MISSING, milliseconds, number, percent, relative_change, significant
+from smcp_fx.report.formats import MISSING, milliseconds, number, percent, relative_change
 from smcp_fx.report.heat_map import heat_map
 from smcp_fx.report.provenance import provenance
+from smcp_fx.report.schema import Report, SolveRow
 from smcp_fx.report.summary import comparison, headline, model_name, target_line, unsteady
 from smcp_fx.report.svg import Markup, element, join
+from smcp_fx.texts import significant
 
 # The browser itself is told to fetch nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def render_page(report: dict[str, Any]) -> str:
+def render_page(report: Report) -> str:
     """Return the whole page of a report (plain JSON values) as HTML text."""
     main = element("main", _header(report), *_pictures(report), _channels(report), provenance(report))
     return document(f"{model_name(report)}: smcp_fx report", main, scripts=(asset("channel_graph.js"),))
@@ -45,12 +48,12 @@ def asset(name: str) -> str:
     return resources.files("smcp_fx.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _header(report: dict[str, Any]) -> Markup:
+def _header(report: Report) -> Markup:
     facts = [
-        f"data: {report['data']}" if report.get("data") else "",
-        f"asked for: {report['target']}" if report.get("target") else "",
-        f"seed {report['seed']}" if report.get("seed") is not None else "",
-        str(report.get("created") or ""),
+        f"data: {report.data}" if report.data else "",
+        f"asked for: {report.target}" if report.target else "",
+        f"seed {report.seed}" if report.seed is not None else "",
+        report.created,
     ]
     rows = [
         element(
@@ -97,10 +100,9 @@ def _cell(content: str, below: str = "", class_: str | None = None) -> Markup:
     return element("td", content, *inner, class_=class_)
 
 
-def _pictures(report: dict[str, Any]) -> list[Markup]:
-    layers, blocks = report.get("layers") or [], report.get("blocks") or []
-    solves, training = report.get("solves") or [], report.get("training") or []
-    pairs = validation_pairs(report.get("validation") or [])
+def _pictures(report: Report) -> list[Markup]:
+    layers, blocks, solves, training = report.layers, report.blocks, report.solves, report.training
+    pairs = validation_pairs(report.validation)
     wide = [
         _figure(
             "Channels kept, layer by layer",
@@ -119,14 +121,14 @@ def _pictures(report: dict[str, Any]) -> list[Markup]:
                 ),
                 (
                     (
-                        layer["path"],
-                        layer.get("kind"),
-                        layer.get("in_kept"),
-                        layer.get("in_channels"),
-                        layer["out_kept"],
-                        layer["out_channels"],
-                        layer.get("in_group"),
-                        layer.get("out_group"),
+                        layer.path,
+                        layer.kind,
+                        layer.in_kept,
+                        layer.in_channels,
+                        layer.out_kept,
+                        layer.out_channels,
+                        layer.in_group,
+                        layer.out_group,
                     )
                     for layer in layers
                 ),
@@ -140,10 +142,10 @@ def _pictures(report: dict[str, Any]) -> list[Markup]:
                 ("block", "dense", "pruned", "change"),
                 (
                     (
-                        block["name"],
-                        milliseconds(block["dense_ms"]),
-                        milliseconds(block["pruned_ms"]),
-                        relative_change(block["dense_ms"], block["pruned_ms"]),
+                        block.name,
+                        milliseconds(block.dense_ms),
+                        milliseconds(block.pruned_ms),
+                        relative_change(block.dense_ms, block.pruned_ms),
                     )
                     for block in blocks
                 ),
@@ -169,15 +171,15 @@ def _pictures(report: dict[str, Any]) -> list[Markup]:
                 ),
                 (
                     (
-                        solve.get("step"),
-                        f"{solve['epoch']:.2f}",
-                        significant(solve["target"], 4),
-                        significant(solve["cost"], 4),
-                        percent(solve.get("importance_kept")),
-                        percent(solve.get("bound")),
-                        percent(solve.get("changed_share")),
-                        solve.get("returned"),
-                        f"{number(solve.get('seconds')) or 0:.2f}",
+                        solve.step,
+                        f"{solve.epoch:.2f}",
+                        significant(solve.target, 4),
+                        significant(solve.cost, 4),
+                        percent(solve.importance_kept),
+                        percent(solve.bound),
+                        percent(solve.changed_share),
+                        solve.returned,
+                        f"{number(solve.seconds) or 0:.2f}",
                     )
                     for solve in solves
                 ),
@@ -189,16 +191,13 @@ def _pictures(report: dict[str, Any]) -> list[Markup]:
             training_curves(training),
             _numbers(
                 ("phase", "epoch", "loss", "accuracy"),
-                (
-                    (e.get("phase"), e.get("epoch"), _loss(e.get("loss")), percent(e.get("accuracy")))
-                    for e in training
-                ),
+                ((e.phase, e.epoch, _loss(e.loss), percent(e.accuracy)) for e in training),
             ),
         ),
         _figure(
             "Predicted against measured latency",
             "Each point is an engine: on the line, the table foretold what was measured.",
-            validation_scatter(report.get("validation") or []),
+            validation_scatter(report.validation),
             _numbers(
                 ("engine", "predicted", "measured", "measured over predicted"),
                 ((n, milliseconds(p), milliseconds(m), relative_change(p, m)) for n, p, m in pairs),
@@ -208,16 +207,16 @@ def _pictures(report: dict[str, Any]) -> list[Markup]:
     return [wide[0], element("div", *small, class_="trio"), wide[1], *_surfaces(report)]
 
 
-def _surfaces(report: dict[str, Any]) -> list[Markup]:
+def _surfaces(report: Report) -> list[Markup]:
     """The latency surfaces of the dearest blocks, side by side."""
     drawn = []
-    for block in report.get("surfaces") or []:
+    for block in report.surfaces:
         drawing = heat_map(block)
         if drawing is not None:
-            chosen = " x ".join(map(str, block.get("chosen") or []))
+            chosen = " x ".join(map(str, block.chosen))
             drawn.append(
                 element(
-                    "figure", element("figcaption", element("p", f"{block['name']}, kept {chosen}")), drawing
+                    "figure", element("figcaption", element("p", f"{block.name}, kept {chosen}")), drawing
                 )
             )
     if not drawn:
@@ -236,10 +235,10 @@ def _loss(value: Any) -> str:
     return MISSING if plain is None else significant(plain)
 
 
-def _solves_words(solves: Sequence[dict[str, Any]]) -> str:
+def _solves_words(solves: Sequence[SolveRow]) -> str:
     if not solves:
         return "When masks were solved for, what they cost, and how many changed."
-    pairs = [(number(solve.get("importance_kept")), number(solve.get("bound"))) for solve in solves]
+    pairs = [(number(solve.importance_kept), number(solve.bound)) for solve in solves]
     ratios = [kept / bound for kept, bound in pairs if kept is not None and bound]
     words = f"{len(solves)} solves. Above, the target's ramp and what each solve costs; below, the masks it changed."
     if ratios:
@@ -275,14 +274,14 @@ def _numbers(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Markup:
     )
 
 
-def _channels(report: dict[str, Any]) -> Markup:
-    drawing = draw_channel_graph(report)
+def _channels(report: Report) -> Markup:
+    drawing = draw_channel_graph([asdict(g) for g in report.groups], [asdict(x) for x in report.layers])
     title = element("h2", "Channel graph")
     if drawing is None:
         return element("figure", title, element("p", f"{_sentence(MISSING)} in this run.", class_="missing"))
-    groups = report["groups"]
-    free = [group for group in groups if not group.get("pinned")]
-    kept, size = sum(g["kept"] for g in free), sum(g["size"] for g in free)
+    groups = report.groups
+    free = [group for group in groups if not group.pinned]
+    kept, size = sum(g.kept for g in free), sum(g.size for g in free)
     words = (
         f"{len(groups)} groups of channels that live and die together, {len(free)} of them free: {kept} of "
         f"{size} channels kept. Layers run down the page; each group is a line from the layer that first writes it "

@@ -7,68 +7,63 @@ from typing import Any
 
 from smcp_fx.report.curves import validation_pairs
 from smcp_fx.report.formats import MISSING, count, duration, milliseconds, number, percent, relative_change
+from smcp_fx.report.schema import Report, TableFacts
 from smcp_fx.report.svg import Markup, element
 
 
-def provenance(report: Mapping[str, Any]) -> Markup:
+def provenance(report: Report) -> Markup:
     """Return the section; parts that the report lacks are named as not measured or left out."""
     parts = [
         _facts("How sure", _certainty(report)),
         _facts("Measured on", _machine(report)),
         _facts("Run", _run(report)),
-        _facts("Time", _times(report.get("seconds") or {})),
-        _facts(
-            "Versions", [(name, str(version)) for name, version in (report.get("versions") or {}).items()]
-        ),
-        _files(report.get("files") or {}),
+        _facts("Time", _times(report.seconds)),
+        _facts("Versions", [(name, str(version)) for name, version in report.versions.items()]),
+        _files(report.files),
     ]
-    notes = [str(note) for note in report.get("notes") or []]
     extra = []
-    if notes:
+    if report.notes:
         extra.append(
-            element("div", element("h3", "Notes"), element("ul", *(element("li", n) for n in notes)))
+            element("div", element("h3", "Notes"), element("ul", *(element("li", n) for n in report.notes)))
         )
-    if report.get("settings"):
-        rows = _flattened(report["settings"])
+    if report.settings:
+        rows = _flattened(report.settings)
         extra.append(element("details", element("summary", "Every setting"), _list(rows), class_="numbers"))
     grid = element("div", *(part for part in parts if part), class_="facts-grid")
     return element("section", element("h2", "Provenance"), grid, *extra, class_="provenance")
 
 
-def _certainty(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _certainty(report: Report) -> list[tuple[str, str]]:
     rows = []
-    for name in ("dense", "pruned"):
-        side = report.get(name) or {}
-        low, high = side.get("latency_q1_ms"), side.get("latency_q3_ms")
-        value = milliseconds(side.get("latency_ms"))
-        if number(side.get("latency_ms")) is not None:
+    for name, side in (("dense", report.dense), ("pruned", report.pruned)):
+        low, high = side.latency_q1_ms, side.latency_q3_ms
+        value = milliseconds(side.latency_ms)
+        if number(side.latency_ms) is not None:
             if number(low) is not None and number(high) is not None:
                 value += f", half of the runs from {milliseconds(low)} to {milliseconds(high)}"
-            stable = side.get("latency_stable")
-            value += {True: "; steady", False: "; not steady"}.get(stable, "") if stable is not None else ""
+            if side.latency_stable is not None:
+                value += "; steady" if side.latency_stable else "; not steady"
         rows.append((f"{name}, median", value))
-    table = report.get("table") or {}
-    points = number(table.get("held_out_points"))
+    table = report.table or TableFacts()
+    points = number(table.held_out_points)
     rows.append(
         (
             "table's error at points it does not rest on",
-            f"median {percent(table.get('held_out_median'))}, 95th percentile {percent(table.get('held_out_p95'))}, "
+            f"median {percent(table.held_out_median)}, 95th percentile {percent(table.held_out_p95)}, "
             f"of {count(points)} points"
             if points
             else MISSING,
         )
     )
-    pairs = validation_pairs(report.get("validation") or [])
+    pairs = validation_pairs(report.validation)
     if pairs:
         name, predicted, measured = pairs[-1]
         rows.append((f"measured over predicted, {name}", relative_change(predicted, measured) or MISSING))
-    if table.get("foreign"):
-        rows.append(
-            ("table's rows are of another device or runtime", _described(table.get("fingerprint") or {}))
-        )
-    if table.get("unstable"):
-        rows.append(("rows in use that are unsteady", count(table["unstable"])))
-    correction = number(report.get("correction"))
+    if table.foreign:
+        rows.append(("table's rows are of another device or runtime", _described(table.fingerprint)))
+    if table.unstable:
+        rows.append(("rows in use that are unsteady", count(table.unstable)))
+    correction = number(report.correction)
     if correction is not None:
         rows.append(("correction of the table by an engine, before masks were fixed", f"× {correction:.3f}"))
     return rows
@@ -79,8 +74,8 @@ def _described(fingerprint: Mapping[str, Any]) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    backend = report.get("backend") or {}
+def _machine(report: Report) -> list[tuple[str, str]]:
+    backend = report.backend
     rows = [
         (key, str(backend[key]))
         for key in ("backend", "runtime", "version", "device", "threads", "precision")
@@ -91,22 +86,22 @@ def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         (str(key), str(value))
         for key, value in (settings.items() if isinstance(settings, dict) else settings)
     ]
-    if report.get("batch") is not None:
-        rows.append(("batch", str(report["batch"])))
+    if report.batch is not None:
+        rows.append(("batch", str(report.batch)))
     return rows
 
 
-def _run(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [(key, str(report[key])) for key in ("model", "data", "target", "cost", "epochs", "seed", "created")
-            if report.get(key) not in (None, "")]  # fmt: skip
-    table = report.get("table")
-    if table:
-        rows.append(("latency table", str(table.get("path") or "")))
+def _run(report: Report) -> list[tuple[str, str]]:
+    names = ("model", "data", "target", "cost", "epochs", "seed", "created")
+    rows = [(name, str(getattr(report, name))) for name in names if getattr(report, name) not in (None, "")]
+    table = report.table
+    if table is not None:
+        rows.append(("latency table", table.path))
         rows.append(
             (
                 "table's rows",
-                f"{count(table.get('rows'))}; this run measured {count(table.get('measured'))} and reused "
-                f"{count(table.get('reused'))}",
+                f"{count(table.rows)}; this run measured {count(table.measured)} and reused "
+                f"{count(table.reused)}",
             )
         )
     return rows

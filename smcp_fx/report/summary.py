@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -19,8 +18,9 @@ from smcp_fx.report.formats import (
     percent,
     relative_change,
     signed,
-    significant,
 )
+from smcp_fx.report.schema import Report, Side, TableFacts
+from smcp_fx.texts import significant
 
 _ARROW = "\N{RIGHTWARDS ARROW}"
 
@@ -36,45 +36,44 @@ class SummaryRow:
     spread: tuple[str, str] = ("", "")
 
 
-def model_name(report: dict[str, Any]) -> str:
+def model_name(report: Report) -> str:
     """Return the model without where it comes from: "resnet18" of "torchvision:resnet18"."""
-    return str(report.get("model") or "the model").rsplit(":", 1)[-1]
+    return (report.model or "the model").rsplit(":", 1)[-1]
 
 
-def cost_word(report: dict[str, Any]) -> str:
+def cost_word(report: Report) -> str:
     """Return what the target is a fraction of: "latency", "FLOPs" or "parameters"."""
-    unit = str(report.get("cost") or "ms")
-    return "latency" if unit == "ms" else unit
+    return "latency" if report.cost == "ms" else report.cost
 
 
-def headline(report: dict[str, Any]) -> str:
+def headline(report: Report) -> str:
     """Return the run's result in one sentence, of the figures there are."""
     dense, pruned = _sides(report)
-    asked = f"asked: {percent(report.get('target_fraction'), trim=True)}"
-    times = number(pruned.get("latency_ms")), number(dense.get("latency_ms"))
+    asked = f"asked: {percent(report.target_fraction, trim=True)}"
+    times = number(pruned.latency_ms), number(dense.latency_ms)
     runs = (
         f"runs in {milliseconds(times[0])} instead of {milliseconds(times[1])}" if None not in times else ""
     )
-    predicted = percent(report.get("predicted_fraction"))
+    predicted = percent(report.predicted_fraction)
     if cost_word(report) != "latency":
         what = f"keeps {predicted} of its {cost_word(report)} ({asked})"
         sentence = f"{what} and {runs}" if runs else what
     elif runs:
-        sentence = f"{runs}: {percent(report.get('measured_fraction'))} of the dense latency ({asked})"
+        sentence = f"{runs}: {percent(report.measured_fraction)} of the dense latency ({asked})"
     elif predicted == MISSING:
         sentence = "has not been measured"
     else:
         sentence = f"is predicted to take {predicted} of the dense latency ({asked}), not yet measured"
-    accuracies = dense.get("accuracy"), pruned.get("accuracy")
+    accuracies = dense.accuracy, pruned.accuracy
     if all(number(value) is not None for value in accuracies):
         sentence += f", accuracy {percent(accuracies[0])} {_ARROW} {percent(accuracies[1])}"
     return f"{model_name(report)} {sentence}"
 
 
-def comparison(report: dict[str, Any]) -> list[SummaryRow]:
+def comparison(report: Report) -> list[SummaryRow]:
     """Return the lines of the table: dense, pruned, change."""
     dense, pruned = _sides(report)
-    accuracy = number(dense.get("accuracy")), number(pruned.get("accuracy"))
+    accuracy = number(dense.accuracy), number(pruned.accuracy)
     points = ""
     if accuracy[0] is not None and accuracy[1] is not None:
         points = f"{signed(100 * (accuracy[1] - accuracy[0]))} points"
@@ -83,53 +82,53 @@ def comparison(report: dict[str, Any]) -> list[SummaryRow]:
         ("latency, predicted by the table", "predicted_ms"),
         ("latency, measured", "latency_ms"),
     ):
-        before, after = dense.get(key), pruned.get(key)
+        before, after = getattr(dense, key), getattr(pruned, key)
         spread = (_quartiles(dense), _quartiles(pruned)) if key == "latency_ms" else ("", "")
         rows.append(
             SummaryRow(
                 name, milliseconds(before), milliseconds(after), relative_change(before, after), spread
             )
         )
-    times = number(dense.get("latency_ms")), number(pruned.get("latency_ms"))
+    times = number(dense.latency_ms), number(pruned.latency_ms)
     faster = f"{significant(times[0] / times[1])}×" if times[0] and times[1] else MISSING
     rows.append(SummaryRow("speed-up", "1×", faster, ""))
-    for name, key in (("parameters", "params"), ("FLOPs per input", "flops")):
-        before, after = dense.get(key), pruned.get(key)
+    for name, key in (("parameters", "params"), ("FLOPs (multiply-adds) per input", "flops")):
+        before, after = getattr(dense, key), getattr(pruned, key)
         rows.append(SummaryRow(name, count(before), count(after), relative_change(before, after)))
     return rows
 
 
-def target_line(report: dict[str, Any]) -> str:
+def target_line(report: Report) -> str:
     """Return target, predicted and measured fraction, and on what was measured, in one line.
 
     Where the table is another device's, the prediction is for that one, and what was measured is not.
     """
-    table = report.get("table") or {}
-    device = (table.get("fingerprint") or {}).get("device") or "another device"
-    there = f" for {device}" if table.get("foreign") else ""
+    table = report.table or TableFacts()
+    device = table.fingerprint.get("device") or "another device"
+    there = f" for {device}" if table.foreign else ""
     fractions = [
-        f"target {percent(report.get('target_fraction'), trim=True)} of the dense {cost_word(report)}",
-        f"predicted {percent(report.get('predicted_fraction'))}{there}",
+        f"target {percent(report.target_fraction, trim=True)} of the dense {cost_word(report)}",
+        f"predicted {percent(report.predicted_fraction)}{there}",
         f"measured{' here' if there else ''}{'' if cost_word(report) == 'latency' else ' latency'} "
-        f"{percent(report.get('measured_fraction'))}".replace(f"measured {MISSING}", MISSING)
+        f"{percent(report.measured_fraction)}".replace(f"measured {MISSING}", MISSING)
         + _how_sure(report),
     ]
     return ", ".join(fractions) + f"; {backend_line(report)}"
 
 
-def _how_sure(report: dict[str, Any]) -> str:
+def _how_sure(report: Report) -> str:
     """Return the standard error of the measured fraction and the quartiles of its rounds, where they are known."""
-    names = ("measured_fraction", "measured_fraction_error", "measured_fraction_q1", "measured_fraction_q3")
-    measured, error, low, high = (number(report.get(name)) for name in names)
+    measured, error = number(report.measured_fraction), number(report.measured_fraction_error)
+    low, high = report.measured_fraction_q1, report.measured_fraction_q3
     if measured is None or error is None:
         return ""
-    rounds = report.get("measured_rounds")
+    rounds = report.measured_rounds
     return f" ± {100 * error:.1f} points (quartiles of {rounds} rounds: {percent(low)} to {percent(high)})"
 
 
-def backend_line(report: dict[str, Any]) -> str:
+def backend_line(report: Report) -> str:
     """Return runtime, version, precision, threads, device and batch in one line."""
-    backend = report.get("backend") or {}
+    backend = report.backend
     threads = backend.get("threads")
     runtime = (
         f"{backend.get('runtime') or backend.get('backend') or 'no runtime'} {backend.get('version') or ''}"
@@ -138,23 +137,21 @@ def backend_line(report: dict[str, Any]) -> str:
         runtime.strip(),
         backend.get("precision"),
         f"{threads} thread{'s' * (threads != 1)}" if threads else None,
-        f"batch {report['batch']}" if report.get("batch") else None,
+        f"batch {report.batch}" if report.batch else None,
         backend.get("device"),
     ]
     return ", ".join(str(part) for part in parts if part)
 
 
-def unsteady(report: dict[str, Any]) -> list[str]:
+def unsteady(report: Report) -> list[str]:
     """Return which of "dense" and "pruned" had timings that spread too far to be sure of."""
     names = ("dense", "pruned")
-    return [
-        name for name, side in zip(names, _sides(report), strict=True) if side.get("latency_stable") is False
-    ]
+    return [name for name, side in zip(names, _sides(report), strict=True) if side.latency_stable is False]
 
 
-def summary_table(report: dict[str, Any]) -> Table:
+def summary_table(report: Report) -> Table:
     """Return the comparison as a `rich` table; its caption holds the target and the backend."""
-    table = Table(title=f"{model_name(report)} on {report.get('data') or 'its data'}", box=box.SIMPLE_HEAD)
+    table = Table(title=f"{model_name(report)} on {report.data or 'its data'}", box=box.SIMPLE_HEAD)
     table.title = Text(str(table.title))  # plain text: names may hold what rich takes for markup
     table.add_column("")
     for name in ("dense", "pruned", "change"):
@@ -175,7 +172,7 @@ def summary_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def summary_text(report: dict[str, Any]) -> str:
+def summary_text(report: Report) -> str:
     """Return `summary_table` as plain text without trailing blanks; lines up to 100 characters."""
     table = summary_table(report)
     caption, table.caption = str(table.caption or ""), None
@@ -188,10 +185,10 @@ def summary_text(report: dict[str, Any]) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n") + "\n"
 
 
-def _sides(report: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return report.get("dense") or {}, report.get("pruned") or {}
+def _sides(report: Report) -> tuple[Side, Side]:
+    return report.dense, report.pruned
 
 
-def _quartiles(side: dict[str, Any]) -> str:
-    low, high = number(side.get("latency_q1_ms")), number(side.get("latency_q3_ms"))
+def _quartiles(side: Side) -> str:
+    low, high = number(side.latency_q1_ms), number(side.latency_q3_ms)
     return "" if low is None or high is None else f"{significant(low)} to {significant(high)} ms"

@@ -44,8 +44,11 @@ class Series:
     points: tuple[Point, ...]
 
 
-def trade_off(series: Sequence[Series], title: str) -> Markup | None:
-    """Return accuracy over speed-up with a bar for every confidence interval; None without points."""
+def trade_off(series: Sequence[Series], title: str, across: str = "measured speed-up") -> Markup | None:
+    """Return accuracy over speed-up with a bar for every confidence interval; None without points.
+
+    ``across``: what the speed-up is called.
+    """
     drawn = [entry for entry in series if entry.points]
     every = [point for entry in drawn for point in entry.points]
     if not every:
@@ -57,16 +60,16 @@ def trade_off(series: Sequence[Series], title: str) -> Markup | None:
     )
     x_pad = 0.06 * ((max(ends) - min(ends)) or 1.0)
     y_pad = 0.06 * ((max(highs) - min(lows)) or 1.0)
-    across = (max(0.0, min(ends) - x_pad), max(ends) + x_pad)
+    span = (max(0.0, min(ends) - x_pad), max(ends) + x_pad)
     key_width = 40 + _LETTER * max(len(entry.name) for entry in drawn)
     panel = Panel(
-        56, 52, _WIDTH - 72 - key_width, 360, across, (min(lows) - y_pad, min(100.5, max(highs) + y_pad))
+        56, 52, _WIDTH - 72 - key_width, 360, span, (min(lows) - y_pad, min(100.5, max(highs) + y_pad))
     )
     body = [
         text(panel.left, 18, title, "heading"),
         *panel.y_axis("test accuracy, %", about=6),
         line(panel.left, panel.bottom, panel.right, panel.bottom, "baseline"),
-        *panel.x_axis("measured speed-up", suffix="×"),
+        *panel.x_axis(across, suffix="×"),
     ]
     for index, entry in enumerate(drawn):
         points = sorted(entry.points, key=lambda point: point.speed_up)

@@ -5,25 +5,27 @@ from __future__ import annotations
 import json
 import math
 import numbers
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from smcp_fx.errors import InputError
 from smcp_fx.report.page import render_page
+from smcp_fx.report.schema import Report
 from smcp_fx.storage.files import write_texts
 
 
-def write_report(report: dict[str, Any], directory: Path) -> tuple[Path, Path]:
+def write_report(report: Report, directory: Path) -> tuple[Path, Path]:
     """Write ``report.json`` and ``report.html`` into ``directory`` and return their paths.
 
     The page is self-contained: it fetches nothing. Numbers that are not finite become null ("not measured").
     Both files are written beside and renamed. Raises `InputError` for a value that JSON does not have, and
     `SmcpError` when the files cannot be written; then what stood there before still stands.
     """
-    plain = plain_values(report, "report")
+    plain = plain_values(asdict(report), "report")
     texts = {
         "report.json": json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
-        "report.html": render_page(plain),
+        "report.html": render_page(report),
     }
     write_texts({directory / name: content for name, content in texts.items()}, "the report")
     return directory / "report.json", directory / "report.html"

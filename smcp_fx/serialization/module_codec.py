@@ -10,13 +10,8 @@ from torch import Tensor, fx, nn
 from smcp_fx.errors import CheckpointError
 from smcp_fx.serialization.call_rules import check_calls
 from smcp_fx.serialization.graph_codec import find_function, function_name, saved_function_names
-from smcp_fx.serialization.safe_modules import (
-    attribute_names,
-    check_attributes,
-    check_shapes,
-    class_name,
-    find_class,
-)
+from smcp_fx.serialization.parameter_shapes import check_shapes
+from smcp_fx.serialization.safe_modules import attribute_names, check_attributes, class_name, find_class
 from smcp_fx.serialization.saved_names import check_identifier, check_path
 from smcp_fx.storage.tensor_file import TensorWriter
 from smcp_fx.storage.value_codec import decode_value, encode_value

@@ -161,15 +161,6 @@ _SPECIFICATIONS: dict[str, list[tuple[str, str]]] = {
     ],
     "upsampling": [("Upsample UpsamplingBilinear2d UpsamplingNearest2d", _UPSAMPLE)],
 }
-#: Which dimension of a parameter an attribute tells the size of.
-_SHAPES = {
-    nn.modules.conv._ConvNd: (("weight", 0, "out_channels"),),
-    nn.modules.conv._ConvTransposeNd: (("weight", 0, "in_channels"),),
-    nn.Linear: (("weight", 0, "out_features"), ("weight", 1, "in_features")),
-    nn.modules.batchnorm._NormBase: (("weight", 0, "num_features"), ("running_mean", 0, "num_features")),
-    nn.GroupNorm: (("weight", 0, "num_channels"),),
-    nn.Embedding: (("weight", 0, "num_embeddings"), ("weight", 1, "embedding_dim")),
-}
 
 
 @lru_cache(maxsize=1)
@@ -240,23 +231,6 @@ def _told(value: Any) -> str:
     if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
         return f"a {type(value).__name__} of tensors" if not isinstance(value, Tensor) else "a tensor"
     return ascii(str(value)[:80])
-
-
-def check_shapes(module: nn.Module, where: str) -> None:
-    """Raise `CheckpointError` where a module's attributes tell of other sizes than its tensors have."""
-    for kind, sizes in _SHAPES.items():
-        transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
-        if not isinstance(module, kind) or (kind is nn.modules.conv._ConvNd and transposed):
-            continue
-        for name, dimension, attribute in sizes:
-            tensor = module._parameters.get(name, module._buffers.get(name))
-            if tensor is None:
-                continue
-            if tensor.dim() <= dimension or tensor.shape[dimension] != getattr(module, attribute):
-                raise CheckpointError(
-                    f"{where}: its {attribute} is {getattr(module, attribute)}, and its {name} is of shape "
-                    f"{tuple(tensor.shape)}"
-                )
 
 
 def _is(value: Any, kind: str) -> bool:

@@ -29,8 +29,11 @@ from smcp_fx.serialization.converted import ConvertedModule
 from smcp_fx.serialization.graph_codec import decode_graph, encode_graph, read_values
 from smcp_fx.serialization.module_codec import check_targets, decode_modules, encode_modules
 from smcp_fx.serialization.saved_names import check_identifier, is_identifier
+from smcp_fx.storage.files import bounded_json
 from smcp_fx.storage.tensor_file import TensorWriter, restore, write_together
+from smcp_fx.storage.value_codec import decode_value, encode_value
 from smcp_fx.storage.versions import library_versions, saved_with
+from smcp_fx.tracing.carried import carried_attributes, carry, is_plain
 from smcp_fx.tracing.output_types import plain_containers
 from smcp_fx.tracing.wrapping import is_prepared
 
@@ -41,6 +44,11 @@ _SUFFIX = ".safetensors"
 _MANIFEST_BYTES = 1 << 26
 #: The manifest's last line: the sha256 of all that stands before it.
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
+#: What reading a manifest of wrong content may raise.
+_OF_WRONG_CONTENT = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, OSError),
+    *(RecursionError, RuntimeError, SafetensorError, SyntaxError, TypeError, ValueError),
+)
 _SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 
 
@@ -66,7 +74,7 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
     if is_prepared(converted):
         raise InputError("a prepared model is not saved: save smcp_fx.convert(prepared), or its state_dict()")
     try:
-        noted = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
+        noted = bounded_json(json.dumps(dict(metadata or {}), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"the metadata cannot be written as JSON ({error}); use numbers, strings, lists, dicts"
@@ -116,7 +124,13 @@ def _contents(converted: nn.Module, metadata: Mapping[str, Any]) -> tuple[bytes,
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the tensors cannot be written as safetensors: {error}") from error
     manifest["tensor_file"] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-    return content, render(manifest)
+    text = render(manifest)
+    if len(text) > _MANIFEST_BYTES:
+        raise CheckpointError(
+            f"its manifest would be of {len(text)} bytes, more than the {_MANIFEST_BYTES} that are read: keep the "
+            "metadata short"
+        )
+    return content, text
 
 
 def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorWriter) -> dict[str, Any]:
@@ -135,11 +149,20 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
         "libraries": library_versions(),
         "class": name if is_identifier(name) else "GraphModule",
         "metadata": metadata,
+        "attributes": encode_value(carried_attributes(converted), "the model's attributes", lambda _: None),
         "graph": encode_graph(graph),
         "modules": encode_modules(converted, read_values(graph), tensors),
         "tensors": tensors.entries,
     }
     check_targets(converted, graph)
+    try:  # what could not be loaded is told here
+        _assembled(manifest, tensors.stored, torch.device("meta"))
+    except CheckpointError:
+        raise
+    except _OF_WRONG_CONTENT as error:
+        raise CheckpointError(
+            f"the model is not as its layers' attributes say: {type(error).__name__}: {error}"
+        ) from error
     return manifest
 
 
@@ -156,6 +179,14 @@ def _assembled(
     for name, value in vars(root).items():
         if name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training"):
             vars(module)[name] = value
+    attributes = decode_value(manifest.get("attributes", {"dict": []}), "the model's attributes", {})
+    if (
+        type(attributes) is not dict
+        or not all(type(name) is str for name in attributes)
+        or not is_plain(attributes)
+    ):
+        raise CheckpointError("the model's attributes are no plain values by name")
+    carry(module, attributes)
     return module
 
 
@@ -211,8 +242,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _parsed(content: bytes, manifest_path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        manifest = bounded_json(content.decode("utf-8"))
+    except ValueError as error:
         raise CheckpointError(
             f"{manifest_path} is damaged ({error}): copy it again, or save the model again"
         ) from error
@@ -264,10 +295,7 @@ def _damaged(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{path} cannot be loaded: {error} {saved_with(manifest)}") from error
-    except (
-        *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, OSError),
-        *(RecursionError, RuntimeError, SafetensorError, SyntaxError, TypeError, ValueError),
-    ) as error:
+    except _OF_WRONG_CONTENT as error:
         raise CheckpointError(
             f"{_manifest_path(path)} is damaged ({type(error).__name__}: {error}): copy it again, or save the "
             f"model again {saved_with(manifest)}"

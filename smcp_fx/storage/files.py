@@ -18,8 +18,9 @@ if sys.platform != "win32":
 
 #: What file systems say that have no locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
-#: So many characters of JSON there must be for each list and object: empty ones take twenty times their text.
-_CHARACTERS_A_CONTAINER = 8
+#: So many characters of JSON there must be for each list and object, since empty ones take twenty times their text.
+#: The value codec writes no fewer: {"list": []}.
+_CHARACTERS_A_CONTAINER = 6
 
 
 def write_texts(texts: Mapping[Path, str], what: str) -> None:
@@ -82,16 +83,21 @@ def read_json(path: Path, error: type[SmcpError], advice: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Return what JSON holds; `ValueError` where it is none, too deep, too many lists, or with broken characters."""
+    """Return what JSON holds; `ValueError` as for `bounded_json`, and where a string cannot be written as UTF-8."""
+    found = bounded_json(text)
+    if "\\u" in text:  # half a pair of surrogates
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
+
+
+def bounded_json(text: str) -> Any:
+    """Return what JSON holds; `ValueError` where it is none, too deep, or too many lists for its length."""
     if (text.count("[") + text.count("{")) * _CHARACTERS_A_CONTAINER > len(text) + 1024:
         raise ValueError("it is made of lists and objects that hold nothing")
     try:
-        found = json.loads(text)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    if "\\u" in text:  # half a pair of surrogates cannot be written as UTF-8 again
-        json.dumps(found, ensure_ascii=False).encode()
-    return found
 
 
 def brief(value: Any, limit: int = 80) -> str:

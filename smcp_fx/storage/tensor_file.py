@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -136,7 +137,7 @@ def _remove_leftovers(path: Path) -> None:
     """Remove what processes of this machine left beside a file when they were killed."""
     for leftover in path.parent.glob(_temporary(Path(glob.escape(path.name)), "*")):
         process = leftover.name.split(".")[-2]
-        if process.isdigit() and not _runs(int(process)):
+        if re.fullmatch("[0-9]{1,9}", process) and not _runs(int(process)):
             with contextlib.suppress(OSError):
                 leftover.unlink()
 

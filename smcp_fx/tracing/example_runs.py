@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.errors import InputError
 from smcp_fx.tracing.attributes import Attributes
 from smcp_fx.tracing.modes import ALWAYS, ModeInterpreter
 from smcp_fx.tracing.multiply_adds import MultiplyAdds
@@ -20,42 +19,6 @@ from smcp_fx.tracing.values import TensorInfo
 
 #: max |eager - traced| may reach this share of the output's scale: both run the same kernels in the same order.
 _SAME = 1e-6
-
-
-def as_inputs(example_inputs: Tensor | tuple[Any, ...] | list[Any]) -> tuple[Any, ...]:
-    """Return the example inputs as a tuple of positional arguments."""
-    return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-
-
-def default_inputs(model: nn.Module) -> tuple[Any, ...]:
-    """Guess inputs the model accepts: its `example_input_array`, timm's `pretrained_cfg`, or an image.
-
-    The image has the first convolution's input channels, batch 2, and the smallest of 32, 64, 224, 299
-    pixels a side that the model takes. Raises `InputError` when none fits.
-    """
-    given = getattr(model, "example_input_array", None)
-    if given is not None:
-        return as_inputs(given)
-    config = getattr(model, "pretrained_cfg", None)
-    if isinstance(config, dict) and "input_size" in config:
-        return (torch.randn(2, *config["input_size"]),)
-    first = next((m for m in model.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d))), None)
-    reasons = ["no convolution was found"]
-    if first is not None:
-        rank = len(first.kernel_size)
-        reasons = []
-        for side in (32, 64, 224, 299) if rank < 3 else (16, 32, 112):
-            image = torch.randn(2, first.in_channels, *(side,) * rank)
-            try:
-                run_eager(model, (image.to(first.weight),))
-            except Exception as error:
-                reasons.append(f"{tuple(image.shape)}: {first_line(error)}")
-            else:
-                return (image.to(first.weight),)
-    raise InputError(
-        f"no example input fits {type(model).__name__} ({'; '.join(reasons)}). "
-        "Pass one: prepare(model, example_inputs=torch.randn(...))."
-    )
 
 
 def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any] | None = None) -> Any:

@@ -16,8 +16,9 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError as FxTraceError
 
 from smcp_fx.tracing.mode_reads import unmarked
-from smcp_fx.tracing.operations import MOVES, may_be_operand, operation_name, writes_in_place
+from smcp_fx.tracing.operations import may_be_operand, operation_name, writes_in_place
 from smcp_fx.tracing.rewrites import RESHAPED
+from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.views import may_be_seen
 
 #: The operators that write, and what they compute.
@@ -124,7 +125,7 @@ def _may_share(node: fx.Node, operand: fx.Node, model: nn.Module) -> bool:
         return False
     if name == "getattr":
         return node.args[1] in _VIEWS
-    return name in MOVES or may_be_operand(node, model)
+    return has(name, Trait.MOVES) or may_be_operand(node, model)
 
 
 def _keeps_its_type(node: fx.Node, value: Callable[[fx.Node], Any]) -> bool:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from smcp_fx.tracing.traits import Trait, has
+
 _IN_OPERATORS = frozenset("iadd isub imul itruediv ipow ifloordiv imod iand ior ixor setitem".split())
 _ALIASES = {
     "iadd": "add",
@@ -50,22 +52,6 @@ _ALIASES = {
     "instancenorm2d": "instancenorm",
     "instancenorm3d": "instancenorm",
 }
-#: Operations that move data without changing it; what they return may be a view of what they were given.
-MOVES = frozenset(
-    """
-broadcastto channelshuffle chunk contiguous diagonal expand expandas flatten flip getitem indexselect movedim
-narrow permute pixelshuffle pixelunshuffle repeat repeatinterleave reshape reshapeas roll select split
-splitwithsizes squeeze tensorsplit tile t transpose unbind unflatten unsqueeze view viewas rot90
-unsafechunk unsafesplit atleast2d
-""".split()
-)
-#: Operations that return what they were given, always or in some mode or for some type.
-_SAME = frozenset(
-    """
-identity dropout dropout1d dropout2d dropout3d alphadropout featurealphadropout stochasticdepth detach to type
-typeas float double half bfloat16 positive pos
-""".split()
-)
 #: Functions of other packages that are wrapped as graph leaves; named so that they need not be imported.
 _FOREIGN = {
     ("torchvision.ops.stochastic_depth", "stochastic_depth"): "stochasticdepth",
@@ -153,7 +139,7 @@ def writes_in_place(node: fx.Node, module: nn.Module) -> bool:
 def may_be_operand(node: fx.Node, module: nn.Module) -> bool:
     """May the node return its first operand itself, instead of a tensor of its own?"""
     target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return writes_in_place(node, module) or operation_name(node, target) in _SAME
+    return writes_in_place(node, module) or has(operation_name(node, target), Trait.SAME)
 
 
 @functools.cache

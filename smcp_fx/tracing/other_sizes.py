@@ -15,11 +15,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.example_runs import record, unchanged
-from smcp_fx.tracing.operations import MOVES, operation_of
+from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.tracer import Traced
+from smcp_fx.tracing.traits import Trait, has
 
-#: What puts elements into other dimensions: which channels meet behind it may depend on the sizes.
-_REGROUPS = frozenset("flatten reshape reshapeas unflatten view viewas".split())
 #: Channels of one operand may meet positions of the other.
 _PRODUCTS = frozenset("baddbmm bmm einsum matmul mm scaleddotproductattention tensordot".split())
 #: Networks that halve the image five times take sides that differ by so much, and not by less.
@@ -56,9 +55,10 @@ def _sizes_may_matter(traced: Traced) -> bool:
         name = operation_of(traced.module, node) if node.op.startswith("call_") else None
         if name in _PRODUCTS:
             return True
-        if name in _REGROUPS and not _only_ones(traced, node):
+        if has(name, Trait.REGROUPS) and not _only_ones(traced, node):
             return True
-        if name in (MOVES - _REGROUPS) | {"pad"} and len(node.all_input_nodes) > 1:
+        moves = has(name, Trait.MOVES) and not has(name, Trait.REGROUPS)
+        if (moves or name == "pad") and len(node.all_input_nodes) > 1:
             return True
     return False
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from smcp_fx.tracing.operations import MOVES, normal_name, operation_name
-
-#: What moves data and always returns a tensor of its own.
-_COPIES = frozenset(
-    "channelshuffle flip indexselect pixelshuffle pixelunshuffle repeat repeatinterleave roll tile rot90".split()
-)
+from smcp_fx.tracing.operations import normal_name, operation_name
+from smcp_fx.tracing.traits import Trait, has
 
 
 def may_be_seen(node: fx.Node) -> bool:
@@ -19,4 +15,4 @@ def may_be_seen(node: fx.Node) -> bool:
     name = operation_name(node, None) if node.op in ("call_function", "call_method") else None
     if name == "data" or (name == "getattr" and node.args[1:2] == ("data",)):
         return True
-    return name in MOVES - _COPIES or name == normal_name("detach")
+    return (has(name, Trait.MOVES) and not has(name, Trait.COPIES)) or name == normal_name("detach")

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.in_place import PLAIN
 from smcp_fx.tracing.lengths import Sizes
-from smcp_fx.tracing.operations import MOVES, may_be_operand, operation_name, writes_in_place
+from smcp_fx.tracing.operations import may_be_operand, operation_name, writes_in_place
+from smcp_fx.tracing.traits import Trait, has
 
 Value = Callable[[fx.Node], Any]
 
@@ -141,7 +142,7 @@ class _Write:
             return False
         module = self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
         name = operation_name(node, module)
-        return name is None or name in MOVES or name == "getattr" or may_be_operand(node, self.model)
+        return name is None or has(name, Trait.MOVES) or name == "getattr" or may_be_operand(node, self.model)
 
     # ---- the new tensor ---------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,11 +17,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from smcp_fx.errors import InputError
+from smcp_fx.zoo.image_folder import image_folder
+from smcp_fx.zoo.pretrained import Preprocessing
+
+#: Processes that load images, where it is not said how many.
+_MOST_WORKERS = 8
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """Training and test images with integer labels; each sample is ([channels, size, size], label)."""
+    """Training and test images with integer labels; each sample is ([channels, size, size], label).
+
+    ``workers``: the processes that load them; 0 is this one.
+    """
 
     name: str
     train: Dataset[Any]
@@ -27,6 +37,7 @@ class ImageData:
     classes: int
     channels: int
     size: int
+    workers: int = 0
 
     def steps_per_epoch(self, batch: int) -> int:
         """Optimiser steps an epoch; the last, smaller batch is left out."""
@@ -40,13 +51,23 @@ class ImageData:
     def epoch(self, batch: int, seed: int, channels: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """One epoch of shuffled training batches; equal seeds give equal batches."""
         generator = torch.Generator().manual_seed(seed)
-        loader = DataLoader(self.train, batch, shuffle=True, drop_last=True, generator=generator)
-        return (_fit(images, channels, size, labels) for images, labels in loader)
+        loader = DataLoader(
+            self.train, batch, shuffle=True, drop_last=True, generator=generator, num_workers=self.workers
+        )
+        return (_fit(images, channels, size, labels) for images, labels in _told(loader))
 
     def tests(self, batch: int, channels: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The test images in order."""
-        loader = DataLoader(self.test, batch)
-        return (_fit(images, channels, size, labels) for images, labels in loader)
+        loader = DataLoader(self.test, batch, num_workers=self.workers)
+        return (_fit(images, channels, size, labels) for images, labels in _told(loader))
+
+
+def _told(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The loader's batches; an error of a process that loads images comes without that process's traceback."""
+    try:
+        yield from loader
+    except InputError as error:
+        raise InputError(str(error).rpartition(f"{InputError.__module__}.InputError: ")[2].strip()) from error
 
 
 def _fit(images: Tensor, channels: int, size: int, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,19 +78,29 @@ def _fit(images: Tensor, channels: int, size: int, labels: Tensor) -> tuple[Tens
     return images.contiguous(), labels
 
 
-def load_data(spec: str, base: Path | None = None) -> ImageData:
+def load_data(
+    spec: str,
+    base: Path | None = None,
+    *,
+    images: Preprocessing | None = None,
+    augment: str = "usual",
+    workers: int | None = None,
+) -> ImageData:
     """Load ``digits``, ``imagefolder:PATH`` or ``path/to/file.py:factory``; `InputError` says what is wrong.
 
-    ``base``: the folder that relative paths begin at (default: the working directory).
+    ``base``: the folder that relative paths begin at (default: the working directory). ``images`` and ``augment``:
+    how the files of a folder become inputs. ``workers``: as in `ImageData`; by default one a core, eight at most, for
+    a folder, and none for others.
     """
     if spec == "digits":
-        return _digits()
+        return replace(_digits(), workers=workers or 0)
     kind, _, rest = spec.partition(":")
     if kind == "imagefolder" and rest:
-        found = image_folder((base or Path()) / rest)
-        return replace(found, name=spec)
+        found = image_folder((base or Path()) / rest, images or Preprocessing(), augment)
+        several = min(os.cpu_count() or 1, _MOST_WORKERS) if workers is None else workers
+        return ImageData(spec, *found, 3, (images or Preprocessing()).size, several)
     if spec.rpartition(":")[0].endswith(".py"):
-        return _from_factory(spec, base)
+        return replace(_from_factory(spec, base), workers=workers or 0)
     raise InputError(
         f"unknown data {spec!r}: give digits, imagefolder:PATH (with train/ and val/ or test/ below it), or "
         "path/to/file.py:factory"
@@ -100,69 +131,63 @@ def _digits() -> ImageData:
     )
 
 
-def image_folder(root: Path, size: int = 224) -> ImageData:
-    """Load a folder of train/ and val/ (or test/) with a folder a class; images of ``size`` pixels a side."""
-    from torchvision.datasets import ImageFolder
-    from torchvision.transforms import v2
-
-    test_folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
-    if not (root / "train").is_dir() or test_folder is None:
-        raise InputError(
-            f"imagefolder:{root} needs the folders train/ and val/ (or test/) with a folder a class"
-        )
-    normalise = [
-        v2.ToImage(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-    ]
-    train_transform = v2.Compose(
-        [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), *normalise]
-    )
-    test_transform = v2.Compose([v2.Resize(size * 8 // 7, antialias=True), v2.CenterCrop(size), *normalise])
-    try:
-        train = ImageFolder(str(root / "train"), train_transform, loader=_read_image)
-        test = ImageFolder(str(test_folder), test_transform, loader=_read_image)
-    except FileNotFoundError as error:
-        raise InputError(f"imagefolder:{root}: {error}") from error
-    if train.classes != test.classes:
-        raise InputError(
-            f"imagefolder:{root}: train/ has {len(train.classes)} classes, the test {len(test.classes)}"
-        )
-    return ImageData(f"imagefolder:{root}", train, test, len(train.classes), 3, size)
-
-
-def _read_image(path: str) -> Any:
-    """Return an image file's picture; `InputError` names a file that holds none."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise InputError(f"{path} is no image that can be read, or a damaged one: {error}") from error
-
-
 def _from_factory(spec: str, base: Path | None) -> ImageData:
     result = call_factory(spec, base)
     if not (isinstance(result, tuple) and len(result) == 2):
         raise InputError(f"{spec} must return (train, test), two datasets of (image, label)")
-    train, test = result
-    try:
-        image, _ = train[0]
-        labels = {int(train[i][1]) for i in range(min(len(train), 10_000))}
-        if min(labels) < 0:
-            raise ValueError(f"a label is {min(labels)}")
-    except InputError:
-        raise
-    except Exception as error:  # whatever a data set of one's own throws
-        raise InputError(
-            f"{spec}: samples must be (image tensor [C, H, W], integer label): {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(image, Tensor) or image.dim() != 3 or image.shape[1] != image.shape[2]:
-        raise InputError(
-            f"{spec}: images must be square tensors [C, H, W], not {getattr(image, 'shape', type(image))}"
-        )
-    return ImageData(spec, train, test, max(labels) + 1, image.shape[0], image.shape[1])
+    train, test = (OwnSamples(one, spec, part) for one, part in zip(result, ("train", "test"), strict=True))
+    image, _ = train[0]
+    if image.dim() != 3 or image.shape[1] != image.shape[2]:
+        raise InputError(f"{spec}: images must be square tensors [C, H, W], not {tuple(image.shape)}")
+    classes = max(train[i][1] for i in range(min(len(train), 10_000))) + 1
+    train, test = (replace(one, shape=image.shape, classes=classes) for one in (train, test))
+    len(test), test[0]
+    return ImageData(spec, train, test, classes, image.shape[0], image.shape[1])
+
+
+@dataclass(frozen=True)
+class OwnSamples(Dataset[Any]):
+    """A user's data set: what it throws, or gives that is no sample, is an `InputError` that names the sample.
+
+    ``shape`` of the images and how many ``classes`` there are, where they are known already.
+    """
+
+    samples: Any
+    name: str
+    part: str
+    shape: tuple[int, ...] | None = None
+    classes: int | None = None
+
+    def __len__(self) -> int:
+        try:
+            count = len(self.samples)
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{self.name}: len() of the {self.part} images failed: {_reason(error)}"
+            ) from error
+        if count == 0:
+            raise InputError(f"{self.name}: there are no {self.part} images")
+        return count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            image, label = self.samples[index]
+            found = operator.index(label)
+            if not isinstance(image, Tensor) or not image.is_floating_point():
+                raise TypeError(f"the image is {getattr(image, 'dtype', type(image).__name__)}")
+            if self.shape is not None and image.shape != self.shape:
+                raise ValueError(f"its shape is {tuple(image.shape)}, the first one's {tuple(self.shape)}")
+            if found < 0 or (self.classes is not None and found >= self.classes):
+                known = (
+                    "" if self.classes is None else f", and the train images are of {self.classes} classes"
+                )
+                raise ValueError(f"a label is {found}{known}")
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{self.name}: samples must be (image tensor [C, H, W] of floats, integer label), and {self.part} "
+                f"image {index} is not: {_reason(error)}"
+            ) from error
+        return image, found
 
 
 def call_factory(spec: str, base: Path | None = None) -> Any:
@@ -178,17 +203,17 @@ def call_factory(spec: str, base: Path | None = None) -> Any:
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise InputError(f"{spec}: importing {path} failed: {_told(error)}") from error
+        raise InputError(f"{spec}: importing {path} failed: {_reason(error)}") from error
     factory = getattr(module, name, None)
     if not callable(factory):
         raise InputError(f"{spec}: {path} defines no function {name!r}")
     try:
         return factory()
     except (Exception, SystemExit) as error:
-        raise InputError(f"{spec}: {name}() failed: {_told(error)}") from error
+        raise InputError(f"{spec}: {name}() failed: {_reason(error)}") from error
 
 
-def _told(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r})"
     return f"{type(error).__name__}: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.errors import CheckpointError, InputError
+from smcp_fx.errors import InputError
+from smcp_fx.tracing.example_inputs import first_convolution
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.zoo.data import ImageData, call_factory
+from smcp_fx.zoo.weights import Weights, load_weights
 
 #: Of a batch of images: 4 GiB.
 _MOST_VALUES = 2**30
@@ -22,25 +25,38 @@ _SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299)
 
 @dataclass(frozen=True)
 class FittedModel:
-    """A model, and the images it takes: ``channels`` x ``size`` x ``size``; ``notes`` say what was adapted."""
+    """A model, and the images it takes: ``channels`` x ``size`` x ``size``; ``notes`` say what was adapted.
+
+    ``accuracy``: what its weights are said to reach, a fraction; None where that is not known. ``trained``: all its
+    layers came with weights.
+    """
 
     model: nn.Module
     name: str
     channels: int
     size: int
     notes: tuple[str, ...]
+    accuracy: float | None = None
+    trained: bool = False
 
 
 def load_model(
-    spec: str, data: ImageData, weights: str | None = None, base: Path | None = None
+    spec: str,
+    data: ImageData,
+    weights: Weights | None = None,
+    base: Path | None = None,
+    *,
+    size: int | None = None,
 ) -> FittedModel:
     """Build ``torchvision:NAME``, ``timm:NAME`` or ``path/to/file.py:factory`` for the data's classes.
 
     ``base``: the folder that relative paths begin at (default: the working directory).
 
-    Images smaller than the model takes are enlarged to the smallest size that works; a grey image is repeated
-    over the model's input channels. A torchvision ResNet on images up to 64 pixels gets a 3x3 stem of stride 1
-    with the data's channels, unless weights are given. Raises `InputError` where nothing fits.
+    Images are resized to ``size``; without it, those smaller than the model takes are enlarged to the smallest size
+    that works. A grey image is repeated over the model's input channels. A torchvision ResNet on images up to 64
+    pixels gets a 3x3 stem of stride 1 with the data's channels, unless weights are given.
+
+    Raises `InputError` where nothing fits.
     """
     kind, _, name = spec.partition(":")
     notes: list[str] = []
@@ -54,19 +70,38 @@ def load_model(
                 f"channel{'s' * (data.channels > 1)}"
             )
     elif kind == "timm" and name:
-        model = _timm(name, data)
+        own = {} if weights is not None else {"in_chans": data.channels}
+        model = _create_timm(name, num_classes=data.classes, **own)
     else:
         model = _from_factory(spec, base)
-    channels, size = _fit(model, spec, data)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            f"{spec}: all its parameters are frozen (requires_grad=False): nothing can be trained"
+        )
+    channels, fitting = _fit(model, spec, data, [size] if size else None)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            f"{spec}: all its parameters are frozen (requires_grad=False): nothing can be trained"
+        )
     if channels != data.channels:
         notes.append(
             f"images of {data.channels} channel{'s' * (data.channels > 1)} given on {channels} channels"
         )
-    if size != data.size:
-        notes.append(f"images resized from {data.size} to {size} pixels, the smallest size the model takes")
+    if fitting != data.size:
+        why = "as asked" if size else "the smallest size the model takes"
+        notes.append(f"images resized from {data.size} to {fitting} pixels, {why}")
     if weights is not None:
-        load_weights(model, str((base or Path()) / weights))
-    return FittedModel(model, name if kind in ("torchvision", "timm") else spec, channels, size, tuple(notes))
+        weights = load_weights(model, weights, data.classes)
+        notes += weights.notes
+    return FittedModel(
+        model,
+        name if kind in ("torchvision", "timm") else spec,
+        channels,
+        fitting,
+        tuple(notes),
+        None if weights is None else weights.accuracy,
+        weights is not None and weights.whole,
+    )
 
 
 def build_model(spec: str, **options: Any) -> nn.Module:
@@ -110,30 +145,6 @@ def example_images(batch: int, *sizes: int) -> Tensor:
     return torch.randn(batch, *sizes)
 
 
-def load_weights(model: nn.Module, path: str) -> None:
-    """Load a state dict from .safetensors, or from .pt/.pth without running code in it."""
-    file = Path(path)
-    if not file.is_file():
-        raise CheckpointError(f"there are no weights at {file}")
-    try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            state: Any = load_file(file)
-        else:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointError(f"{file} cannot be read as weights: {type(error).__name__}: {error}") from error
-    state = state.get("state_dict", state) if isinstance(state, dict) else state
-    if isinstance(state, dict):  # saved from DataParallel or DistributedDataParallel
-        state = {str(name).removeprefix("module."): value for name, value in state.items()}
-    try:
-        model.load_state_dict(state)
-    except Exception as error:
-        first = "; ".join(line.strip() for line in str(error).splitlines()[1:3])
-        raise CheckpointError(f"the weights in {file} do not fit {type(model).__name__}: {first}") from error
-
-
 def _torchvision(name: str, classes: int) -> nn.Module:
     from torchvision import models
 
@@ -151,10 +162,6 @@ def _check_name(name: str, known: list[str], what: str) -> None:
         raise InputError(
             f"torchvision has no {what} {name!r}" + (f"; it has {', '.join(near)}" if near else "")
         )
-
-
-def _timm(name: str, data: ImageData) -> nn.Module:
-    return _create_timm(name, num_classes=data.classes, in_chans=data.channels)
 
 
 def _create_timm(name: str, **options: Any) -> nn.Module:
@@ -180,15 +187,15 @@ def _from_factory(spec: str, base: Path | None = None) -> nn.Module:
     return model
 
 
-def _fit(model: nn.Module, spec: str, data: ImageData) -> tuple[int, int]:
-    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-    if first is None:
+def _fit(model: nn.Module, spec: str, data: ImageData, sizes: Sequence[int] | None) -> tuple[int, int]:
+    first = first_convolution(model)
+    if not isinstance(first, nn.Conv2d):
         raise InputError(f"{spec} has no 2-d convolution; this command takes image classifiers")
     channels = first.in_channels
     if data.channels not in (1, channels) and channels != 1:
         raise InputError(f"{spec} takes {channels} channels, the data has {data.channels}")
     reasons = []
-    for size in dict.fromkeys((data.size, *(s for s in _SIZES if s > data.size))):
+    for size in sizes or dict.fromkeys((data.size, *(s for s in _SIZES if s > data.size))):
         try:
             output = run_eager(model, (torch.zeros(2, channels, size, size),))
         except Exception as error:

@@ -34,6 +34,9 @@ class ByRound(Engine):
 
         return once
 
+    def reload(self):
+        return ByRound(self.ms)
+
 
 @pytest.fixture
 def seconds(monkeypatch) -> list[float]:

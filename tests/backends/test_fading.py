@@ -44,6 +44,38 @@ def test_the_time_after_which_half_is_gone(half_ms: float, monkeypatch: pytest.M
     assert Machine(half_ms).measured(monkeypatch) == pytest.approx(half_ms, rel=0.02)
 
 
+def test_pauses_in_which_another_process_had_the_core_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three are such: of these all is gone, whatever the cache does."""
+    machine, clock = Machine(4.0), Clock()
+
+    def idle(ms: float) -> None:
+        clock.pauses += 1
+        machine.since += ms
+        clock.wall += ms
+        if clock.pauses % 3:
+            machine.since = math.inf
+            clock.wall += 50.0
+        clock.cpu += ms
+
+    monkeypatch.setattr(machine, "idle", idle)
+    monkeypatch.setattr(fading, "time", clock)
+    assert machine.measured(monkeypatch) == pytest.approx(4.0, rel=0.02)
+
+
+class Clock:
+    """Stands for `time`: what passes, and what the thread computes, is set by hand."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+        self.pauses = 0
+
+    def perf_counter(self) -> float:
+        return self.wall
+
+    def thread_time(self) -> float:
+        return self.cpu
+
+
 def test_a_cache_of_ones_own_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Machine(math.inf).measured(monkeypatch) == math.inf
     assert Machine(math.inf, cold_ms=0.05).measured(monkeypatch) == math.inf  # memory as fast as cache

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from smcp_fx.backends.base import Backend, cache_bytes
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
-from smcp_fx.backends.onnxruntime.blocks import block_ms, runs_agree
+from smcp_fx.backends.onnxruntime.blocks import runs_agree
 from smcp_fx.backends.onnxruntime.overhead import (
     Overhead,
     code_warmer,
@@ -19,6 +19,7 @@ from smcp_fx.backends.onnxruntime.overhead import (
     profiler_beside,
     without_reference,
 )
+from smcp_fx.backends.onnxruntime.own_time import block_ms
 from smcp_fx.backends.onnxruntime.profile import NodeTime, Profiler
 from smcp_fx.backends.timing import fading
 from smcp_fx.backends.timing.fading import evict_caches

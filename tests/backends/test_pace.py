@@ -169,7 +169,7 @@ def test_runs_at_another_pace_are_dropped_where_one_thread_computes_all(core, mo
     """Slow for two thirds of the time: all quartiles are those of the rest."""
     at = core(lambda ms: ms % 50 > 15)
     pace = Pace()
-    monkeypatch.setattr("smcp_fx.backends.timing.pace", lambda: pace)
+    monkeypatch.setattr("smcp_fx.backends.timing.measuring.pace", lambda: pace)
     config = TimingConfig(min_repeats=6, max_repeats=6, attempts=1, warmup_window=1, settle=1, droppable=9.0)
     timers = [lambda: at.work(2.0), lambda: at.work(1.0)]
     paced = measure_timers(timers, config, cpu_bound=True)

@@ -139,7 +139,7 @@ def test_a_dead_worker_fails_one_row_and_engines_come_back(
         report = table.measure(blocks, backend)
         assert {name for name, _, _ in report.failed} == {"3"}
         assert all("killed by SIGKILL" in why for _, _, why in report.failed)
-        price = table.price(blocks[0], backend.fingerprint())
+        price = table.surface(blocks[0], backend.fingerprint())
         assert float(price(*map(np.array, blocks[0].full_widths))) > 0
     assert np.array_equal(good.run([x.numpy()])[0], before)  # loaded again in the next process
     backend.close()

@@ -99,7 +99,7 @@ def test_twin_and_block_are_told_apart_by_their_order() -> None:
 
 def test_a_block_of_a_twin_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one measurement with a twin the block's nodes are half of those that the profiler told of."""
-    from smcp_fx.backends.onnxruntime import blocks as module
+    from smcp_fx.backends.onnxruntime import own_time as module
 
     counted: list[int] = []
     block_ms = module.block_ms

@@ -12,8 +12,9 @@ import torchvision
 from torch import Tensor, nn
 
 from smcp_fx.backends.onnx.export import export_model_proto
-from smcp_fx.blocks.cutting import FusedBlock, cut
+from smcp_fx.blocks.cutting import cut
 from smcp_fx.blocks.feeding import ACTIVATION, CONVOLUTION, MOVEMENT, how_written
+from smcp_fx.blocks.fused import FusedBlock
 from smcp_fx.channels import build
 from smcp_fx.tracing.tracer import trace
 

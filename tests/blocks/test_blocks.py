@@ -8,7 +8,8 @@ import pytest
 import torch
 import torchvision
 
-from smcp_fx.blocks.cutting import FusedBlock, cut
+from smcp_fx.blocks.cutting import cut
+from smcp_fx.blocks.fused import FusedBlock
 from smcp_fx.channels import ChannelGraph, build
 from smcp_fx.tracing.tracer import Traced, trace
 

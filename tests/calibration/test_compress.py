@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import smcp_fx
+from smcp_fx.calibration.compress import first_order
 from smcp_fx.errors import InfeasibleBudgetError, InputError
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
@@ -90,7 +91,7 @@ def test_importances_are_the_mean_over_batches_by_autograd() -> None:
     )
     batches = _batches(labels=True)
     prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), config=SMALL)
-    smcp_fx.gather_importance(prepared, batches)
+    first_order(prepared, batches)
     expected = torch.zeros(6)
     for x, y in batches:
         (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), model[2].weight)
@@ -98,6 +99,18 @@ def test_importances_are_the_mean_over_batches_by_autograd() -> None:
     (found,) = prepared.pruner.importance.values()
     assert_close(found.cpu(), expected / expected.sum(), "importance")
     assert all(parameter.grad is None for parameter in prepared.parameters())
+
+
+def test_a_solve_without_a_schedule_takes_the_best_choice() -> None:
+    """Masks that change little are for training: there is none here, whatever the tolerance."""
+    model, batches, found = randomise(chain(24, 32, 24)).eval(), _batches(labels=True), []
+    for tolerance in (0.0, 0.5):
+        config = smcp_fx.PruningConfig(multiple=1, tolerance=tolerance)
+        prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), target=0.4, config=config)
+        smcp_fx.gather_importance(prepared, batches)
+        prepared.pruner.solve()
+        found.append(prepared.masks)
+    assert all(torch.equal(found[0][name], mask) for name, mask in found[1].items())
 
 
 def test_a_frozen_model_is_pruned_like_another() -> None:

@@ -23,7 +23,9 @@ from smcp_fx.compiler import CompileSettings
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.storage.files import locked
-from smcp_fx.zoo.data import call_factory, image_folder, load_data
+from smcp_fx.zoo.data import ImageData, OwnSamples, call_factory, load_data
+from smcp_fx.zoo.image_folder import image_folder
+from smcp_fx.zoo.pretrained import Preprocessing
 
 FILE = """
 import os, sys
@@ -35,6 +37,17 @@ def build():
         nn.Conv2d(1, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
     )
+
+def frozen():
+    return build().requires_grad_(False)
+
+class Leaving(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = build()
+
+    def forward(self, x):
+        sys.exit(0)
 
 def leaves():
     sys.exit(0)
@@ -90,6 +103,9 @@ MODEL = ["--model", "file.py:build"]
 BAD = [
     ("compile --model torchvision:resnet181 --overwrite", "no classification model 'resnet181'"),
     ("compile --model file.py:leaves --overwrite", "file.py:leaves: leaves() failed: it called sys.exit(0)"),
+    ("compile --model file.py:Leaving --overwrite", "called sys.exit(0) in the middle of the run"),
+    ("inspect file.py:Leaving", "called sys.exit(0) in the middle of the run"),
+    ("compile --model file.py:frozen --overwrite", "all its parameters are frozen"),
     ("compile --model file.py:build", "--resume, replace it by --overwrite, or give another --out"),
     ("compile --model file.py:build --resume", "settings.json is damaged: it holds no settings"),
     ("compile --model file.py:build --resume --overwrite", "give one of them"),
@@ -123,6 +139,9 @@ BAD = [
     ("compile --overwrite --mod file.py:build", "unrecognized arguments: --mod"),
     ("compile --overwrite --vers", "unrecognized arguments: --vers"),
     ("compile --overwrite --batch many", "invalid int value: 'many'"),
+    (f"compile --overwrite --batch {'9' * 5000}x", "invalid int value: '99"),
+    (f"compile --overwrite --model {'x' * 5000}.py:f", "xxx..."),
+    (f"table show {'x' * 5000}", "xxx..."),
     ("compile --overwrite --weights out/pruned.onnx --model file.py:build", "cannot be read as weights"),
     ("compile --overwrite --table out/pruned.onnx --model file.py:build", "no latency table"),
     ("compile --overwrite --data imagefolder:[/x]", "[/x] needs the folders train/ and val/"),
@@ -135,6 +154,8 @@ BAD = [
     ("table measure file.py:build --batch 99999999999999999999 --table t", "smaller batch"),
     ("table measure file.py:build --threads 100000 --table t", "threads = 100000: at most"),
     ("table measure file.py:leaves --table t", "it called sys.exit(0)"),
+    ("table measure file.py:build --shard \u00b2/3 --table t", "give I/N with 1 <= I <= N"),
+    ("table measure file.py:build --shard 0/3 --table t", "give I/N with 1 <= I <= N"),
     ("table measure file.py:build --retry --table t", "unrecognized arguments: --retry"),
     ("table import out/pruned.onnx t", "must end in .json or .csv"),
     ("inspect file.py:build --input-size 1x999999x999999", "smaller images"),
@@ -148,7 +169,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), BAD, ids=[words for words, _ in BAD])
+@pytest.mark.parametrize(("words", "said"), BAD, ids=[words[:80] for words, _ in BAD])
 def test_what_cannot_work_is_one_sentence_and_changes_nothing(
     here: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
 ) -> None:
@@ -314,6 +335,52 @@ def test_locale_c_and_no_home(here: Path) -> None:
     assert b"no text in ascii" in done.stderr and done.stderr.count(b"\n") == 1
 
 
+GOOD = (torch.zeros(1, 8, 8), 1)
+
+
+class Odd(list[Any]):
+    """One sample of them is none, and is met in the middle of training."""
+
+    def __init__(self, sample: Callable[[], Any]) -> None:
+        super().__init__([GOOD] * 40)
+        self.sample = sample
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.sample() if index == 17 else super().__getitem__(index)
+
+
+def lost() -> Any:
+    raise KeyError("lost")
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        (lost, "KeyError: 'lost'"),
+        (sys.exit, "it called sys.exit"),
+        (lambda: (torch.zeros(1, 9, 9), 0), r"its shape is \(1, 9, 9\), the first one's \(1, 8, 8\)"),
+        (lambda: (torch.zeros(1, 8, 8), 2), "a label is 2, and the train images are of 2 classes"),
+        (lambda: (torch.zeros(1, 8, 8), -1), "a label is -1"),
+        (lambda: (torch.zeros(1, 8, 8), 0.5), "TypeError"),
+        (lambda: (torch.zeros(1, 8, 8, dtype=torch.uint8), 0), "the image is torch.uint8"),
+        (lambda: ("x", 0), "the image is str"),
+        (lambda: None, "TypeError"),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_is_none_is_named(sample: Callable[[], Any], said: str, workers: int) -> None:
+    own = OwnSamples(Odd(sample), "file.py:data", "train", (1, 8, 8), 2)
+    data = ImageData("own", own, own, 2, 1, 8, workers)
+    with pytest.raises(InputError, match=f"^file.py:data: .*train image 17 is not: .*{said}") as told:
+        list(data.epoch(8, 0, 1, 8))
+    assert "Traceback" not in str(told.value)
+    if not workers:
+        assert (
+            sum(len(labels) for _, labels in ImageData("own", [GOOD] * 16, own, 2, 1, 8).epoch(8, 0, 1, 8))
+            == 16
+        )
+
+
 @pytest.mark.parametrize("damage", ["text", "cut", "empty"])
 def test_a_damaged_image_is_named(tmp_path: Path, damage: str) -> None:
     """By itself, not as a disk that is full."""
@@ -326,10 +393,10 @@ def test_a_damaged_image_is_named(tmp_path: Path, damage: str) -> None:
     file = tmp_path / "train" / "a" / "1.png"
     whole = file.read_bytes()
     file.write_bytes({"text": b"no image", "cut": whole[: len(whole) // 2], "empty": b""}[damage])
-    data = image_folder(tmp_path, 16)
-    assert data.test[0][0].shape == (3, 16, 16)
+    train, test, _ = image_folder(tmp_path, Preprocessing(16))
+    assert test[0][0].shape == (3, 16, 16)
     with pytest.raises(InputError, match=r"1\.png is no image that can be read, or a damaged one"):
-        data.train[0]
+        train[0]
 
 
 def test_relative_paths_begin_where_the_command_was_given(

@@ -37,7 +37,7 @@ from smcp_fx.latency.store import LatencyStore, TableRow
 from smcp_fx.latency.tensorrt_requests import device_of, read_answers
 from smcp_fx.recipes.recipe import load_recipe
 from smcp_fx.recipes.record import Record, read_records, write_record
-from smcp_fx.zoo.models import load_weights
+from smcp_fx.zoo.weights import load_weights, read_weights
 
 HERE = Fingerprint("fake", "here", "none", "1", 1, "float32", (("mode", "formula"),))
 ABOUT = {"device": "D", "tensorrt": "8.6.1", "driver": "1", "compute_capability": "9.0", "protocol": 1}
@@ -175,7 +175,7 @@ def weights(folder: Path, _: bytes) -> Case:
 
     def read(changed: bytes) -> None:
         path.write_bytes(changed)
-        load_weights(model, str(path))
+        load_weights(model, read_weights(path))
 
     return path.read_bytes(), (fuzzing.of_bytes,), read
 

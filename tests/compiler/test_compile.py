@@ -18,7 +18,8 @@ from smcp_fx.backends.base import BlockLatency
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
 from smcp_fx.cli.compile import build_parser, main
 from smcp_fx.cli.table import main as table_main
-from smcp_fx.compiler import CompileSettings, measuring, training
+from smcp_fx.compiler import CompileSettings, measuring
+from smcp_fx.training import TrainingLoop
 from smcp_fx.zoo.data import load_data
 
 MODEL = """
@@ -147,7 +148,7 @@ def test_a_table_of_a_busy_machine_is_told_before_anything_is_trained(
         raise AssertionError("trained")
 
     monkeypatch.setattr(OnnxRuntimeBackend, "block_latency", lambda *_: BlockLatency(row, row))
-    monkeypatch.setattr(training.Trainer, "run", untrained)
+    monkeypatch.setattr(TrainingLoop, "run", untrained)
     assert main(arguments(f"{model_file}:build", out, *flags)) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "differ by more than 1.5 times" in said
@@ -165,7 +166,7 @@ def test_a_latency_out_of_reach_is_told_before_anything_is_trained(
 
     monkeypatch.setattr(measuring, "FAR", 1e9)
     monkeypatch.setattr(OnnxRuntimeBackend, "block_latency", lambda *_: BlockLatency(row, row))
-    monkeypatch.setattr(training.Trainer, "run", untrained)
+    monkeypatch.setattr(TrainingLoop, "run", untrained)
     assert main(arguments(f"{model_file}:build", tmp_path / "out", "--target", "0.5", "--epochs", "1")) == 2
     assert "cannot be reached" in capsys.readouterr().err
 
@@ -177,18 +178,18 @@ def test_an_interrupted_run_is_resumed_to_the_same_end(
     flags = ("--cost", "flops", "--target", "0.6", "--every", "4", "--epochs", "3")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main(arguments(f"{model_file}:build", whole, *flags)) == 0
-    original = training.Trainer._set_lr
+    original = TrainingLoop._check
     seen = {"steps": 0}
 
-    def interrupt(self: training.Trainer) -> None:
+    def interrupt(self: TrainingLoop, *told: Any) -> None:
         seen["steps"] += 1
-        if seen["steps"] == 16 * 2 + 8:  # one dense epoch, one of pruning, and a half
+        if seen["steps"] == 17 * 2 + 8:  # one dense epoch, one of pruning, and a half
             raise KeyboardInterrupt
-        original(self)
+        original(self, *told)
 
-    monkeypatch.setattr(training.Trainer, "_set_lr", interrupt)
+    monkeypatch.setattr(TrainingLoop, "_check", interrupt)
     assert main(arguments(f"{model_file}:build", cut, *flags)) == 130
-    monkeypatch.setattr(training.Trainer, "_set_lr", original)
+    monkeypatch.setattr(TrainingLoop, "_check", original)
     assert not (cut / "pruned.onnx").exists()
     assert main(arguments(f"{model_file}:build", cut, *flags, "--resume")) == 0
     left = smcp_fx.load(whole / "pruned.safetensors").state_dict()

@@ -125,6 +125,8 @@ def test_resnet50_has_the_known_cost() -> None:
         ("5 FLOPs", 5.0),
         ("50%", 5e8),
         (" 12.5 % ", 1.25e8),
+        ("1.5 M multiply-adds", 1.5e6),
+        ("2 MMACs", 2e6),
     ],
 )
 def test_targets(target: float | str, expected: float) -> None:

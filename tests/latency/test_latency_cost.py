@@ -1,152 +1,38 @@
-"""Latency as a cost: how cold a network's weights are, prices around a choice, and counts that cost nothing more."""
+"""Latency as a cost: sums over blocks, prices around a choice, and binding to networks."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from fake_latencies import FakeBackend, network, smooth
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import smcp_fx
-from smcp_fx.allocation.rounding import grow_for_free, without_dominated
-from smcp_fx.cost_model import CostTerm, NetworkCost, Width
-from smcp_fx.errors import InputError, TableError
-from smcp_fx.latency.cost import LatencyCost
-from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency, Whole, calibrate, relative_errors
+from smcp_fx.errors import TableError
+from smcp_fx.latency.cost import LatencyCost, latency_of
+from smcp_fx.latency.network import NetworkLatency
+from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel
 
 MB = 1 << 20
 
-# ---- residency --------------------------------------------------------------------------------------------------
 
-
-def test_share_rises_from_the_floor_to_one_around_the_cache() -> None:
-    residency = Residency(16 * MB, steepness=6, floor=0.1)
-    assert residency.share(0) == pytest.approx(0.1)
-    assert residency.share(16 * MB) == pytest.approx(0.55)
-    assert residency.share(1 << 40) == pytest.approx(1.0)
-    sizes = np.geomspace(1e3, 1e9, 50)
-    assert (np.diff([residency.share(size) for size in sizes]) >= 0).all()
-    for size in (1 * MB, 12 * MB, 30 * MB):
-        step = 1e-4 * size
-        numeric = (residency.share(size + step) - residency.share(size - step)) / (2 * step)
-        assert residency.slopes(size) == pytest.approx((numeric, 0.0), rel=1e-4)
-    assert residency.slopes(0) == (0.0, 0.0)
-    with pytest.raises(InputError, match="floor"):
-        Residency(1.0, floor=1.0)
-
-
-def test_share_rises_with_the_time_between_runs_where_others_use_the_cache() -> None:
-    alone, shared = Residency(16 * MB, floor=0.1), Residency(16 * MB, floor=0.1, half_ms=5.0)
-    assert alone.share(MB, 1e6) == alone.share(MB)
-    assert shared.share(0.0, 5.0) == pytest.approx(0.55)
-    assert shared.share(16 * MB, 5.0) == pytest.approx(1 - 0.9 * 0.5 * 0.5)
-    times = np.geomspace(0.01, 1e3, 50)
-    assert (np.diff([shared.share(MB, ms) for ms in times]) > 0).all()
-    for size, ms in ((1 * MB, 1.0), (12 * MB, 4.0), (30 * MB, 20.0)):
-        by_byte, by_ms = (
-            (shared.share(size + a, ms + b) - shared.share(size - a, ms - b)) / (2 * (a + b))
-            for a, b in ((1e-4 * size, 0.0), (0.0, 1e-4 * ms))
-        )
-        assert shared.slopes(size, ms) == pytest.approx((by_byte, by_ms), rel=1e-4)
-    with pytest.raises(InputError, match="half_ms"):
-        Residency(1.0, half_ms=0.0)
-
-
-@pytest.mark.parametrize("size", [1 * MB, 14 * MB, 60 * MB])
-@pytest.mark.parametrize("half_ms", [0.5, 3.0, 40.0])
-def test_a_latency_is_that_of_the_share_which_it_leads_to(size: int, half_ms: float) -> None:
-    residency = Residency(16 * MB, floor=0.1, scale=1.1, half_ms=half_ms)
-    ms = residency.latency(2.0, 5.0, size, 0.5)
-    assert ms == pytest.approx(1.1 * (2.5 + 3.0 * residency.share(size, ms)))
-    # And the least such: below it a network that is in cache gets colder.
-    for less in np.linspace(0.0, 0.999 * ms, 40):
-        assert 1.1 * (2.5 + 3.0 * residency.share(size, less)) > less
-
-
-def test_latency_by_hand() -> None:
-    residency = Residency(10.0, steepness=2, floor=0.0, scale=1.1)
-    assert residency.latency(2.0, 4.0, footprint=10.0, run_ms=0.5) == pytest.approx(1.1 * (0.5 + 2.0 + 1.0))
-
-
-def test_weights_that_no_cache_holds_cost_by_the_mib() -> None:
-    residency = Residency(1.0, floor=0.0, fetch=0.02, outer=32)
-    assert residency.beside(32 * MB) == 0.0
-    assert residency.beside(82 * MB) == pytest.approx(1.0)
-    assert residency.latency(2.0, 2.0, 82 * MB) == pytest.approx(3.0)
-    assert residency.beside_slope(82 * MB) == pytest.approx(0.02 / MB)
-    assert residency.beside_slope(32 * MB) == 0.0
-    for wrong in ({"fetch": -0.1}, {"outer": -0.1}):
-        with pytest.raises(InputError, match="fetch and outer"):
-            Residency(1.0, **wrong)
-
-
-def wholes(truth: Residency, count: int, noise: float = 0.0) -> list[Whole]:
-    rng = np.random.default_rng(3)
-    found = []
-    for size in np.geomspace(1 * MB, 60 * MB, count):
-        hot = float(size / MB / 10 * rng.uniform(0.7, 1.4))
-        cold = hot * rng.uniform(1.8, 3.0)
-        ms = truth.latency(hot, cold, size, 0.004) * (1 + noise * rng.standard_normal())
-        found.append(Whole(hot, cold, float(size), 0.004, float(ms)))
-    return found
-
-
-@pytest.mark.parametrize(
-    "truth",
-    [
-        Residency(24 * MB, 6.0, 0.1),
-        Residency(12 * MB, 8.0, 0.0, 1.08),
-        Residency(40 * MB, 3.0, 0.25, 0.93),
-        Residency(12 * MB, 6.0, 0.05, fetch=0.03, outer=32),
-        Residency(24 * MB, 6.0, 0.1, half_ms=1.0),
-        Residency(40 * MB, 4.0, 0.05, half_ms=1.5, fading=3.2),
-    ],
-)
-def test_calibration_finds_what_made_the_latencies(truth: Residency) -> None:
-    start = Residency.of_cache(32 * MB, 2.0 if np.isfinite(truth.half_ms) else np.inf)
-    fitted = calibrate(wholes(truth, 8), start)
-    others = wholes(truth, 25)
-    before, after = (np.abs(relative_errors(r, others)).mean() for r in (start, fitted))
-    assert after < 0.04
-    assert after <= before
-
-
-def test_what_is_assumed_before_networks_are_measured() -> None:
-    """Of weights as large as the cache half come from memory, and of little ones after 0.7 of the time to forget."""
-    assumed = Residency.of_cache(32 * MB, 4.0)
-    warm = 1 - assumed.floor
-    assert assumed.share(32 * MB) == pytest.approx(1 - warm / 2)
-    assert assumed.share(0.0, 0.7 * 4.0) == pytest.approx(1 - warm / 2)
-    assert Residency.of_cache(32 * MB).share(0.0, 1e6) == pytest.approx(assumed.floor)
-
-
-def test_a_few_networks_give_a_scale_and_none_nothing() -> None:
-    start = Residency.of_cache(32 * MB)
-    assert calibrate([], start) == start
-    one = wholes(Residency(start.half_bytes, start.steepness, start.floor, 1.2), 1)
-    fitted = calibrate(one, start)
-    assert fitted.scale == pytest.approx(1.2)
-    assert replace(fitted, scale=1.0) == start
-    assert calibrate(wholes(start, 8), start).half_bytes == start.half_bytes
-
-
-# ---- the cost ---------------------------------------------------------------------------------------------------
-
-
-def bound(tmp_path: Path, residency: Residency | None = None, share: float | None = None) -> LatencyCost:
+def bound(tmp_path: Path, residency: Residency | None = None, share: float | None = None) -> NetworkLatency:
     table = LatencyTable(tmp_path / "t.sqlite", cold_share=share)
     cost = LatencyCost(table, FakeBackend(latency=smooth, cold=3.0), residency=residency)
-    smcp_fx.prepare(network(), torch.randn(2, 3, 12, 12), cost=cost)
-    return cost
+    return latency(smcp_fx.prepare(network(), torch.randn(2, 3, 12, 12), cost=cost))
+
+
+def latency(prepared: PreparedModel) -> NetworkLatency:
+    found = latency_of(prepared.pruner.cost)
+    assert found is not None
+    return found
 
 
 #: In the middle of the rise for this network of about 90 kB.
@@ -155,12 +41,12 @@ RISING = Residency(60_000.0, steepness=2.0, floor=0.1)
 
 def test_the_prediction_is_the_weighed_sum_over_blocks(tmp_path: Path) -> None:
     cost = bound(tmp_path, RISING)
-    fingerprint = cost.backend.fingerprint()
+    fingerprint = cost.fingerprint
     counts = {"0": 16, "2": 40, "4": 8}
     widths = {"0": (16,), "2": (16, 40), "4": (40, 8), "6": (8,), "7": (8,), "8": (8,)}
     by_name = {block.name: block for block in cost.blocks}
     hot = sum(
-        float(cost.table.price(by_name[n], fingerprint)(*map(np.array, w)))
+        float(cost.table.surface(by_name[n], fingerprint)(*map(np.array, w)))
         for n, w in widths.items()
         if n in by_name
     )
@@ -173,29 +59,14 @@ def test_the_prediction_is_the_weighed_sum_over_blocks(tmp_path: Path) -> None:
     assert cost.latency(counts) == pytest.approx(hot * (1 + 2 * share))
 
 
-def test_a_cost_is_calibrated_on_counts_and_measured_ms(tmp_path: Path) -> None:
-    truth = Residency(2 * RISING.half_bytes, 6.0, 0.1, 1.15)
-    counts = [
-        {"0": 8 * a, "2": 8 * b, "4": 8 * c} for a, b, c in itertools.product((1, 2, 4), (1, 4, 8), (1, 4))
-    ]
-    there = bound(tmp_path, truth)
-    measured = [(chosen, there.latency(chosen)) for chosen in counts]
-    cost = bound(tmp_path, RISING)
-    before = [cost.latency(chosen) / ms - 1 for chosen, ms in measured]
-    assert cost.calibrate(measured[::2]) == cost.residency != RISING
-    after = [cost.latency(chosen) / ms - 1 for chosen, ms in measured[1::2]]
-    assert np.abs(before).mean() > 0.1
-    assert np.abs(after).mean() < 0.02
-
-
 def test_blocks_that_differ_in_their_widths_alone_are_priced_on_their_own_grids(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layers = [
         nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 16), (16, 16), (16, 32), (32, 16), (16, 16), (16, 4))
     ]
     net = nn.Sequential(*(module for layer in layers for module in (layer, nn.ReLU())))
-    cost = LatencyCost(LatencyTable(tmp_path / "t.sqlite"), FakeBackend(latency=smooth), residency=RISING)
-    smcp_fx.prepare(net, torch.randn(2, 3, 12, 12), cost=cost)
+    rows = LatencyCost(LatencyTable(tmp_path / "t.sqlite"), FakeBackend(latency=smooth), residency=RISING)
+    cost = latency(smcp_fx.prepare(net, torch.randn(2, 3, 12, 12), cost=rows))
     assert len({block.signature for block in cost.blocks}) < len(
         {(b.signature, b.grids) for b in cost.blocks}
     )
@@ -212,9 +83,7 @@ def test_blocks_that_differ_in_their_widths_alone_are_priced_on_their_own_grids(
     "residency",
     [
         RISING,
-        replace(RISING, fetch=5.0, outer=0.01),
         replace(RISING, half_ms=15.0),  # the network takes some ms
-        replace(RISING, half_ms=15.0, scale=1.2),
     ],
 )
 def test_around_is_exact_there_and_first_order_nearby(tmp_path: Path, residency: Residency) -> None:
@@ -232,14 +101,12 @@ def test_around_is_exact_there_and_first_order_nearby(tmp_path: Path, residency:
 
 
 def test_blocks_make_up_the_network(tmp_path: Path) -> None:
-    """But what weights take that no cache holds, and (none here) blocks without a free width."""
-    cost = bound(tmp_path, replace(RISING, half_ms=15.0, scale=1.2, fetch=5.0, outer=0.01))
+    """But (none here) blocks without a free width."""
+    cost = bound(tmp_path, replace(RISING, half_ms=15.0))
     counts = {"0": 16, "2": 40, "4": 16}
     blocks = cost.by_block(counts)
     assert set(blocks) <= {block.name for block in cost.blocks}
-    beside = cost.residency.beside(cost.whole(counts).footprint)
-    assert sum(blocks.values()) == pytest.approx(cost.latency(counts) - 1.2 * beside)
-    assert beside > 0.1
+    assert sum(blocks.values()) == pytest.approx(cost.latency(counts))
 
 
 class Moving(nn.Module):
@@ -265,10 +132,10 @@ def test_what_blocks_write_is_what_the_sliced_network_s_blocks_do(tmp_path: Path
     torch.manual_seed(0)
     inputs = torch.randn(2, 3, 12, 12)
 
-    def priced(name: str, module: nn.Module) -> tuple[LatencyCost, PreparedModel]:
+    def priced(name: str, module: nn.Module) -> tuple[NetworkLatency, PreparedModel]:
         cost = LatencyCost(LatencyTable(tmp_path / name), FakeBackend(latency=smooth))
-        config = smcp_fx.PruningConfig(multiple=1)
-        return cost, smcp_fx.prepare(module, inputs, cost=cost, config=config)
+        prepared = smcp_fx.prepare(module, inputs, cost=cost, config=smcp_fx.PruningConfig(multiple=1))
+        return latency(prepared), prepared
 
     cost, prepared = priced("whole.sqlite", Moving())
     full = cost.whole(cost.full_counts).activation_bytes
@@ -308,10 +175,11 @@ def test_solving_again_around_the_answer_meets_the_true_target(tmp_path: Path) -
 def test_a_pruner_lands_on_the_true_latency(tmp_path: Path, fraction: float) -> None:
     """In a plain loop; what the unpruned prices say of the answer is off by more than 1 %."""
     table = LatencyTable(tmp_path / "t.sqlite")
-    cost = LatencyCost(table, FakeBackend(latency=smooth, cold=3.0), residency=RISING)
+    rows = LatencyCost(table, FakeBackend(latency=smooth, cold=3.0), residency=RISING)
     config = smcp_fx.PruningConfig(multiple=1, tolerance=0.0)
     inputs = torch.randn(2, 3, 12, 12)
-    prepared = smcp_fx.prepare(network(), inputs, target=fraction, cost=cost, config=config)
+    prepared = smcp_fx.prepare(network(), inputs, target=fraction, cost=rows, config=config)
+    cost = latency(prepared)
     prepared(inputs).square().sum().backward()
     prepared.pruner.step()
     solve = prepared.pruner.solve()
@@ -330,15 +198,43 @@ def test_rows_of_another_device_are_used_only_when_asked_for(tmp_path: Path) -> 
         smcp_fx.prepare(
             network(), torch.randn(2, 3, 12, 12), cost=LatencyCost(there.table, here, measure=False)
         )
-    cost = LatencyCost(there.table, here, fingerprint=there.fingerprint)
-    smcp_fx.prepare(network(), torch.randn(2, 3, 12, 12), cost=cost)
+    rows = LatencyCost(there.table, here, fingerprint=there.fingerprint)
+    cost = latency(smcp_fx.prepare(network(), torch.randn(2, 3, 12, 12), cost=rows))
     assert cost.latency(cost.full_counts) == pytest.approx(there.latency(there.full_counts))
-    assert here.log == []
+    assert here.log == [] and cost.report is None
 
 
-def test_a_cost_without_a_network_says_so(tmp_path: Path) -> None:
-    with LatencyTable(tmp_path / "t.sqlite") as table, pytest.raises(InputError, match="prepare one with it"):
-        LatencyCost(table, FakeBackend()).latency({})
+def test_two_models_on_one_cost_keep_their_own_prices(tmp_path: Path) -> None:
+    """Whichever was prepared last: each is priced, and solved for, as by a cost of its own."""
+    inputs, config = torch.randn(2, 3, 12, 12), smcp_fx.PruningConfig(multiple=1)
+
+    def prepared(net: nn.Module, cost: LatencyCost) -> PreparedModel:
+        found = smcp_fx.prepare(net, inputs, target=0.5, cost=cost, config=config)
+        torch.manual_seed(3)
+        found(inputs).square().sum().backward()
+        found.pruner.step()
+        return found
+
+    def rows(name: str) -> LatencyCost:
+        table = LatencyTable(tmp_path / name)
+        return LatencyCost(table, FakeBackend(latency=smooth, cold=3.0), residency=RISING)
+
+    wider = nn.Sequential(nn.Conv2d(3, 48, 3), nn.ReLU(), nn.Conv2d(48, 16, 3), nn.ReLU(), nn.Flatten())
+    nets, one = (network(), wider), rows("one.sqlite")
+    together = [prepared(net, one) for net in nets]
+    alone = [prepared(net, rows(f"{i}.sqlite")) for i, net in enumerate(nets)]
+    for shared, own in zip(together, alone, strict=True):
+        assert shared.pruner.full_cost == pytest.approx(own.pruner.full_cost)
+        assert shared.pruner.solve().cost == pytest.approx(own.pruner.solve().cost)
+        assert shared.pruner.counts == own.pruner.counts
+        assert shared.pruner.present_cost == pytest.approx(own.pruner.present_cost)
+        assert [b.name for b in latency(shared).blocks] == [b.name for b in latency(own).blocks]
+
+
+def test_a_bound_latency_does_not_change(tmp_path: Path) -> None:
+    found = bound(tmp_path)
+    with pytest.raises(FrozenInstanceError):
+        found.residency = RISING  # type: ignore[misc]
 
 
 def test_what_a_run_costs_is_kept_with_the_table(tmp_path: Path) -> None:
@@ -353,83 +249,3 @@ def test_what_a_run_costs_is_kept_with_the_table(tmp_path: Path) -> None:
         table.measure([], Slow())
         assert table.run_overhead(Slow().fingerprint()) == 0.25
         assert table.run_overhead(FakeBackend(device="other").fingerprint()) == 0.0
-
-
-# ---- rounding ---------------------------------------------------------------------------------------------------
-
-
-def stepped(step: int):
-    return lambda x, y: (-(-x // step) * step) * (-(-y // step) * step) * 1e-3
-
-
-def test_counts_within_a_step_of_the_runtime_are_dropped() -> None:
-    a, b = Width(groups=(("a", 1),)), Width(groups=(("b", 1),))
-    terms = (CostTerm("1", (Width(3), a), stepped(16)), CostTerm("2", (a, b), stepped(16)))
-    cost = NetworkCost("ms", {"a": (8, 16, 24, 32, 40), "b": (8, 16, 24)}, terms)
-    assert without_dominated(cost).permitted == {"a": (16, 32, 40), "b": (16, 24)}
-
-
-def test_counts_that_save_next_to_nothing_are_dropped() -> None:
-    """8 is all but as dear as 16; of 24, 32, 40 each saves 1 % against the next: two steps save enough."""
-    prices = {8: 0.5, 16: 0.505, 24: 0.98, 32: 0.99, 40: 1.0}
-    term = CostTerm("1", (Width(groups=(("a", 1),)),), lambda x: np.vectorize(prices.get)(x))
-    cost = NetworkCost("ms", {"a": tuple(prices)}, (term,))
-    assert without_dominated(cost).permitted["a"] == tuple(prices)
-    assert without_dominated(cost, 0.015).permitted["a"] == (16, 24, 40)
-
-
-@st.composite
-def costs(draw: st.DrawFn) -> NetworkCost:
-    """Three groups in a chain with a concat; prices are drawn from few values, so that ties and cliffs abound."""
-    permitted = {name: tuple(range(1, draw(st.integers(2, 5)))) for name in "abc"}
-    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
-    widths = {
-        "ab": (Width(0, (("a", 1),)), Width(1, (("b", 1),))),
-        "bc": (Width(0, (("b", 1), ("c", 2))), Width(0, (("c", 1),))),
-        "aa": (Width(0, (("a", 1),)), Width(0, (("a", 1),))),
-    }
-
-    def price(table: np.ndarray):
-        return lambda x, y: table[x, y]
-
-    terms = tuple(
-        CostTerm(name, pair, price(rng.integers(1, 4, (16, 16)).astype(float)))
-        for name, pair in widths.items()
-    )
-    return NetworkCost("ms", permitted, terms)
-
-
-@settings(max_examples=60, deadline=None)
-@given(costs(), st.integers(0, 1000))
-def test_dropping_dominated_counts_loses_no_value(cost: NetworkCost, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    values = {name: np.cumsum(rng.random(len(allowed))) for name, allowed in cost.permitted.items()}
-    reduced = without_dominated(cost)
-
-    def best(permitted, budget: float) -> float:
-        found = -np.inf
-        for choice in itertools.product(*permitted.values()):
-            counts = dict(zip(permitted, choice, strict=True))
-            if cost.cost(counts) <= budget:
-                worth = sum(values[n][cost.permitted[n].index(c)] for n, c in counts.items())
-                found = max(found, worth)
-        return found
-
-    for name, allowed in cost.permitted.items():
-        assert reduced.permitted[name][-1] == allowed[-1]
-        assert set(reduced.permitted[name]) <= set(allowed)
-    for budget in (3.0, 4.0, 6.0, 9.0):
-        assert best(reduced.permitted, budget) == best(cost.permitted, budget)
-
-
-@settings(max_examples=60, deadline=None)
-@given(costs())
-def test_growing_for_free_ends_where_no_larger_count_is_free(cost: NetworkCost) -> None:
-    start = cost.smallest_counts
-    grown = grow_for_free(cost, start)
-    assert cost.cost(grown) <= cost.cost(start)
-    assert all(grown[name] >= start[name] for name in start)
-    for name, allowed in cost.permitted.items():
-        for count in allowed:
-            if count > grown[name]:
-                assert cost.cost({**grown, name: count}) > cost.cost(grown)

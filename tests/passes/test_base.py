@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -108,3 +109,24 @@ def test_a_pipeline_runs_in_order_on_one_module(module: fx.GraphModule) -> None:
     with pytest.raises(PassError):
         run_pipeline(module, [Recorded(fails="ensures"), never := Recorded()])
     assert never.calls == []
+
+
+@pytest.mark.parametrize(
+    ("faulty", "message"),
+    [
+        (Recorded(fails="apply"), "in Recorded, after Negate: apply failed"),
+        (Rewire(), "in Rewire, after Negate: RuntimeError: .*before it has been defined"),
+    ],
+)
+def test_an_error_says_in_which_pass_and_after_which(
+    module: fx.GraphModule, faulty: GraphPass, message: str
+) -> None:
+    with pytest.raises(PassError, match=message):
+        run_pipeline(module, [Negate(), faulty])
+
+
+def test_what_passes_report_is_logged(module: fx.GraphModule, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="smcp_fx.passes"):
+        run_pipeline(module, [Recorded(modified=True), Recorded()])
+    said = ["changed the graph", "note", "nothing to do", "note"]
+    assert caplog.messages == [f"Recorded: {text}" for text in said]

@@ -35,7 +35,7 @@ from smcp_fx.backends.onnx.export import export_onnx
 from smcp_fx.channels.branches import bits
 from smcp_fx.errors import InputError
 from smcp_fx.inspection.text import group_text
-from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.tracing.masking import scale_gamma_direct
 
@@ -326,8 +326,9 @@ def test_what_is_of_no_use_costs_nothing(cost: str) -> None:
 def test_a_layer_without_channels_takes_no_time_and_no_measurement(tmp_path: Path) -> None:
     backend = FakeBackend(latency=lambda *widths: 1.0 + sum(widths))
     with LatencyTable(tmp_path / "t.sqlite", cold_share=0.0) as table:
-        cost = LatencyCost(table, backend)
-        found = prepared(body(Bottleneck(), Mixer()), cost=cost)
+        found = prepared(body(Bottleneck(), Mixer()), cost=LatencyCost(table, backend))
+        cost = latency_of(found.pruner.cost)
+        assert cost is not None
         assert all(0 not in widths for _, widths in backend.log)
         counts = cost.full_counts
         blocks = {block.name: block for block in cost.blocks}

@@ -3,17 +3,22 @@
     python tests/serialization/manifest_fuzzing.py 100000 [seed]
 
 Prints a JSON object: how many were refused with our error, how many loaded and ran, and the faults: other errors,
-and audit events (files written, imports, processes, sockets, code run) that a valid load and run do not have.
+a process that died while it loaded, and audit events (files written, imports, processes, sockets, code run) that a
+valid load and run do not have. ``died``: what PyTorch's own operations ended the process with, while a model ran.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import multiprocessing
+import os
 import random
 import resource
 import signal
 import sys
+import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -108,6 +113,9 @@ _VALUES: list[Any] = [
     ),
     *({"slice": [0, None, 2]}, {"dtype": "torch.float16"}, {"ellipsis": None}, {"complex": ["1", "2"]}),
 ]
+
+
+_CASES_A_PROCESS = 2000
 
 
 class Watch:
@@ -228,18 +236,48 @@ def _loaded(content: bytes, text: bytes) -> fx.GraphModule:
 
 
 def run(count: int, seed: int, seconds: float = 1e9) -> dict[str, Any]:
-    """Load and run ``count`` manifests, or as many as ``seconds`` allow."""
-    import time
-
+    """Load and run ``count`` manifests, or as many as ``seconds`` allow, in processes that may die."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _too_long)
-    watch, draw, told = Watch(), random.Random(seed), Counter[str]()
-    faults: list[str] = []
     sources = []
     for name, inputs, module in networks():
         content, text = _contents(module, {})
         sources.append((name, inputs, content, json.loads(text)))
+    end, context = time.monotonic() + seconds, multiprocessing.get_context("fork")
+    told, faults, done = Counter[str](), list[str](), 0
+    while done < count and time.monotonic() < end:
+        reading, writing = context.Pipe(duplex=False)
+        numbers = range(done, min(done + _CASES_A_PROCESS, count))
+        process = context.Process(target=_work, args=(sources, numbers, seed, writing))
+        process.start()
+        writing.close()
+        stage = "loading"
+        with contextlib.suppress(EOFError):
+            while time.monotonic() < end:
+                kind, text = reading.recv()
+                if kind == "fault":
+                    faults.append(f"case {done}: {text}")
+                elif kind == "done":
+                    done, stage = done + 1, "loading"
+                    told.update(text.split())
+                else:
+                    stage = kind
+        if process.is_alive():
+            process.terminate()
+        process.join()
+        if process.exitcode and time.monotonic() < end:
+            told["died"] += 1
+            if stage == "loading":
+                faults.append(f"case {done}: loading ended the process ({process.exitcode})")
+            done += 1
+    return {"count": done, **told, "faults": faults}
+
+
+def _work(sources: list[Any], numbers: range, seed: int, sender: Any) -> None:
+    """Try cases one after the other; the case alone, not those before it, says what it is."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch.fx prints the code of what fails
+    signal.signal(signal.SIGALRM, _too_long)
+    watch = Watch()
     for _ in range(2):  # what is imported on first use is there the second time
         for _, inputs, content, manifest in sources:
             watch.on = True
@@ -247,34 +285,34 @@ def run(count: int, seed: int, seconds: float = 1e9) -> dict[str, Any]:
             watch.on = False
     allowed = set(watch.events)
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-    end = time.monotonic() + seconds
-    done = 0
-    while done < count and time.monotonic() < end:
-        name, inputs, content, manifest = sources[done % len(sources)]
-        done += 1
-        text = render(mutated(manifest, draw))
+    for number in numbers:
+        name, inputs, content, manifest = sources[number % len(sources)]
+        text = render(mutated(manifest, random.Random(f"{seed} {number}")))
+        told = "refused"
         watch.events.clear()
-        watch.on = True
         try:
             signal.alarm(20)
+            watch.on = True
             loaded = _loaded(content, text)
-            told["loaded"] += 1
+            watch.on, told = False, "loaded"
+            sender.send(("running", ""))
+            watch.on = True
             with torch.no_grad():
                 loaded(*copy.deepcopy(inputs))
-            told["ran"] += 1
+            told = "loaded ran"
         except CheckpointError:
-            told["refused"] += 1
+            pass
         except Exception as error:
-            if told["loaded"] + told["refused"] < done - told["other"]:
-                told["other"] += 1
-                faults.append(f"{name} {done}: load raised {type(error).__name__}: {error}"[:300])
+            if told == "refused":
+                sender.send(("fault", f"{name}: load raised {type(error).__name__}: {error}"[:300]))
+                told = "other"
         finally:
             watch.on = False
             signal.alarm(0)
         new = watch.events - allowed
         if new:
-            faults.append(f"{name} {done}: {sorted(new)}"[:600])
-    return {"count": done, **told, "faults": faults}
+            sender.send(("fault", f"{name}: {sorted(new)}"[:600]))
+        sender.send(("done", told))
 
 
 if __name__ == "__main__":

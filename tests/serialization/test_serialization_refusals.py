@@ -93,7 +93,7 @@ def test_wrong_arguments_are_input_errors(small: fx.GraphModule, tmp_path: Path)
         save(nn.Conv2d(1, 1, 1), path)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="convert"):
         save(smcp_fx.prepare(SharedModules(), torch.randn(2, 3, 8, 8)), path)
-    for metadata in ({"a": torch.ones(1)}, {"a": math.nan}):
+    for metadata in ({"a": torch.ones(1)}, {"a": math.nan}, {"a": [[]] * 1000}):
         with pytest.raises(InputError, match="metadata"):
             save(small, path, metadata=metadata)
     assert list(tmp_path.iterdir()) == []
@@ -154,6 +154,10 @@ def _nested_too_deep(path: Path) -> None:
     path.with_suffix(".json").write_text("[" * 100_000)
 
 
+def _made_of_empty_lists(path: Path) -> None:
+    path.with_suffix(".json").write_text("[" + "[]," * 100_000 + "[]]")
+
+
 def _other_version(path: Path) -> None:
     edit_manifest(path, lambda manifest: manifest.update(version=1))
 
@@ -182,6 +186,7 @@ def _no_safetensors(path: Path) -> None:
         (_foreign_json, "not a manifest of smcp_fx.save"),
         (_not_json, "is damaged .*again"),
         (_nested_too_deep, "is damaged .*again"),
+        (_made_of_empty_lists, "lists and objects that hold nothing.*again"),
         (_other_version, r"format version 1.*reads version 2.*torch "),
         (_foreign_tensors_of_the_right_hash, "holds other tensors"),
         (_no_safetensors, "is damaged .*again"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from smcp_fx.storage.files import bounded_json
 from smcp_fx.storage.value_codec import decode_value, encode_value
 
 VALUES = [
@@ -29,3 +30,11 @@ def test_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
 
 def test_nan_comes_back() -> None:
     assert math.isnan(decode_value(encode_value(math.nan, "here", lambda _: None), "here", {}))
+
+
+@pytest.mark.parametrize(
+    "one", [[], (), [[]], ((1,),), {}, {1: 1}, {"": []}, [{}, ()], torch.Size([])], ids=repr
+)
+def test_what_is_encoded_can_be_read_however_much_there_is(one: Any) -> None:
+    text = json.dumps(encode_value([one] * 1000, "here", lambda _: None))
+    assert decode_value(bounded_json(text), "here", {}) == [one] * 1000

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import smcp_fx
 from smcp_fx.errors import InputError, TraceError
-from smcp_fx.tracing.example_runs import as_inputs, run_eager
+from smcp_fx.tracing.example_inputs import as_inputs
+from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.tracing.tracer import trace
 
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))

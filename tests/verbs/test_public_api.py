@@ -6,6 +6,9 @@ import inspect
 import json
 import subprocess
 import sys
+from importlib.metadata import version
+
+import pytest
 
 import smcp_fx
 from smcp_fx import errors
@@ -22,18 +25,22 @@ NAMES = [
     "RepairReport",
     "Schedule",
     "SmcpError",
+    "TableError",
     "TrainingWarning",
     "allocate",
     "compress",
     "convert",
     "export_onnx",
     "gather_importance",
+    "get_backend",
     "load",
     "load_checkpoint",
     "observers",
     "prepare",
+    "read_metadata",
     "recalibrate",
     "repair",
+    "resize",
     "save",
     "save_checkpoint",
     "solve_knapsack",
@@ -59,6 +66,15 @@ def test_importing_loads_no_runtime_and_no_plotting() -> None:
     assert "smcp_fx.pruning.pruner" in loaded
     assert [name for name in HEAVY if name in loaded] == []
     assert cuda is False
+
+
+def test_what_dir_tells_is_public() -> None:
+    assert set(dir(smcp_fx)) == {*NAMES, "__version__", "integrations"}
+    assert all(hasattr(smcp_fx, name) for name in dir(smcp_fx))
+    assert smcp_fx.__version__ == version("smcp_fx")
+    assert smcp_fx.integrations.lightning.PruningCallback
+    with pytest.raises(AttributeError, match="no attribute 'Tensors'"):
+        smcp_fx.Tensors  # noqa: B018
 
 
 def test_every_error_is_of_the_family() -> None:

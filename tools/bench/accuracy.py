@@ -27,8 +27,8 @@ import torch
 from accuracy_methods import METHODS, Case, Outcome, UnavailableError, blocks, run_case, schedule_of
 from accuracy_report import print_tables, write_document
 from accuracy_task import Effort, SmallResNet, Task, dense_network
-from latency import Record
 from latency_networks import Network
+from records import Record
 
 import smcp_fx
 from smcp_fx.backends import TimingConfig, get_backend, measure_interleaved
@@ -56,7 +56,7 @@ class Meter:
         self.cost = LatencyCost(table, self.backend)
         plain = smcp_fx.PruningConfig(multiple=1)
         skeleton = smcp_fx.prepare(SmallResNet().eval(), task.example, config=plain)
-        self.network = Network(skeleton, self.cost, (task.example,))
+        self.network = Network(skeleton, (task.example,))
         self.channels = skeleton.channels
         self.flops = skeleton.pruner.cost
         self.dense = self.network.engine(self.flops.full_counts)

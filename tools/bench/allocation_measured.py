@@ -5,7 +5,6 @@ What the table lacks is measured: ONNX Runtime on the CPU, one thread, batch 1.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import smcp_fx
 from smcp_fx.backends import get_backend
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.latency.cost import LatencyCost
-from smcp_fx.latency.filling import MeasuringProgress
 from smcp_fx.latency.table import LatencyTable
 
 
@@ -110,17 +108,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 def measured_cost(name: str, table: Path, side: int) -> NetworkCost:
     """The latency in ms of one of `MODULES` at 3 x side x side, around its full widths."""
-
-    def progress(state: MeasuringProgress) -> None:
-        if sys.stderr.isatty():
-            print(
-                f"\r{name}: {state.fraction:.0%}, {state.remaining_seconds:.0f} s left",
-                end="",
-                file=sys.stderr,
-            )
-
     torch.manual_seed(0)
     with LatencyTable(table) as rows:
-        cost = LatencyCost(rows, get_backend("onnxruntime", threads=1), progress=progress)
-        smcp_fx.prepare(MODULES[name]().eval(), torch.randn(1, 3, side, side), cost=cost)
-        return cost.around(cost.full_counts)
+        cost = LatencyCost(rows, get_backend("onnxruntime", threads=1))
+        return smcp_fx.prepare(MODULES[name]().eval(), torch.randn(1, 3, side, side), cost=cost).pruner.cost

@@ -1,12 +1,13 @@
-"""Hold the latency table against whole networks: sums, targets, and rounding.
+"""Hold the latency table against whole networks: sums and rounding.
 
     python tools/bench/latency.py run --record latency.jsonl             every model and setting, two hours at most
     python tools/bench/latency.py run --record latency.jsonl --models resnet18 --settings 64x32 --prunings 6
     python tools/bench/latency.py tables --record docs/records/latency.jsonl --out docs/results/latency.md
 
 For each model and setting (side x batch; ONNX Runtime, one thread): the table is measured; random prunings are
-timed with the dense network, in turns, and held against the table's sum; 70, 50 and 30 % of the dense latency
-are asked for and the emitted file measured; and of five groups no larger count should be as fast as the chosen.
+timed with the dense network, in turns, and held against the table's sum; and of five groups of a network pruned to
+half of the latency no larger count should be as fast as the chosen one. (Targets: latency_targets.py.)
+
 Every result is a line of JSON the moment it is there: run again to go on. Set OMP_NUM_THREADS=1.
 """
 
@@ -14,50 +15,35 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import platform
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from latency_networks import MODELS, SETTINGS, Network
-from latency_sums import calibrating_wholes, starting_at
-from latency_tables import write_tables
-from latency_targets import seek
+from latency_tables import of_record
+from records import Record, begin, fill
 
 from smcp_fx.allocation import allocate
 from smcp_fx.allocation.rounding import grow_for_free
 from smcp_fx.backends import (
     Backend,
-    CompareConfig,
-    Engine,
     Measurement,
     TimingConfig,
-    compare,
     get_backend,
     measure_interleaved,
 )
 from smcp_fx.errors import InfeasibleBudgetError
-from smcp_fx.latency.cost import LatencyCost
-from smcp_fx.latency.residency import calibrate
+from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.table import MEASURABLE_MS, HeldOutError, LatencyTable
 
-TARGETS = (0.7, 0.5, 0.3)
-#: The dense network and so many prunings less one, of sizes spread evenly (in logarithms) down to the smallest
-#: random ones', calibrate the prediction for the others, and for the targets.
-CALIBRATING = 12
 #: A solve's answer, priced around itself, is as near to what was asked as is looked for: relative.
 LANDED = 0.005
-#: How long to compare: two standard errors are then what counts as meeting a target.
-COMPARE = CompareConfig(error=0.005, longest_seconds=8.0)
-#: A fraction is sure where its standard error is at most this.
-SURE = 0.01
+#: The network whose counts are held against larger ones is pruned to this part of the latency.
+HALF = 0.5
 #: Networks are timed in so many sessions, as each has its own luck, and in so many rounds of each, for the median:
 #: who shares the cache and the memory changes within seconds. Fewer where that takes so many seconds: two sessions
 #: and a round of each at least.
@@ -79,38 +65,8 @@ _TIMING = TimingConfig(
 )  # fmt: skip
 
 
-class Record:
-    """Lines of JSON, each written when it is known; a line that a killed run left unfinished is dropped."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lines: list[dict[str, Any]] = []
-        if path.exists():
-            whole = [
-                line
-                for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
-                if line.endswith("\n")
-            ]
-            self.lines = [json.loads(line) for line in whole]
-            path.write_text("".join(whole), encoding="utf-8")
-
-    def find(self, kind: str, **keys: Any) -> list[dict[str, Any]]:
-        """The lines of a kind with these values."""
-        return [
-            line for line in self.lines if line["kind"] == kind and all(line[k] == v for k, v in keys.items())
-        ]
-
-    def add(self, kind: str, **values: Any) -> dict[str, Any]:
-        """Write a line."""
-        line = {"kind": kind, "time": time.time(), **values}
-        self.lines.append(line)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        return line
-
-
 class Bench:
-    """One model at one setting: its table, its prunings, its targets, its rounding."""
+    """One model at one setting: its table, its prunings, its rounding."""
 
     def __init__(
         self, record: Record, table: LatencyTable, backend: Backend, model: str, setting: str
@@ -120,9 +76,10 @@ class Bench:
         self.backend = backend
         self.key = {"model": model, "setting": setting}
         began = time.monotonic()
-        self.cost = LatencyCost(table, backend)
-        self.network = Network.make(model, setting, self.cost)
-        report = self.cost.report
+        self.network = Network.make(model, setting, LatencyCost(table, backend))
+        found = latency_of(self.network.prepared.pruner.cost)
+        assert found is not None
+        self.cost, report = found, found.report
         if not record.find("table", **self.key) and report is not None:
             in_cache, from_memory = self.held_out()
             record.add("table", **self.key, blocks=len(self.cost.blocks), measured=report.measured,
@@ -133,8 +90,7 @@ class Bench:
                        steady=in_cache.steady.tolist(), cold_steady=from_memory.steady.tolist(),
                        cold_errors=np.round(from_memory.errors, 4).tolist(),
                        cold_held_out_ms=np.round(from_memory.measured_ms, 5).tolist())  # fmt: skip
-        self.calibrating = self.network.sizes(CALIBRATING)
-        self.dense = self.network.engine(self.counts(0))
+        self.dense = self.network.engine(self.cost.full_counts)
 
     def held_out(self) -> list[HeldOutError]:
         """The errors of interpolation, in cache and from memory, of the same rows."""
@@ -160,20 +116,15 @@ class Bench:
             told[f"{state}stable"] = [row.stable for row in found]
         self.record.add("again", **self.key, **told)
 
-    def counts(self, index: int) -> dict[str, int]:
-        """Those of random pruning number ``index``, from 1; those that calibrate are numbered from 0 down."""
-        return self.network.random_counts(index) if index > 0 else self.calibrating[-index]
-
     def prunings(self, count: int, deadline: float) -> None:
         """Time the dense network and random prunings, all in turns, so that a slow moment is for all alike."""
-        wanted = range(1 - CALIBRATING, count + 1)
-        missing = [i for i in wanted if not self.record.find("whole", **self.key, index=i)]
+        missing = [i for i in range(1, count + 1) if not self.record.find("whole", **self.key, index=i)]
         while missing and time.monotonic() < deadline:
             chosen: list[int] = []
             size = 0.0
             while missing and size < TOGETHER:
                 chosen.append(missing.pop(0))
-                size += self.cost.whole(self.counts(chosen[-1])).weight_bytes
+                size += self.cost.whole(self.network.random_counts(chosen[-1])).weight_bytes
             sittings: list[list[tuple[float, list[Measurement]]]] = []
             began = time.monotonic()
             while len(sittings) < SITTINGS and (
@@ -188,9 +139,10 @@ class Bench:
                       "dense_again_ms": dense[second].median_ms, "dense_spread": _spread(dense),
                       **({"half_ms": half_ms} if math.isfinite(half_ms) else {})}  # fmt: skip
             for index, pruned in zip(chosen, found, strict=True):
-                whole = vars(self.cost.whole(self.counts(index), _median_ms(pruned)))
+                whole = {**vars(self.cost.whole(self.network.random_counts(index))),
+                         "measured_ms": _median_ms(pruned)}  # fmt: skip
                 # No prediction can be held to more than a network's own repetition.
-                told = {"spread": _spread(pruned), "calibrates": index <= 0, "first_ms": pruned[0].median_ms,
+                told = {"spread": _spread(pruned), "first_ms": pruned[0].median_ms,
                         "again_ms": pruned[second].median_ms, "rounds_ms": [m.median_ms for m in pruned]}  # fmt: skip
                 self.record.add("whole", **self.key, index=index, whole=whole, **told, **beside)
 
@@ -201,7 +153,10 @@ class Bench:
         """
         rounds: list[tuple[float, list[Measurement]]] = []
         with ExitStack() as opened:
-            engines = [opened.enter_context(self.network.engine(self.counts(index))) for index in chosen]
+            engines = [
+                opened.enter_context(self.network.engine(self.network.random_counts(index)))
+                for index in chosen
+            ]
             began = time.monotonic()
             while len(rounds) < ROUNDS and (
                 len(rounds) < FEWEST_ROUNDS or time.monotonic() - began < ROUNDS_SECONDS
@@ -209,55 +164,6 @@ class Bench:
                 half_ms = self.backend.fading_half_ms()
                 rounds.append((half_ms, measure_interleaved([self.dense, *engines], config=_TIMING)))
         return rounds
-
-    def calibrate(self) -> None:
-        """Fit the prediction to the networks meant for it."""
-        start = starting_at(self.backend.cache_bytes(), self.record.lines, **self.key)
-        self.cost.residency = calibrate(
-            calibrating_wholes(self.record.lines, **self.key, steady=STEADY), start
-        )
-
-    def targets(self, deadline: float) -> None:
-        """Ask for fractions of the dense latency, and measure the emitted files."""
-        dense_ms = self.cost.latency(self.counts(0))
-        for asked in TARGETS:
-            if self.record.find("target", **self.key, asked=asked) or time.monotonic() > deadline:
-                continue
-            found, counts = seek(
-                asked,
-                lambda fraction: self.allocated(fraction * dense_ms),
-                lambda counts: self.cost.latency(counts) / dense_ms,
-                self.measure,
-                self.measure_file,
-            )
-            self.record.add("target", **self.key, asked=asked, **found)
-            if asked == 0.5 and not self.record.find("rounding", **self.key):
-                self.rounding(counts)
-
-    def measure(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Measure the network of these counts, with other weights, over the dense one."""
-        with self.network.engine(counts) as engine:
-            return self.compared(engine)
-
-    def measure_file(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Measure the file that the compiler would emit for these counts over the dense network."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "network.onnx"
-            with self.network.emitted(counts, self.backend, path) as engine:
-                return self.compared(engine)
-
-    def compared(self, engine: Engine) -> dict[str, Any]:
-        """Measure a network over the dense one, as the compiler does."""
-        found = compare(self.dense, engine, COMPARE)
-        return {
-            "measured": found.fraction,
-            "stable": found.error <= SURE,
-            "rounds": found.rounds,
-            "error": found.error,
-            "quartiles": [found.q1, found.q3],
-            "dense_ms": found.dense.median_ms,
-            "pruned_ms": found.pruned.median_ms,
-        }
 
     def allocated(self, budget: float) -> dict[str, int]:
         """Counts of the greatest value for random importances, the cost taken again around each answer.
@@ -276,8 +182,11 @@ class Bench:
                 break
         return grow_for_free(self.cost.around(counts), counts)
 
-    def rounding(self, counts: Mapping[str, int]) -> None:
+    def rounding(self) -> None:
         """Of five groups, measure the blocks anew at the chosen count and at the larger ones the table likes best."""
+        if self.record.find("rounding", **self.key):
+            return
+        counts = self.allocated(HALF * self.cost.latency(self.cost.full_counts))
         cost = self.cost.around(counts)
         blocks = {block.name: block for block in self.cost.blocks}
         rng = np.random.default_rng(5)
@@ -320,14 +229,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure what the record lacks."""
     deadline = time.monotonic() + 60 * arguments.minutes
     record, backend = Record(arguments.record), get_backend("onnxruntime", threads=1)
-    versions = {
-        name: version(name) for name in ("smcp_fx", "torch", "torchvision", "onnx", "onnxruntime", "numpy")
-    }
-    here = json.loads(json.dumps(backend.fingerprint().as_dict()))
-    if any(line["fingerprint"] != here for line in record.find("machine")):
-        raise SystemExit(f"{record.path} is of another device or runtime: begin another record")
-    record.add("machine", fingerprint=here, versions=versions,
-               system=platform.platform(), cache_bytes=backend.cache_bytes())  # fmt: skip
+    begin(record, backend)
     path = arguments.table or arguments.record.with_suffix(".sqlite")
     with LatencyTable(path) as table:
         for setting in arguments.settings:
@@ -339,9 +241,7 @@ def run(arguments: argparse.Namespace) -> None:
                 bench = Bench(record, table, backend, model, setting)
                 bench.repeated()
                 bench.prunings(arguments.prunings, deadline)
-                bench.calibrate()
-                if not arguments.no_targets:
-                    bench.targets(deadline)
+                bench.rounding()
                 bench.dense.close()
 
 
@@ -360,18 +260,14 @@ def main() -> None:
     measure.add_argument(
         "--minutes", type=float, default=120.0, help="start nothing after so long (default: 120)"
     )
-    measure.add_argument("--no-targets", action="store_true", help="prunings only")
     tables = commands.add_parser("tables", help="write the tables of a record into a document")
-    tables.add_argument("--record", type=Path, nargs="+", required=True, help="one record an occasion")
+    tables.add_argument("--record", type=Path, required=True)
     tables.add_argument("--out", type=Path, required=True)
-    tables.add_argument(
-        "--each", type=Path, help="put each occasion's tables into this file (default: into --out)"
-    )
     arguments = parser.parse_args()
     if arguments.command == "run":
         run(arguments)
     else:
-        write_tables([Record(path).lines for path in arguments.record], arguments.out, STEADY, arguments.each)
+        fill(arguments.out, "measured", of_record(Record(arguments.record).lines, STEADY))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -14,11 +12,11 @@ import torchvision
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.backends.base import Backend, Engine
+from smcp_fx.backends.base import Engine
 from smcp_fx.backends.onnx.block_shapes import BlockShapes, built_shapes
 from smcp_fx.backends.onnx.blocks import Templates
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeEngine
-from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.costs.binding import CostModel
 from smcp_fx.prepare import PreparedModel
 
 MODELS = (
@@ -40,16 +38,16 @@ SMALLEST = 0.15
 
 @dataclass
 class Network:
-    """One model at one setting, prepared with a latency cost."""
+    """One model at one setting, prepared; engines have so many ``threads``."""
 
     prepared: PreparedModel
-    cost: LatencyCost
     inputs: tuple[Tensor, ...]
+    threads: int = 1
     templates: Templates = field(default_factory=Templates)
     shapes: dict[tuple[tuple[str, int], ...], BlockShapes] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, model: str, setting: str, cost: LatencyCost) -> Network:
+    def make(cls, model: str, setting: str, cost: CostModel) -> Network:
         """Build the model with random weights; what the cost's table lacks is measured."""
         torch.manual_seed(0)
         side, batch = SETTINGS[setting]
@@ -59,7 +57,7 @@ class Network:
             if isinstance(module, nn.BatchNorm2d):
                 for tensor in (module.weight, module.bias, module.running_mean, module.running_var):
                     nn.init.uniform_(tensor, 0.5, 1.5)
-        return cls(smcp_fx.prepare(network, inputs, cost=cost), cost, inputs)
+        return cls(smcp_fx.prepare(network, inputs, cost=cost), inputs)
 
     def pruned(self, counts: Mapping[str, int]) -> nn.Module:
         """The network with so many units of each group, the first ones."""
@@ -80,11 +78,7 @@ class Network:
     def engine(self, counts: Mapping[str, int]) -> Engine:
         """An engine of that model."""
         data = self.model(counts).SerializeToString()
-        return OnnxRuntimeEngine(data, self.inputs, self.cost.fingerprint.threads)
-
-    def emitted(self, counts: Mapping[str, int], backend: Backend, path: Path) -> Engine:
-        """An engine of the file that the compiler would emit, exported and checked."""
-        return backend.compile(self.pruned(counts), self.inputs, path)
+        return OnnxRuntimeEngine(data, self.inputs, self.threads)
 
     @property
     def permitted(self) -> dict[str, tuple[int, ...]]:
@@ -95,29 +89,6 @@ class Network:
         """Counts number ``index``: a random share for the whole network, each group about it."""
         rng = np.random.default_rng([7, index])
         return self._about(rng.uniform(SMALLEST, 1.0), rng)
-
-    def sizes(self, number: int) -> list[dict[str, int]]:
-        """Counts of the dense network and smaller ones, whose bytes of weights fall evenly (in logarithms).
-
-        Each group is about a share that is the network's, as in random ones; the last share is their smallest.
-        """
-
-        def of_share(index: int, share: float) -> dict[str, int]:
-            return self._about(share, np.random.default_rng([13, index]))
-
-        def weights(counts: Mapping[str, int]) -> float:
-            return self.cost.whole(counts).weight_bytes
-
-        full, smallest = self.cost.full_counts, of_share(number - 1, SMALLEST)
-        found = [dict(full)]
-        for wanted in np.geomspace(weights(full), weights(smallest), number)[1:-1]:
-            low, high = SMALLEST, 2.0  # each group's own share is half to one and a half: all are full at two
-            for _ in range(10):
-                share = math.sqrt(low * high)
-                fits = weights(of_share(len(found), share)) <= wanted
-                low, high = (share, high) if fits else (low, share)
-            found.append(of_share(len(found), low))
-        return [*found, smallest]
 
     def _about(self, share: float, rng: np.random.Generator) -> dict[str, int]:
         """Counts of about a share of each group's units: half of it to one and a half."""

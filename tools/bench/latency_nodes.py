@@ -17,13 +17,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from latency_networks import MODELS, SETTINGS, Network
 
 from smcp_fx.backends.base import Array
 from smcp_fx.backends.onnx.blocks import BlockModels
-from smcp_fx.backends.onnxruntime.blocks import CONVERSION, BlockInContext, own_nodes
 from smcp_fx.backends.onnxruntime.overhead import (
     add_reference,
     code_warmer,
@@ -32,15 +31,16 @@ from smcp_fx.backends.onnxruntime.overhead import (
     reference_feed,
     without_reference,
 )
+from smcp_fx.backends.onnxruntime.own_time import CONVERSION, BlockInContext, own_nodes
 from smcp_fx.backends.onnxruntime.profile import RESOLUTION_MS, NodeTime, Profiler
 from smcp_fx.backends.timing.fading import displace_inner_caches, evict_caches
 from smcp_fx.backends.timing.measuring import Sample, stopwatch, summarise, take_sample
 from smcp_fx.backends.timing.pace import pace
-from smcp_fx.blocks.cutting import FusedBlock, cut
+from smcp_fx.blocks.cutting import cut
+from smcp_fx.blocks.fused import FusedBlock
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs.flops import FlopsCost
-from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.tracing.tracer import Traced
 
 #: Runs that warm up, and that count.
@@ -140,7 +140,7 @@ def of_block(models: BlockModels, block: FusedBlock, widths: tuple[int, ...], st
 def compare(model: str, setting: str, prunings: Sequence[int], state: str) -> list[dict[str, Any]]:
     """One line for each pruning: by operation what blocks and network take (ms), and of how many nodes."""
     cost, models = KeepsBlocks(), BlockModels()
-    network = Network.make(model, setting, cast(LatencyCost, cost))
+    network = Network.make(model, setting, cost)
     groups = [group for group in network.prepared.channels.groups if group.free]
     known: dict[tuple[str, tuple[int, ...]], Taken] = {}
     lines = []

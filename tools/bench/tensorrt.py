@@ -38,8 +38,9 @@ from smcp_fx.backends.tensorrt.backend import TensorRTBackend, reference_outputs
 from smcp_fx.backends.tensorrt.layers import blocks_beside_layers  # noqa: E402
 from smcp_fx.errors import InfeasibleBudgetError, SmcpError  # noqa: E402
 from smcp_fx.knapsack import solve_knapsack  # noqa: E402
-from smcp_fx.latency.cost import LatencyCost  # noqa: E402
+from smcp_fx.latency.cost import LatencyCost, latency_of  # noqa: E402
 from smcp_fx.latency.filling import MeasuringProgress  # noqa: E402
+from smcp_fx.latency.network import NetworkLatency  # noqa: E402
 from smcp_fx.latency.table import LatencyTable  # noqa: E402
 from smcp_fx.storage.files import write_texts  # noqa: E402
 from smcp_fx.zoo.models import build_model  # noqa: E402
@@ -77,7 +78,7 @@ class Bench:
         torch.manual_seed(0)
         self.model = build_model(arguments.model).eval().to(self.device)
         self.longest_build = 10.0
-        self.cost: LatencyCost | None = None
+        self.cost: NetworkLatency | None = None
         self.prepared: Any = None
         self.dense: Engine | None = None
 
@@ -190,11 +191,12 @@ class Bench:
         a = self.arguments
         table = LatencyTable(a.table or self.folder / "table.sqlite")
         found["rows_before"] = len(table.rows(self.backend.fingerprint()))
-        cost = LatencyCost(table, self.backend)
-        cost.progress = lambda state: self.watch(state, found)
+        cost = LatencyCost(table, self.backend, progress=lambda state: self.watch(state, found))
         x = torch.randn(a.batch, 3, a.side, a.side)
         self.prepared = smcp_fx.prepare(copy.deepcopy(self.model).cpu(), (x,), cost=cost)
-        self.cost, report = cost, cost.report
+        self.cost = latency_of(self.prepared.pruner.cost)
+        assert self.cost is not None
+        report = self.cost.report
         assert report is not None
         error = table.held_out_error(self.cost.blocks, self.backend.fingerprint())
         found |= {
@@ -210,7 +212,7 @@ class Bench:
         later = set(self.arguments.parts) & {"prunings", "targets", "others"}
         self.need(AFTER_TABLE if later else 5)
 
-    def priced(self) -> LatencyCost:
+    def priced(self) -> NetworkLatency:
         """The table's prices; made from its rows where this call did not measure it."""
         if self.cost is None and "table" not in self.arguments.parts:
             self.table({})

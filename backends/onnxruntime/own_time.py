@@ -1,0 +1,117 @@
+"""A block in its context, and which part of a profiled run is the block's own.
+
+ONNX Runtime's profiler tells what each node took. The context's nodes are known by their names. Conversions between
+the runtime's blocked layout and the plain one have no names of ours: those of the block's results are the context's,
+which reads them; all others are the block's, which asks for them as it would in the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import onnx
+
+from smcp_fx.backends.base import Array
+from smcp_fx.backends.onnxruntime.context import CONTEXT, add_context, random_feed
+from smcp_fx.backends.onnxruntime.overhead import add_reference, without_reference
+from smcp_fx.backends.onnxruntime.profile import NodeTime
+from smcp_fx.backends.onnxruntime.twin import add_twin, halves, is_twins
+
+#: From the runtime's blocked layout into the plain one.
+CONVERSION = "ReorderOutput"
+
+
+@dataclass(frozen=True)
+class BlockInContext:
+    """A block's model in its context, with its twin and the chain beside it.
+
+    ``results``: the shapes of what the block alone hands on; ``paid``: of its inputs' conversions this share does not
+    count; ``twin``: whether it has one.
+    """
+
+    data: bytes
+    feed: dict[str, Array]
+    results: tuple[tuple[int, ...], ...]
+    paid: float
+    twin: bool
+
+    @classmethod
+    def of(
+        cls, model: onnx.ModelProto, read_before: Collection[int] = (), fed_by: Sequence[str] = ()
+    ) -> BlockInContext:
+        """Build it around a block's model, in place. ``read_before`` and ``fed_by``: as for `measure_block`."""
+        paid = share_of_channels(model, read_before)
+        shapes = [value.type.tensor_type.shape.dim for value in model.graph.output]
+        results = tuple(tuple(dim.dim_value for dim in shape) for shape in shapes)
+        twin = add_twin(add_context(model, fed_by))
+        feed = random_feed(add_reference(model))
+        return cls(model.SerializeToString(), feed, results, paid, twin)
+
+    def counted(self, nodes: Sequence[NodeTime], state: str) -> tuple[list[list[NodeTime]], int]:
+        """Return the parts of a run that count in a state, context in them, and how often each has the block.
+
+        Cold, what ran second; hot, both; where the runtime mixes the two, they are one part.
+        """
+        nodes = without_reference(nodes)
+        parts = halves(nodes) if self.twin else [list(nodes)]
+        if parts is None:
+            return [list(nodes)], 2
+        return (parts[-1:] if state == "cold" else parts), 1
+
+    def ms(self, nodes: Sequence[NodeTime], profiler_ms: float, state: str) -> float:
+        """Return the block's ms of one run. ``profiler_ms`` is taken off every node."""
+        parts, copies = self.counted(nodes, state)
+        taken = [block_ms(part, self.results, profiler_ms, self.paid, copies) for part in parts]
+        return sum(taken) / (copies * len(parts))
+
+
+def block_ms(
+    nodes: Sequence[NodeTime],
+    results: Sequence[tuple[int, ...]],
+    profiler_ms: float = 0.0,
+    paid: float = 0.0,
+    copies: int = 1,
+) -> float:
+    """Return the ms of the block's `own_nodes` in one run.
+
+    ``profiler_ms`` is taken off every node. ``paid``: of the inputs' conversions this share does not count.
+    """
+    return sum(
+        (1 - paid if node.operation == CONVERSION else 1.0) * (node.ms - profiler_ms)
+        for node in own_nodes(nodes, results, copies)
+    )
+
+
+def own_nodes(
+    nodes: Sequence[NodeTime], results: Sequence[tuple[int, ...]], copies: int = 1
+) -> list[NodeTime]:
+    """Return a block's nodes of one run, last to first: all but context and the conversions of its ``results``.
+
+    Of a result either itself is converted, for the context to read, or the mean that the context takes of it.
+    ``copies``: 2 where the nodes of the block and of its twin ran in turns.
+    """
+    own, left, seen = list[NodeTime](), copies * list(results), set[bool]()
+    for node in reversed(nodes):
+        if node.operation == CONVERSION:
+            shape = node.output_shapes[0] if node.output_shapes else ()
+            result = next((r for r in left if shape in (r, (*r[:2], *(1 for _ in r[2:])))), None)
+            if result is None:
+                own.append(node)
+            else:
+                left.remove(result)
+        elif CONTEXT not in node.name:
+            own.append(node)
+            seen.add(is_twins(node))
+            if len(results) == 1:  # what came before converted an input, of the result's shape perhaps
+                del left[copies - len(seen) :]
+    return own
+
+
+def share_of_channels(model: onnx.ModelProto, positions: Collection[int]) -> float:
+    """Return which share of the inputs' channels these inputs have."""
+    if not positions:
+        return 0.0
+    shapes = [value.type.tensor_type.shape.dim for value in model.graph.input]
+    channels = [shape[1].dim_value if len(shape) > 1 else 1 for shape in shapes]
+    return sum(count for position, count in enumerate(channels) if position in positions) / sum(channels)

@@ -1,0 +1,53 @@
+"""What command lines let users choose of TensorRT's engines; flags and help are derived from these fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from smcp_fx.backends.tensorrt.worker.building import PRECISIONS, BuildOptions
+from smcp_fx.config import option
+from smcp_fx.errors import InputError
+
+_MOST_BUILDERS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """How engines are built, and by what."""
+
+    precision: str = option("fp16", "precision of TensorRT's engines", tuple(PRECISIONS))
+    worker_python: str | None = option(
+        None, "command of the Python that has TensorRT, where it is not this one"
+    )
+    builders: int = option(1, "processes that build TensorRT's engines beside each other")
+    tactic_sources_off: tuple[str, ...] = option(
+        (), "libraries TensorRT's builder is not to use: CUBLAS CUBLAS_LT CUDNN"
+    )
+    version_compatible: bool = option(
+        False, "TensorRT engines that later TensorRT versions run, too (from 8.6)"
+    )
+    lean: bool = option(
+        False, "... without the lean runtime in the file: run them with the package tensorrt_lean"
+    )
+
+    def __post_init__(self) -> None:
+        if self.builders < 1:
+            raise InputError(f"--builders must be at least 1, not {self.builders}")
+        if self.builders > _MOST_BUILDERS:
+            raise InputError(f"--builders must be at most {_MOST_BUILDERS}, not {self.builders}")
+
+    @property
+    def of_backend(self) -> dict[str, Any]:
+        """What `TensorRTBackend` takes."""
+        return {field.name: getattr(self, field.name) for field in fields(EngineSettings)}
+
+    @property
+    def of_build(self) -> BuildOptions:
+        """What an engine is built with."""
+        return BuildOptions(
+            self.precision,
+            version_compatible=self.version_compatible,
+            lean=self.lean,
+            tactic_sources_off=self.tactic_sources_off,
+        )

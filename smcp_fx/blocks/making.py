@@ -1,0 +1,231 @@
+"""Make a block of some nodes of a network: a module of its own, its free widths, and what else its latency needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from smcp_fx.blocks.feeding import CONVOLUTION
+from smcp_fx.blocks.fused import FusedBlock, Port
+from smcp_fx.blocks.signature import signature
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.graph import RULES
+from smcp_fx.channels.labels import along, compress, varied_dims
+from smcp_fx.channels.propagation import Propagation
+from smcp_fx.channels.units import close
+from smcp_fx.cost_model import Width
+from smcp_fx.tracing.modes import with_branches
+from smcp_fx.tracing.tracer import Traced
+from smcp_fx.tracing.values import TensorInfo
+
+
+def make_block(
+    traced: Traced,
+    channels: ChannelGraph,
+    nodes: list[fx.Node],
+    converted: Collection[fx.Node],
+    how: Mapping[fx.Node, str],
+) -> FusedBlock:
+    """Return the block of these nodes.
+
+    ``converted``: nodes whose tensors another block has converted into a plain layout; ``how``: how each tensor was
+    written (`blocks.feeding.how_written`).
+    """
+    border = _Border.of(traced, channels, nodes)
+    module, values = _subgraph(traced, nodes, border)
+    own = _own_channels(module, values, border.axes)
+    inputs = tuple(
+        Port(source.name, border.axes[source.name], _units_at(own, source.name, border.axes[source.name]))
+        for source in border.tensors
+    )
+    free = _free_widths(channels, own, border, inputs)
+    read_before = tuple(i for i, source in enumerate(border.tensors) if source in converted)
+    ways = tuple(how.get(source, CONVOLUTION) for source in border.tensors)
+    fed_by = ways if set(ways) - {CONVOLUTION} else ()
+    paths = [str(node.target) for node in nodes if node.op == "call_module"]
+    return FusedBlock(
+        name=paths[0] if paths else nodes[0].name,
+        nodes=tuple(node.name for node in nodes),
+        signature=signature(traced, nodes, border.tensors, border.axes, channels, read_before, fed_by),
+        widths=tuple(width for width, _ in free),
+        grids=tuple(_grid(channels, width) for width, _ in free),
+        module=module,
+        channels=own,
+        inputs=inputs,
+        shapes=tuple(traced.values[source.name] for source in border.tensors),
+        lines=tuple(line for _, line in free),
+        read_before=read_before,
+        fed_by=fed_by,
+        written=tuple(_written(traced, channels, end.name) for end in border.ends),
+    )
+
+
+@dataclass(frozen=True)
+class _Border:
+    """Where a block ends: ``tensors`` that it reads, ``ends`` that others read, ``axes`` of the tensors' channels."""
+
+    tensors: list[fx.Node]
+    ends: list[fx.Node]
+    axes: dict[str, int | None]
+
+    @classmethod
+    def of(cls, traced: Traced, channels: ChannelGraph, nodes: list[fx.Node]) -> _Border:
+        inside = set(nodes)
+        read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+        tensors = [
+            source
+            for source in read
+            if source not in inside
+            and source.op != "get_attr"
+            and isinstance(traced.values[source.name], TensorInfo)
+        ]
+        ends = [node for node in nodes if any(user not in inside for user in node.users)] or nodes[-1:]
+        return cls(tensors, ends, {source.name: _axis(channels, source.name) for source in tensors})
+
+
+def _free_widths(
+    channels: ChannelGraph, own: ChannelGraph, border: _Border, inputs: Sequence[Port]
+) -> list[tuple[Width, Tensor]]:
+    """Return the widths that the network's counts decide, each with the block's own units along it.
+
+    The first is of the channels that the block reads and does not hand on, the second of those it hands on.
+    """
+    outputs = [(end.name, axis) for end in border.ends if (axis := _axis(channels, end.name)) is not None]
+    handed_on = _distinct([_units_at(own, name, axis) for name, axis in outputs])
+    known = {int(unit) for line in handed_on for unit in line}
+    read = [port for port in inputs if port.axis is not None and not set(port.units.tolist()) <= known]
+    in_widths = [_width(channels, port.node, port.axis or 0) for port in read]
+    out_widths = [_width(channels, name, axis) for name, axis in outputs][: len(handed_on)]
+    free = []
+    for lines, widths in (([port.units for port in read], in_widths), (handed_on, out_widths)):
+        total = _sum(widths)
+        if total.groups:
+            free.append((total, torch.cat(_distinct(lines))))
+    return free
+
+
+class _BlockPropagation(Propagation):
+    """Labels for a block on its own: its inputs' channels are as free as any, its outputs pin nothing."""
+
+    def __init__(self, module: fx.GraphModule, values: dict[str, Any], axes: dict[str, int | None]) -> None:
+        super().__init__(module, values, RULES)
+        self._axes = axes
+
+    def _execute(self, node: fx.Node) -> Any:
+        axis = self._axes.get(node.name)
+        if node.op == "placeholder" and axis is not None:
+            shape = self.values[node.name].shape
+            return compress(along(self.fresh(node.name, shape[axis]), shape, axis))
+        return None if node.op == "output" else super()._execute(node)
+
+
+def _own_channels(
+    module: fx.GraphModule, values: dict[str, Any], axes: dict[str, int | None]
+) -> ChannelGraph:
+    trail = _BlockPropagation(module, values, axes).run()
+    own = ChannelGraph(trail, close(trail), 1)
+    own.free_units = torch.ones_like(own.free_units)
+    return own
+
+
+def _subgraph(traced: Traced, nodes: list[fx.Node], border: _Border) -> tuple[fx.GraphModule, dict[str, Any]]:
+    """Return the nodes as a module of their own, and its values; numbers computed elsewhere become constants."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = _numbers(traced, nodes)
+    for source in border.tensors:
+        copies[source] = graph.placeholder(source.name)
+    for node in traced.module.graph.nodes:
+        if node in nodes:
+            for source in node.all_input_nodes:
+                if source not in copies:
+                    copies[source] = graph.node_copy(source)
+            args = fx.node.map_arg(node.args, lambda n: copies[n])
+            kwargs = fx.node.map_arg(node.kwargs, lambda n: copies[n])
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+    ends = [copies[end] for end in border.ends]
+    graph.output(ends[0] if len(ends) == 1 else tuple(ends))
+    module = fx.GraphModule(traced.module, with_branches(graph))
+    values = {n.name: traced.values[o.name] for o, n in copies.items() if isinstance(n, fx.Node)}
+    return module, {**values, "output": None}
+
+
+def _numbers(traced: Traced, nodes: list[fx.Node]) -> dict[fx.Node, Any]:
+    """Sources that are numbers (sizes) rather than tensors or attributes, with their recorded values."""
+    found: dict[fx.Node, Any] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            value = traced.values[source.name]
+            tensors = any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value))
+            if source.op != "get_attr" and not tensors:
+                found[source] = value
+            elif source.op == "get_attr" and isinstance(value, bool):
+                found[source] = False  # a training flag: blocks run in eval mode
+    return found
+
+
+def _written(traced: Traced, channels: ChannelGraph, node: str) -> tuple[Width, float]:
+    """The channels that a node writes, and each one's bytes; tensors without channels count as a single one."""
+    tensors = [v for v in pytree.tree_leaves(traced.values[node]) if isinstance(v, TensorInfo)]
+    size = float(sum(prod(info.shape) * info.dtype.itemsize for info in tensors))
+    axis = _axis(channels, node)  # of a single tensor
+    if axis is None or not tensors[0].shape[axis]:
+        return Width(1), size
+    return _width(channels, node, axis), size / tensors[0].shape[axis]
+
+
+def _axis(channels: ChannelGraph, node: str) -> int | None:
+    """The axis of a node's tensor that has the channels; None where it has none."""
+    labels = channels.trail.labels.get(node)
+    if not isinstance(labels, Tensor):
+        return None
+    varied = varied_dims(channels.units.of(labels))
+    return varied[0] if varied else None
+
+
+def _units_at(channels: ChannelGraph, node: str, axis: int | None) -> Tensor:
+    labels = channels.trail.labels.get(node)
+    if axis is None or not isinstance(labels, Tensor):
+        return torch.empty(0, dtype=torch.int64)
+    return _line(channels.units.of(labels), axis)
+
+
+def _width(channels: ChannelGraph, node: str, axis: int) -> Width:
+    return channels.width(_line(channels.trail.labels[node], axis))
+
+
+def _line(tensor: Tensor, axis: int) -> Tensor:
+    """The values along one axis, at the first place on all others."""
+    for dim in range(tensor.dim()):
+        if dim != axis:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor.reshape(-1)
+
+
+def _sum(widths: Sequence[Width]) -> Width:
+    groups: dict[str, int] = {}
+    for width in widths:
+        for group, per_unit in width.groups:
+            groups[group] = groups.get(group, 0) + per_unit
+    return Width(sum(width.constant for width in widths), tuple(groups.items()))
+
+
+def _distinct(lines: list[Tensor]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for line in lines:
+        if not any(torch.equal(line, other) for other in found):
+            found.append(line)
+    return found
+
+
+def _grid(channels: ChannelGraph, width: Width) -> tuple[int, ...]:
+    """Every value an affine width can take, ascending; not 0 (a block without channels is removed)."""
+    sums = {width.constant}
+    for group, per_unit in width.groups:
+        sums = {total + per_unit * count for total in sums for count in channels[group].permitted}
+    return tuple(sorted(sums - {0}))

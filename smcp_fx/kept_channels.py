@@ -1,0 +1,59 @@
+"""Which channels of which module are kept, and which of the original's attributes are true of what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.trail import Layer
+from smcp_fx.passes.sliced_labels import Sliced
+
+#: Module path: positions of the input and of the output channels that are kept, among the original's.
+Kept = dict[str, tuple[list[int], list[int]]]
+
+#: Attributes that tell of classes and images, whatever numbers they hold.
+_OF_THE_TASK = {"num_classes", "pretrained_cfg", "default_cfg"}
+
+
+def kept_channels(channels: ChannelGraph, keep: Tensor) -> Kept:
+    """Return what is kept of each convolution, linear and batch norm; ``keep``: a bool for every unit."""
+    sliced = Sliced(channels, keep.cpu() | ~channels.free_units)
+    kept: Kept = {}
+    for layer in channels.layers:
+        ins, outs = (
+            sliced.positions(side).tolist() for side in (layer.input_channels, layer.output_channels)
+        )
+        kept[_module_of(layer)] = (ins, outs)
+    for norm in channels.trail.norms:
+        through = sliced.positions(norm.labels).tolist()
+        kept[norm.path] = (through, through)
+    return kept
+
+
+def still_true(attributes: Mapping[str, Any], channels: ChannelGraph, kept: Kept) -> dict[str, Any]:
+    """The attributes that hold no number of channels which is another one now (timm's ``num_features``)."""
+    changed = set()
+    for layer in channels.layers:
+        before = layer.input_channels.numel(), layer.output_channels.numel()
+        changed |= {n for n, left in zip(before, kept[_module_of(layer)], strict=True) if n != len(left)}
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name in _OF_THE_TASK or not changed.intersection(_numbers(value))
+    }
+
+
+def _module_of(layer: Layer) -> str:
+    """The module that holds a layer's weight; the weight's own name where that is the model."""
+    return layer.path if layer.path != layer.weight else layer.weight.rpartition(".")[0] or layer.weight
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, (Mapping, tuple, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(item)
+    elif type(value) is int:
+        yield value

@@ -1,0 +1,242 @@
+"""The latency of one network at any counts: its blocks, priced by a latency table, in the cache's presence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smcp_fx.allocation.rounding import without_dominated
+from smcp_fx.backends.base import Fingerprint
+from smcp_fx.blocks.fused import FusedBlock
+from smcp_fx.blocks.sharing import priced_as
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
+from smcp_fx.costs.parameters import ParamsCost
+from smcp_fx.costs.terms import without_branch
+from smcp_fx.latency.filling import MeasureReport
+from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency, Whole
+from smcp_fx.latency.surface import Surface
+from smcp_fx.latency.table import LatencyTable
+from smcp_fx.tracing.tracer import Traced
+
+#: A smaller count is offered only if it saves this share of its blocks' latency: rows are no more certain than that
+#: (docs: Experiments).
+_LEAST_SAVING = 0.02
+#: Least divisor when a longer run makes weights colder, which makes the run longer still: where the two feed each
+#: other that much, a first-order price would grow without bound. Chosen, not measured.
+_LEAST_DAMPING = 0.25
+
+
+@dataclass(frozen=True)
+class NetworkLatency:
+    """What a network's latency is made of, bound once and never changed.
+
+    ``blocks``: what the network was cut into; ``report``: what measuring them took, None where nothing was measured.
+    ``hot`` and ``cold``: the sums over blocks with weights in cache and in memory, ms; ``weights`` and
+    ``activations``: the bytes a run reads and writes. ``run_ms``: what a run costs beside its blocks. ``cold_share``:
+    set by the table's user instead of following from the footprint.
+    """
+
+    table: LatencyTable = field(repr=False)
+    fingerprint: Fingerprint
+    residency: Residency
+    blocks: tuple[FusedBlock, ...] = field(repr=False)
+    report: MeasureReport | None
+    hot: NetworkCost = field(repr=False)
+    cold: NetworkCost = field(repr=False)
+    weights: NetworkCost = field(repr=False)
+    activations: NetworkCost = field(repr=False)
+    run_ms: float
+    cold_share: float | None
+
+    @classmethod
+    def bind(
+        cls,
+        traced: Traced,
+        channels: ChannelGraph,
+        blocks: Sequence[FusedBlock],
+        table: LatencyTable,
+        fingerprint: Fingerprint,
+        residency: Residency,
+        report: MeasureReport | None = None,
+    ) -> NetworkLatency:
+        """Read the prices of a network's blocks from a table; `TableError` where it lacks some."""
+        permitted = {group.name: group.permitted for group in channels.groups if group.free}
+        homes = priced_as(blocks)
+        surfaces: dict[tuple[object, float], Surface] = {}
+
+        def surface(block: FusedBlock, share: float) -> Surface:
+            key = (block.signature, block.grids), share
+            if key not in surfaces:
+                surfaces[key] = table.surface(homes[key[0]], fingerprint, share)
+            return surfaces[key]
+
+        hot, cold = (
+            _sum_of_blocks(blocks, channels, permitted, partial(surface, share=share)) for share in (0.0, 1.0)
+        )
+        both = replace(hot, terms=(*hot.terms, *cold.terms))
+        offered = dict(without_dominated(both, _LEAST_SAVING).permitted)
+        parameters = list(traced.module.parameters())
+        bytes_each = parameters[0].element_size() if parameters else 4
+        return cls(
+            table=table,
+            fingerprint=fingerprint,
+            residency=residency,
+            blocks=tuple(blocks),
+            report=report,
+            hot=replace(hot, permitted=offered),
+            cold=replace(cold, permitted=offered),
+            weights=_in_bytes(ParamsCost().network_cost(traced, channels), bytes_each),
+            activations=_bytes_written(blocks, channels, permitted),
+            run_ms=table.run_overhead(fingerprint),
+            cold_share=table.cold_share,
+        )
+
+    @property
+    def full_counts(self) -> dict[str, int]:
+        """Every group at its full size."""
+        return self.hot.full_counts
+
+    def latency(self, counts: Mapping[str, int]) -> float:
+        """Return the predicted latency in ms at these counts."""
+        whole = self.whole(counts)
+        if self.cold_share is None:
+            return self.residency.latency(whole.hot_ms, whole.cold_ms, whole.footprint, whole.run_ms)
+        return whole.run_ms + whole.hot_ms + self.cold_share * (whole.cold_ms - whole.hot_ms)
+
+    def share(self, counts: Mapping[str, int]) -> float:
+        """Return how cold the network's weights are taken to be at these counts, in [0, 1]."""
+        if self.cold_share is not None:
+            return self.cold_share
+        return self.residency.share(self.whole(counts).footprint, self.latency(counts))
+
+    def by_block(self, counts: Mapping[str, int]) -> dict[str, float]:
+        """Return what each block with free widths is predicted to take, in ms, by its name."""
+        share = self.share(counts)
+        return {
+            hot.name: (1 - share) * hot.cost(counts) + share * cold.cost(counts)
+            for hot, cold in zip(self.hot.terms, self.cold.terms, strict=True)
+        }
+
+    def whole(self, counts: Mapping[str, int]) -> Whole:
+        """Return what the prediction at these counts is made of."""
+        return Whole(
+            hot_ms=self.hot.cost(counts),
+            cold_ms=self.cold.cost(counts),
+            weight_bytes=self.weights.cost(counts),
+            run_ms=self.run_ms,
+            activation_bytes=self.activations.cost(counts),
+        )
+
+    def surface(self, block: FusedBlock, cold_share: float) -> Surface:
+        """Return the latency of one of ``blocks`` over its widths; another's rows may give it."""
+        home = priced_as(self.blocks)[block.signature, block.grids]
+        return self.table.surface(home, self.fingerprint, cold_share)
+
+    def around(self, counts: Mapping[str, int]) -> NetworkCost:
+        """Return the latency as a sum of terms: exact at these counts, to first order in the footprint near them.
+
+        How many weights come from memory follows from the whole network, which no sum of terms can express. So an
+        allocator takes this cost, and takes it again around what it chose.
+        """
+        whole = self.whole(counts)
+        share, ms = self.share(counts), self.latency(counts)
+        slope, damping = 0.0, 1.0
+        if self.cold_share is None:
+            # Cold rows that measured faster than hot ones are noise.
+            of_cold = max(whole.cold_ms - whole.hot_ms, 0.0)
+            slope, with_ms = (each * of_cold for each in self.residency.slopes(whole.footprint, ms))
+            damping = max(1 - with_ms, _LEAST_DAMPING)  # what takes longer is colder, which takes longer
+        blends: dict[object, Price] = {}
+        terms = []
+        for hot, cold in zip(self.hot.terms, self.cold.terms, strict=True):
+            pair = id(hot.price), id(cold.price)
+            if pair not in blends:
+                blends[pair] = _blend(hot.price, cold.price, (1 - share) / damping, share / damping)
+            terms.append(replace(hot, price=blends[pair]))
+        if slope:
+            for part, weight in ((self.weights, 1.0), (self.activations, OF_ACTIVATIONS)):
+                price = slope * weight / damping
+                terms += [
+                    replace(term, name=f"{term.name} in memory", price=_scaled(term.price, price))
+                    for term in part.terms
+                ]
+        constant = ms - sum(term.cost(counts) for term in terms)
+        return NetworkCost("ms", self.hot.permitted, tuple(terms), constant, self)
+
+
+def _sum_of_blocks(
+    blocks: Sequence[FusedBlock],
+    channels: ChannelGraph,
+    permitted: Mapping[str, tuple[int, ...]],
+    price_of: partial[Surface],
+) -> NetworkCost:
+    """One term a block; blocks without free widths are in the constant."""
+    terms, constant = [], 0.0
+    prices: dict[object, Price] = {}  # blocks that are alike share theirs, so that it is evaluated once
+    for block in blocks:
+        empty = any(_least(width, permitted) == 0 for width in block.widths)
+        least = tuple(grid[0] for grid in block.grids) if empty else ()
+        alike = block.signature, block.grids, least
+        if alike not in prices:
+            price: Price = price_of(block)
+            prices[alike] = _nothing_is_free(price, least) if empty else price
+        term = without_branch(channels, block.nodes, CostTerm(block.name, block.widths, prices[alike]))
+        if term.widths:
+            terms.append(term)
+        else:
+            constant += float(prices[alike]())
+    return NetworkCost("ms", permitted, tuple(terms), constant)
+
+
+def _bytes_written(
+    blocks: Sequence[FusedBlock], channels: ChannelGraph, permitted: Mapping[str, tuple[int, ...]]
+) -> NetworkCost:
+    terms, constant = [], 0.0
+    for block in blocks:
+        for width, size in block.written:
+            term = CostTerm(f"{block.name} written", (width,), partial(np.multiply, size))
+            term = without_branch(channels, block.nodes, term)
+            if term.groups:
+                terms.append(term)
+            else:
+                constant += term.cost({})
+    return NetworkCost("bytes", permitted, tuple(terms), constant)
+
+
+def _least(width: Width, permitted: Mapping[str, tuple[int, ...]]) -> int:
+    return width.constant + sum(per_unit * permitted[group][0] for group, per_unit in width.groups)
+
+
+def _nothing_is_free(price: Price, least: tuple[int, ...]) -> Price:
+    """Cost nothing where a block has no channel to read or to write; ``least``: the smallest widths with a price."""
+
+    def priced(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
+        present = np.logical_and.reduce([width > 0 for width in np.broadcast_arrays(*widths)])
+        inside = [np.maximum(width, low) for width, low in zip(widths, least, strict=True)]
+        return np.where(present, price(*inside), 0.0)
+
+    return priced
+
+
+def _in_bytes(parameters: NetworkCost, size: int) -> NetworkCost:
+    terms = tuple(replace(term, price=_scaled(term.price, size)) for term in parameters.terms)
+    return replace(parameters, unit="bytes", terms=terms, constant=size * parameters.constant)
+
+
+def _scaled(price: Price, factor: float) -> Price:
+    def scaled(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
+        return factor * price(*widths)
+
+    return scaled
+
+
+def _blend(hot: Price, cold: Price, of_hot: float, of_cold: float) -> Price:
+    def blended(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
+        return of_hot * hot(*widths) + of_cold * cold(*widths)
+
+    return blended

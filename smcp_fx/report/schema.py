@@ -1,0 +1,181 @@
+"""What a report holds: the fields of `report.json`, as dataclasses. None is what was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Raised when a field changes its meaning or goes; new fields may come at any time.
+FORMAT = 1
+
+
+def told(help: str, default: Any = None) -> Any:
+    """A field that carries what it means, for the documentation; an empty dict or tuple is made for each report."""
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Side:
+    """The dense or the pruned network."""
+
+    accuracy: float | None = told("share of the test images that the emitted file gets right")
+    latency_ms: float | None = told("median of the measured latency")
+    latency_q1_ms: float | None = told("lower quartile")
+    latency_q3_ms: float | None = told("upper quartile")
+    latency_stable: bool | None = told("whether the timings agreed well enough to be sure of")
+    predicted_ms: float | None = told("what the latency table says; null where the target is no latency")
+    params: int | None = told("parameters")
+    flops: float | None = told("multiply-adds per input")
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A convolution or linear."""
+
+    path: str = told("path of its module", "")
+    kind: str = told("`dense` or `depthwise`", "layer")
+    in_channels: int | None = told("input channels")
+    in_kept: int | None = told("those kept")
+    out_channels: int = told("output channels", 0)
+    out_kept: int = told("those kept", 0)
+    in_group: str = told("groups that its input channels belong to", "")
+    out_group: str = told("groups that its output channels belong to", "")
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """A group of the channel graph."""
+
+    name: str = told("its name", "")
+    size: int = told("its units", 0)
+    kept: int = told("those kept", 0)
+    consumers: tuple[str, ...] = told("paths of the layers that read them", ())
+    producers: tuple[str, ...] = told("paths of the layers that write them", ())
+    pinned: tuple[str, ...] = told("why they must stay; empty when they may go", ())
+
+
+@dataclass(frozen=True)
+class SolveRow:
+    """One choice of masks."""
+
+    step: int = told("the optimiser step", 0)
+    epoch: float = told("the same in epochs of pruning", 0.0)
+    target: float = told("the cost that was asked for then, in the unit of `cost`", 0.0)
+    cost: float = told("the cost of what was chosen", 0.0)
+    importance_kept: float | None = told("share of the importance that was kept")
+    bound: float | None = told("the most that any choice within the target keeps")
+    changed_share: float | None = told("share of the units whose mask changed")
+    returned: int | None = told("units that came back")
+    seconds: float | None = told("time it took")
+
+
+@dataclass(frozen=True)
+class EpochRow:
+    """An epoch of training."""
+
+    epoch: int = told("its number, from 1 in each phase", 0)
+    phase: str = told("`dense` or `prune`", "training")
+    loss: float | None = told("mean training loss")
+    accuracy: float | None = told("share of the test images that the model gets right behind it")
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """An engine that was measured beside its prediction."""
+
+    name: str = told("`dense`, `emitted`, or which masks were tried", "")
+    predicted_ms: float | None = told("what the table says")
+    measured_ms: float | None = told("what it takes")
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """A fused block, as the latency table has it."""
+
+    name: str = told("its name", "")
+    dense_ms: float | None = told("in the dense network")
+    pruned_ms: float | None = told("in the pruned network")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One free width of a block."""
+
+    title: str = told("what it counts", "")
+    values: tuple[int, ...] = told("the channels, ascending", ())
+
+
+@dataclass(frozen=True)
+class SurfaceRow:
+    """The latency of a block over the channels that it may keep."""
+
+    name: str = told("the block", "")
+    axes: tuple[Axis, ...] = told("one or two of `title` and `values`", ())
+    ms: Any = told("latencies in ms, nested as the axes are")
+    measured: tuple[tuple[int, ...], ...] = told(
+        "the widths that were measured; the others are interpolated", ()
+    )
+    chosen: tuple[int, ...] = told("the widths that were chosen", ())
+    full: tuple[int, ...] = told("the widths of the dense network", ())
+
+
+@dataclass(frozen=True)
+class TableFacts:
+    """What the predictions rest on."""
+
+    path: str = told("the latency table", "")
+    rows: int | None = told("its rows of this device and runtime")
+    measured: int | None = told("rows that this run measured")
+    reused: int | None = told("rows that were there")
+    unstable: int | None = told("rows in use whose samples did not agree")
+    held_out_points: int | None = told("measured points that the interpolation was held against")
+    held_out_median: float | None = told("its relative error there, median")
+    held_out_p95: float | None = told("95th percentile")
+    fingerprint: Mapping[str, Any] = told("device, runtime and settings of the rows", {})
+    foreign: bool = told("whether that is another device or runtime than this one", False)
+    residency: Mapping[str, Any] = told("how rows with weights in cache and from memory are weighed", {})
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a compile run came to."""
+
+    format: int = told("version of these fields", FORMAT)
+    model: str = told("the model as it was named", "")
+    data: str = told("the data set", "")
+    seed: int | None = told("seed of everything random")
+    created: str = told("when, in UTC", "")
+    target: str = told("the target as it was given", "")
+    target_fraction: float | None = told("the target as a fraction of the dense cost")
+    predicted_fraction: float | None = told("what the cost model says was reached")
+    measured_fraction: float | None = told("measured latency, pruned over dense: median of the rounds")
+    measured_fraction_q1: float | None = told("lower quartile of the rounds")
+    measured_fraction_q3: float | None = told("upper quartile of the rounds")
+    measured_fraction_error: float | None = told("standard error of the median")
+    measured_rounds: int | None = told("rounds in which both were measured in turns")
+    correction: float | None = told("factor between table and engine that the last masks were chosen with")
+    cost: str = told("unit of the target: `ms`, `FLOPs` (multiply-adds) or `parameters`", "ms")
+    batch: int | None = told("images that a latency is of")
+    epochs: float | None = told("epochs of pruning")
+    settings: Mapping[str, Any] = told("every setting of the run", {})
+    backend: Mapping[str, Any] = told("runtime, version, device, threads, precision, settings", {})
+    versions: Mapping[str, str] = told("versions of the packages in use", {})
+    seconds: Mapping[str, float] = told("time by stage", {})
+    dense: Side = told("the dense network", Side())
+    pruned: Side = told("the pruned network", Side())
+    layers: tuple[LayerRow, ...] = told("the layers in the order they run", ())
+    groups: tuple[GroupRow, ...] = told("the groups of the channel graph", ())
+    solves: tuple[SolveRow, ...] = told("each choice of masks", ())
+    training: tuple[EpochRow, ...] = told("epochs, of the dense training first", ())
+    validation: tuple[EngineRow, ...] = told("predicted beside measured latency", ())
+    blocks: tuple[BlockRow, ...] = told("latency by block; empty where the target is no latency", ())
+    surfaces: tuple[SurfaceRow, ...] = told("latency over channels, of the blocks that take longest", ())
+    table: TableFacts | None = told("the latency table; null where the target is no latency")
+    engine_layers: Mapping[str, Any] | None = told(
+        "TensorRT's own times by block and layer, where it tells them"
+    )
+    files: Mapping[str, str] = told("names of the files in the folder, by what they are", {})
+    notes: tuple[str, ...] = told("what was noticed", ())

@@ -1,0 +1,85 @@
+"""What is known of operations by name: one table that tracing, the channel rules and the passes ask.
+
+Names are those of `operation_name`. An operation that is not in the table has no trait: nothing is assumed of it.
+"""
+
+from __future__ import annotations
+
+from enum import Flag, auto
+
+
+class Trait(Flag):
+    """What an operation does with the elements of its operands."""
+
+    #: Puts elements into other places and changes none; the result may be a view of the operand.
+    MOVES = auto()
+    #: Of those that move: the result is always a tensor of its own.
+    COPIES = auto()
+    #: Of those that move: puts elements into other dimensions, so that which channels meet may follow from sizes.
+    REGROUPS = auto()
+    #: Puts several tensors into one.
+    JOINS = auto()
+    #: Adds elements at the ends of dimensions.
+    PADS = auto()
+    #: Computes each element from those that broadcasting brings to its place.
+    ELEMENTWISE = auto()
+    #: Of element-wise ones: the values are drawn, or are no values at all.
+    DRAWN = auto()
+    #: Returns the operand itself, always or in some mode or for some type.
+    SAME = auto()
+
+
+_NAMES = {
+    Trait.MOVES: """
+        atleast2d broadcastto channelshuffle chunk contiguous diagonal expand expandas flatten flip getitem
+        indexselect movedim narrow permute pixelshuffle pixelunshuffle repeat repeatinterleave reshape reshapeas
+        roll rot90 select split splitwithsizes squeeze t tensorsplit tile transpose unbind unflatten unsafechunk
+        unsafesplit unsqueeze view viewas
+    """,
+    Trait.COPIES: """
+        channelshuffle flip indexselect pixelshuffle pixelunshuffle repeat repeatinterleave roll rot90 tile
+    """,
+    Trait.REGROUPS: "flatten reshape reshapeas unflatten view viewas",
+    Trait.JOINS: "cat hstack stack vstack",
+    Trait.PADS: """
+        pad constantpad1d constantpad2d constantpad3d reflectionpad1d reflectionpad2d reflectionpad3d
+        replicationpad1d replicationpad2d replicationpad3d zeropad1d zeropad2d zeropad3d
+    """,
+    Trait.ELEMENTWISE: """
+        abs acos acosh add addcdiv addcmul alphadropout asin asinh atan atan2 atanh bernoulli bfloat16 bitwiseand
+        bitwisenot bitwiseor ceil celu clamp clone copysign cos cosh detach div double dropout dropout1d
+        dropout2d dropout3d elu emptylike eq equal erf erfc exp exp2 expm1 featurealphadropout float floor
+        floordiv floordivide fmax fmin fmod frac fulllike ge gelu gt half hardshrink hardsigmoid hardswish
+        hardtanh heaviside hypot identity invert isfinite isinf isnan le leakyrelu lerp log log10 log1p log2
+        logaddexp logicaland logicalnot logicalor logicalxor logit logsigmoid lt maskedfill maximum minimum mish
+        mod mul nantonum ne neg oneslike pos positive pow randlike randnlike reciprocal relu relu6 remainder
+        round rrelu rsqrt selu sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square
+        stochasticdepth sub swish tan tanh tanhshrink threshold to trunc type typeas where xlogy zeroslike
+    """,
+    Trait.DRAWN: "bernoulli emptylike randlike randnlike rrelu",
+    Trait.SAME: """
+        alphadropout bfloat16 detach double dropout dropout1d dropout2d dropout3d featurealphadropout float half
+        identity pos positive stochasticdepth to type typeas
+    """,
+}
+
+
+def _table() -> dict[str, Trait]:
+    found: dict[str, Trait] = {}
+    for trait, names in _NAMES.items():
+        for name in names.split():
+            found[name] = found.get(name, Trait(0)) | trait
+    return found
+
+
+_TRAITS = _table()
+
+
+def has(name: str | None, trait: Trait) -> bool:
+    """Tell whether the operation has the trait, or one of several."""
+    return bool(_TRAITS.get(name or "", Trait(0)) & trait)
+
+
+def named(trait: Trait) -> frozenset[str]:
+    """Return the operations that have the trait, or one of several."""
+    return frozenset(name for name in _TRAITS if has(name, trait))

@@ -1,0 +1,81 @@
+"""A folder of images, a folder a class, as the inputs of a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from smcp_fx.errors import InputError
+from smcp_fx.zoo.pretrained import Preprocessing
+
+#: How training images are varied, from nothing to what large networks are trained with.
+AUGMENTATIONS = ("none", "usual", "strong")
+
+
+def image_folder(
+    root: Path, images: Preprocessing | None = None, augment: str = "usual"
+) -> tuple[Dataset[Any], Dataset[Any], int]:
+    """Return the training and the test images of train/ and val/ (or test/), and the number of classes.
+
+    ``images``: size, crop and normalisation. ``augment``: "usual" are a random resized crop and a flip, "strong" have
+    TrivialAugment and random erasing besides, "none" makes training images as test images. Raises `InputError`.
+    """
+    from torchvision.datasets import ImageFolder
+
+    images = images or Preprocessing()
+    test_folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
+    if not (root / "train").is_dir() or test_folder is None:
+        raise InputError(
+            f"imagefolder:{root} needs the folders train/ and val/ (or test/) with a folder a class"
+        )
+    try:
+        train = ImageFolder(str(root / "train"), _training(images, augment), loader=_read_image)
+        test = ImageFolder(str(test_folder), _testing(images), loader=_read_image)
+    except FileNotFoundError as error:
+        raise InputError(f"imagefolder:{root}: {error}") from error
+    if train.classes != test.classes:
+        raise InputError(
+            f"imagefolder:{root}: train/ has {len(train.classes)} classes, the test {len(test.classes)}"
+        )
+    return train, test, len(train.classes)
+
+
+def _training(images: Preprocessing, augment: str) -> Any:
+    from torchvision.transforms import v2
+
+    if augment == "none":
+        return _testing(images)
+    way = v2.InterpolationMode(images.interpolation)
+    varied: list[Any] = [v2.RandomResizedCrop(images.size, interpolation=way, antialias=True)]
+    varied += [v2.RandomHorizontalFlip(), *([v2.TrivialAugmentWide()] if augment == "strong" else [])]
+    erased = [v2.RandomErasing(0.1)] if augment == "strong" else []
+    return v2.Compose([*varied, *_normalised(images), *erased])
+
+
+def _testing(images: Preprocessing) -> Any:
+    from torchvision.transforms import v2
+
+    way = v2.InterpolationMode(images.interpolation)
+    resized = v2.Resize(round(images.size / images.crop), interpolation=way, antialias=True)
+    return v2.Compose([resized, v2.CenterCrop(images.size), *_normalised(images)])
+
+
+def _normalised(images: Preprocessing) -> list[Any]:
+    from torchvision.transforms import v2
+
+    values = v2.ToDtype(torch.float32, scale=True)
+    return [v2.ToImage(), values, v2.Normalize(list(images.mean), list(images.std))]
+
+
+def _read_image(path: str) -> Any:
+    """Return an image file's picture; `InputError` names a file that holds none."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InputError(f"{path} is no image that can be read, or a damaged one: {error}") from error

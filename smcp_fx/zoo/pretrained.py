@@ -1,0 +1,130 @@
+"""What libraries of networks know of their weights: the tensors, how images are made for them, how good they are."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from smcp_fx.errors import InputError
+from smcp_fx.zoo.weights import Weights
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How images become inputs: ``size`` of a side, cut from the middle ``crop`` of the side; normalised."""
+
+    size: int = 224
+    crop: float = 0.875
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    interpolation: str = "bilinear"
+
+
+def preprocessing_of(spec: str) -> Preprocessing:
+    """Return what a named network's published weights were trained with; ImageNet's usual where none is known."""
+    kind, _, name = spec.partition(":")
+    if kind == "torchvision":
+        weights = _torchvision_weights(name)
+        if weights is None:
+            return Preprocessing()
+        made = weights.transforms()
+        size = int(made.crop_size[0])
+        way = made.interpolation.value
+        return Preprocessing(size, size / int(made.resize_size[0]), tuple(made.mean), tuple(made.std), way)
+    if kind == "timm":
+        try:
+            import timm
+        except ModuleNotFoundError:
+            return Preprocessing()  # told where the network is built
+        known = timm.get_pretrained_cfg(name)
+        if known is None:
+            return Preprocessing()
+        size = int(known.input_size[-1])
+        return Preprocessing(size, known.crop_pct, tuple(known.mean), tuple(known.std), known.interpolation)
+    return Preprocessing()
+
+
+def pretrained_weights(spec: str, version: str = "DEFAULT") -> Weights:
+    """Fetch, or take from the cache, the published ImageNet weights of ``torchvision:NAME`` or ``timm:NAME``.
+
+    ``version`` names one of torchvision's several. Raises `InputError` where there are none, or no way to them.
+    """
+    kind, _, name = spec.partition(":")
+    if kind == "torchvision":
+        return _of_torchvision(name, version)
+    if kind == "timm":
+        return _of_timm(name)
+    raise InputError(
+        f"--pretrained knows the weights of torchvision:NAME and timm:NAME; for {spec!r} give a file by --weights"
+    )
+
+
+def _of_torchvision(name: str, version: str) -> Weights:
+    weights = _torchvision_weights(name, version)
+    if weights is None:
+        raise InputError(f"torchvision has no weights {version!r} for {name}")
+    try:
+        state: dict[str, torch.Tensor] = weights.get_state_dict(progress=False, check_hash=True)
+    except (OSError, RuntimeError) as error:
+        raise InputError(
+            f"torchvision's weights {version} of {name} could not be fetched ({error}). On a machine with a network, "
+            f"fetch {weights.url}, and put it into {torch.hub.get_dir()}/checkpoints/ here or give it by --weights"
+        ) from error
+    scores = weights.meta.get("_metrics", {}).get("ImageNet-1K", {})
+    accuracy = scores["acc@1"] / 100 if "acc@1" in scores else None
+    return Weights(state, f"torchvision's {weights}", accuracy)
+
+
+def _torchvision_weights(name: str, version: str = "DEFAULT") -> Any:
+    from torchvision import models
+
+    try:
+        return models.get_model_weights(name)[version]
+    except (KeyError, ValueError):
+        return None
+
+
+def _of_timm(name: str) -> Weights:
+    try:
+        import timm
+    except ModuleNotFoundError as error:
+        raise InputError("--model timm:NAME needs timm: pip install timm") from error
+    known = timm.get_pretrained_cfg(name)
+    if known is None or not (known.hf_hub_id or known.url):
+        raise InputError(f"timm has no weights for {name!r}")
+    _check_reachable(known.hf_hub_id or "", f"timm's weights of {name}")
+    try:
+        state = timm.create_model(name, pretrained=True).state_dict()
+    except Exception as error:  # of its own, of the hub's client, of the network
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"timm's weights of {name} could not be fetched ({first}); fetch them where there is a network and give "
+            "the file by --weights"
+        ) from error
+    return Weights(state, f"timm's {name}")
+
+
+def _check_reachable(repository: str, what: str) -> None:
+    """Raise `InputError` at once where the hub has no address here; its client would try for a minute."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if not repository or urllib.request.getproxies():
+        return
+    if any(
+        isinstance(try_to_load_from_cache(repository, file), str)
+        for file in ("model.safetensors", "pytorch_model.bin")
+    ):
+        return
+    host = urlsplit(constants.ENDPOINT).hostname or ""
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError as error:
+        raise InputError(
+            f"{what} are not in the cache, and {host} cannot be reached ({error.strerror or error}): fetch "
+            f"https://{host}/{repository} on a machine with a network and give the file by --weights"
+        ) from error

@@ -1,0 +1,94 @@
+"""The order in which channels go: against least squares by hand, and where it is known."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from models import chain, randomise
+from tolerances import assert_close
+from torch import Tensor, nn
+
+import smcp_fx
+from smcp_fx.calibration.batches import each_batch
+from smcp_fx.calibration.compress import first_order
+from smcp_fx.calibration.elimination import Elimination
+
+SMALL = smcp_fx.PruningConfig(multiple=1)
+
+
+def _order(model: nn.Module, x: Tensor) -> Tensor:
+    prepared = smcp_fx.prepare(model, x[:2], config=SMALL)
+    elimination = Elimination(prepared, 1)
+    for batch in each_batch(x):
+        elimination.add(batch)
+    (name,) = [group.name for group in prepared.channels.groups if group.free]
+    found = elimination.order(name)
+    assert found is not None
+    return found
+
+
+def test_each_channel_goes_when_the_others_make_up_for_it_best() -> None:
+    """Two layers that read one group; least squares solved anew for every candidate, in each output's scale."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 7, 3)
+            self.one, self.two = nn.Conv2d(7, 4, 3, stride=2), nn.Conv2d(7, 6, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.first(x).relu()
+            return self.one(y), self.two(y)
+
+    torch.manual_seed(3)
+    model = Two().double().eval()
+    x = torch.randn(8, 3, 9, 9).double()
+    y = model.first(x).relu().detach()
+    systems = []
+    for layer in (model.one, model.two):
+        size = layer.kernel_size[0]
+        rows = F.unfold(y, size, stride=layer.stride[0]).transpose(1, 2).flatten(0, 1)
+        covariance = torch.cov(rows.T, correction=0)
+        ridge = 1e-3 * covariance.diagonal().mean()
+        weight = layer.weight.detach().flatten(1).T
+        variance = (rows @ weight).var(0, correction=0) + ridge * weight.square().sum(0)
+        systems.append((covariance + ridge * torch.eye(len(covariance)).double(), weight, variance, size**2))
+
+    def error(gone: list[int]) -> float:
+        total = 0.0
+        for matrix, weight, variance, size in systems:
+            out = torch.zeros(7, dtype=torch.bool)
+            out[gone] = True
+            out = out.repeat_interleave(size)
+            change = weight.clone()  # what is lost of the rest is chosen freely
+            change[~out] = -torch.linalg.solve(matrix[~out][:, ~out], matrix[~out][:, out] @ weight[out])
+            total += float(((change * (matrix @ change)).sum(0) / variance).sum())
+        return total
+
+    expected: list[int] = []
+    while len(expected) < 6:
+        rest = [unit for unit in range(7) if unit not in expected]
+        expected.append(min(rest, key=lambda unit: error([*expected, unit])))
+    assert _order(model, x)[:6].tolist() == expected
+
+
+def test_copies_go_first_and_then_what_is_left_stays() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 6, 3, stride=2)).double()
+    with torch.no_grad():
+        model[0].weight[4:], model[0].bias[4:] = model[0].weight[:4].clone(), model[0].bias[:4].clone()
+    order = _order(model, torch.randn(8, 3, 9, 9).double())
+    assert sorted(order.tolist()) == list(range(8))
+    assert sorted(unit % 4 for unit in order[:4].tolist()) == [0, 1, 2, 3]
+
+
+def test_a_group_keeps_its_importances_and_changes_who_has_them() -> None:
+    torch.manual_seed(0)
+    model, x = randomise(chain(8, 12)).eval(), torch.randn(32, 3, 8, 8)
+    found = []
+    for gather in (smcp_fx.gather_importance, first_order):
+        prepared = smcp_fx.prepare(model, x[:2], config=SMALL)
+        gather(prepared, [(x, torch.arange(32) % 5)])
+        found.append(prepared.pruner.importance)
+    for name, importances in found[0].items():
+        assert_close(importances.sort().values, found[1][name].sort().values, "importance")
+        assert not torch.equal(importances, found[1][name])

@@ -1,0 +1,28 @@
+"""Try one entry of the model lists in a process of its own, under a limit of memory."""
+
+from __future__ import annotations
+
+import resource
+import traceback
+import warnings
+from typing import Any
+
+from model_lists import Entry
+from try_detector import attempt_detector
+from try_model import attempt
+
+
+def work(entry: Entry, gigabytes: int, onnx: bool, strength: float | None, sender: Any) -> None:
+    """Try one model and send its row; ``strength`` of its batch norms, by default as deep as it is."""
+    resource.setrlimit(resource.RLIMIT_DATA, (gigabytes << 30, gigabytes << 30))
+    row: dict[str, Any] = {"key": entry.key, "status": "failed", "stage": "build"}
+    warnings.simplefilter("ignore")
+    try:
+        if entry.family == "detection":
+            attempt_detector(entry, row)
+        else:
+            attempt(entry, row, onnx, strength)
+    except Exception as error:
+        row["why"] = f"{row['stage']}: {type(error).__name__}: {str(error)[:600]}"
+        row["where"] = traceback.format_exc(limit=-4)[-1500:]
+    sender.send(row)

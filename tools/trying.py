@@ -1,0 +1,75 @@
+"""What trying a classifier and trying a detector share: limits, times, memory, and what the channel graph is like."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+#: |masked - sliced| of the output's scale that passes in float32, and in float64 where that is exceeded.
+FLOAT32, FLOAT64 = 1e-5, 1e-9
+
+
+def converted(prepared: Any, row: dict[str, Any]) -> Any:
+    """The sliced model; ``row`` gets how long that took and the share of the parameters that is left."""
+    import smcp_fx
+
+    row["stage"] = "convert"
+    started = time.perf_counter()
+    sliced = smcp_fx.convert(prepared)
+    row["convert_s"] = time.perf_counter() - started
+    row["kept"] = sum(p.numel() for p in sliced.parameters()) / row["parameters"]
+    return sliced
+
+
+def timed_stages() -> dict[str, float]:
+    """Let `prepare` note how long its tracing and its channel graph take."""
+    module = sys.modules["smcp_fx.prepare"]
+    parts = {"trace": "trace", "find_regions": "trace", "join_regions": "trace", "build": "build"}
+    times: dict[str, float] = {"trace": 0.0, "build": 0.0}
+    for name, part in parts.items():
+        function = getattr(module, name)
+
+        def noted(*args: Any, _function: Any = function, _part: str = part, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = _function(*args, **kwargs)
+            times[_part] += time.perf_counter() - started
+            return result
+
+        setattr(module, name, noted)
+    return times
+
+
+def describe(prepared: Any) -> dict[str, Any]:
+    """What is free, and what pins the rest of the dense layers' input channels."""
+    graph = prepared.channels
+    why: Counter[str] = Counter()
+    slots = {"convolution": [0, 0], "linear": [0, 0]}
+    for layer in graph.layers:
+        if layer.kind != "dense":
+            continue
+        kind = slots["convolution" if len(layer.weight_shape) > 2 else "linear"]
+        for unit in graph.units.of(layer.in_labels).tolist():
+            reasons = graph.units.why.get(unit, [])
+            if any(text.startswith("network input") for _, text in reasons):
+                continue
+            kind[0] += not reasons
+            kind[1] += 1
+            if reasons:
+                why[reasons[0][1]] += 1
+    return {
+        "free": graph.free_share,
+        "free_convolution": slots["convolution"],
+        "free_linear": slots["linear"],
+        "groups": len(graph.groups),
+        "free_groups": sum(group.free for group in graph.groups),
+        "pinned": dict(why.most_common(6)),
+        "assumed": list(prepared.plan.assumptions),
+    }
+
+
+def peak() -> float:
+    """Peak resident memory of this process, in KiB."""
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
