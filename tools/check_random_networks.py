@@ -36,6 +36,11 @@ def main() -> int:
     parser.add_argument(
         "--gates", action="store_true", help="more gates, parameters and tied weights in unusual places"
     )
+    parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="closed-form repair as well, of the whole network and of a sliced one",
+    )
     options = parser.parse_args()
     import smcp_fx  # noqa: F401  (before tests/ is on the path, which has a folder of that name)
 
@@ -49,7 +54,7 @@ def main() -> int:
         seeds = [seed for seed in range(first, min(first + options.step, options.last)) if seed not in done]
         if not seeds:
             continue
-        line = run(seeds, options.layer_pruning, options.gates)
+        line = run(seeds, options.layer_pruning, options.gates, options.repair)
         failed += len(line["failures"])
         with options.record.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -59,11 +64,14 @@ def main() -> int:
     return int(failed > 0)
 
 
-def run(seeds: list[int], layer_pruning: bool = False, gates: bool = False) -> dict[str, Any]:
+def run(
+    seeds: list[int], layer_pruning: bool = False, gates: bool = False, repair: bool = False
+) -> dict[str, Any]:
     """Check each seed; failures are collected."""
     import torch
     from models import check_slicing
     from random_networks import random_network
+    from random_repair import check_repair
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -78,6 +86,8 @@ def run(seeds: list[int], layer_pruning: bool = False, gates: bool = False) -> d
                 seeds=(seed, seed + 1) if layer_pruning else (seed,),
                 layer_pruning=layer_pruning,
             )
+            if repair:
+                check_repair(network, torch.randn(2, 3, 8, 8), seed)
             free.append(prepared.channels.free_share)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"

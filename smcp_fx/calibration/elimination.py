@@ -21,13 +21,11 @@ from smcp_fx.calibration.batches import Batch, entering
 from smcp_fx.calibration.consumers import consumer_of
 from smcp_fx.calibration.frontier import Frontier
 from smcp_fx.calibration.layer_rows import Consumer
-from smcp_fx.calibration.regression import Sums
+from smcp_fx.calibration.regression import WIDEST, Sums
 from smcp_fx.passes.insert_soft_masks import masked_layers
 from smcp_fx.prepare import full_graph
 from smcp_fx.prepared import PreparedModel
 
-#: Layers with more inputs to an output are not looked at: their products would not fit into memory.
-_WIDEST = 8192
 #: Output positions that are taken at least, where there are as many, and as many times a layer's inputs.
 _ROWS, _TIMES = 20_000, 8
 #: Of the inputs' mean square, what is added to each.
@@ -96,7 +94,7 @@ class Elimination:
                 continue
             inputs = consumer.matrix(consumer.weight).shape[1]
             places = self._state.places(layer.input_channels)
-            if inputs > _WIDEST or places.numel() % consumer.groups:
+            if inputs > WIDEST or places.numel() % consumer.groups:
                 continue
             places = places.reshape(consumer.groups, -1)
             if inputs % places.shape[1] or not bool((places == places[:1]).all()):

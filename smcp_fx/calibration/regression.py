@@ -18,6 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+#: A layer with more inputs to an output is left alone: its products would not fit into memory.
+WIDEST = 8192
 RIDGES = (1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 #: What a use may do about the mean: set its bias, leave it to the batch norm behind it, or nothing.
 Intercept = Literal["bias", "norm", "none"]

@@ -18,7 +18,7 @@ from smcp_fx.calibration.consumers import by_weight
 from smcp_fx.calibration.frontier import Frontier, Values
 from smcp_fx.calibration.layer_rows import Consumer
 from smcp_fx.calibration.norms import Normalisation, norms_of
-from smcp_fx.calibration.regression import Use, solve
+from smcp_fx.calibration.regression import WIDEST, Use, solve
 from smcp_fx.errors import InputError
 from smcp_fx.passes.sliced_labels import Sliced
 
@@ -139,6 +139,11 @@ class SideBySide:
         if None in counterparts:
             self.report.append(LayerRepair(first.path, left="the whole network runs it elsewhere"))
             return
+        matrix = first.matrix(first.weight)
+        if matrix.shape[1] > WIDEST:
+            why = f"its {matrix.shape[1]} inputs are too many for a regression (at most {WIDEST})"
+            self.report.append(LayerRepair(first.path, left=why))
+            return
         uses = self._gathered(consumers, [node for node in counterparts if node is not None])
         rows = [sums for use in uses.values() for sums in (use.fit, use.held_out)]
         if not all(sums.finite for sums in rows):
@@ -147,7 +152,6 @@ class SideBySide:
                 "nothing to fit"
             )
         fitted, held_out = (sum(s.count for s in rows[side::2]) for side in (0, 1))
-        matrix = first.matrix(first.weight)
         if not (fitted and held_out):
             self.report.append(
                 LayerRepair(first.path, left="too few images to hold some out: give two or more")

@@ -18,6 +18,7 @@ _EXAMPLES = """examples:
   smcp-compile --model model.py:build --weights model.safetensors --data data.py:load --target '12 ms' --batch 1
   smcp-compile --model torchvision:resnet50 --backend tensorrt --precision fp16 --batch 256
   smcp-compile --data imagefolder:/data/flowers --model timm:resnet50 --target 0.3 --cost flops
+  smcp-compile --model timm:resnet50 --pretrained --data images:/data/photos --epochs 0 --targets 0.9,0.7,0.5,0.3
 """
 
 

@@ -26,6 +26,8 @@ def add_options(parser: argparse._ArgumentGroup, kind: type, without: type | Non
         if hints[entry.name] is bool:
             action = argparse.BooleanOptionalAction if default else "store_true"
             parser.add_argument(flag, action=action, default=default, help=help_text)
+        elif hints[entry.name] == tuple[float, ...]:
+            parser.add_argument(flag, type=_numbers, default=default, help=help_text, metavar="A,B,...")
         elif isinstance(default, tuple):
             parser.add_argument(flag, nargs="*", default=default, help=help_text, metavar="NAME")
         else:
@@ -42,6 +44,11 @@ def add_options(parser: argparse._ArgumentGroup, kind: type, without: type | Non
 
 def _default(entry: Field[Any]) -> Any:
     return None if entry.default is MISSING else entry.default
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Numbers with commas between."""
+    return tuple(float(part) for part in text.split(",") if part.strip())
 
 
 def _plain_type(hint: Any) -> Any:

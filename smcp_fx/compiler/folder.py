@@ -93,7 +93,8 @@ class RunFolder:
         if self._resume:
             return
         try:
-            for old in (*self.state.glob("*.safetensors"), *self.state.glob("comparisons.json")):
+            left = (*self.state.glob("*.safetensors"), *self.state.glob("comparisons.json"))
+            for old in (*left, *self.folder.glob("pruned-*")):
                 old.unlink()
         except OSError as error:
             raise InputError(f"cannot write to {self.folder}: {error.strerror or error}") from error

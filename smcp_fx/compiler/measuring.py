@@ -67,6 +67,11 @@ class Corrector:
         self.comparisons: list[Comparison] = []
         self._engine: Engine | None = None  # of the candidate that is measured
 
+    def to(self, fraction: float) -> Corrector:
+        """The same for another fraction of the dense latency."""
+        state = self.file.parent
+        return Corrector(self.prepared, self.backend, self.dense, self.inputs, fraction, state, self.say)
+
     def after(self, solve: Solve) -> None:
         """Measure before the final target arrives; after the last solve, solve again until it fits.
 

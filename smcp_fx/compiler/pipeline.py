@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from smcp_fx.backends import Backend, Engine, Fingerprint, compare, get_backend
+from smcp_fx.backends import Backend, Engine, Fingerprint, RelativeLatency, compare, get_backend
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine
 from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
-from smcp_fx.calibration import recalibrate
+from smcp_fx.calibration import gather_importance, recalibrate
+from smcp_fx.compiler.calibrating import Repaired, calibration_batches, calibration_facts, repaired
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.compiler.measuring import Corrector, accuracy_of, measured_as_predicted
 from smcp_fx.compiler.reporting import Measured, build_report
 from smcp_fx.compiler.saving import WEIGHTS, why_unsavable
 from smcp_fx.compiler.settings import CompileSettings, as_record
+from smcp_fx.compiler.telling import Teller
 from smcp_fx.compiler.training import accuracy, is_guessing, training_loop, usable_device
 from smcp_fx.config import PruningConfig
 from smcp_fx.errors import CheckpointError, TableError, TraceError
@@ -34,7 +32,8 @@ from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, converted_full, prepare
 from smcp_fx.pruning.solve import Solve
-from smcp_fx.report import Report, summary_table, write_report
+from smcp_fx.report import Report, summary_table, target_table, write_report
+from smcp_fx.report.schema import TargetRow
 from smcp_fx.serialization.saving import save
 from smcp_fx.texts import amount
 from smcp_fx.training import Epoch, TrainingLoop
@@ -66,9 +65,7 @@ class _Compilation:
     def __init__(self, settings: CompileSettings, config: PruningConfig, console: Console) -> None:
         self.settings = settings
         self.config = config
-        self.console = console
-        self.seconds: dict[str, float] = {}
-        self.notes: list[str] = []
+        self.tell = Teller(console)
         self.folder = RunFolder(settings, as_record(settings, config))
         self.base = Path.cwd()  # where relative paths begin, whatever a factory of data or models changes
         self.unsaved = ""  # why the weights' own file cannot be written
@@ -85,21 +82,28 @@ class _Compilation:
         images = preprocessing_of(settings.model)
         images = replace(images, size=settings.input_size or images.size)
         data = load_data(
-            settings.data, self.base, images=images, augment=settings.augment, workers=settings.workers
+            settings.data,
+            self.base,
+            images=images,
+            augment=settings.augment if settings.trains else "none",
+            workers=settings.workers,
         )
-        settings.schedule(data.steps_per_epoch(settings.train_batch))  # one that does not fit is told now
+        if settings.trains:
+            settings.schedule(data.steps_per_epoch(settings.train_batch))  # one that does not fit is told now
         weights = None
         if settings.has_weights:
             given = settings.weights
             weights = read_weights(self.base / given) if given else pretrained_weights(settings.model)
         fitted = load_model(settings.model, data, weights, self.base, size=settings.input_size)
-        self.notes += fitted.notes
         for note in fitted.notes:
-            self._say(note)
+            self.tell.note(note)
         inputs = (example_images(settings.batch, fitted.channels, fitted.size, fitted.size),)
         self._check_early(fitted, backend, inputs)
         with self.folder.held():
             cost = self._cost(backend)  # a damaged or foreign table is refused before anything is trained
+            fitted.model.to(self.device)
+            if not data.classes:
+                data = data.labelled_by(fitted.model, fitted.channels, fitted.size)
             self._tell_dense(fitted, data)
             self._check_table(fitted, data, backend, inputs, cost)
             self.folder.begin()  # from here on, an earlier run's files are replaced
@@ -118,39 +122,51 @@ class _Compilation:
         prepared = self._prepare(fitted, data, inputs, cost)
         folder = settings.folder
         dense_path, pruned_path = folder / "dense.onnx", folder / "pruned.onnx"
-        with self._stage("exporting the dense network"):
+        with self.tell.stage("exporting the dense network"):
             full = converted_full(prepared).cpu()
             dense = backend.compile(full, inputs, dense_path)
         fraction = self._fraction(prepared, self._dense_ms(prepared, dense, cost))
-        corrector = Corrector(prepared, backend, dense, inputs, fraction, folder / "state", self._say)
-        loop = self._prune(prepared, fitted, data, corrector, cost)
-        with self._stage("emitting"):
+        corrector = Corrector(prepared, backend, dense, inputs, fraction, folder / "state", self.tell.say)
+        results: list[Epoch] = []
+        without: dict[str, Any] = {}
+        if settings.trains:
+            results = self._prune(prepared, fitted, data, corrector, cost).results
             smaller = convert(prepared)
             self._recalibrate(smaller, fitted, data)
+        else:
+            smaller, corrector, without = self._calibrate(prepared, fitted, data, corrector, cost)
+            fraction = corrector.fraction
+        with self.tell.stage("emitting"):
             smaller = smaller.cpu()
             self._save(smaller, prepared, folder / WEIGHTS)
             pruned = backend.compile(smaller, inputs, pruned_path)
-        with self._stage("measuring dense and pruned in turns"):
+        with self.tell.stage("measuring dense and pruned in turns"):
             measured = compare(dense, pruned)
-        with self._stage("reading accuracies from the emitted files"):
+        with self.tell.stage("reading accuracies from the emitted files"):
             accuracies = [accuracy_of(engine, data, fitted, settings.batch) for engine in (dense, pruned)]
         self._warn_of_guesses(data, *accuracies)
         report = build_report(
             settings, self.config, prepared, fitted, data, backend, corrector,
             Measured(measured, tuple(accuracies), fraction),
             filled=self._filled,
-            training=[("dense", dense_results), ("prune", loop.results)],
-            seconds=self.seconds,
-            notes=self.notes,
+            training=[("dense", dense_results), ("prune", results)],
+            seconds=self.tell.seconds,
+            notes=self.tell.notes,
         )  # fmt: skip
+        if settings.targets:
+            last = self._point(prepared, measured, accuracies[1], report.files["pruned"])
+            without["targets"] = (*without["targets"], last)
+        report = replace(report, **without)
         network_latency = latency_of(prepared.pruner.cost)
         if network_latency is not None and isinstance(pruned, TensorRTEngine):
             predicted = {block.name: block.pruned_ms or 0.0 for block in report.blocks}
             layers = blocks_beside_layers(network_latency.blocks, predicted, pruned.layers())
             report = replace(report, engine_layers=layers)
         write_report(report, folder)
-        self.console.print(summary_table(report), markup=False)
-        self.console.print(f"Files in {folder}: {', '.join(report.files.values())}", markup=False)
+        for table in (summary_table(report), target_table(report)):
+            if table is not None:
+                self.tell.console.print(table, markup=False)
+        self.tell.console.print(f"Files in {folder}: {', '.join(report.files.values())}", markup=False)
         return report
 
     # ---- stages -----------------------------------------------------------------------------------------
@@ -173,7 +189,7 @@ class _Compilation:
             )
         trial.pruner.check_target()
         full = converted_full(trial)
-        with self._stage("trying the export"):
+        with self.tell.stage("trying the export"):
             backend.try_export(full, inputs)
         self._note_unsaved(why_unsavable(full))
 
@@ -203,20 +219,20 @@ class _Compilation:
 
     def _tell_dense(self, fitted: FittedModel, data: ImageData) -> None:
         """Say how good the weights are that were given, and where that is not what they should be."""
-        fitted.model.to(self.device)
-        if not fitted.trained:
+        if not fitted.trained or not data.labelled:
+            self._dense_accuracy = 1.0
             return
-        with self._stage("testing the dense model"):
+        with self.tell.stage("testing the dense model"):
             self._dense_accuracy = found = accuracy(fitted.model, fitted, data)
         said = "" if fitted.accuracy is None else f"; its weights are said to reach {fitted.accuracy:.2%}"
-        self._say(f"dense test accuracy {found:.2%}{said}")
+        self.tell.say(f"dense test accuracy {found:.2%}{said}")
         if is_guessing(found, data.classes):
-            self._warn(
+            self.tell.note(
                 f"the weights as they are do no better than guessing ({found:.2%}): are they for these "
                 f"{data.classes} classes, in this order?"
             )
         elif fitted.accuracy is not None and found < fitted.accuracy - _BELOW:
-            self._warn(
+            self.tell.note(
                 f"the weights reach {found:.2%} here and {fitted.accuracy:.2%} where they come from: are the images "
                 "prepared as for those (--input-size; size, crop and normalisation of a data set of your own), and "
                 "the classes the same, in their order?"
@@ -224,7 +240,7 @@ class _Compilation:
 
     def _warn_of_guesses(self, data: ImageData, dense: float, pruned: float) -> None:
         if is_guessing(pruned, data.classes) and not is_guessing(dense, data.classes):
-            self._warn(
+            self.tell.note(
                 f"the pruned network does no better than guessing ({pruned:.2%}, dense {dense:.2%}): train for more "
                 f"--epochs, at a smaller --lr than {self.settings.rate:g}, or ask for less (--target)"
             )
@@ -250,10 +266,10 @@ class _Compilation:
         )
         if settings.resume:
             loop.load()
-        with self._stage("training the dense model"), self._bar("training the dense model") as tick:
-            loop.run(stepped=tick)
+        with self.tell.stage("training the dense model"), self.tell.bar("training the dense model") as tick:
+            loop.run(stepped=tick, finished=lambda e: self.tell.epoch(e, settings.dense_epochs))
         self._dense_accuracy = loop.results[-1].values["accuracy"]
-        self._say(f"dense test accuracy {self._dense_accuracy:.2%}")
+        self.tell.say(f"dense test accuracy {self._dense_accuracy:.2%}")
         return loop.results
 
     def _cost(self, backend: Backend) -> str | LatencyCost:
@@ -280,22 +296,22 @@ class _Compilation:
                 f"{table.path} holds rows of {len(known)} fingerprints, none of this device ({told}); "
                 "--allow-fingerprint needs a table of one: smcp-table merge --fingerprint KEY makes it"
             )
-        self.notes.append(
+        self.tell.note(
             f"latencies predicted by rows of another fingerprint, as allowed: {known[0].describe()}, not "
             f"{here.describe()} ({differences(known[0], here)}); the target is that device's, so that nothing "
             "measured here corrects it: measure the files there"
         )
-        self._say(self.notes[-1])
         return known[0]
 
     def _prepare(
         self, fitted: FittedModel, data: ImageData, inputs: tuple[Any, ...], cost: str | LatencyCost
     ) -> PreparedModel:
-        schedule = self.settings.schedule(data.steps_per_epoch(self.settings.train_batch))
+        trains = self.settings.trains
+        schedule = self.settings.schedule(data.steps_per_epoch(self.settings.train_batch)) if trains else None
         wanted = self.settings.wanted
         latency = isinstance(cost, LatencyCost)
         name = "measuring the latency table" if latency and not self._filled else "analysing the network"
-        with self._stage(name):
+        with self.tell.stage(name):
             prepared = prepare(
                 fitted.model,
                 tuple(value.to(self.device) for value in inputs),
@@ -311,7 +327,7 @@ class _Compilation:
                 return prepared  # what follows was said then
             self._filled = network_latency.report
         channels = prepared.channels
-        self._say(
+        self.tell.say(
             f"{len(channels.groups)} groups, {channels.free_share:.0%} of the input channels free; unpruned cost "
             f"{amount(prepared.pruner.full_cost, prepared.pruner.cost.unit)}"
         )
@@ -362,14 +378,84 @@ class _Compilation:
         def finished(epoch: Epoch) -> None:
             found = epoch.values["accuracy"]
             if is_guessing(found, data.classes) and not is_guessing(self._dense_accuracy, data.classes):
-                self._say(
+                self.tell.say(
                     f"epoch {epoch.epoch}: test accuracy {found:.2%} is that of guessing. Batch norms are estimated "
                     "anew at the end, which may bring it back; if not, try a smaller --lr"
                 )
+            self.tell.epoch(epoch, loop.total_steps / loop.steps_per_epoch)
 
-        with self._stage("pruning while training"), self._bar("pruning while training") as tick:
+        with self.tell.stage("pruning while training"), self.tell.bar("pruning while training") as tick:
             loop.run(stepped=tick, solved=solved, finished=finished)
         return loop
+
+    def _calibrate(
+        self,
+        prepared: PreparedModel,
+        fitted: FittedModel,
+        data: ImageData,
+        corrector: Corrector,
+        cost: str | LatencyCost,
+    ) -> tuple[nn.Module, Corrector, dict[str, Any]]:
+        """Prune without training: the network of the (last) target, what measured it, and what the report gets.
+
+        The networks of other targets get files of their own on the way.
+        """
+        settings, pruner = self.settings, prepared.pruner
+        batches = calibration_batches(data, fitted, settings.calibration, settings.seed, self.device)
+        images = sum(len(x) for x, _ in batches)
+        with self.tell.stage(f"gathering importances from {images} images"):
+            gather_importance(prepared, batches)
+        points = []
+        targets = sorted(settings.targets, reverse=True) or [corrector.fraction]
+        for target in targets:
+            if len(targets) > 1:
+                self.tell.say(f"target {target:.0%}")
+            corrector = corrector.to(target)
+            pruner.target = target * pruner.full_cost
+            with self.tell.stage("solving"):
+                pruner.solve()
+                if isinstance(cost, LatencyCost) and not cost.foreign:
+                    corrector.fit()
+            with self.tell.stage("slicing and repairing"):
+                found = repaired(prepared, batches, fitted, data)
+            self.tell.say(
+                f"{'accuracy' if data.labelled else 'agreement'} {self._dense_accuracy:.2%} -> "
+                f"{found.sliced:.2%} sliced -> {found.repaired:.2%} repaired; {str(found.report).splitlines()[0]}"
+            )
+            if target != targets[-1]:
+                points.append(self._emitted(prepared, found, corrector, target))
+        facts = calibration_facts(found, images, data.labelled, self._dense_accuracy)
+        told = {"calibration": facts, "agreement": not data.labelled, "targets": tuple(points)}
+        return found.network, corrector, told | ({"target": f"{targets[-1]:g}"} if settings.targets else {})
+
+    def _emitted(
+        self, prepared: PreparedModel, found: Repaired, corrector: Corrector, target: float
+    ) -> TargetRow:
+        """Write the network of one of several targets, measure it, and return its point of the curve."""
+        path = self.settings.folder / f"pruned-{target:g}.onnx"
+        network = found.network.cpu()
+        self._save(network, prepared, path.with_suffix(".safetensors"))
+        with (
+            self.tell.stage("emitting"),
+            corrector.backend.compile(network, corrector.inputs, path) as engine,
+        ):
+            measured = compare(corrector.dense, engine)
+        return self._point(prepared, measured, found.repaired, path.name)
+
+    def _point(
+        self, prepared: PreparedModel, measured: RelativeLatency, accuracy: float, file: str
+    ) -> TargetRow:
+        pruner = prepared.pruner
+        return TargetRow(
+            target=pruner.target / pruner.full_cost,
+            cost=pruner.present_cost / pruner.full_cost,
+            measured=measured.fraction,
+            latency_ms=measured.pruned.median_ms,
+            accuracy=accuracy,
+            params=int(prepared.plan.parameters.cost(pruner.counts)),
+            flops=prepared.plan.flops.cost(pruner.counts),
+            file=file,
+        )
 
     def _recalibrate(self, smaller: nn.Module, fitted: FittedModel, data: ImageData) -> None:
         """Estimate batch norms anew: averages of a small momentum (MobileNetV3's) are far behind the weights."""
@@ -396,43 +482,4 @@ class _Compilation:
     def _note_unsaved(self, why: str) -> None:
         if why and not self.unsaved:
             self.unsaved = why
-            self._warn(f"the weights get no file of their own ({WEIGHTS}), only the ONNX file: {why}")
-
-    # ---- what the user sees -----------------------------------------------------------------------------
-
-    def _say(self, text: str) -> None:
-        self.console.print(f"  {text}", markup=False)
-
-    def _warn(self, text: str) -> None:
-        """Say it, and write it into the report."""
-        self.notes.append(text)
-        self._say(text)
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        self.console.print(name, markup=False, style="bold")
-        began = time.monotonic()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
-
-    def _progress(self) -> Progress:
-        return Progress(
-            TextColumn("  {task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-        )
-
-    @contextmanager
-    def _bar(self, name: str) -> Iterator[Any]:
-        with self._progress() as progress:
-            task = progress.add_task(name)
-
-            def tick(done: int, total: int, loss: float) -> None:
-                progress.update(task, completed=done, total=total, description=f"{name}, loss {loss:.3f}")
-
-            yield tick
+            self.tell.note(f"the weights get no file of their own ({WEIGHTS}), only the ONNX file: {why}")

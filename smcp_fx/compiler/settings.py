@@ -42,8 +42,8 @@ class CompileSettings(EngineSettings):
     )
     data: str = option(
         "digits",
-        "digits (scikit-learn's), imagefolder:PATH (with train/ and val/ or test/ below it), or "
-        "path/to/file.py:factory returning (train, test) datasets",
+        "digits (scikit-learn's), imagefolder:PATH (with train/ and val/ or test/ below it), images:PATH (without "
+        "labels, for --epochs 0), or path/to/file.py:factory returning (train, test) datasets",
     )
     input_size: int | None = option(
         None, "side of the images in pixels (default: what the model's published weights, or the data, have)"
@@ -66,7 +66,15 @@ class CompileSettings(EngineSettings):
         5,
         "epochs the dense model is trained for, when it starts without weights, or without those of its last layer",
     )
-    epochs: float = option(12, "epochs of pruning and fine-tuning; the schedule scales to any number")
+    epochs: float = option(
+        12,
+        "epochs of pruning and fine-tuning; the schedule scales to any number. 0: without training, in minutes",
+    )
+    calibration: int = option(512, "training images that a run without training looks at")
+    targets: tuple[float, ...] = option(
+        (),
+        "without training: fractions for a trade-off curve, in place of --target, each with files of its own",
+    )
     lr: float | None = option(
         None,
         f"peak learning rate of the dense training; pruning peaks at two thirds of it (default: {_RATE}, or "
@@ -102,9 +110,23 @@ class CompileSettings(EngineSettings):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= _MOST_EPOCHS:
                 raise InputError(f"{_flag(name)} must be from 0 to {_MOST_EPOCHS:g} epochs, not {value}")
-        if not 0 < self.rate < math.inf or self.epochs == 0 or not 0 <= self.weight_decay < math.inf:
+        if not 0 < self.rate < math.inf or not 0 <= self.weight_decay < math.inf:
+            raise InputError("--lr must be positive, --weight-decay at least 0, and both finite")
+        if self.calibration < 2:
+            raise InputError(f"--calibration must be at least 2 images, not {self.calibration}")
+        if any(not 0 < target <= 1 for target in self.targets):
             raise InputError(
-                "--epochs and --lr must be positive, --weight-decay at least 0, and all of them finite"
+                f"--targets must be fractions in (0, 1], not {', '.join(map(str, self.targets))}"
+            )
+        if self.targets and self.trains:
+            raise InputError("--targets are for runs without training: give --epochs 0, too")
+        if not self.trains and self.resume:
+            raise InputError(
+                "a run without training takes minutes, and is not resumed: start it without --resume"
+            )
+        if self.trains and self.data.startswith("images:"):
+            raise InputError(
+                "images without labels train nothing: give --epochs 0, or an imagefolder with labels"
             )
         if self.input_size is not None and self.input_size < 1:
             raise InputError(f"--input-size must be at least 1 pixel, not {self.input_size}")
@@ -134,6 +156,11 @@ class CompileSettings(EngineSettings):
             return self.target
 
     @property
+    def trains(self) -> bool:
+        """Is it pruned while it trains?"""
+        return self.epochs > 0
+
+    @property
     def has_weights(self) -> bool:
         """Does the model start from trained weights?"""
         return self.pretrained or self.weights is not None
@@ -153,8 +180,10 @@ class CompileSettings(EngineSettings):
         """The output folder."""
         return Path(self.out or "runs/compile")
 
-    def schedule(self, steps_per_epoch: int) -> Schedule:
-        """The pruning schedule for data of this many steps an epoch."""
+    def schedule(self, steps_per_epoch: int) -> Schedule | None:
+        """The pruning schedule for data of this many steps an epoch; None without training."""
+        if not self.trains:
+            return None
         default = Schedule.scaled(self.epochs, steps_per_epoch, self.every)
         return Schedule(
             self.epochs,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from smcp_fx.report.bars import block_bars, channel_bars, latency_bars
+from smcp_fx.report.bars import NARROW, block_bars, channel_bars, latency_bars
 from smcp_fx.report.channel_svg import draw_channel_graph
 from smcp_fx.report.curves import solve_curves, training_curves, validation_pairs, validation_scatter
 from smcp_fx.report.formats import MISSING, milliseconds, number, percent, relative_change
@@ -16,6 +16,13 @@ from smcp_fx.report.provenance import provenance
 from smcp_fx.report.schema import Report, SolveRow
 from smcp_fx.report.summary import comparison, headline, model_name, target_line, unsteady
 from smcp_fx.report.svg import Markup, element, join
+from smcp_fx.report.without_training import (
+    repair_bars,
+    repair_words,
+    target_curve,
+    target_head,
+    target_rows,
+)
 from smcp_fx.texts import significant
 
 # The browser itself is told to fetch nothing.
@@ -72,7 +79,9 @@ def _header(report: Report) -> Markup:
             "h1", headline(report).replace(" %", "\N{NO-BREAK SPACE}%").replace(" ms", "\N{NO-BREAK SPACE}ms")
         ),
         element("p", " · ".join(fact for fact in facts if fact), class_="facts"),
-        element("div", latency_bars(report) or Markup(""), class_="scroll"),
+        element(
+            "div", _both(latency_bars(report), latency_bars(report, NARROW)) or Markup(""), class_="scroll"
+        ),
         element(
             "div",
             element(
@@ -89,6 +98,11 @@ def _header(report: Report) -> Markup:
         )
         parts.append(element("p", warning, class_="warning", role="note"))
     return element("header", *parts)
+
+
+def _both(wide: Markup | None, narrow: Markup | None) -> Markup | None:
+    """The picture for a screen, and the one for a telephone: the page shows the one that fits."""
+    return None if wide is None or narrow is None else element("div", wide, narrow, class_="fitting")
 
 
 def _sentence(content: str) -> str:
@@ -137,7 +151,7 @@ def _pictures(report: Report) -> list[Markup]:
         _figure(
             "Latency by block",
             "What the latency table says each fused block takes: dense in grey, pruned in blue.",
-            block_bars(blocks),
+            _both(block_bars(blocks), block_bars(blocks, NARROW)),
             _numbers(
                 ("block", "dense", "pruned", "change"),
                 (
@@ -204,7 +218,37 @@ def _pictures(report: Report) -> list[Markup]:
             ),
         ),
     ]
-    return [wide[0], element("div", *small, class_="trio"), wide[1], *_surfaces(report)]
+    return [
+        *_without_training(report),
+        wide[0],
+        element("div", *small, class_="trio"),
+        wide[1],
+        *_surfaces(report),
+    ]
+
+
+def _without_training(report: Report) -> list[Markup]:
+    """The trade-off curve, and what the repair did."""
+    drawn = []
+    if report.targets:
+        head = target_head(report)
+        words = (
+            "Each point is a network of its own, measured beside the dense one, with a file in this folder."
+        )
+        drawn.append(
+            _figure(
+                "What each target costs", words, target_curve(report), _numbers(head, target_rows(report))
+            )
+        )
+    if report.calibration is not None:
+        layers = report.calibration.layers
+        names = ("path", "before", "after", "repaired", "positions", "inputs", "left")
+        rows = [[getattr(layer, name) for name in names] for layer in layers]
+        table = _numbers(("layer", *names[1:-1], "left as it was"), rows)
+        drawn.append(
+            _figure("Repaired layers", repair_words(report, report.calibration), repair_bars(layers), table)
+        )
+    return drawn
 
 
 def _surfaces(report: Report) -> list[Markup]:

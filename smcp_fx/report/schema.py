@@ -140,6 +140,48 @@ class TableFacts:
 
 
 @dataclass(frozen=True)
+class TargetRow:
+    """A point of the trade-off curve: the network of one target."""
+
+    target: float = told("the target as a fraction of the dense cost", 0.0)
+    cost: float | None = told("what the cost model says was reached")
+    measured: float | None = told("measured latency, as a fraction of the dense one")
+    latency_ms: float | None = told("median of the measured latency")
+    accuracy: float | None = told("share of the test images that it gets right")
+    params: int | None = told("parameters")
+    flops: float | None = told("multiply-adds per input")
+    file: str = told("its ONNX file", "")
+
+
+@dataclass(frozen=True)
+class RepairRow:
+    """A layer that was repaired, or why it was not."""
+
+    path: str = told("path of its module", "")
+    before: float = told(
+        "error of its outputs on images held out, as a share of their spread, as sliced", 0.0
+    )
+    after: float = told("the same as repaired", 0.0)
+    repaired: bool = told("whether that was better, and its weights were changed", False)
+    positions: int = told("output positions it was fitted to", 0)
+    inputs: int = told("weights of each output", 0)
+    left: str = told("why it was not looked at", "")
+
+
+@dataclass(frozen=True)
+class CalibrationFacts:
+    """What a run without training did."""
+
+    images: int = told("training images it looked at", 0)
+    labels: bool = told("whether they had labels", True)
+    dense: float | None = told("accuracy of the dense network")
+    sliced: float | None = told("accuracy as it was sliced")
+    repaired: float | None = told("accuracy as it was repaired")
+    norms: int = told("batch norms whose statistics were set", 0)
+    layers: tuple[RepairRow, ...] = told("the layers in the order they run", ())
+
+
+@dataclass(frozen=True)
 class Report:
     """All that a compile run came to."""
 
@@ -170,6 +212,11 @@ class Report:
     groups: tuple[GroupRow, ...] = told("the groups of the channel graph", ())
     solves: tuple[SolveRow, ...] = told("each choice of masks", ())
     training: tuple[EpochRow, ...] = told("epochs, of the dense training first", ())
+    agreement: bool = told(
+        "whether accuracies are agreement with the dense network, as there are no labels", False
+    )
+    calibration: CalibrationFacts | None = told("without training: what was repaired; else null")
+    targets: tuple[TargetRow, ...] = told("the trade-off curve, where one was asked for", ())
     validation: tuple[EngineRow, ...] = told("predicted beside measured latency", ())
     blocks: tuple[BlockRow, ...] = told("latency by block; empty where the target is no latency", ())
     surfaces: tuple[SurfaceRow, ...] = told("latency over channels, of the blocks that take longest", ())

@@ -66,7 +66,8 @@ def headline(report: Report) -> str:
         sentence = f"is predicted to take {predicted} of the dense latency ({asked}), not yet measured"
     accuracies = dense.accuracy, pruned.accuracy
     if all(number(value) is not None for value in accuracies):
-        sentence += f", accuracy {percent(accuracies[0])} {_ARROW} {percent(accuracies[1])}"
+        word = "agreement" if report.agreement else "accuracy"
+        sentence += f", {word} {percent(accuracies[0])} {_ARROW} {percent(accuracies[1])}"
     return f"{model_name(report)} {sentence}"
 
 
@@ -77,7 +78,8 @@ def comparison(report: Report) -> list[SummaryRow]:
     points = ""
     if accuracy[0] is not None and accuracy[1] is not None:
         points = f"{signed(100 * (accuracy[1] - accuracy[0]))} points"
-    rows = [SummaryRow("accuracy", percent(accuracy[0]), percent(accuracy[1]), points)]
+    name = "agreement with the dense network" if report.agreement else "accuracy"
+    rows = [SummaryRow(name, percent(accuracy[0]), percent(accuracy[1]), points)]
     for name, key in (
         ("latency, predicted by the table", "predicted_ms"),
         ("latency, measured", "latency_ms"),

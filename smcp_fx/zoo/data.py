@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from smcp_fx.errors import InputError
-from smcp_fx.zoo.image_folder import image_folder
+from smcp_fx.zoo.image_folder import image_folder, plain_images
 from smcp_fx.zoo.pretrained import Preprocessing
 
 #: Processes that load images, where it is not said how many.
@@ -28,7 +28,7 @@ _MOST_WORKERS = 8
 class ImageData:
     """Training and test images with integer labels; each sample is ([channels, size, size], label).
 
-    ``workers``: the processes that load them; 0 is this one.
+    ``workers``: the processes that load them; 0 is this one. ``labelled``: False where the labels mean nothing.
     """
 
     name: str
@@ -38,6 +38,25 @@ class ImageData:
     channels: int
     size: int
     workers: int = 0
+    labelled: bool = True
+
+    def drawn(self, count: int, seed: int) -> ImageData:
+        """The same with so many of the training images."""
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+        return replace(self, train=Subset(self.train, order[:count].tolist()))
+
+    def labelled_by(self, network: nn.Module, channels: int, size: int) -> ImageData:
+        """The same with the classes that a network gives the test images."""
+        device = next((p.device for p in network.parameters()), torch.device("cpu"))
+        given: list[Tensor] = []
+        training = network.training
+        network.eval()
+        with torch.no_grad():
+            for images, _ in self.tests(64, channels, size):
+                given.append(network(images.to(device)).cpu())
+        network.train(training)
+        scores = torch.cat(given)
+        return replace(self, test=_Relabelled(self.test, scores.argmax(1).tolist()), classes=scores.shape[1])
 
     def steps_per_epoch(self, batch: int) -> int:
         """Optimiser steps an epoch; the last, smaller batch is left out."""
@@ -70,6 +89,17 @@ def _told(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         raise InputError(str(error).rpartition(f"{InputError.__module__}.InputError: ")[2].strip()) from error
 
 
+class _Relabelled(Dataset[Any]):
+    def __init__(self, images: Dataset[Any], labels: list[int]) -> None:
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.images[index][0], self.labels[index]
+
+
 def _fit(images: Tensor, channels: int, size: int, labels: Tensor) -> tuple[Tensor, Tensor]:
     if images.shape[1] != channels:
         images = images.expand(-1, channels, -1, -1) if images.shape[1] == 1 else images.mean(1, keepdim=True)
@@ -86,24 +116,26 @@ def load_data(
     augment: str = "usual",
     workers: int | None = None,
 ) -> ImageData:
-    """Load ``digits``, ``imagefolder:PATH`` or ``path/to/file.py:factory``; `InputError` says what is wrong.
+    """Load ``digits``, ``imagefolder:PATH``, ``images:PATH`` or ``path/to/file.py:factory``.
 
-    ``base``: the folder that relative paths begin at (default: the working directory). ``images`` and ``augment``:
-    how the files of a folder become inputs. ``workers``: as in `ImageData`; by default one a core, eight at most, for
-    a folder, and none for others.
+    ``images:`` are all images below a folder, without labels (0 classes). ``base``: the folder that relative paths
+    begin at (default: the working directory). ``images`` and ``augment``: how image files become inputs.
+    ``workers``: as in `ImageData`; by default one a core, eight at most, for image files, and none for others. Raises
+    `InputError`.
     """
     if spec == "digits":
         return replace(_digits(), workers=workers or 0)
     kind, _, rest = spec.partition(":")
-    if kind == "imagefolder" and rest:
-        found = image_folder((base or Path()) / rest, images or Preprocessing(), augment)
+    if kind in ("imagefolder", "images") and rest:
+        made, root = images or Preprocessing(), (base or Path()) / rest
+        found = image_folder(root, made, augment) if kind == "imagefolder" else plain_images(root, made)
         several = min(os.cpu_count() or 1, _MOST_WORKERS) if workers is None else workers
-        return ImageData(spec, *found, 3, (images or Preprocessing()).size, several)
+        return ImageData(spec, *found, 3, made.size, several, labelled=kind == "imagefolder")
     if spec.rpartition(":")[0].endswith(".py"):
         return replace(_from_factory(spec, base), workers=workers or 0)
     raise InputError(
-        f"unknown data {spec!r}: give digits, imagefolder:PATH (with train/ and val/ or test/ below it), or "
-        "path/to/file.py:factory"
+        f"unknown data {spec!r}: give digits, imagefolder:PATH (with train/ and val/ or test/ below it), images:PATH "
+        "(without labels), or path/to/file.py:factory"
     )
 
 

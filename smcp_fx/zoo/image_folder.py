@@ -14,6 +14,9 @@ from smcp_fx.zoo.pretrained import Preprocessing
 #: How training images are varied, from nothing to what large networks are trained with.
 AUGMENTATIONS = ("none", "usual", "strong")
 
+#: One image in so many of those without labels is a test image.
+_FOLD = 5
+
 
 def image_folder(
     root: Path, images: Preprocessing | None = None, augment: str = "usual"
@@ -41,6 +44,29 @@ def image_folder(
             f"imagefolder:{root}: train/ has {len(train.classes)} classes, the test {len(test.classes)}"
         )
     return train, test, len(train.classes)
+
+
+def plain_images(root: Path, images: Preprocessing | None = None) -> tuple[Dataset[Any], Dataset[Any], int]:
+    """Return all images below a folder, each fifth as a test image, and 0 classes; each has the label 0."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    files = sorted(str(path) for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
+    if len(files) < 2:
+        raise InputError(f"images:{root}: there are {len(files)} images below it; two are the least")
+    made = _testing(images or Preprocessing())
+    tests = files[::_FOLD]
+    return _Files([f for f in files if f not in set(tests)], made), _Files(tests, made), 0
+
+
+class _Files(Dataset[Any]):
+    def __init__(self, files: list[str], made: Any) -> None:
+        self.files, self.made = files, made
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.made(_read_image(self.files[index])), 0
 
 
 def _training(images: Preprocessing, augment: str) -> Any:

@@ -60,8 +60,9 @@ def load_model(
     """
     kind, _, name = spec.partition(":")
     notes: list[str] = []
+    classes = data.classes or _classes_of(weights)
     if kind == "torchvision" and name:
-        model = _torchvision(name, data.classes)
+        model = _torchvision(name, classes)
         if weights is None and data.size <= 64 and type(model).__name__ == "ResNet":
             stem: Any = model.conv1
             model.conv1 = nn.Conv2d(data.channels, stem.out_channels, 3, 1, 1, bias=False)
@@ -71,7 +72,7 @@ def load_model(
             )
     elif kind == "timm" and name:
         own = {} if weights is not None else {"in_chans": data.channels}
-        model = _create_timm(name, num_classes=data.classes, **own)
+        model = _create_timm(name, num_classes=classes, **own)
     else:
         model = _from_factory(spec, base)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -91,7 +92,7 @@ def load_model(
         why = "as asked" if size else "the smallest size the model takes"
         notes.append(f"images resized from {data.size} to {fitting} pixels, {why}")
     if weights is not None:
-        weights = load_weights(model, weights, data.classes)
+        weights = load_weights(model, weights, data.classes or None)
         notes += weights.notes
     return FittedModel(
         model,
@@ -102,6 +103,13 @@ def load_model(
         None if weights is None else weights.accuracy,
         weights is not None and weights.whole,
     )
+
+
+def _classes_of(weights: Weights | None) -> int:
+    """How many classes the last layer of weights has, where the data has no labels."""
+    if weights is None:
+        raise InputError("images without labels train nothing: give --weights or --pretrained")
+    return int(list(weights.state.values())[-1].shape[0])
 
 
 def build_model(spec: str, **options: Any) -> nn.Module:

@@ -4,63 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import generated_data
 import numpy as np
 import pytest
 import torch
+from colours import run
 from PIL import Image
 from torch import Tensor
 
-from smcp_fx.cli.compile import main
 from smcp_fx.compiler import CompileSettings, pipeline
 from smcp_fx.compiler.training import is_guessing
 from smcp_fx.errors import InputError
 from smcp_fx.zoo.image_folder import image_folder
 from smcp_fx.zoo.pretrained import Preprocessing
-
-MODEL = """
-import torch
-from torch import nn
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.BatchNorm2d(16),
-        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3),
-    )
-"""
-
-
-@pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, its data, and weights that tell the colours of the data's classes."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(MODEL)
-    generated_data.image_folder(tmp_path / "images", 8, 4)
-    scope: dict[str, Any] = {}
-    exec(MODEL, scope)  # noqa: S102 - it stands above
-    model = scope["build"]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        for layer in (0, 3):  # the three colours go through, each in its channel
-            for colour in range(3):
-                model[layer].weight[colour, colour, 1, 1] = 1
-        for norm in (1, 4):
-            model[norm].weight.fill_(1)
-        model[8].weight[:3, :3] = 10 * torch.eye(3)
-    torch.save({"model": model.state_dict(), "best_acc1": 100.0}, "good.pth")
-    return tmp_path
-
-
-def run(*flags: str) -> int:
-    given = (
-        "--model mine.py:build --data imagefolder:images --input-size 32 --cost flops --target 0.8 --epochs 1"
-    )
-    given += " --train-batch 8 --batch 4 --out out --overwrite --multiple 4"
-    return main([*given.split(), *flags])
 
 
 def test_images_weights_precision_and_processes(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

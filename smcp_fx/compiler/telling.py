@@ -1,0 +1,68 @@
+"""What a run says while it works: stages with their times, notes, progress bars."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from smcp_fx.training import Epoch
+
+
+class Teller:
+    """Says it on a console; ``notes`` go into the report, ``seconds`` are those of each stage."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.notes: list[str] = []
+        self.seconds: dict[str, float] = {}
+
+    def say(self, text: str) -> None:
+        """Print a line below the stage's."""
+        self.console.print(f"  {text}", markup=False)
+
+    def note(self, text: str) -> None:
+        """Print a line, and keep it for the report."""
+        self.notes.append(text)
+        self.say(text)
+
+    def epoch(self, done: Epoch, epochs: float) -> None:
+        """Print what an epoch came to, where no bar shows it."""
+        if not self.console.is_terminal:
+            accuracy = done.values["accuracy"]
+            self.say(
+                f"epoch {done.epoch} of {math.ceil(epochs)}: loss {done.loss:.4f}, test accuracy {accuracy:.2%}"
+            )
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Print a stage's name, and add up its time."""
+        self.console.print(name, markup=False, style="bold")
+        began = time.monotonic()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+    @contextmanager
+    def bar(self, name: str) -> Iterator[Callable[[int, int, float], None]]:
+        """Show a bar; what it gives is called with (steps done, steps in all, loss)."""
+        with Progress(
+            TextColumn("  {task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        ) as progress:
+            task = progress.add_task(name)
+
+            def tick(done: int, total: int, loss: float) -> None:
+                progress.update(task, completed=done, total=total, description=f"{name}, loss {loss:.3f}")
+
+            yield tick

@@ -1,0 +1,115 @@
+"""What a run without training adds to the report: what targets cost, and what the repair did to each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from smcp_fx.report.formats import count, milliseconds, percent
+from smcp_fx.report.schema import CalibrationFacts, RepairRow, Report
+from smcp_fx.report.svg import Markup, Panel, dot, line, path, picture, rect, text
+
+_WIDTH, _LETTER, _STEP = 560.0, 6.9, 22.0
+
+
+def measure_word(report: Report) -> str:
+    """Return what is told of how good a network is."""
+    return "agreement with the dense network" if report.agreement else "accuracy"
+
+
+def target_curve(report: Report) -> Markup | None:
+    """Return accuracy over measured latency, a point a target and the dense network; None without targets."""
+    points, dense = report.targets, report.dense.accuracy
+    if not points or dense is None:
+        return None
+    found = [(1.0, dense, "dense")]
+    for point in points:
+        if point.measured is not None and point.accuracy is not None:
+            words = f"target {percent(point.target, trim=True)}, {milliseconds(point.latency_ms)}"
+            found.append((point.measured, point.accuracy, words))
+    low = min(100 * accuracy for _, accuracy, _ in found)
+    right = max(100.0, *(100 * x for x, _, _ in found))
+    panel = Panel(52, 30, _WIDTH - 72, 240, (0, right), (max(0.0, 10 * (low // 10) - 5), 100))
+    body = [*panel.y_axis(f"{measure_word(report)}, %"), *panel.x_axis("measured latency, % of dense")]
+    places = [(panel.x(100 * x), panel.y(100 * y)) for x, y, _ in found]
+    body.append(path(sorted(places), "curve"))
+    for (x, y), (fraction, accuracy, words) in zip(places, found, strict=True):
+        tip = f"{words}: {percent(accuracy)} at {percent(fraction)} of the dense latency"
+        body.append(dot(x, y, 4.0, "point", tip))
+    words = f"{measure_word(report)} over measured latency at {len(points)} targets"
+    return picture(_WIDTH, panel.bottom + 46, words, body)
+
+
+def target_rows(report: Report) -> list[tuple[Any, ...]]:
+    """Return the curve's figures: target, cost, latency, accuracy, size, file."""
+    return [
+        (
+            percent(point.target, trim=True),
+            percent(point.cost),
+            milliseconds(point.latency_ms),
+            percent(point.measured),
+            percent(point.accuracy),
+            count(point.params),
+            count(point.flops),
+            point.file,
+        )
+        for point in report.targets
+    ]
+
+
+def target_table(report: Report) -> Table | None:
+    """Return the curve as a `rich` table; None without one."""
+    rows = target_rows(report)
+    if not rows:
+        return None
+    table = Table(title="What each target costs", box=box.SIMPLE_HEAD)
+    for name in target_head(report):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    return table
+
+
+def target_head(report: Report) -> tuple[str, ...]:
+    """Return the names of `target_rows`' columns."""
+    word = "agreement" if report.agreement else "accuracy"
+    return ("target", "cost", "latency", "of dense", word, "parameters", "FLOPs", "file")
+
+
+def repair_bars(layers: Sequence[RepairRow]) -> Markup | None:
+    """Return each layer's error before repair in grey and after it in blue, as shares of its outputs' spread."""
+    drawn = [layer for layer in layers if not layer.left]
+    if not drawn:
+        return None
+    left = min(max(len(layer.path) for layer in drawn) * _LETTER, 240.0) + 14
+    top = max(100 * layer.before for layer in drawn) or 1.0
+    panel = Panel(left, 8, _WIDTH - left - 130, _STEP * len(drawn), (0, top), (0, 1))
+    body = panel.x_axis("error, % of the outputs' spread")
+    for index, layer in enumerate(drawn):
+        y, name = panel.top + _STEP * index, layer.path
+        before, after = 100 * layer.before, 100 * layer.after
+        after = after if layer.repaired else before
+        tip = f"{name}: {before:.2f} % as sliced, {after:.2f} % as repaired, on images held out"
+        body.append(text(left - 10, y + 15, name[-34:], "label", "end"))
+        body.append(rect(left, y + 3, panel.x(before) - left, 16, "bar-dense", tip, rx=1))
+        body.append(rect(left, y + 6, panel.x(after) - left, 10, "bar-pruned", tip, rx=1))
+        ends = f"{before:.1f} \N{RIGHTWARDS ARROW} {after:.1f}" if layer.repaired else f"{before:.1f}, kept"
+        body.append(text(panel.x(max(before, after)) + 8, y + 15, ends, "value"))
+    body.append(line(left, panel.top, left, panel.bottom, "baseline"))
+    return picture(_WIDTH, panel.bottom + 46, f"Errors of {len(drawn)} layers before and after repair", body)
+
+
+def repair_words(report: Report, found: CalibrationFacts) -> str:
+    """Return the three accuracies, and how many layers were repaired."""
+    accuracies = [percent(value) for value in (found.dense, found.sliced, found.repaired)]
+    stages = "dense {}, sliced {}, repaired {}".format(*accuracies)
+    done, labels = sum(layer.repaired for layer in found.layers), "with" if found.labels else "without"
+    return (
+        f"{measure_word(report).capitalize()}: {stages}. {done} of {len(found.layers)} layers were fitted to what "
+        f"the dense network computes on {found.images} images {labels} labels, and {found.norms} batch norms "
+        "set. A layer that did not come nearer on images held out stays as it was."
+    )

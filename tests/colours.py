@@ -1,0 +1,25 @@
+"""A model, its images and its weights, which tell three colours: what the compile command is tried on."""
+
+from __future__ import annotations
+
+from smcp_fx.cli.compile import main
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.BatchNorm2d(16),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3),
+    )
+"""
+
+
+def run(*flags: str) -> int:
+    given = (
+        "--model mine.py:build --data imagefolder:images --input-size 32 --cost flops --target 0.8 --epochs 1"
+    )
+    given += " --train-batch 8 --batch 4 --out out --overwrite --multiple 4"
+    return main([*given.split(), *flags])

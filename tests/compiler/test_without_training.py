@@ -1,0 +1,100 @@
+"""The compile command without training: with labels and without, one target and a trade-off curve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from colours import run
+
+import smcp_fx
+from smcp_fx.cli.compile import main
+from smcp_fx.zoo.data import load_data
+from smcp_fx.zoo.pretrained import Preprocessing
+
+TRAINED = ("--weights", "good.pth", "--epochs", "0", "--calibration", "16")
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_one_target(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*TRAINED, "--target", "0.6") == 0
+    shown = capsys.readouterr().out
+    assert "accuracy 100.00% -> " in shown and "layers repaired" in shown
+    report = report_of(work)
+    assert report["pruned"]["flops"] <= 0.6 * report["dense"]["flops"] and not report["training"]
+    calibration = report["calibration"]
+    assert calibration["images"] == 16 and calibration["labels"]
+    assert calibration["dense"] == 1 and 0 <= calibration["sliced"] <= 1
+    assert calibration["repaired"] == pytest.approx(report["pruned"]["accuracy"])
+    assert [layer["path"] for layer in calibration["layers"]] == ["0", "3", "8"]
+    loaded = smcp_fx.load(work / "out" / "pruned.safetensors").eval()
+    session = ort.InferenceSession(str(work / "out" / "pruned.onnx"), providers=["CPUExecutionProvider"])
+    images, _ = next(load_data("imagefolder:images", images=Preprocessing(32), workers=0).tests(4, 3, 32))
+    (emitted,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    assert np.abs(emitted - loaded(images).detach().numpy()).max() <= 1e-4 * np.abs(emitted).max()
+
+
+def test_a_curve_without_labels(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All images lie in one folder; what counts is whether the dense network would have said the same."""
+    assert run(*TRAINED, "--data", "images:images", "--targets", "0.5,0.9,0.7") == 0
+    assert "agreement 100.00% -> " in capsys.readouterr().out
+    report = report_of(work)
+    curve = report["targets"]
+    assert report["target"] == "0.5"
+    assert [point["target"] for point in curve] == pytest.approx([0.9, 0.7, 0.5])
+    for point in curve:
+        assert point["flops"] <= point["target"] * report["dense"]["flops"]
+        assert (work / "out" / point["file"]).is_file()
+    assert [point["file"] for point in curve] == ["pruned-0.9.onnx", "pruned-0.7.onnx", "pruned.onnx"]
+    assert (work / "out" / "pruned-0.9.safetensors").is_file()
+    assert report["agreement"] and not report["calibration"]["labels"] and report["dense"]["accuracy"] == 1
+    page = (work / "out" / "report.html").read_text(encoding="utf-8")
+    assert "What each target costs" in page and "Repaired layers" in page
+    assert "agreement with the dense network" in page
+    assert run("--weights", "good.pth", "--target", "0.8") == 0
+    assert not list((work / "out").glob("pruned-*"))  # of the run that this one replaces
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--targets", "0.5"), "give --epochs 0, too"),
+        (("--epochs", "0", "--targets", "0.5,2"), "--targets must be fractions"),
+        (("--epochs", "0", "--calibration", "1"), "--calibration must be at least 2"),
+        (("--epochs", "0", "--resume"), "not resumed"),
+        (("--data", "images:images"), "images without labels train nothing"),
+        (("--data", "images:images", "--epochs", "0"), "give --weights or --pretrained"),
+        (
+            ("--data", "images:nowhere", "--epochs", "0", "--weights", "good.pth"),
+            "there are 0 images below it",
+        ),
+    ],
+)
+def test_bad_input(
+    work: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    said: str,
+) -> None:
+    without = [flag for flag in flags if flag != "--overwrite"]
+    assert (
+        main(["--model", "torchvision:resnet18", "--data", "imagefolder:images", "--cost", "flops", *without])
+        == 2
+    )
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_images_are_drawn_once_and_the_same(work: Path) -> None:
+    data = load_data("imagefolder:images", images=Preprocessing(16), augment="none", workers=0)
+    drawn = [data.drawn(6, 3), data.drawn(6, 3), data.drawn(6, 4)]
+    first, again, others = (torch.stack([x for x, _ in one.train]) for one in drawn)
+    assert torch.equal(first, again) and not torch.equal(first, others) and len(first) == 6
