@@ -233,7 +233,8 @@ def _refuse_numbers(run: Propagation, call: Call, source: Tensor) -> None:
             return ruler if node is args[0] else run.trail.labels[node.name]
 
         found = execute(call, *labelled(run, known_values(fx.node.map_arg((args, kwargs), operand))))
-        return [narrow_uniform(compress(part)).flatten().tolist() for part in tensor_leaves(found)]
+        parts = [part for part in tensor_leaves(found) if isinstance(part, Tensor)]
+        return [narrow_uniform(compress(part)).flatten().tolist() for part in parts]
 
     for dim in run.varied(source):
         ruler = along(torch.arange(source.shape[dim]), source.shape, dim)
