@@ -24,7 +24,7 @@ from smcp_fx.passes.movement_rewrites import REWRITES, SIZES, numbers
 from smcp_fx.passes.original_numbers import OriginalNumbers, recomputed
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.modes import is_by_mode
-from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 
 #: Movements of a weight that say its sizes, or depend on which of them are 1.
@@ -81,12 +81,14 @@ class _Rewriter:
         if node.target is torch._assert:
             if not self._holds(node):
                 self.dead.append(node)
+            self.new[name] = None
             return
         if is_by_mode(node) and not node.users and any(n in self.dead for n in node.all_input_nodes):
             self.dead.append(node)  # it says when what is gone was run
             return
         if not any(isinstance(v, Tensor) for v in pytree.tree_leaves(old)):
-            self.new[name] = recomputed(node, old, self.new)
+            written = writes_in_place(node, self.module)  # which would write into the labels
+            self.new[name] = old if written else recomputed(node, old, self.new)
             return
         expected = pytree.tree_map(lambda v: self.sliced.slice(v) if isinstance(v, Tensor) else v, old)
         self.new[name] = expected
@@ -98,6 +100,10 @@ class _Rewriter:
             self._move(node, operation or "")
         elif operation == "pad" and node.op == "call_function":
             self._crop(node)
+        elif operation in ("layernorm", "rmsnorm"):
+            self._resize_norm(node, target)
+        elif operation == "groupnorm":
+            self._regroup(node, target)
         else:
             self._freeze_numbers(node)
 
@@ -132,6 +138,46 @@ class _Rewriter:
     def _freeze_numbers(self, node: fx.Node) -> None:
         """Numbers that came from a channel count and are used in arithmetic keep their original value."""
         self.report += self.originals.put_into(node)
+
+    def _resize_norm(self, node: fx.Node, module: Any) -> None:
+        """A norm over the last dimensions says their sizes."""
+        source = self.new[node.args[0].name] if isinstance(node.args[0], fx.Node) else None
+        if not isinstance(source, Tensor):
+            return
+        if module is not None:
+            module.normalized_shape = tuple(source.shape[-len(module.normalized_shape) :])
+            return
+        given: Any = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
+        known = self.new[given.name] if isinstance(given, fx.Node) else fx.node.map_arg(given, self._now)
+        wanted = tuple(source.shape[-len(known) :])
+        if tuple(known) != wanted:
+            sizes = self.parts_of(given, node) if isinstance(given, fx.Node) else given
+            pairs = zip(sizes, known, wanted, strict=True)
+            _set_second(node, "normalized_shape", tuple(s if n == w else w for s, n, w in pairs))
+
+    def _regroup(self, node: fx.Node, module: Any) -> None:
+        """A group norm says how many groups there are: fewer where whole groups go."""
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or not isinstance(self.new[source.name], Tensor):
+            return
+        left = self.new[source.name].shape[1]
+        groups, labels = self.trail.grouped.get(node.name, (None, None))
+        if module is not None:
+            module.num_channels = left
+            module.num_groups = (
+                module.num_groups if labels is None or groups is None else groups * left // labels.numel()
+            )
+            return
+        given = node.args[1] if len(node.args) > 1 else node.kwargs["num_groups"]
+        before, known = (
+            (self.old[given.name], self.new[given.name]) if isinstance(given, fx.Node) else (given, given)
+        )
+        wanted = before if labels is None or groups is None else groups * left // labels.numel()
+        if known != wanted:
+            _set_second(node, "num_groups", wanted)
+
+    def _now(self, node: fx.Node) -> Any:
+        return self.new[node.name]
 
     # ---- movements --------------------------------------------------------------------------------------
 

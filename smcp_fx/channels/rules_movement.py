@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,9 @@ def move(run: Propagation, call: Call) -> Any:
         1 if call.name in ("expandas", "viewas", "reshapeas") else 0
     ):
         return run.unknown(call, f"{call.name!r} by a tensor whose values are not known")
+    if isinstance(call.args[0], ConstantRef) and _is_index(call.node):
+        known = execute(call, *known_values((call.args, call.kwargs)))
+        return ConstantRef(f"{call.args[0].name} of {call.node.name}", tuple(known.shape), known)
     table, index = call.args[0], call.args[1] if len(call.args) > 1 else None
     if isinstance(table, ParameterRef) and isinstance(index, ConstantRef) and _looks_up(table, index):
         # Rows that are looked up over and over (relative positions) are no channels: one label a column.
@@ -171,6 +175,14 @@ def labelled(run: Propagation, tree: Any) -> Any:
         run.of(leaf) if tensor_leaves(leaf) and not isinstance(leaf, slice) else leaf for leaf in leaves
     ]
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _is_index(node: fx.Node) -> bool:
+    """Is what the node makes read as an index alone? (Its values are known then, and stay.)"""
+    return all(
+        user.target in (operator.getitem, torch.index_select, "index_select") and user.args[0] is not node
+        for user in node.users
+    )
 
 
 def _looks_up(table: ParameterRef, index: ConstantRef) -> bool:

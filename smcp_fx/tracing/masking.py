@@ -23,10 +23,14 @@ META = "smcp"
 
 @dataclass(frozen=True)
 class Mark:
-    """What a pass did to a node: ``kind`` "mask" or "scale", and the module path it took the call from."""
+    """What a pass did to a node: ``kind``, and the module path it took the call from.
 
-    kind: Literal["mask", "scale"]
-    path: str | None  # None: a functional call, whose weight argument was replaced
+    "mask", "scale": of a weight; "kept": of the channels that the node mixes, in the place of its own ``call``.
+    """
+
+    kind: Literal["mask", "scale", "kept"]
+    path: str | None  # None: a functional call
+    call: tuple[str, Any] | None = None  # op and target
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from smcp_fx.tracing.operations import operation_name, writes_in_place
@@ -145,6 +147,25 @@ def _waits(
         if value.shape != info.shape or not _waits(traced, user, smaller, value, values, alone):
             return False
     return bool(node.users)
+
+
+def add_computed_biases(traced: fx.GraphModule, values: dict[str, Any]) -> None:
+    """Take a bias that is no parameter out of the linear that adds it.
+
+    before   linear(x, weight, bias.clone())      after   linear(x, weight) + bias.clone()
+
+    A layer's weight and bias are parameters, which can be sliced; an addition is as good as any other.
+    """
+    for node in [node for node in traced.graph.nodes if node.target is F.linear]:
+        bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+        if not isinstance(bias, fx.Node) or bias.op == "get_attr":
+            continue
+        node.args, node.kwargs = node.args[:2], {k: v for k, v in node.kwargs.items() if k != "bias"}
+        with traced.graph.inserting_after(node):
+            total = traced.graph.call_function(operator.add, (node, bias))
+        node.replace_all_uses_with(total, delete_user_cb=lambda user, own=total: user is not own)
+        total.meta, values[total.name] = dict(node.meta), values[node.name]
+        traced.recompile()
 
 
 def _broadcast(values: list[Any]) -> tuple[int, ...] | None:

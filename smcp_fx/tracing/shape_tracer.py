@@ -34,6 +34,7 @@ from smcp_fx.tracing.mode_reads import ModeLog, drop_marks
 from smcp_fx.tracing.proxies import ValueProxy
 from smcp_fx.tracing.python_builtins import StandIns
 from smcp_fx.tracing.rewrites import by_position
+from smcp_fx.tracing.seen_through import seen_through
 from smcp_fx.tracing.sentences import AGAIN, INFIX, TAKEN, asking_line, express
 from smcp_fx.tracing.writes import functional_writes, own_constants
 
@@ -79,7 +80,7 @@ class ShapeTracer(AnsweringTracer):
     def _traced(self, root: Any, model: nn.Module, concrete_args: dict[str, Any] | None) -> fx.Graph:
         self._held = dict(held_tensors(model))
         self._sizes = Sizes(model, self.value)
-        with StandIns(self, model), Assignments(self._held, self.log.assigned), Checkpoints():
+        with seen_through(), StandIns(self, model), Assignments(self._held, self.log.assigned), Checkpoints():
             graph = super().trace(root, concrete_args)
         self.log.closed = True
         by_position(model, graph)

@@ -33,7 +33,8 @@ from smcp_fx.tracing.mode_paths import Exploring, Modes, ModeTrace
 from smcp_fx.tracing.mode_reads import ReadsOfTraining
 from smcp_fx.tracing.mode_steps import alike
 from smcp_fx.tracing.modes import require_one_mode, with_branches
-from smcp_fx.tracing.rewrites import drop_expansions, normalise
+from smcp_fx.tracing.plain_attention import forward_of, is_plain, slow_path
+from smcp_fx.tracing.rewrites import add_computed_biases, drop_expansions, normalise
 from smcp_fx.tracing.sentences import is_ours
 from smcp_fx.tracing.shape_tracer import ShapeTracer
 from smcp_fx.tracing.values import OPAQUE
@@ -81,7 +82,8 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
                 "has no elements does not tell how channels go through the network"
             )
     try:
-        expected = run_eager(model, inputs)
+        with slow_path():
+            expected = run_eager(model, inputs)
     except Exception as error:
         raise InputError(
             f"{type(model).__name__} does not run on the example inputs {_describe(inputs)}: "
@@ -120,7 +122,9 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     except Exception as error:
         raise _does_not_run(model, error) from error
     if not same_values(expected, found):
-        if not same_values(expected, run_eager(model, inputs)):
+        with slow_path():
+            again = run_eager(model, inputs)
+        if not same_values(expected, again):
             raise TraceError(
                 f"{type(model).__name__} gives other outputs each time in eval mode, so that nothing can be "
                 "checked against it: switch off what is random in it."
@@ -137,6 +141,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
         )
     without_gradients(traced, values, lambda run: run_eager(traced, inputs, run))
     drop_expansions(traced, values)
+    add_computed_biases(traced, values)
     return Traced(
         traced,
         values,
@@ -188,6 +193,7 @@ class _Tracer(ShapeTracer):
         self.stopped: nn.Module | None = None
         self.contexts = Contexts()
         self._paths: dict[nn.Module, str] = {}
+        self._looked_into: set[nn.Module] = set()  # modules of torch that are being looked into
         self.proxy_buffer_attributes = proxy_buffers
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
@@ -199,7 +205,9 @@ class _Tracer(ShapeTracer):
         changed = m._forward_hooks or m._forward_pre_hooks or nn.utils.parametrize.is_parametrized(m)
         named = module_qualified_name in self.leaves
         scripted = isinstance(m, torch.jit.ScriptModule)  # it has no Python to trace
-        return bool(changed) or named or scripted or super().is_leaf_module(m, module_qualified_name)
+        if changed or named or scripted:
+            return True
+        return m not in self._looked_into and super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Remember where it stops; modules that another thread calls meanwhile just run."""
@@ -209,12 +217,24 @@ class _Tracer(ShapeTracer):
         if not self._evaluating and m in self._paths:
             self.contexts.path = self._paths[m]
         try:
+            if not self._evaluating and is_plain(m, args, kwargs):
+                return self._call_plainly(m, forward, args, kwargs)
             return super().call_module(m, forward, args, kwargs)
         except Exception:
             self.stopped = self.stopped or m
             raise
         finally:
             self.contexts.path = outer
+
+    def _call_plainly(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        first = args[0] if args else next(iter(kwargs.values()))
+        rank = self.value(first.node).dim() if isinstance(first, fx.Proxy) else first.dim()
+        self._looked_into.add(m)
+        try:
+            with slow_path():
+                return super().call_module(m, forward_of(m, forward, rank), args, kwargs)
+        finally:
+            self._looked_into.discard(m)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """So do they read their parameters."""
