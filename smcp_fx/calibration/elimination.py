@@ -1,7 +1,7 @@
 """Which of a group's channels go first, and what that costs: those that the ones left make up for best.
 
-Each layer that reads a group computes y = W x from its inputs. Without the channels S, and with what is left of W
-fitted anew (as `repair` does), the squared errors of y, weighted by output, add up to
+Each layer that reads a group computes y = W x from its inputs. Take out the channels S, and fit what is left of W
+anew, as `repair` does. The squared errors of y, weighted by output, then add up to
 
     sum over outputs of  h w_S' (inverse(G)_SS)^-1 w_S,    G = covariance(x), and some ridge.
 

@@ -41,6 +41,12 @@ class CommandParser(argparse.ArgumentParser):
     def parsed(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Parse ``argv`` (the process's own arguments by default)."""
         _tell_any_text()
+        try:
+            os.getcwd()
+        except OSError as error:
+            self.error(
+                f"the working directory cannot be read ({error.strerror}): change to one that is there"
+            )
         given = sys.argv[1:] if argv is None else list(argv)
         for text in given:
             try:
@@ -146,7 +152,13 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _tell_any_text() -> None:
-    """Let standard output and error print what their encoding lacks, as escapes: texts come from anywhere."""
+    """Let standard output and error print what their encoding lacks, as escapes: texts come from anywhere.
+
+    Where the caller closed them, what is printed goes nowhere, and not into a file that gets their number.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -10,12 +10,13 @@ from smcp_fx.report.schema import BlockRow, LayerRow, Report
 from smcp_fx.report.svg import Markup, Panel, element, join, line, picture, rect, rounded_up, text
 from smcp_fx.texts import significant
 
-_WIDE = 1080.0
+#: Widths of a picture: on a screen, and on a telephone, where bars must still tell their lengths.
+_WIDE, NARROW = 1080.0, 364.0
 _SHOWN_BLOCKS = 40
 _LETTER = 6.9  # a letter's mean advance in the widest of the page's fonts, in pixels
 
 
-def latency_bars(report: Report) -> Markup | None:
+def latency_bars(report: Report, wide: float = _WIDE) -> Markup | None:
     """Return measured latency, dense over pruned, with quartiles and the target; None if not measured."""
     sides = [report.dense, report.pruned]
     values = [number(side.latency_ms) for side in sides]
@@ -23,7 +24,9 @@ def latency_bars(report: Report) -> Markup | None:
     if dense is None or pruned is None or dense <= 0:
         return None
     ends = [number(side.latency_q3_ms) or 0.0 for side in sides]
-    panel = Panel(64, 8, _WIDE - 64 - 108, 72, (0, max(dense, pruned, *ends)), (0, 1))
+    panel = Panel(
+        64, 8, wide - 64 - (108 if wide > NARROW else 76), 72, (0, max(dense, pruned, *ends)), (0, 1)
+    )
     body: list[Markup] = []
     for index, (name, value, side) in enumerate(
         zip(("dense", "pruned"), (dense, pruned), sides, strict=True)
@@ -45,7 +48,7 @@ def latency_bars(report: Report) -> Markup | None:
         body.append(line(at, panel.top, at, 86, "target"))
         body.append(text(at, 102, f"asked: {percent(fraction, trim=True)}", "target-label", "middle"))
     label = f"Measured latency: dense {milliseconds(dense)}, pruned {milliseconds(pruned)}"
-    return picture(_WIDE, height, label, body, "chart wide")
+    return picture(wide, height, label, body, _class(wide))
 
 
 def channel_bars(layers: Sequence[LayerRow]) -> Markup | None:
@@ -76,7 +79,7 @@ def channel_bars(layers: Sequence[LayerRow]) -> Markup | None:
     return picture(_WIDE, panel.bottom + below, label, body, "chart wide")
 
 
-def block_bars(blocks: Sequence[BlockRow]) -> Markup | None:
+def block_bars(blocks: Sequence[BlockRow], wide: float = _WIDE) -> Markup | None:
     """Return the latency of each block, dense in grey and pruned in blue; None without blocks.
 
     Beyond forty blocks the ones that cost most are drawn, and the sum of the others is told.
@@ -89,15 +92,18 @@ def block_bars(blocks: Sequence[BlockRow]) -> Markup | None:
         largest = set(sorted(range(len(rows)), key=lambda i: -rows[i][1])[:_SHOWN_BLOCKS])
         others = [row for index, row in enumerate(rows) if index not in largest]
         rows = [row for index, row in enumerate(rows) if index in largest]
-    left = min(max(len(name) for name, _, _ in rows) * _LETTER, 300.0) + 14
+    longest = 0.28 * wide
+    left = min(max(len(name) for name, _, _ in rows) * _LETTER, longest) + 14
     step = 22.0
     top = max(max(dense, pruned) for _, dense, pruned in rows) or 1.0
-    panel = Panel(left, 8, _WIDE - left - 150, step * len(rows), (0, rounded_up(top)), (0, 1))
+    panel = Panel(
+        left, 8, wide - left - (150 if wide > NARROW else 92), step * len(rows), (0, rounded_up(top)), (0, 1)
+    )
     body = panel.x_axis("ms")
     for index, (name, dense, pruned) in enumerate(rows):
         y = panel.top + step * index
         tip = f"{name}: {milliseconds(dense)} dense, {milliseconds(pruned)} pruned"
-        body.append(text(left - 10, y + 15, _ending(name, int(300 / _LETTER)), "label", "end"))
+        body.append(text(left - 10, y + 15, _ending(name, int(longest / _LETTER)), "label", "end"))
         body.append(rect(left, y + 3, panel.x(dense) - left, 16, "bar-dense", tip, rx=1))
         body.append(rect(left, y + 6, panel.x(pruned) - left, 10, "bar-pruned", tip, rx=1))
         at = panel.x(max(dense, pruned)) + 8
@@ -107,7 +113,11 @@ def block_bars(blocks: Sequence[BlockRow]) -> Markup | None:
         words = f"and {len(others)} smaller blocks, together {_from_to(dense, pruned)} ms"
         body.append(text(left, panel.bottom + 38, words, "note"))
     label = f"Latency of {len(blocks)} blocks, dense against pruned, in ms"
-    return picture(_WIDE, panel.bottom + 46, label, body, "chart wide")
+    return picture(wide, panel.bottom + 46, label, body, _class(wide))
+
+
+def _class(wide: float) -> str:
+    return "chart wide" if wide > NARROW else "chart narrow"
 
 
 def _from_to(dense: float, pruned: float) -> str:

@@ -325,6 +325,24 @@ def test_a_pipe_that_closes_ends_a_listing(monkeypatch: pytest.MonkeyPatch) -> N
         assert run("train", ["--list"]) == 141
 
 
+def test_a_closed_output_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the shell's ``>&-`` leaves it."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run("train", ["--list"]) == 0
+    sys.stdout.close()
+
+
+def test_a_working_directory_that_is_gone_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert run("table", ["show", "t.sqlite"]) == 2
+    assert "the working directory cannot be read" in capsys.readouterr().err
+
+
 def test_locale_c_and_no_home(here: Path) -> None:
     """The command as a process, where the environment gives nothing."""
     environment = {"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smcp_fx.report import Report
-from smcp_fx.report.bars import block_bars, channel_bars, latency_bars
+from smcp_fx.report.bars import NARROW, block_bars, channel_bars, latency_bars
 from smcp_fx.report.curves import solve_curves, training_curves, validation_scatter
 from smcp_fx.report.schema import BlockRow, EngineRow, EpochRow
 from smcp_fx.report.svg import rounded_up, ticks
@@ -36,6 +36,18 @@ def test_bar_lengths_are_the_numbers(real: Report) -> None:
     assert float(pruned["width"]) / float(dense["width"]) == pytest.approx(4.213 / 10.51, rel=1e-3)
     (target,) = bars(latency_bars(real), "target")
     assert float(target["x1"]) == pytest.approx(float(dense["x"]) + 0.4 * float(dense["width"]), abs=0.02)
+
+
+def test_bars_of_a_narrow_page_tell_the_same_and_fit(real: Report) -> None:
+    """A telephone's 364 pixels hold both bars and their figures."""
+    drawing = latency_bars(real, NARROW)
+    (dense,), (pruned,) = (bars(drawing, name) for name in ("bar-dense", "bar-pruned"))
+    assert float(pruned["width"]) / float(dense["width"]) == pytest.approx(4.213 / 10.51, rel=1e-3)
+    for picture in (drawing, block_bars(real.blocks, NARROW)):
+        (frame,) = bars(picture, "chart")
+        assert frame["viewbox"].split()[2] == "364"
+        letters = [float(label["x"]) for label in bars(picture, "value")]
+        assert max(letters) < 364 - 50
 
 
 def test_blocks_beyond_forty_are_summed() -> None:
