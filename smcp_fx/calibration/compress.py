@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,9 +90,7 @@ def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None =
         for batch in each_batch(batches):
             batch = batch.to(device)
             elimination.add(batch)
-            elimination.gradients(
-                lambda model, batch=batch: _loss_of(run_batch(model, batch), batch, loss), batch.images
-            )
+            elimination.gradients(batch, partial(_loss_of, batch=batch, loss=loss))
     rises = {}
     for name in state.free_masks():
         order = elimination.order(name)

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from smcp_fx.calibration.batches import Batch, entering
+from smcp_fx.calibration.batches import Batch, entering, run_batch
 from smcp_fx.calibration.consumers import consumer_of
 from smcp_fx.calibration.frontier import Frontier
 from smcp_fx.calibration.layer_rows import Consumer
@@ -151,8 +151,8 @@ class Elimination:
             for rows in reader.consumer.rows(x, y, chosen.to(y.device)):
                 reader.sums.add(*rows)
 
-    def gradients(self, outputs: Callable[[nn.Module], Tensor], images: int) -> None:
-        """Gather the loss's gradients by layers' outputs; ``outputs`` runs the model, and returns the loss."""
+    def gradients(self, batch: Batch, loss: Callable[[Any], Tensor]) -> None:
+        """Run the whole model on a batch, and gather the gradients of ``loss(outputs)`` by layers' outputs."""
         readers: dict[nn.Module, list[_Reader]] = {}
         for node, reader in self._readers.items():
             if node.op == "call_module":
@@ -161,20 +161,20 @@ class Elimination:
 
         def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
             if output.requires_grad:
-                output.retain_grad()  # type: ignore[no-untyped-call]
+                output.retain_grad()
                 found[module].append(output)
 
         with ExitStack() as stack, torch.enable_grad():
             for module in readers:
                 stack.callback(module.register_forward_hook(keep).remove)
-            outputs(self.whole).backward()  # type: ignore[no-untyped-call]
+            loss(run_batch(self.whole, batch)).backward()  # type: ignore[no-untyped-call]
         for module, mine in readers.items():
             for reader in mine:
                 squares = [reader.consumer.squares(y.grad) for y in found[module] if y.grad is not None]
                 if squares:  # a module that runs twice has two readers
-                    total = torch.stack(squares).sum(0) * (images**2 / len(mine))
+                    total = torch.stack(squares).sum(0) * (batch.images**2 / len(mine))
                     reader.squares = total if reader.squares is None else reader.squares + total
-        self._images += images
+        self._images += batch.images
 
     def order(self, group: str) -> Order | None:
         """In which order a group's units go; None where no layer tells."""
