@@ -38,6 +38,8 @@ class Constants:
         self.labels = flow.channels.trail.labels
         self._layers = {layer.node: layer for layer in flow.channels.layers}
         self._known: dict[fx.Node, Any] = {}
+        #: What these give depends on which channels are kept, and those that go are here still.
+        self._mixes = {mix.node for mix in flow.channels.trail.mixes}
 
     def state(self, node: fx.Node) -> int:
         """The node's state in the walk; -1 for one that was added since."""
@@ -67,6 +69,8 @@ class Constants:
         if has(name, Trait.MOVES):
             return self._moved(node, target)
         allowed = has(name, Trait.ELEMENTWISE) and not has(name, Trait.DRAWN)
+        if node.name in self._mixes:
+            raise NoValueError
         if not (allowed or name == "prelu" or _is_pointwise(name, target) or _is_steady(name, node, target)):
             raise NoValueError
         return self._applied(node, target, _NORMS.get(name, False))

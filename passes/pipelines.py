@@ -10,8 +10,10 @@ from smcp_fx.passes.base import GraphPass
 from smcp_fx.passes.drop_idle_joins import DropIdleJoins
 from smcp_fx.passes.fold_batch_norm_scalers import FoldBatchNormScalers
 from smcp_fx.passes.fold_computed_weights import FoldComputedWeights
+from smcp_fx.passes.fold_kept_statistics import FoldKeptStatistics
 from smcp_fx.passes.fold_masks import FoldMasks
 from smcp_fx.passes.insert_batch_norm_scalers import InsertBatchNormScalers
+from smcp_fx.passes.insert_kept_statistics import InsertKeptStatistics
 from smcp_fx.passes.insert_soft_masks import InsertSoftMasks
 from smcp_fx.passes.remove_branches import RemoveBranches
 from smcp_fx.passes.slice_channels import SliceChannels
@@ -22,6 +24,8 @@ def prepare_pipeline(channels: ChannelGraph, config: PruningConfig) -> list[Grap
     passes: list[GraphPass] = [
         # Consumers' weights times masks; gradients go straight through.
         InsertSoftMasks(channels, config.mask),
+        # What mixes channels (norms, statistics, products) sees the kept ones alone.
+        InsertKeptStatistics(channels),
     ]
     if config.batch_norm_scaling or config.layer_pruning:
         # Batch norms behind masked convolutions, scaled by the share of channels kept. Behind a branch that keeps
@@ -38,6 +42,7 @@ def convert_pipeline(channels: ChannelGraph, keep: Tensor) -> list[GraphPass]:
         FoldComputedWeights(),
         # Masks become zeros in the weights, scales part of the batch norms: a plain graph again.
         FoldMasks(),
+        FoldKeptStatistics(),
         FoldBatchNormScalers(),
         # Layers without channels go, and what they leave becomes a constant.
         RemoveBranches(channels, keep),

@@ -109,10 +109,12 @@ class SliceChannels(GraphPass):
             if _sizes(target) != before:
                 report.append(f"{path}: {before} -> {_sizes(target)}")
         nodes = {node.name: node for node in module.graph.nodes}
-        for name, (groups, labels) in self.channels.trail.grouped.items():
-            left = sliced.positions(labels).numel()
-            if left < labels.numel() and name in nodes:  # not removed with its branch
-                report.append(_set_groups(module, nodes[name], groups * left // labels.numel(), left))
+        for name, (_, labels) in self.channels.trail.grouped.items():
+            if name in nodes and nodes[name].op == "call_module":  # not removed with its branch
+                norm, left = module.get_submodule(str(nodes[name].target)), sliced.positions(labels).numel()
+                if isinstance(norm, nn.modules.batchnorm._NormBase) and norm.num_features != left:
+                    norm.num_features = left
+                    report.append(f"{nodes[name].target}: {left} channels")
         for layer in self.channels.layers:
             node = nodes.get(layer.node)
             if layer.kind == "depthwise" and node is not None and node.op != "call_module":
@@ -189,24 +191,14 @@ def resize_fields(module: nn.Module) -> None:
     elif isinstance(module, nn.modules.batchnorm._NormBase):
         size = next((t.shape[0] for t in (weight, module.running_mean) if isinstance(t, Tensor)), None)
         module.num_features = module.num_features if size is None else size
+    elif isinstance(module, nn.GroupNorm) and isinstance(weight, Tensor):
+        module.num_channels = weight.numel()
+    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and isinstance(weight, Tensor):
+        module.normalized_shape = tuple(weight.shape)
     elif isinstance(module, nn.PReLU):
         module.num_parameters = module.weight.numel()
     elif isinstance(module, nn.Embedding):
         module.embedding_dim = module.weight.shape[1]
-
-
-def _set_groups(module: fx.GraphModule, node: fx.Node, groups: int, channels: int) -> str:
-    """Give a group norm or instance norm its new number of groups and channels."""
-    if node.op != "call_module":
-        if "num_groups" in node.kwargs or (len(node.args) > 1 and isinstance(node.args[1], int)):
-            _set_argument(node, 1, "num_groups", groups)
-        return f"{node.name}: {groups} groups"
-    target = module.get_submodule(str(node.target))
-    if isinstance(target, nn.GroupNorm):
-        target.num_groups, target.num_channels = groups, channels
-    elif isinstance(target, nn.modules.batchnorm._NormBase):
-        target.num_features = channels
-    return f"{node.target}: {groups} groups of {channels} channels"
 
 
 def _set_argument(node: fx.Node, position: int, name: str, value: Any) -> None:

@@ -100,13 +100,12 @@ def weights_of_stacked_branches() -> nn.Module:
 
 @awkward(0.0)
 def masks_of_channels_that_stay() -> nn.Module:
-    """What the masks meet is normalised over its channels, and stays: so do the masks."""
+    """What the masks meet is multiplied up over its channels, and stays: so do the masks."""
 
     def wiring(s: Any, h: Tensor) -> Tensor:
-        normed = s.norm(h.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        return (h.unsqueeze(1) * torch.sigmoid(s.speakers(normed)).view(-1, 2, 8, 8, 8)).flatten(1, 2)
+        return (h.unsqueeze(1) * torch.sigmoid(s.speakers(h.cumprod(1))).view(-1, 2, 8, 8, 8)).flatten(1, 2)
 
-    return between(wiring, 8, 16, norm=nn.LayerNorm(8), speakers=conv(8, 16))
+    return between(wiring, 8, 16, speakers=conv(8, 16))
 
 
 @awkward(0.0)
@@ -114,7 +113,7 @@ def folded_maps_times_what_is_computed_elsewhere() -> nn.Module:
     """An unknown operation's result has one label, and all its channels."""
 
     def wiring(s: Any, h: Tensor) -> Tensor:
-        return (h.flip(1).cumsum(1).unsqueeze(2) * s.many(h).view(-1, 8, 2, 8, 8)).flatten(1, 2)
+        return (h.flip(1).cumprod(1).unsqueeze(2) * s.many(h).view(-1, 8, 2, 8, 8)).flatten(1, 2)
 
     return between(wiring, 8, 16, many=conv(8, 16))
 

@@ -143,7 +143,7 @@ def functional_group_norm() -> nn.Module:
     )
 
 
-@awkward(0.0)
+@awkward(1.0)
 def group_norm_of_one_group() -> nn.Module:
     return between(lambda s, h: s.norm(h), norm=nn.GroupNorm(1, 8))
 
@@ -163,7 +163,7 @@ def batch_norm_without_weights() -> nn.Module:
     return between(lambda s, h: s.norm(h), norm=nn.BatchNorm2d(8, affine=False))
 
 
-@awkward(0.0)
+@awkward(1.0)
 def layer_norm_over_channels() -> nn.Module:
     return between(lambda s, h: s.norm(h.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), norm=nn.LayerNorm(8))
 
@@ -200,7 +200,7 @@ def spatial_gate() -> nn.Module:
     return between(lambda s, h: h * torch.sigmoid(s.gate(h)), gate=conv(8, 1))
 
 
-@awkward(0.0)
+@awkward(0.8)
 def spatial_gate_from_statistics() -> nn.Module:  # CBAM's: the mean over channels needs all of them
     return between(
         lambda s, h: h * torch.sigmoid(s.gate(torch.cat([h.mean(1, True), h.amax(1, True)], 1))),
@@ -234,7 +234,7 @@ def scale_by_the_channel_count() -> nn.Module:
     return between(lambda s, h: h * h.shape[1] ** -0.5)
 
 
-@awkward(0.0)
+@awkward(1.0)
 def softmax_over_channels() -> nn.Module:
     return between(lambda s, h: h.softmax(1))
 
@@ -259,13 +259,13 @@ def casts_by_another_tensor() -> nn.Module:
     )
 
 
-@awkward(0.0)
+@awkward(1.0)
 def deviation_of_everything() -> nn.Module:
     """`False` is no dimension, and no dimensions are all of them."""
     return between(lambda s, h: h / (1 + h.std(False) + h.abs().sum(dim=())))
 
 
-@awkward(0.0)
+@awkward(1.0)
 def largest_channel_by_name() -> nn.Module:
     return between(lambda s, h: h * h.max(dim=1, keepdim=True).values)
 
@@ -281,7 +281,7 @@ def layer_shared_with_an_attention_module() -> nn.Module:
 
     def wiring(s: Any, x: Tensor) -> Tensor:
         h = s.stem(x).flatten(2).transpose(1, 2)
-        return s.out(F.relu(s.mix.out_proj(s.mid(s.mix(h, h, h)[0]))))  # type: ignore[no-any-return]
+        return s.out(F.relu(s.mix.out_proj(s.mid(s.mix(h, 2 * h, h)[0]))))  # type: ignore[no-any-return]
 
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     return Net(wiring, stem=conv(3, 8), mix=attention, mid=nn.Linear(8, 8), out=nn.Linear(8, 4))

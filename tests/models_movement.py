@@ -298,9 +298,9 @@ def concat_with_zeros() -> nn.Module:
     return between(lambda s, h: torch.cat([h, h.new_zeros(h.shape[0], 2, 8, 8)], 1), 8, 10)
 
 
-@awkward(0.0)
+@awkward(1.0)
 def slice_written_in_place() -> nn.Module:
-    """Pinned on purpose: what is written into a view must reach the tensor it is a view of."""
+    """A plain slice stays a view, so that what is written into it reaches the tensor it is a view of."""
 
     def wiring(s: Any, h: Tensor) -> Tensor:
         h[:, :4].mul_(2.0)

@@ -13,6 +13,7 @@ from typing import Any
 import random_branches
 import random_gates
 import random_products
+import random_statistics
 import torch
 import torch.nn.functional as F
 from random_builder import SIDE, WIDEST, Builder, Function, RandomNetwork
@@ -312,21 +313,27 @@ OPERATIONS: list[tuple[Callable[[Builder], None], int]] = [
     (rare, 1),
     *random_products.OPERATIONS,
 ]
+STATISTICS = [(function, 4 * share) for function, share in random_statistics.OPERATIONS]
 GATES = [(function, 2 * share) for function, share in random_gates.OPERATIONS]
 
 
 def random_network(
-    seed: int, steps: int | None = None, branches: bool = False, gates: bool = False
+    seed: int,
+    steps: int | None = None,
+    branches: bool = False,
+    gates: bool = False,
+    statistics: bool = False,
 ) -> RandomNetwork:
     """A network of about ``steps`` operations (2 to 12 by default) on images [batch, 3, 8, 8].
 
     ``branches``: half of them are branches that layer pruning can remove. ``gates``: half of them are gates,
-    parameters and tied weights in unusual places.
+    parameters and tied weights in unusual places. ``statistics``: a third of them mix channels.
     """
     torch.manual_seed(seed)
     b = Builder(seed)
     b.convolve(0, b.width(), 3)
     more = [*(random_branches.OPERATIONS if branches else ()), *(GATES if gates else ())]
+    more += STATISTICS if statistics else []
     functions, shares = zip(*OPERATIONS, *more, strict=True)
     for _ in range(steps if steps is not None else b.random.randint(2, 12)):
         b.random.choices(functions, shares)[0](b)

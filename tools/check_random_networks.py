@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument(
         "--gates", action="store_true", help="more gates, parameters and tied weights in unusual places"
     )
+    parser.add_argument("--statistics", action="store_true", help="more that mixes channels")
     parser.add_argument(
         "--repair",
         action="store_true",
@@ -54,7 +55,7 @@ def main() -> int:
         seeds = [seed for seed in range(first, min(first + options.step, options.last)) if seed not in done]
         if not seeds:
             continue
-        line = run(seeds, options.layer_pruning, options.gates, options.repair)
+        line = run(seeds, options.layer_pruning, options.gates, options.repair, options.statistics)
         failed += len(line["failures"])
         with options.record.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -65,7 +66,11 @@ def main() -> int:
 
 
 def run(
-    seeds: list[int], layer_pruning: bool = False, gates: bool = False, repair: bool = False
+    seeds: list[int],
+    layer_pruning: bool = False,
+    gates: bool = False,
+    repair: bool = False,
+    statistics: bool = False,
 ) -> dict[str, Any]:
     """Check each seed; failures are collected."""
     import torch
@@ -78,7 +83,7 @@ def run(
     failures, free = [], []
     started = time.monotonic()
     for seed in seeds:
-        network = random_network(seed, branches=layer_pruning, gates=gates)
+        network = random_network(seed, branches=layer_pruning, gates=gates, statistics=statistics)
         try:
             prepared = check_slicing(
                 network,

@@ -39,7 +39,7 @@ def make_block(
     """
     border = _Border.of(traced, channels, nodes)
     module, values = _subgraph(traced, nodes, border)
-    own = _own_channels(module, values, border.axes)
+    own = _own_channels(module, values, channels, border.axes)
     inputs = tuple(
         Port(source.name, border.axes[source.name], _units_at(own, source.name, border.axes[source.name]))
         for source in border.tensors
@@ -111,26 +111,48 @@ def _free_widths(
 
 
 class _BlockPropagation(Propagation):
-    """Labels for a block on its own: its inputs' channels are as free as any, its outputs pin nothing."""
+    """Labels for a block on its own: its inputs' channels are as free as any, its outputs pin nothing.
 
-    def __init__(self, module: fx.GraphModule, values: dict[str, Any], axes: dict[str, int | None]) -> None:
+    ``network``: where given, channels of one of its units stay together.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        values: dict[str, Any],
+        axes: dict[str, int | None],
+        network: ChannelGraph | None,
+    ) -> None:
         super().__init__(module, values, RULES)
         self._axes = axes
+        self._network = network
 
     def _execute(self, node: fx.Node) -> Any:
         axis = self._axes.get(node.name)
         if node.op == "placeholder" and axis is not None:
             shape = self.values[node.name].shape
-            return compress(along(self.fresh(node.name, shape[axis]), shape, axis))
+            labels = self.fresh(node.name, shape[axis])
+            if self._network is not None:
+                units = _units_at(self._network, node.name, axis)
+                _, which = torch.unique(units, return_inverse=True)
+                labels = torch.where(units < 0, labels, self.fresh(node.name, shape[axis])[which])
+            return compress(along(labels, shape, axis))
         return None if node.op == "output" else super()._execute(node)
 
 
 def _own_channels(
-    module: fx.GraphModule, values: dict[str, Any], axes: dict[str, int | None]
+    module: fx.GraphModule,
+    values: dict[str, Any],
+    channels: ChannelGraph,
+    axes: dict[str, int | None],
 ) -> ChannelGraph:
-    trail = _BlockPropagation(module, values, axes).run()
-    own = ChannelGraph(trail, close(trail), 1)
-    own.free_units = torch.ones_like(own.free_units)
+    for network in (None, channels):
+        trail = _BlockPropagation(module, values, axes, network).run()
+        own = ChannelGraph(trail, close(trail), 1)
+        own.free_units = torch.ones_like(own.free_units)
+        # Of a tensor that holds heads and the channels of each, the network says which may go.
+        if all(_axis(own, name) in (None, _axis(channels, name)) for name in trail.labels):
+            break
     return own
 
 

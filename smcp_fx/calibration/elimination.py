@@ -1,7 +1,7 @@
 """Which of a group's channels go first: those that the ones left make up for best.
 
-Each layer that reads a group computes y = W x from its inputs. Without the channels S, and with what is left of W
-fitted anew (as `repair` does), the squared error of y, each output in its own scale, is
+Each layer that reads a group computes y = W x from its inputs. Take out the channels S, and fit what is left of W
+anew, as `repair` does. The squared error of y, each output in its own scale, is then
 
     sum over outputs of  w_S' (inverse(G)_SS)^-1 w_S / variance(y),    G = covariance(x), and some ridge.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
@@ -253,7 +254,8 @@ class Propagation:
         except Exception as error:  # a form that the rule was not written for, whatever it trips over there
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             return self.unknown(call, f"{UNFIT} {call.name!r} ({said})")
-        shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        leaves = pytree.tree_leaves(result)
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, (Tensor, ConstantRef))]
         expected = [leaf.shape for leaf in pytree.tree_leaves(call.value) if isinstance(leaf, TensorInfo)]
         if shapes != expected:
             return self.unknown(call, f"{UNFIT} {call.name!r} (labels of shapes {shapes}, not {expected})")
@@ -263,7 +265,10 @@ class Propagation:
         return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def _refuse_writes_into_views(self, call: Call) -> None:
-        """An in-place operation on a view changes its base, too: slicing may make a copy of the view, so pin both."""
+        """An in-place operation on a view changes its base, too: slicing may make a copy of it, so pin both.
+
+        A plain slice (`x[:, 4:8]`) stays one, and a view.
+        """
         if not writes_in_place(call.node, self.module):
             return
         for path in self._written(call.node):
@@ -284,7 +289,7 @@ class Propagation:
     def _refuse_write(self, call: Call, path: list[fx.Node]) -> None:
         moved = shared = False
         for view, source in itertools.pairwise(path[1:]):
-            moved |= has(self._named(view), Trait.MOVES)
+            moved |= has(self._named(view), Trait.MOVES) and not _is_plain_slice(view)
             shared |= moved and any(user not in (view, call.node) for user in source.users)
         for node in (path[1], path[-1]) if shared else ():
             for labels in tensor_leaves(self.trail.labels[node.name]):
@@ -356,6 +361,13 @@ def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
 def place(labels: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
     """1-D channel labels laid along ``dim`` of a tensor of the shape."""
     return compress(along(labels, shape, dim % len(shape)))
+
+
+def _is_plain_slice(node: fx.Node) -> bool:
+    if node.target is not operator.getitem:
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(part is Ellipsis or (isinstance(part, slice) and part.step is None) for part in index)
 
 
 def _canonical_names(module: nn.Module) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Channel rules of element-wise operations, reductions, softmax, pooling and interpolation."""
+"""Channel rules of element-wise operations, pooling and interpolation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
 from smcp_fx.channels.trail import Call, ParameterRef, Spread
 from smcp_fx.tracing.traits import Trait, named
 from smcp_fx.tracing.values import TensorInfo
-
-_REDUCTIONS = """
-mean sum amax amin prod std var norm logsumexp argmax argmin all any nansum nanmean median stdmean
-varmean
-""".split()
-_ALONG = """
-softmax logsoftmax softmin normalize cumsum cumprod logcumsumexp
-""".split()
 
 
 def elementwise(run: Propagation, call: Call) -> Any:
@@ -37,16 +29,16 @@ def elementwise(run: Propagation, call: Call) -> Any:
         operands = operands[:1]
     if not operands:
         return run.filled(call.value, run.fixed(call.node.name, "made of constants"))
-    return _like(call, bring_together(run, call, operands, shape))
+    return like(call, bring_together(run, call, operands, shape))
 
 
 def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     """Labels of the shape for what broadcasting brings together: operands tied, spread ones tied later or pinned.
 
-    An operand of size 1 wherever another varies is read by every channel, and stays (a spatial attention map times a
-    feature map). One of size 1 along some of these dimensions goes with the result if this can be told apart along
-    the others in the end, and stays if it is told apart where the operand has size 1: a gate of [c, 1] times [c, k],
-    a gate behind a pixel shuffle, rows times columns.
+    An operand of size 1 wherever another varies is read by every channel, and stays: a spatial attention map times a
+    feature map. One may have size 1 along some of these dimensions only: a gate of [c, 1] times [c, k], a gate behind
+    a pixel shuffle, rows times columns. It goes with the result where channels turn out to lie along the other
+    dimensions, and stays where they lie along those of size 1.
     """
     padded = [labels.reshape((1,) * (len(shape) - labels.dim()) + labels.shape) for labels in operands]
     varied = {dim for labels in padded for dim in varied_dims(labels)}
@@ -106,42 +98,6 @@ def _labelled(run: Propagation, tree: Any) -> Any:
     )
 
 
-def reduction(run: Propagation, call: Call) -> Any:
-    """Reduced dimensions must not tell channels apart: tie along them, or pin when nothing else varies."""
-    operand = call.argument(0, "input")
-    labels = run.of(operand)
-    if call.name in ("max", "min"):
-        other = call.argument(1, "other")
-        if isinstance(other, Tensor) or len(tensor_leaves((call.args, call.kwargs))) > 1:
-            return elementwise(run, call)
-    dims = call.argument(_dim_position(call), "dim", call.kwargs.get("axis"))
-    if dims is None or isinstance(dims, bool) or dims in ((), []):  # `x.std(False)` is not biased, over all
-        dims = tuple(range(labels.dim()))
-    reduced = {
-        int(dim) % max(labels.dim(), 1) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])
-    }
-    reduced_labels = mix(run, call, labels, reduced)
-    if reduced_labels is None:
-        return run.unknown(call, f"channels are mixed by {call.name!r}")
-    keep = len(call.shape) == labels.dim()
-    for dim in sorted(reduced, reverse=True):
-        reduced_labels = reduced_labels.narrow(dim, 0, 1)
-        if not keep:
-            reduced_labels = reduced_labels.squeeze(dim)
-    return _like(call, reduced_labels)
-
-
-def softmax(run: Propagation, call: Call) -> Any:
-    """Mixes along one dimension: as a reduction that keeps its shape."""
-    labels = run.of(call.argument(0, "input"))
-    position = 2 if call.name == "normalize" and call.module is None else 1
-    dim = call.option(position, "dim")
-    if dim is None:  # torch's own choice, from before it asked for one
-        dim = 1 if call.name == "normalize" or labels.dim() not in (0, 1, 3) else 0
-    mixed = mix(run, call, labels, {int(dim) % labels.dim()})
-    return run.unknown(call, f"channels are mixed by {call.name!r}") if mixed is None else _like(call, mixed)
-
-
 def pooling(run: Propagation, call: Call) -> Any:
     """Works inside each channel: the spatial dimensions must not tell channels apart."""
     labels = run.of(call.argument(0, "input"))
@@ -165,24 +121,7 @@ def glu(run: Propagation, call: Call) -> Any:
     return compress(value)
 
 
-def mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor | None:
-    """Tie along ``dims`` where they vary; None when they alone vary, so that tying would be one unit."""
-    varied = run.varied(labels)
-    inside = [dim for dim in varied if dim in dims]
-    if not inside:
-        for dim in varied_dims(labels):  # uniform only through ties of the earlier run
-            if dim in dims:
-                labels = run.tie_along(labels, dim)
-        return labels
-    run.blind = True
-    if all(dim in dims for dim in varied):
-        return None
-    for dim in inside:
-        labels = run.tie_along(labels, dim)
-    return labels
-
-
-def _like(call: Call, labels: Tensor) -> Any:
+def like(call: Call, labels: Tensor) -> Any:
     """The labels for every output tensor of the call, each in its own shape."""
     return pytree.tree_map(lambda v: labels.expand(v.shape) if isinstance(v, TensorInfo) else v, call.value)
 
@@ -192,10 +131,6 @@ def _core(labels: Tensor, varied: set[int]) -> Tensor:
         if dim not in varied:
             labels = labels.narrow(dim, 0, 1)
     return labels
-
-
-def _dim_position(call: Call) -> int:
-    return 2 if call.name == "norm" else 1
 
 
 def _spatial_rank(call: Call) -> int:
@@ -219,8 +154,6 @@ def constant(run: Propagation, call: Call) -> Any:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(named(Trait.ELEMENTWISE), elementwise),
-    **dict.fromkeys([*_REDUCTIONS, "max", "min"], reduction),
-    **dict.fromkeys(_ALONG, softmax),
     **{
         f"{kind}pool{rank}d": pooling
         for kind in ("avg", "max", "adaptiveavg", "adaptivemax", "lp")

@@ -1,4 +1,4 @@
-"""Channel rules of layers with weights: convolutions, linears, normalisations, PReLU, embeddings."""
+"""Channel rules of layers with weights: convolutions, linears, batch norms, PReLU, embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place
-from smcp_fx.channels.rules_elementwise import mix
 from smcp_fx.channels.trail import Call, Layer, Norm, ParameterRef
 
 
@@ -32,7 +31,7 @@ def convolution(run: Propagation, call: Call) -> Any:
     inputs = channel_labels(run, labels, axis)
     channels, out_channels = inputs.numel(), call.shape[axis]
     if groups == channels and channels > 1:
-        outputs = _renamed(run, call, inputs.repeat_interleave(out_channels // channels))
+        outputs = renamed(run, call, inputs.repeat_interleave(out_channels // channels))
         per_slot = inputs if transposed else outputs
         first = weight.place(0)
         if first is None:
@@ -48,7 +47,7 @@ def convolution(run: Propagation, call: Call) -> Any:
         if known is None:
             outputs = run.fresh(call.node.name, out_channels)
         else:
-            outputs = _renamed(run, call, known.repeat(groups) if transposed and groups > 1 else known)
+            outputs = renamed(run, call, known.repeat(groups) if transposed and groups > 1 else known)
         inputs = _inputs(run, call, inputs)
         in_slots, out_slots = inputs, outputs
         if groups > 1:
@@ -106,7 +105,7 @@ def dense(
         return labels.narrow(axis, 0, 1).movedim(axis, out_axis).expand(call.shape)
     inputs = _inputs(run, call, channel_labels(run, labels, axis))
     known = run.trail.slots.get(weight.name, {}).get(out_dim)
-    outputs = run.fresh(call.node.name, call.shape[out_axis]) if known is None else _renamed(run, call, known)
+    outputs = run.fresh(call.node.name, call.shape[out_axis]) if known is None else renamed(run, call, known)
     run.slot(weight.name, in_dim, inputs)
     run.slot(weight.name, out_dim, outputs)
     if bias is not None:
@@ -160,51 +159,19 @@ def batch_norm(run: Propagation, call: Call) -> Any:
     labels = run.of(call.argument(0, "input"))
     axis = 0 if call.name == "instancenorm" and labels.dim() == _unbatched_rank(call) else 1
     channels = channel_labels(run, labels, axis)
-    if not _carry(run, call, channels, {1: "running_mean", 2: "running_var", 3: "weight", 4: "bias"}):
+    if not carry(run, call, channels, {1: "running_mean", 2: "running_var", 3: "weight", 4: "bias"}):
         return run.unknown(call, "a batch norm whose statistics are computed, not buffers")
     if call.name == "batchnorm" and call.module is not None:
         run.trail.norms.append(Norm(call.node.name, str(call.node.target), channels))
     if call.name == "instancenorm":
         run.trail.grouped[call.node.name] = (channels.numel(), channels)
-    return place(_renamed(run, call, channels), call.shape, axis)
-
-
-def group_norm(run: Propagation, call: Call) -> Any:
-    """Ties the channels inside each normalisation group: whole groups go, which is exact."""
-    labels = run.of(call.argument(0, "input"))
-    groups = int(call.option(1, "num_groups"))
-    channels = channel_labels(run, labels, 1)
-    rows = channels.reshape(groups, -1)
-    run.tie(rows, rows[:, :1].expand_as(rows))
-    run.trail.grouped[call.node.name] = (groups, channels)
-    if not _carry(run, call, channels, {2: "weight", 3: "bias"}):
-        return run.unknown(call, "a group norm whose weights are computed, not parameters")
-    return place(channels, call.shape, 1)
-
-
-def layer_norm(run: Propagation, call: Call) -> Any:
-    """Mixes the normalised dimensions, which pins channels there; channels elsewhere pass. So does RMS norm."""
-    labels = run.of(call.argument(0, "input"))
-    shape = call.option(1, "normalized_shape")
-    mixed = set(range(labels.dim() - len(tuple(shape)), labels.dim()))
-    tied = mix(run, call, labels, mixed)
-    if tied is None:
-        run.pin(labels, call.node.name, f"normalised over channels by {call.node.name!r}")
-    else:
-        labels = (
-            tied  # channels that can be told apart elsewhere, too (heads), go with all that is normalised
-        )
-    if call.module is None:
-        for parameter in (call.argument(2, "weight"), call.argument(3, "bias")):
-            if isinstance(parameter, ParameterRef):
-                run.fix_parameter(parameter, call.node.name, "weight of a layer norm")
-    return labels
+    return place(renamed(run, call, channels), call.shape, axis)
 
 
 def prelu(run: Propagation, call: Call) -> Any:
     """One slope a channel (dimension 1), or one for all."""
     labels = run.of(call.argument(0, "input"))
-    weight = _own(run, call, "weight") if call.module is not None else call.argument(1, "weight")
+    weight = own_parameter(run, call, "weight") if call.module is not None else call.argument(1, "weight")
     if not isinstance(weight, ParameterRef):
         return run.unknown(call, "a PReLU whose slopes are computed, not a parameter")
     if weight.shape == (1,) or labels.dim() < 2:
@@ -216,7 +183,7 @@ def prelu(run: Propagation, call: Call) -> Any:
 
 def embedding(run: Propagation, call: Call) -> Any:
     """Produces channels along the last dimension."""
-    weight = _own(run, call, "weight") if call.module is not None else call.argument(1, "weight")
+    weight = own_parameter(run, call, "weight") if call.module is not None else call.argument(1, "weight")
     if not isinstance(weight, ParameterRef):
         return run.unknown(call, "an embedding whose table is computed, not a parameter")
     fresh = run.trail.slots.get(weight.name, {}).get(1)
@@ -238,7 +205,7 @@ def _inputs(run: Propagation, call: Call, labels: Tensor) -> Tensor:
     return labels
 
 
-def _renamed(run: Propagation, call: Call, channels: Tensor) -> Tensor:
+def renamed(run: Propagation, call: Call, channels: Tensor) -> Tensor:
     """The same channels under new labels, so that a label tells which layer wrote the values it stands for."""
     fresh = run.fresh(call.node.name, channels.numel())
     run.tie(fresh, channels)
@@ -247,8 +214,8 @@ def _renamed(run: Propagation, call: Call, channels: Tensor) -> Tensor:
 
 def _weights(run: Propagation, call: Call) -> tuple[ParameterRef, ParameterRef | None] | None:
     if call.module is not None:
-        weight = _own(run, call, "weight")
-        return None if weight is None else (weight, _own(run, call, "bias"))
+        weight = own_parameter(run, call, "weight")
+        return None if weight is None else (weight, own_parameter(run, call, "bias"))
     weight, bias = call.argument(1, "weight"), call.argument(2, "bias")
     plain = isinstance(weight, ParameterRef) and (bias is None or isinstance(bias, ParameterRef))
     if not plain or weight.name in run.trail.elements:
@@ -256,19 +223,19 @@ def _weights(run: Propagation, call: Call) -> tuple[ParameterRef, ParameterRef |
     return weight, bias
 
 
-def _own(run: Propagation, call: Call, attribute: str) -> ParameterRef | None:
+def own_parameter(run: Propagation, call: Call, attribute: str) -> ParameterRef | None:
     tensor = getattr(call.module, attribute, None)
     if not isinstance(tensor, Tensor):
         return None
     return ParameterRef(run.parameter(f"{call.node.target}.{attribute}"), tuple(tensor.shape))
 
 
-def _carry(run: Propagation, call: Call, channels: Tensor, names: dict[int, str]) -> bool:
+def carry(run: Propagation, call: Call, channels: Tensor, names: dict[int, str], dim: int = 0) -> bool:
     """Record the slots of a normalisation's parameters; False when one of them is not a parameter."""
     for position, name in names.items():
-        value = _own(run, call, name) if call.module is not None else call.argument(position, name)
+        value = own_parameter(run, call, name) if call.module is not None else call.argument(position, name)
         if isinstance(value, ParameterRef):
-            run.slot(value.name, 0, channels)
+            run.slot(value.name, dim, channels)
         elif value is not None:
             return False
     return True
@@ -289,9 +256,6 @@ RULES: dict[str, Rule] = {
     "linear": linear,
     "batchnorm": batch_norm,
     "instancenorm": batch_norm,
-    "groupnorm": group_norm,
-    "layernorm": layer_norm,
-    "rmsnorm": layer_norm,
     "prelu": prelu,
     "embedding": embedding,
 }

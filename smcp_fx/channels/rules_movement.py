@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,9 @@ def move(run: Propagation, call: Call) -> Any:
         1 if call.name in ("expandas", "viewas", "reshapeas") else 0
     ):
         return run.unknown(call, f"{call.name!r} by a tensor whose values are not known")
+    if isinstance(call.args[0], ConstantRef) and _is_index(call.node):
+        known = execute(call, *known_values((call.args, call.kwargs)))
+        return ConstantRef(f"{call.args[0].name} of {call.node.name}", tuple(known.shape), known)
     table, index = call.args[0], call.args[1] if len(call.args) > 1 else None
     if isinstance(table, ParameterRef) and isinstance(index, ConstantRef) and _looks_up(table, index):
         # Rows that are looked up over and over (relative positions) are no channels: one label a column.
@@ -72,6 +76,7 @@ def move(run: Propagation, call: Call) -> Any:
         run.trail.parts.append(call.node.name)
     if call.name in _PARTS or call.name == "roll":
         _refuse_parts(run, call, source)
+    _refuse_numbers(run, call, source)
     if call.name in _CHAIN:
         _find_shuffle(run, call)
         if call.name in ("view", "reshape", "flatten", "unflatten"):
@@ -143,6 +148,7 @@ def pad(run: Propagation, call: Call) -> Any:
     labels = run.of(call.argument(0, "input"))
     amounts: Any = call.module.padding if call.module is not None else call.argument(1, "pad")
     mode = "module" if call.module is not None else call.argument(2, "mode", "constant")
+    _refuse_numbers(run, call, labels)
     pairs = list(zip(amounts[::2], amounts[1::2], strict=True))  # from the last dimension to the first
     for dim in range(labels.dim() - len(pairs), labels.dim()):
         before, after = pairs[labels.dim() - 1 - dim]
@@ -169,6 +175,14 @@ def labelled(run: Propagation, tree: Any) -> Any:
         run.of(leaf) if tensor_leaves(leaf) and not isinstance(leaf, slice) else leaf for leaf in leaves
     ]
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _is_index(node: fx.Node) -> bool:
+    """Is what the node makes read as an index alone? (Its values are known then, and stay.)"""
+    return all(
+        user.target in (operator.getitem, torch.index_select, "index_select") and user.args[0] is not node
+        for user in node.users
+    )
 
 
 def _looks_up(table: ParameterRef, index: ConstantRef) -> bool:
@@ -210,6 +224,56 @@ def _refuse_parts(run: Propagation, call: Call, source: Tensor) -> None:
         if not left:
             why = "takes parts of a dimension that holds channels and follows the input's size"
             run.pin(source, call.node.name, f"{call.node.name!r} {why}")
+
+
+def _refuse_numbers(run: Propagation, call: Call, source: Tensor) -> None:
+    """Pin channels that are moved by a number which follows the input's size: slicing writes it down.
+
+    `torch.roll(h, h.shape[3], 1)`: with one more, they would be moved elsewhere.
+    """
+    numbers = [
+        n for n in call.node.all_input_nodes if type(run.values.get(n.name)) is int and _follows_input(run, n)
+    ]
+    if not numbers:
+        return
+    args, kwargs = call.node.args, call.node.kwargs
+
+    def moved(ruler: Tensor, more: int) -> Any:
+        def operand(node: fx.Node) -> Any:
+            if node in numbers:
+                return run.values[node.name] + more
+            return ruler if node is args[0] else run.trail.labels[node.name]
+
+        found = execute(call, *labelled(run, known_values(fx.node.map_arg((args, kwargs), operand))))
+        parts = [part for part in tensor_leaves(found) if isinstance(part, Tensor)]
+        return [narrow_uniform(compress(part)).flatten().tolist() for part in parts]
+
+    for dim in run.varied(source):
+        ruler = along(torch.arange(source.shape[dim]), source.shape, dim)
+        for more in (1, -1):
+            try:
+                other = moved(ruler, more)
+            except (RuntimeError, IndexError, ValueError, TypeError):
+                continue
+            if other != moved(ruler, 0):
+                why = "moves channels by a number that follows the input's size"
+                run.pin(source, call.node.name, f"{call.node.name!r} {why}")
+            break
+
+
+def _follows_input(run: Propagation, node: fx.Node) -> bool:
+    """Was the number computed from one that is another for other images?"""
+    seen, todo = {node}, [node]
+    while todo:
+        number = todo.pop()
+        here, there = run.values.get(number.name), run.other.get(number.name)
+        if type(here) is int and type(there) is int and here != there:
+            return True
+        for given in number.all_input_nodes if type(here) in (int, float, bool) else ():
+            if given not in seen:
+                seen.add(given)
+                todo.append(given)
+    return False
 
 
 def _find_shuffle(run: Propagation, call: Call) -> None:
@@ -258,6 +322,8 @@ def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tens
         if len(varied) != 1:
             return False
         order = (varied[0], torch.arange(labels.shape[varied[0]]))
+    if order[0] not in varied_dims(labels) or run.follows_input(root, order[0]):
+        return False  # what is shuffled are no channels, or as many as the input says
     run.trail.shuffles[chain[-1].name] = Shuffle(root.name, *order, tuple(n.name for n in chain[:-1]))
     run.trail.virtual.update(node.name for node in chain[:-1])
     return True

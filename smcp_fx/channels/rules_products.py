@@ -16,8 +16,9 @@ from torch import Tensor
 
 from smcp_fx.channels.labels import uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule
-from smcp_fx.channels.rules_elementwise import bring_together, mix
+from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import dense
+from smcp_fx.channels.rules_statistics import mix
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -124,6 +124,22 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Mix:
+    """An operation that mixes the channels of an operand: it may see the kept ones alone.
+
+    ``operand``: its place among the node's arguments; ``labels``: of the operand, of size 1 where they do not change;
+    ``form``: how it is told (`tracing.kept_statistics.BEFORE`), or "instead" where another function takes its place;
+    ``options``: what that needs to know beside the mask.
+    """
+
+    node: str
+    operand: int
+    labels: Tensor
+    form: str
+    options: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Shuffle:
     """A chain of movements that amounts to ``index_select(root, axis, order)``."""
 
@@ -158,9 +174,10 @@ class Trail:
     elements: dict[str, Tensor] = field(default_factory=dict)  # parameter -> labels of its shape
     layers: list[Layer] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)
+    mixes: list[Mix] = field(default_factory=list)
     grouped: dict[str, tuple[int, Tensor]] = field(
         default_factory=dict
-    )  # group norms: groups, channel labels
+    )  # norms whose groups go as a whole: groups, channel labels
     parts: list[str] = field(default_factory=list)  # nodes whose tensors hold a part of another's elements
     shuffles: dict[str, Shuffle] = field(default_factory=dict)
     virtual: set[str] = field(default_factory=set)  # nodes exempt from rectangularity

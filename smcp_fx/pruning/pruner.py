@@ -36,8 +36,8 @@ __all__ = ["Pruner", "Solve"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-#: A cost that is exact at some counts only is taken again at those a solve chose, so often at most, until what was
-#: chosen costs no more than the target (to rounding), and no less than this share below it.
+#: Some costs are exact near some counts only. They are priced again around the counts that a solve chose, so often at
+#: most, until the choice costs at most the target (to rounding) and lies less than this share below it.
 _PRICINGS, _MISS, _OVER = 5, 0.011, 1e-9
 
 

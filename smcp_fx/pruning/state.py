@@ -16,6 +16,7 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Layer
 from smcp_fx.errors import InputError
 from smcp_fx.passes.insert_batch_norm_scalers import norm_sources, scale_name, scaled_norms
+from smcp_fx.passes.insert_kept_statistics import kept_name, masked_mixes
 from smcp_fx.passes.insert_soft_masks import mask_name, masked_layers
 
 
@@ -25,9 +26,9 @@ class PruningState(nn.Module):
     ``keep`` [units] bool; ``flipped`` [units] bool, whose mask the last solve changed; ``gathered`` and
     ``remembered`` [units] float32, importances since the last solve and before it; ``steps``, ``gathers`` (steps
     since the last solve) and ``solves`` int64 scalars; ``correction`` float64, see `Pruner.correction`. Masks
-    (``mask_*``), scales (``scale_*``) and ``skipped`` (steps since the last solve whose gradients were not
-    finite) are not part of the state dict. Masks have the type, device and memory format that the layers of
-    ``module`` have there.
+    (``mask_*`` of weights, ``kept_*`` of what mixes channels), scales (``scale_*``) and ``skipped`` (steps since the
+    last solve whose gradients were not finite) are not part of the state dict. Masks of weights have the type, device
+    and memory format that the layers of ``module`` have there.
     """
 
     keep: Tensor
@@ -73,6 +74,9 @@ class PruningState(nn.Module):
             self._masked.append((mask_name(layer), places, line))
             weight = None if module is None else module.get_parameter(layer.weight)
             self.register_buffer(mask_name(layer), _ones(layer, line, weight), persistent=False)
+        for mix in masked_mixes(channels):
+            self._masked.append((kept_name(mix), self.places(mix.labels.flatten()), [*mix.labels.shape]))
+            self.register_buffer(kept_name(mix), torch.ones(mix.labels.shape), persistent=False)
         self._scaled = []
         for norm in scaled_norms(channels):
             layers, source = norm_sources(channels, norm)

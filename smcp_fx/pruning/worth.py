@@ -1,13 +1,13 @@
 """What it is worth to keep some of a group's importance: the more is left, the less a further channel adds.
 
 Gradients grow in a group that is narrowed: importances gathered while a share r of it is kept are about r ** -e times
-those of the whole group (docs/explanations/method.md). So a channel matters the more, the fewer are left, and what
-is kept of a group whose importance is I as a whole is worth the integral of that: with a share s of it,
+those of the whole group (docs/explanations/method.md). So a channel matters more, the fewer are left. Of a group
+whose importance is I as a whole, a share s is worth the integral of that:
 
     worth = I * s ** (1 - e) / (1 - e).
 
-The paper adds importances up (e = 0), as if a layer's last channel were worth what its gradient says while all the
-others are there.
+The paper adds importances up (e = 0): it takes a layer's last channel to be worth what its gradient says while all
+the others are there.
 """
 
 from __future__ import annotations

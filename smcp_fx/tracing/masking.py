@@ -23,10 +23,14 @@ META = "smcp"
 
 @dataclass(frozen=True)
 class Mark:
-    """What a pass did to a node: ``kind`` "mask" or "scale", and the module path it took the call from."""
+    """What a pass did to a node: ``kind``, and the module path it took the call from.
 
-    kind: Literal["mask", "scale"]
-    path: str | None  # None: a functional call, whose weight argument was replaced
+    "mask", "scale": of a weight; "kept": of the channels that the node mixes, in the place of its own ``call``.
+    """
+
+    kind: Literal["mask", "scale", "kept"]
+    path: str | None  # None: a functional call
+    call: tuple[str, Any] | None = None  # op and target
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,8 @@ class _DirectScale(torch.autograd.Function):
 def soft_mask(weight: Tensor, mask: Tensor) -> Tensor:
     """Return ``weight * mask``; the gradient goes straight through to all of ``weight`` (SMCP eq. 1, 2).
 
-    A mask that takes gradients (those of frozen weights do) gets the sum of ``weight * gradient`` over each of
-    its elements, which is what the weight's own gradient would give the importance.
+    Masks of frozen weights take gradients instead: the sum of ``weight * gradient`` over each of their elements. It
+    is what the importance would get from the weight's own gradient.
     """
     return _StraightThrough.apply(weight, mask)  # type: ignore[no-any-return]
 

@@ -73,6 +73,7 @@ def _function_names() -> dict[int, str]:
             if callable(value) and not isinstance(value, type) and not name.startswith("__"):
                 names.setdefault(id(value), normal_name(name))
     names[id(getattr)] = "getattr"
+    names[id(torch.linalg.norm)], names[id(torch.linalg.vector_norm)] = "norm", "vectornorm"
     return names
 
 

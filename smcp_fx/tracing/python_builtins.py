@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.frames import in_library
-from smcp_fx.tracing.random_draws import drawing
+from smcp_fx.tracing.random_draws import METHODS, drawing
 from smcp_fx.tracing.sentences import asking_line
 
 _FACTORIES = "zeros ones full empty arange linspace eye tensor as_tensor full_like meshgrid".split()
@@ -100,8 +100,8 @@ class StandIns:
         return method
 
     def _drawn(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
-        if self.tracer.made() is None:  # a value is worked out, of no tensor that counts
-            return target(*args, **kwargs) if callable(target) else getattr(Tensor, target)(*args, **kwargs)
+        if self.tracer.evaluating():  # a value is worked out, of no tensor that counts
+            return (target if callable(target) else METHODS[target])(*args, **kwargs)
         return self.tracer.create_proxy(kind, target, args, kwargs)
 
     def _isinstance(self, value: Any, kinds: Any) -> bool:

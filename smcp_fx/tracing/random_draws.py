@@ -23,7 +23,11 @@ from torch.fx.proxy import TraceError as FxTraceError
 #: What draws with nothing but numbers, or numbers and constant tensors, for its arguments.
 FUNCTIONS = "rand randn randint randperm normal bernoulli multinomial poisson".split()
 _SAMPLERS = "_sample_dirichlet _standard_gamma".split()
-_METHODS = "bernoulli bernoulli_ uniform_ normal_ exponential_ random_ multinomial".split()
+#: The methods of tensors that draw, as they are while no stand-ins are in their place.
+METHODS: dict[str, Callable[..., Any]] = {
+    name: getattr(Tensor, name)
+    for name in "bernoulli bernoulli_ uniform_ normal_ exponential_ random_ multinomial".split()
+}
 
 
 def drawing(
@@ -62,8 +66,8 @@ def drawing(
         yield torch, name, noted("call_function", function, function)
     for name in _SAMPLERS:  # of distributions, in functions with a backward of their own
         yield torch, name, refused(getattr(torch, name), "torch.distributions")
-    for name in _METHODS:
-        yield Tensor, name, noted("call_method", getattr(Tensor, name), name)
+    for name, method in METHODS.items():
+        yield Tensor, name, noted("call_method", method, name)
     python = {name: value for name, value in vars(random).items() if _draws_of(value, random._inst)}
     numpys = {name: value for name, value in vars(np.random).items() if _draws_of(value, _NUMPYS)}
     for module, found in ((random, python), (np.random, numpys)):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from smcp_fx.tracing.operations import operation_name, writes_in_place
@@ -34,6 +36,16 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
             node.target = str(node.target).rstrip("_")
             for user in [user for user in node.args[0].users if place[user] > place[node]]:
                 user.replace_input_with(node.args[0], node)
+    by_position(model, graph)
+    for node in graph.nodes:
+        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if type(module) is nn.Unflatten and isinstance(module.dim, int):
+            node.op, node.target = "call_function", torch.unflatten
+            node.args = (node.args[0], module.dim, tuple(module.unflattened_size))
+
+
+def by_position(model: nn.Module, graph: fx.Graph) -> None:
+    """Give first arguments, and sizes, by position."""
     for node in graph.nodes:
         if node.op not in ("call_function", "call_module"):
             continue
@@ -51,9 +63,6 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
         if len(node.args) == 1 and node.target is torch.unflatten and {"dim", "sizes"} <= kwargs.keys():
             node.args = (*node.args, kwargs.pop("dim"), kwargs.pop("sizes"))
         node.kwargs = kwargs
-        if type(module) is nn.Unflatten and isinstance(module.dim, int):
-            node.op, node.target = "call_function", torch.unflatten
-            node.args = (node.args[0], module.dim, tuple(module.unflattened_size))
     for node in graph.nodes:
         if node.op == "call_method" and len(node.args) == 1:
             names = {
@@ -138,6 +147,25 @@ def _waits(
         if value.shape != info.shape or not _waits(traced, user, smaller, value, values, alone):
             return False
     return bool(node.users)
+
+
+def add_computed_biases(traced: fx.GraphModule, values: dict[str, Any]) -> None:
+    """Take a bias that is no parameter out of the linear that adds it.
+
+    before   linear(x, weight, bias.clone())      after   linear(x, weight) + bias.clone()
+
+    A layer's weight and bias are parameters, which can be sliced; an addition is as good as any other.
+    """
+    for node in [node for node in traced.graph.nodes if node.target is F.linear]:
+        bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+        if not isinstance(bias, fx.Node) or bias.op == "get_attr":
+            continue
+        node.args, node.kwargs = node.args[:2], {k: v for k, v in node.kwargs.items() if k != "bias"}
+        with traced.graph.inserting_after(node):
+            total = traced.graph.call_function(operator.add, (node, bias))
+        node.replace_all_uses_with(total, delete_user_cb=lambda user, own=total: user is not own)
+        total.meta, values[total.name] = dict(node.meta), values[node.name]
+        traced.recompile()
 
 
 def _broadcast(values: list[Any]) -> tuple[int, ...] | None:

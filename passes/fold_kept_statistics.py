@@ -1,0 +1,48 @@
+"""Give what mixes channels its plain form back: the inverse of `InsertKeptStatistics`.
+
+The graph then sees every channel it has, and computes what it did with masks once the others are sliced away.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from smcp_fx.errors import PassError
+from smcp_fx.passes.base import GraphPass, PassResult
+from smcp_fx.tracing.kept_statistics import BEFORE
+from smcp_fx.tracing.masking import META, mark_of
+
+
+class FoldKeptStatistics(GraphPass):
+    """Takes the masks away from norms, statistics and products over channels."""
+
+    def apply(self, module: fx.GraphModule) -> PassResult:
+        """Fold."""
+        report = []
+        graph = module.graph
+        for node in list(graph.nodes):
+            mark = mark_of(node)
+            if node.op == "call_function" and node.target in BEFORE.values():
+                source, mask = node.args[:2]
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+                dropped = [mask]
+            elif mark is not None and mark.kind == "kept":
+                first = int(mark.path is not None)  # a module's call reads the module, too
+                dropped = list(node.args[: first + 1])
+                assert mark.call is not None
+                node.op, node.target = mark.call
+                node.args = node.args[first + 1 :]
+                del node.meta[META]
+            else:
+                continue
+            for read in dropped:
+                if isinstance(read, fx.Node) and not read.users:
+                    graph.erase_node(read)
+            report.append(f"{node.name}: sees every channel")
+        return PassResult(module, bool(report), tuple(report))
+
+    def ensures(self, module: fx.GraphModule) -> None:
+        """No such mask is left."""
+        if any(node.target in BEFORE.values() for node in module.graph.nodes):
+            raise PassError(f"{self.name} left a mask in the graph")

@@ -1,0 +1,82 @@
+"""Let what mixes channels see the kept ones alone.
+
+    before   norm = call_module[norm](x);  total = x.mean(1)
+    after    norm = module_over_kept(get_attr[norm], get_attr[smcp.kept_norm], x)
+             total = mean_kept(x, get_attr[smcp.kept_total]).mean(1)
+
+Norms, statistics and products over channels read what a consumer's mask does not reach: the channels themselves. With
+all channels kept they compute what they did.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.trail import Mix
+from smcp_fx.passes.base import GraphPass, PassResult
+from smcp_fx.passes.weight_products import require_buffer
+from smcp_fx.tracing.kept_statistics import BEFORE, IN_PLACE_OF, module_over_kept
+from smcp_fx.tracing.masking import META, STATE, Mark, mark_of
+from smcp_fx.tracing.operations import operation_name
+
+
+def kept_name(mix: Mix) -> str:
+    """Name of the buffer that holds the mask of a mix's operand, in the prepared model's state module."""
+    return f"kept_{mix.node}" + (f"_{mix.operand}" if mix.operand else "")
+
+
+def masked_mixes(channels: ChannelGraph) -> list[Mix]:
+    """Those that mix a channel with a choice, in the order they run."""
+    return [mix for mix in channels.trail.mixes if channels.has_choice(mix.labels)]
+
+
+class InsertKeptStatistics(GraphPass):
+    """Gives every operation that mixes channels with a choice the mask of these channels."""
+
+    def __init__(self, channels: ChannelGraph) -> None:
+        self.channels = channels
+
+    def requires(self, module: fx.GraphModule) -> None:
+        """The module carries a mask buffer for each of them."""
+        for mix in masked_mixes(self.channels):
+            require_buffer(module, kept_name(mix), self)
+
+    def apply(self, module: fx.GraphModule) -> PassResult:
+        """Insert the nodes."""
+        nodes = {node.name: node for node in module.graph.nodes}
+        report = []
+        for mix in masked_mixes(self.channels):
+            node = nodes[mix.node]
+            if mark_of(node) is not None or _is_before(node.args[mix.operand]):
+                continue
+            with module.graph.inserting_before(node):
+                mask = module.graph.create_node("get_attr", f"{STATE}.{kept_name(mix)}")
+            if mix.form == "instead":
+                _put_instead(module, node, mask)
+            else:
+                _put_before(module.graph, node, mask, mix)
+            report.append(f"{mix.node}: {mix.labels.numel()} channels masked")
+        return PassResult(module, bool(report), tuple(report))
+
+
+def _is_before(operand: object) -> bool:
+    return isinstance(operand, fx.Node) and operand.target in BEFORE.values()
+
+
+def _put_before(graph: fx.Graph, node: fx.Node, mask: fx.Node, mix: Mix) -> None:
+    with graph.inserting_before(node):
+        told = graph.call_function(BEFORE[mix.form], (node.args[mix.operand], mask, *mix.options))
+    node.update_arg(mix.operand, told)
+
+
+def _put_instead(module: fx.GraphModule, node: fx.Node, mask: fx.Node) -> None:
+    mark = Mark("kept", str(node.target) if node.op == "call_module" else None, (node.op, node.target))
+    if node.op == "call_module":
+        with module.graph.inserting_before(node):
+            owner = module.graph.create_node("get_attr", str(node.target))
+        node.target, node.args = module_over_kept, (owner, mask, *node.args)
+    else:
+        node.target, node.args = IN_PLACE_OF[operation_name(node, None) or ""], (mask, *node.args)
+    node.op = "call_function"
+    node.meta[META] = mark

@@ -1,0 +1,223 @@
+"""Channel rules of what mixes channels: norms over channels, reductions, softmax.
+
+What mixes channels sees the kept ones alone, masked and sliced alike; then slicing is exact. Each such operation is
+noted (`Mix`), for masks to be given to it. Where channels can also be told apart along a dimension that is not mixed
+(attention heads, the branches of a sum over stacked tensors), they are tied along the mixed one instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smcp_fx.channels.labels import narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place, tensor_leaves
+from smcp_fx.channels.rules_elementwise import elementwise, like
+from smcp_fx.channels.rules_layers import own_parameter, renamed
+from smcp_fx.channels.trail import Call, Mix, ParameterRef
+
+#: How a reduction is told which channels it may see; those that are not here find places among the channels, or sort
+#: them, and keep all of them.
+_FORMS = {
+    **dict.fromkeys(("sum", "nansum", "norm", "vectornorm", "cumsum"), "zero"),
+    **dict.fromkeys(("mean",), "mean"),
+    **dict.fromkeys(("amax", "max", "logsumexp"), "lowest"),
+    **dict.fromkeys(("amin", "min"), "highest"),
+    **dict.fromkeys(("prod",), "one"),
+    **dict.fromkeys(("var", "std", "varmean", "stdmean"), "spread"),
+}
+_REDUCTIONS = {*_FORMS, *"argmax argmin all any nanmean median".split()} - {"cumsum"}
+
+
+def mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor | None:
+    """Tie along ``dims`` where they vary; None when they alone vary, so that tying would be one unit."""
+    varied = run.varied(labels)
+    inside = [dim for dim in varied if dim in dims]
+    if not inside:
+        for dim in varied_dims(labels):  # uniform only through ties of the earlier run
+            if dim in dims:
+                labels = run.tie_along(labels, dim)
+        return labels
+    run.blind = True
+    if all(dim in dims for dim in varied):
+        return None
+    for dim in inside:
+        labels = run.tie_along(labels, dim)
+    return labels
+
+
+def mixes(
+    run: Propagation, call: Call, labels: Tensor, form: str, operand: int = 0, options: tuple[Any, ...] = ()
+) -> None:
+    """Note that the operation mixes these channels of an operand."""
+    run.trail.mixes.append(Mix(call.node.name, operand, narrow_uniform(labels), form, options))
+
+
+def reduction(run: Propagation, call: Call) -> Any:
+    """Reduces over dimensions: one value of the kept channels, where these alone tell channels apart."""
+    labels = run.of(call.argument(0, "input"))
+    if call.name in ("max", "min"):
+        other = call.argument(1, "other")
+        if isinstance(other, Tensor) or len(tensor_leaves((call.args, call.kwargs))) > 1:
+            return elementwise(run, call)
+    dims = call.argument(2 if call.name in ("norm", "vectornorm") else 1, "dim", call.kwargs.get("axis"))
+    if dims is None or isinstance(dims, bool) or dims in ((), []):  # `x.std(False)` is not biased, over all
+        dims = tuple(range(labels.dim()))
+    reduced = {
+        int(dim) % max(labels.dim(), 1) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])
+    }
+    reduced_labels = mix(run, call, labels, reduced)
+    if reduced_labels is None:
+        form = _form(call)
+        if form is None:
+            return run.unknown(call, f"channels are mixed by {call.name!r}")
+        options = (tuple(sorted(reduced)), _correction(call)) if form == "spread" else ()
+        mixes(run, call, labels, form, options=options)
+        reduced_labels = uniform(_made_of_channels(run, call), tuple(labels.shape))
+    keep = len(call.shape) == labels.dim()
+    for dim in sorted(reduced, reverse=True):
+        reduced_labels = reduced_labels.narrow(dim, 0, 1)
+        if not keep:
+            reduced_labels = reduced_labels.squeeze(dim)
+    return like(call, reduced_labels)
+
+
+def _made_of_channels(run: Propagation, call: Call) -> int:
+    return run.fixed(call.node.name, f"made of all channels by {call.name!r} (at {call.node.name!r})")
+
+
+def _form(call: Call) -> str | None:
+    """How the operation is told which channels it may see; None where it has another form."""
+    if call.node.kwargs.get("out") is not None:
+        return None
+    if call.name in ("max", "min") and isinstance(call.value, tuple) and not _reads_values_alone(call):
+        return None
+    if call.name in ("norm", "vectornorm"):
+        order = call.argument(1, "p" if call.name == "norm" else "ord", 2)
+        if order in (None, "fro", float("inf")):
+            return "zero"
+        return "zero" if isinstance(order, (int, float)) and order > 0 else None
+    return _FORMS.get(call.name or "")
+
+
+def _reads_values_alone(call: Call) -> bool:
+    """Of a maximum and its place: is the maximum all that is read?"""
+    return all(
+        (user.op == "call_function" and user.args[1:] in ((0,), ("values",))) for user in call.node.users
+    )
+
+
+def _correction(call: Call) -> int:
+    """What the divisor of a variance is less than the number of elements."""
+    unbiased = call.argument(2, "unbiased", True)
+    if len(call.args) > 1 and isinstance(call.args[1], bool):  # `x.std(False)`, over all dimensions
+        unbiased = call.args[1]
+    correction = call.kwargs.get("correction", int(bool(unbiased)))
+    return 1 if correction is None else int(correction)
+
+
+def softmax(run: Propagation, call: Call) -> Any:
+    """Mixes along one dimension: as a reduction that keeps its shape."""
+    labels = run.of(call.argument(0, "input"))
+    position = 2 if call.name == "normalize" and call.module is None else 1
+    dim = call.option(position, "dim")
+    if dim is None:  # torch's own choice, from before it asked for one
+        dim = 1 if call.name == "normalize" or labels.dim() not in (0, 1, 3) else 0
+        told = call.name == "normalize"
+    else:
+        told = True
+    axis = int(dim) % labels.dim()
+    mixed = mix(run, call, labels, {axis})
+    if mixed is not None:
+        return like(call, mixed)
+    form = {"softmax": "instead", "logsoftmax": "instead", "normalize": "instead"}.get(
+        call.name or "", _FORMS.get(call.name or "")
+    )
+    if form is None or not told or call.kwargs.get("out") is not None:
+        return run.unknown(call, f"channels are mixed by {call.name!r}")
+    channels = channel_labels(run, labels, axis)
+    mixes(run, call, place(channels, tuple(labels.shape), axis), form)
+    return like(call, place(renamed(run, call, channels), tuple(labels.shape), axis))
+
+
+def layer_norm(run: Propagation, call: Call) -> Any:
+    """Normalises over dimensions, by the kept channels' statistics. So does RMS norm."""
+    labels = run.of(call.argument(0, "input"))
+    shape = tuple(call.option(1, "normalized_shape"))
+    first = labels.dim() - len(shape)
+    dims = set(range(first, labels.dim()))
+    names = {2: "weight"} if call.name == "rmsnorm" else {2: "weight", 3: "bias"}
+    tied = mix(run, call, labels, dims)
+    if tied is not None:
+        # Channels that can be told apart elsewhere, too (heads), go with all that is normalised.
+        for weight in (_shape_of(run, call, shape), *_affine_of(run, call, names)):
+            if isinstance(weight, ParameterRef):
+                run.fix_parameter(weight, call.node.name, "weight of a layer norm")
+            elif isinstance(weight, Tensor):
+                run.pin(weight, call.node.name, "weight of a layer norm")
+        return tied
+    axis = max(dims, key=lambda dim: torch.unique(_line(labels, dim)).numel())
+    channels = channel_labels(run, labels, axis)
+    for weight in (_shape_of(run, call, shape), *_affine_of(run, call, names)):
+        _go_with(run, weight, channels, axis - first, shape)
+    mixes(run, call, place(channels, tuple(labels.shape), axis), "instead")
+    return place(renamed(run, call, channels), call.shape, axis)
+
+
+def group_norm(run: Propagation, call: Call) -> Any:
+    """Many groups of few channels go as a whole; of few groups of many, channels of equal places in each group go."""
+    labels = run.of(call.argument(0, "input"))
+    groups = int(call.option(1, "num_groups"))
+    channels = channel_labels(run, labels, 1)
+    rows = channels.reshape(groups, -1)
+    within = 4 * groups <= rows.shape[1] or groups == 1
+    if within:
+        run.tie(rows, rows[:1].expand_as(rows))
+        if run.varied(place(channels, tuple(labels.shape), 1)):
+            mixes(run, call, place(channels, tuple(labels.shape), 1), "instead")
+    else:
+        run.tie(rows, rows[:, :1].expand_as(rows))
+        run.trail.grouped[call.node.name] = (groups, channels)
+    for weight in _affine_of(run, call, {2: "weight", 3: "bias"}):
+        _go_with(run, weight, channels, 0, (channels.numel(),))
+    return place(renamed(run, call, channels), call.shape, 1)
+
+
+def _affine_of(run: Propagation, call: Call, names: dict[int, str]) -> list[Any]:
+    """A norm's weight and bias: parameters, labels of what is computed, or None."""
+    if call.module is not None:
+        return [own_parameter(run, call, name) for name in names.values()]
+    return [call.argument(position, name) for position, name in names.items()]
+
+
+def _shape_of(run: Propagation, call: Call, shape: tuple[int, ...]) -> ParameterRef | None:
+    """What a module says of its shape, which all its calls share, as if it were a weight."""
+    return None if call.module is None else ParameterRef(f"{call.node.target}.normalized_shape", shape)
+
+
+def _go_with(run: Propagation, weight: Any, channels: Tensor, dim: int, shape: tuple[int, ...]) -> None:
+    """Dimension ``dim`` of a norm's weight, of the shape, has these channels."""
+    if isinstance(weight, ParameterRef):
+        run.slot(weight.name, dim, channels)
+    elif isinstance(weight, Tensor):
+        run.tie(weight, place(channels, shape, dim))
+
+
+def _line(labels: Tensor, dim: int) -> Tensor:
+    for other in range(labels.dim()):
+        if other != dim:
+            labels = labels.narrow(other, 0, 1)
+    return labels
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_REDUCTIONS, reduction),
+    **dict.fromkeys(
+        ("softmax", "logsoftmax", "softmin", "normalize", "cumsum", "cumprod", "logcumsumexp"), softmax
+    ),
+    "layernorm": layer_norm,
+    "rmsnorm": layer_norm,
+    "groupnorm": group_norm,
+}

@@ -1,0 +1,255 @@
+"""What mixes channels, over the kept ones alone: the functions that a graph with masks calls.
+
+    before   norm = call_module[norm](x)                       total = x.mean(1)
+    after    module = get_attr[norm]                           kept = mean_kept(x, get_attr[smcp.kept_total])
+             norm = module_over_kept(module, mask, x)          total = kept.mean(1)
+
+A mask holds ones and zeros, and broadcasts against the tensor that it goes with. With all channels kept each function
+gives what the plain operation does; on channels that are not kept it gives what these would be if they were read with
+the statistics of the kept ones, so that the weights behind them still learn what they are worth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# ---- before a plain operation: channels that are not kept become what it does not see -------------------------
+
+
+def zero_kept(x: Tensor, mask: Tensor) -> Tensor:
+    """Return ``x`` with zeros in the channels that are not kept: for sums, norms and products."""
+    return x * mask.to(x.dtype)
+
+
+def mean_kept(x: Tensor, mask: Tensor) -> Tensor:
+    """Return ``x`` so that its mean over all channels is the mean of the kept ones."""
+    mask = mask.to(torch.promote_types(x.dtype, torch.float32))
+    return x * (mask * (mask.numel() / mask.sum().clamp(min=1))).to(x.dtype)
+
+
+def lowest_kept(x: Tensor, mask: Tensor) -> Tensor:
+    """Return ``x`` with -inf in the channels that are not kept: for maxima, and sums of exponentials."""
+    return x.masked_fill(mask == 0, -math.inf)
+
+
+def highest_kept(x: Tensor, mask: Tensor) -> Tensor:
+    """Return ``x`` with inf in the channels that are not kept: for minima."""
+    return x.masked_fill(mask == 0, math.inf)
+
+
+def one_kept(x: Tensor, mask: Tensor) -> Tensor:
+    """Return ``x`` with ones in the channels that are not kept: for products of all channels."""
+    return x.masked_fill(mask == 0, 1)
+
+
+def spread_kept(x: Tensor, mask: Tensor, dims: Sequence[int], correction: int) -> Tensor:
+    """Return ``x`` so that its mean and variance over ``dims`` are those of the kept channels.
+
+    ``correction``: what the variance's divisor is less than the number of elements.
+    """
+    mask = mask.to(x.dtype)
+    total = math.prod([x.shape[dim] for dim in dims])
+    count = (mask.sum() * (total / mask.numel())).clamp(min=1)
+    mean = (x * mask).sum(tuple(dims), keepdim=True) / count
+    return mean + (x - mean) * mask * ((total - correction) / (count - correction)).sqrt()
+
+
+# ---- in the place of a plain operation: all channels, by the statistics of the kept ones ----------------------
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, by the kept channels' statistics over ``dims``.
+
+    Without the mean if not ``centred``. Returns the normalised values and the inverse divisors, too: what a backward
+    reads must be an output for a second one to be right. ``mask``, ``weight`` and ``bias`` have the rank of ``x``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mask: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        dims: tuple[int, ...],
+        each: int,
+        eps: float,
+        centred: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        share = mask / (mask.sum(dims, keepdim=True) * each).clamp(min=1)
+        y = x - _total(x, share, dims) if centred else x.clone()
+        scale = torch.rsqrt(_total(y * y, share, dims) + eps)
+        y *= scale
+        out = y if weight is None else y * weight if bias is None else torch.addcmul(bias, y, weight)
+        out = out + bias if weight is None and bias is not None else out.clone() if out is y else out
+        ctx.save_for_backward(y, scale, share, weight)
+        ctx.set_materialize_grads(False)
+        ctx.dims, ctx.centred, ctx.bias = dims, centred, None if bias is None else bias.shape
+        return out, y, scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_out, of_y, of_scale = gradients
+        y, scale, share, weight = ctx.saved_tensors
+        x = torch.zeros_like(y)
+        to_weight = to_bias = None
+        for gradient, factor in ((of_out, weight), (of_y, None)):
+            if gradient is None:
+                continue
+            product = gradient * y
+            if gradient is of_out:
+                to_weight = None if weight is None else product.sum_to_size(weight.shape)
+                to_bias = None if ctx.bias is None else gradient.sum_to_size(ctx.bias)
+            # What goes through the statistics, less: -share * (y * sum(gradient * y) + sum(gradient)).
+            through = -y * _total(product, factor, ctx.dims)
+            if ctx.centred:
+                through -= _total(gradient, factor, ctx.dims)
+            through *= share
+            through = through + gradient if factor is None else through.addcmul(gradient, factor)
+            x = through * scale if gradient is of_out else x + through * scale
+        if of_scale is not None:
+            x = x - (scale * scale * of_scale) * share * y
+        return x, None, to_weight, to_bias, None, None, None, None
+
+
+def _total(x: Tensor, factor: Tensor | None, dims: tuple[int, ...]) -> Tensor:
+    """Sum of ``x * factor`` over ``dims``, which are kept, with as few passes over memory as there can be."""
+    if factor is None:
+        return x.sum(dims, keepdim=True)
+    is_line = dims == (x.dim() - 1,) and factor.numel() == x.shape[-1]
+    if is_line and not torch.is_autocast_enabled(x.device.type):
+        return torch.matmul(x, factor.flatten()).unsqueeze(-1)
+    alike = [dim for dim in dims if factor.shape[dim] == 1]
+    return ((x.sum(alike, keepdim=True) if alike else x) * factor).sum(dims, keepdim=True)
+
+
+def _normalised(
+    mask: Tensor,
+    x: Tensor,
+    dims: Sequence[int],
+    affine: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    centred: bool = True,
+) -> Tensor:
+    """Normalise ``x`` over ``dims``, in float32 at least; weight and bias may lack dimensions at the front."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    each = math.prod([x.shape[dim] // mask.shape[dim] for dim in dims])  # elements of a channel
+    front = (None,) * x.dim()
+    weight, bias = (None if t is None else t.to(wide.dtype)[front[t.dim() :]] for t in affine)
+    found = _Normalise.apply(wide, mask.to(wide.dtype), weight, bias, tuple(dims), each, eps, centred)
+    out: Tensor = found[0]
+    return out
+
+
+def _typed(y: Tensor, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
+    """In the type that the plain operation gives: under autocast this is the device's own choice."""
+    if y.dtype == x.dtype:
+        return y
+    return y.to(plain(x.new_ones(1, 2)).dtype if torch.is_autocast_enabled(x.device.type) else x.dtype)
+
+
+def layer_norm_over_kept(
+    mask: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.layer_norm` with the statistics of the kept channels."""
+    dims = range(input.dim() - len(normalized_shape), input.dim())
+    y = _normalised(mask, input, dims, (weight, bias), eps)
+    return _typed(y, input, lambda one: F.layer_norm(one, (2,)))
+
+
+def rms_norm_over_kept(
+    mask: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """`F.rms_norm` with the statistics of the kept channels."""
+    dims = range(input.dim() - len(normalized_shape), input.dim())
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    y = _normalised(mask, input, dims, (weight, None), eps, centred=False)
+    return _typed(y, input, lambda one: F.rms_norm(one, (2,)))
+
+
+def group_norm_over_kept(
+    mask: Tensor,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.group_norm` with the statistics of the kept channels."""
+    parts = (num_groups, input.shape[1] // num_groups)
+    line = (1, *parts, *(1 for _ in input.shape[2:]))
+    weight, bias = (None if one is None else one.reshape(line) for one in (weight, bias))
+    x = torch.unflatten(input, 1, parts)
+    y = _normalised(torch.unflatten(mask, 1, parts), x, range(2, x.dim()), (weight, bias), eps)
+    return _typed(y.flatten(1, 2), input, lambda one: F.group_norm(one, 1))
+
+
+def normalize_over_kept(
+    mask: Tensor, input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None
+) -> Tensor:
+    """`F.normalize` by the norm of the kept channels."""
+    length: Tensor = torch.norm(input * mask.to(input.dtype), p, dim, keepdim=True)
+    return input / length.clamp_min(eps)
+
+
+def softmax_over_kept(mask: Tensor, input: Tensor, dim: int, *options: Any, **named: Any) -> Tensor:
+    """`F.softmax` over the kept channels; the others get what they would, and 1 at most."""
+    return log_softmax_over_kept(mask, input, dim, *options, **named).clamp(max=0).exp()
+
+
+def log_softmax_over_kept(mask: Tensor, input: Tensor, dim: int, *options: Any, **named: Any) -> Tensor:
+    """`F.log_softmax` over the kept channels. ``options``: as torch's functions take them; a type is used."""
+    asked = [one for one in (*options, named.get("dtype")) if isinstance(one, torch.dtype)]
+    given = input.to(asked[0]) if asked else input
+    wide = given.float() if given.dtype in (torch.float16, torch.bfloat16) else given
+    y = wide - torch.logsumexp(lowest_kept(wide, mask), dim, keepdim=True)
+    return _typed(y, given, lambda one: F.log_softmax(one, 1))
+
+
+def module_over_kept(module: Any, mask: Tensor, input: Tensor) -> Tensor:
+    """Call a norm's or softmax's module with the statistics of the kept channels."""
+    if isinstance(module, nn.LayerNorm):
+        return layer_norm_over_kept(
+            mask, input, module.normalized_shape, module.weight, module.bias, module.eps
+        )
+    if isinstance(module, nn.RMSNorm):
+        return rms_norm_over_kept(mask, input, module.normalized_shape, module.weight, module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return group_norm_over_kept(mask, input, module.num_groups, module.weight, module.bias, module.eps)
+    log = isinstance(module, nn.LogSoftmax)
+    return (log_softmax_over_kept if log else softmax_over_kept)(mask, input, module.dim)
+
+
+#: By the form that the channel graph gives a mix (`channels.trail.Mix`): what goes before the plain operation.
+BEFORE: dict[str, Callable[..., Tensor]] = {
+    "zero": zero_kept,
+    "mean": mean_kept,
+    "lowest": lowest_kept,
+    "highest": highest_kept,
+    "one": one_kept,
+    "spread": spread_kept,
+}
+#: By the name of the operation: what goes in its place.
+IN_PLACE_OF: dict[str, Callable[..., Tensor]] = {
+    "layernorm": layer_norm_over_kept,
+    "rmsnorm": rms_norm_over_kept,
+    "groupnorm": group_norm_over_kept,
+    "normalize": normalize_over_kept,
+    "softmax": softmax_over_kept,
+    "logsoftmax": log_softmax_over_kept,
+}

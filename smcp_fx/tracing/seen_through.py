@@ -1,0 +1,32 @@
+"""Functions that a library wraps as leaves of fx graphs, and that are traced all the same.
+
+`torch.fx.wrap` keeps a function whole where fx alone would fail on it. Those named here trace: they become ordinary
+operations, whose channels are known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch.fx import _symbolic_trace
+
+_SWIN = "torchvision.models.swin_transformer"
+_FUNCTIONS = {
+    (_SWIN, "_patch_merging_pad"),
+    (_SWIN, "_get_relative_position_bias"),
+    (_SWIN, "shifted_window_attention"),
+}
+
+
+@contextlib.contextmanager
+def seen_through() -> Iterator[None]:
+    """Trace them while it is entered."""
+    wrapped = _symbolic_trace._wrapped_fns_to_patch
+    taken = {
+        key: wrapped.pop(key) for key in list(wrapped) if (wrapped[key].get("__name__"), key[1]) in _FUNCTIONS
+    }
+    try:
+        yield
+    finally:
+        wrapped.update(taken)

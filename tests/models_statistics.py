@@ -1,0 +1,257 @@
+"""Small networks that mix channels: norms over channels, statistics over channels, attention modules of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from models import Net, awkward, between, conv, free_parameter
+from torch import Tensor, nn
+
+TOKENS = (2, 5, 6)
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """As torchvision and timm have it: over the channels of an image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1)
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------
+
+
+@awkward(1.0)
+def layer_norm_2d() -> nn.Module:
+    return between(lambda s, h: s.norm(h), norm=LayerNorm2d(8))
+
+
+@awkward(1.0)
+def layer_norm_over_channels_and_space() -> nn.Module:
+    return between(lambda s, h: s.norm(h), norm=nn.LayerNorm((8, 8, 8)))
+
+
+@awkward(1.0)
+def layer_norm_of_the_input_s_shape() -> nn.Module:
+    return between(lambda s, h: F.layer_norm(h, h.shape[1:]) + F.layer_norm(h, h.size()[1:]))
+
+
+@awkward(1.0)
+def layer_norm_with_computed_weight() -> nn.Module:
+    return between(
+        lambda s, h: F.rms_norm(h.permute(0, 2, 3, 1), (8,), 1 + s.gain).permute(0, 3, 1, 2),
+        gain=free_parameter(8),
+    )
+
+
+@awkward(1.0)
+def layer_norm_without_weights_called_twice() -> nn.Module:
+    """The module has one shape: what it normalises at both places goes together."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        one, two = (s.norm(layer(x).flatten(2).mT).mT for layer in (s.one, s.two))
+        return s.left(one) + s.right(two)  # type: ignore[no-any-return]
+
+    parts = {"left": nn.Conv1d(8, 4, 1), "right": nn.Conv1d(8, 4, 1)}
+    return Net(
+        wiring, one=conv(3, 8), two=conv(3, 8), norm=nn.LayerNorm(8, elementwise_affine=False), **parts
+    )
+
+
+@awkward(1.0)
+def layer_norm_of_a_concat() -> nn.Module:
+    """Two groups under one norm; one of them with depthwise and skip, as in ConvNeXt."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h = h + s.shrink(F.gelu(s.widen(s.norm(s.deep(h))))) * s.gamma
+        return s.last(torch.cat([h, s.other(h)], 1))  # type: ignore[no-any-return]
+
+    return between(
+        wiring,
+        8,
+        14,
+        deep=conv(8, 8, groups=8),
+        norm=LayerNorm2d(8),
+        widen=conv(8, 12),
+        shrink=conv(12, 8),
+        gamma=free_parameter(1, 8, 1, 1),
+        other=conv(8, 6),
+        last=LayerNorm2d(14),
+    )
+
+
+@awkward(1.0)
+def rms_norm() -> nn.Module:
+    return between(lambda s, h: s.norm(h.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), norm=nn.RMSNorm(8))
+
+
+@awkward(1.0)
+def group_norm_of_two_large_groups() -> nn.Module:
+    """As many channels go from each group: the number of groups stays."""
+    return between(lambda s, h: s.norm(h), 16, norm=nn.GroupNorm(2, 16))
+
+
+@awkward(1.0)
+def group_norms_of_computed_groups() -> nn.Module:
+    return between(lambda s, h: F.group_norm(F.group_norm(h, h.shape[1] // 16), h.shape[1] // 2), 16)
+
+
+@awkward(1.0)
+def layer_norm_by_hand() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        centred = h - h.mean(1, keepdim=True)
+        return centred / torch.sqrt(centred.pow(2).mean(1, keepdim=True) + 1e-6) * s.gain + s.shift
+
+    return between(wiring, gain=free_parameter(1, 8, 1, 1), shift=free_parameter(1, 8, 1, 1))
+
+
+@awkward(1.0)
+def layer_norms_by_variance() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(h, dim=1, keepdim=True, unbiased=False)
+        h = (h - mean) * torch.rsqrt(variance + 1e-6)
+        return h / (h.std(1, keepdim=True) + h.var((1, 2, 3), correction=0, keepdim=True) + 1e-6)
+
+    return between(wiring)
+
+
+@awkward(1.0)
+def pixel_norm() -> nn.Module:
+    return between(lambda s, h: h * torch.rsqrt(torch.mean(h**2, dim=1, keepdim=True) + 1e-8))
+
+
+@awkward(1.0)
+def global_layer_norm() -> nn.Module:
+    return between(
+        lambda s, h: (h - h.mean((1, 2, 3), keepdim=True)) / (h.std((1, 2, 3), keepdim=True) + 1e-5)
+    )
+
+
+@awkward(1.0)
+def global_response_norm() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        size = torch.linalg.vector_norm(h, dim=(2, 3), keepdim=True)
+        return s.gain * (h * size / (size.mean(1, keepdim=True) + 1e-6)) + s.shift + h
+
+    return between(wiring, gain=free_parameter(1, 8, 1, 1), shift=free_parameter(1, 8, 1, 1))
+
+
+@awkward(1.0)
+def unit_length() -> nn.Module:
+    return between(lambda s, h: F.normalize(h) + F.normalize(h, p=1.0, dim=1, eps=1e-3))
+
+
+# ---- statistics as values ---------------------------------------------------------------------------------------
+
+
+@awkward(0.8)
+def spatial_attention() -> nn.Module:
+    """The mean and the maximum are two channels that stay."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        seen = torch.cat([h.mean(1, keepdim=True), h.max(1, keepdim=True)[0]], 1)
+        return h * torch.sigmoid(s.gate(seen))
+
+    return between(wiring, gate=conv(2, 1))
+
+
+@awkward(1.0)
+def reductions_over_channels() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        found = h.amax(1, keepdim=True) + h.amin(1, keepdim=True) - torch.max(h, 1, keepdim=True).values
+        return h * (
+            found + h.sum(1, keepdim=True) + torch.logsumexp(h, 1, keepdim=True) + h.norm(dim=1)[:, None]
+        )
+
+    return between(wiring)
+
+
+@awkward(1.0)
+def product_of_channels() -> nn.Module:
+    return between(lambda s, h: h * h.sigmoid().prod(1, keepdim=True))
+
+
+@awkward(1.0)
+def softmaxes_over_channels() -> nn.Module:
+    return between(lambda s, h: h.softmax(1) + F.log_softmax(h, dim=1) + s.soft(h), soft=nn.Softmax(1))
+
+
+@awkward(1.0)
+def running_sum_over_channels() -> nn.Module:
+    return between(lambda s, h: torch.cumsum(h, 1))
+
+
+@awkward(1.0)
+def context_pooling() -> nn.Module:
+    """A softmax over space of one channel, and a gate of a few: what is summed over is not a channel."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        weights = s.score(h).flatten(2).softmax(-1)
+        return h + s.gate((h.flatten(2) * weights).sum(-1)[..., None, None])  # type: ignore[no-any-return]
+
+    return between(wiring, score=conv(8, 1), gate=conv(8, 8))
+
+
+@awkward(0.0)
+def place_of_the_largest() -> nn.Module:
+    """Which channel it is changes when others go."""
+    return between(lambda s, h: h * h.argmax(1, keepdim=True))
+
+
+@awkward(0.0)
+def largest_and_its_place() -> nn.Module:
+    return between(lambda s, h: h * (lambda found: found[0] + found[1])(h.max(1, keepdim=True)))
+
+
+@awkward(0.0)
+def sorted_channels() -> nn.Module:
+    return between(lambda s, h: h + h.sort(1)[0])
+
+
+@awkward(0.0)
+def median_over_channels() -> nn.Module:
+    return between(lambda s, h: h - h.median(1, keepdim=True)[0])
+
+
+# ---- attention modules of torch ---------------------------------------------------------------------------------
+
+
+@awkward(1.0, TOKENS)
+def multihead_attention() -> nn.Module:
+    """Heads go as a whole; what attention reads and writes goes with the stream."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        h = s.stem(x)
+        h = h + s.attend(h, h, h, need_weights=False)[0]
+        return s.out(h + s.again(query=h, key=h, value=h)[0])  # type: ignore[no-any-return]
+
+    return Net(
+        wiring,
+        stem=nn.Linear(6, 8),
+        attend=nn.MultiheadAttention(8, 4, 0.1, batch_first=True),
+        again=nn.MultiheadAttention(8, 2, bias=False),
+        out=nn.Linear(8, 4),
+    )
+
+
+@awkward(1.0, TOKENS)
+def encoder_of_torch() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 4, 12, 0.1, norm_first=True, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
+    return Net(
+        lambda s, x: s.out(s.encoder(s.stem(x))), stem=nn.Linear(6, 8), encoder=encoder, out=nn.Linear(8, 4)
+    )
+
+
+@awkward(0.0, TOKENS)
+def cross_attention_stays() -> nn.Module:
+    """One matrix for three inputs: a part of it reads each."""
+    return Net(
+        lambda s, x: s.out(s.attend(s.one(x), s.two(x), s.two(x))[0]),
+        one=nn.Linear(6, 8),
+        two=nn.Linear(6, 8),
+        attend=nn.MultiheadAttention(8, 4, batch_first=True),
+        out=nn.Linear(8, 4),
+    )
