@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import models_statistics
 import pytest
 import torch
 from models import Net, conv
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import smcp_fx
 from smcp_fx.channels import ChannelGraph
@@ -30,3 +32,15 @@ def test_units_of_a_group_norm(groups: int, channels: int, units: int) -> None:
     model = nn.Sequential(conv(3, channels), nn.GroupNorm(groups, channels), conv(channels, 2))
     group = graph_of(model)["0"]
     assert group.free and group.size == units
+
+
+def test_products_that_sum_over_channels_cost_what_is_left_of_these() -> None:
+    """Held against torch's own counter, on the sliced network."""
+    model = models_statistics.similarity_of_positions()
+    image = torch.randn(1, 3, 8, 8)
+    prepared = smcp_fx.prepare(model, image, config=smcp_fx.PruningConfig(multiple=1))
+    prepared.set_masks({"stem": torch.arange(8) < 3})
+    told = prepared.plan.flops.cost({"stem": 3})
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        smcp_fx.convert(prepared, check=False).eval()(image)
+    assert told == counter.get_total_flops() / 2
