@@ -260,8 +260,7 @@ class Exploring:
         if len({t.modes[first] for t in self.traces}) < 2:
             raise TraceError(
                 f"What is computed depends on the modes of {named(sorted(self._coupled(first)))} together, in more "
-                "ways than can be told, and "
-                "train() puts them into different ones."
+                "ways than can be told, and train() puts them into different ones."
             )
 
     def _coupled(self, first: str) -> set[str]:
