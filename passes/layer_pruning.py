@@ -1,9 +1,10 @@
 """Layer pruning: let groups keep nothing where the network stays in one piece without them.
 
-Which groups: those whose channels are written inside the modules that the user names (everywhere, by default), as
-many as can keep nothing all at once without an output losing an input it depends on. Where not all can (one of the
-branches of a concat must stay), narrow groups come first, so that the widest connection stays. Left out are groups
-whose absence would leave a constant that only sizes could tell (`smcp_fx.passes.remove_branches`).
+Candidates are the groups whose channels are written inside the modules that the user names; by default, all. Of them
+are taken as many as can keep nothing all at once, with every output still depending on the inputs it depended on.
+Where not all can (one branch of a concat must stay), narrow groups come first, so that the widest connection stays.
+Groups whose absence would leave a constant that only sizes could tell are left out
+(`smcp_fx.passes.remove_branches`).
 """
 
 from __future__ import annotations

@@ -22,6 +22,9 @@ from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.operations import describe
 from smcp_fx.tracing.shape_tracer import plain_lists
 
+#: What labels, which share one place in memory, do not tell.
+_OF_MEMORY = {"stride", "storage_offset", "is_contiguous"}
+
 
 def recomputed(node: fx.Node, recorded: Any, new: dict[str, Any]) -> Any:
     """A size or another number on the sliced shapes that ``new`` holds.
@@ -30,7 +33,9 @@ def recomputed(node: fx.Node, recorded: Any, new: dict[str, Any]) -> Any:
     and is not known of labels. A number that cannot be computed would be a count of channels that are gone:
     `PassError`.
     """
-    if node.op == "call_module" or any(new[source.name] is None for source in node.all_input_nodes):
+    if str(getattr(node.target, "__name__", node.target)) in _OF_MEMORY:
+        return recorded
+    if node.op == "call_module" or any(new.get(source.name) is None for source in node.all_input_nodes):
         return recorded
     try:
         args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), lambda n: new[n.name]))

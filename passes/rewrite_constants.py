@@ -8,7 +8,7 @@ index_select; a channel count that is used as a number (``y * c ** -0.5``, ``y /
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.labels import compress, varied_dims
+from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
 from smcp_fx.channels.rules_movement import known_values, perform
 from smcp_fx.channels.trail import ParameterRef, ParameterView
 from smcp_fx.errors import PassError
 from smcp_fx.passes.movement_rewrites import REWRITES, SIZES, numbers
 from smcp_fx.passes.original_numbers import OriginalNumbers, recomputed
 from smcp_fx.passes.sliced_labels import Sliced
+from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 
@@ -81,6 +82,9 @@ class _Rewriter:
             if not self._holds(node):
                 self.dead.append(node)
             self.new[name] = None
+            return
+        if is_by_mode(node) and not node.users and any(n in self.dead for n in node.all_input_nodes):
+            self.dead.append(node)  # it says when what is gone was run
             return
         if not any(isinstance(v, Tensor) for v in pytree.tree_leaves(old)):
             written = writes_in_place(node, self.module)  # which would write into the labels
@@ -196,10 +200,7 @@ class _Rewriter:
         """Turn the node into ``index_select(source, dim, ...)`` that fetches old positions ``wanted``."""
         place = torch.full((int(kept.max()) + 1,), -1, dtype=torch.int64)
         place[kept] = torch.arange(kept.numel())
-        name = f"{node.name}_index"
-        self.module.register_buffer(name, place[wanted])
-        with self.module.graph.inserting_before(node):
-            index = self.module.graph.create_node("get_attr", name)
+        index = self._held(node, place[wanted])
         node.op, node.target = "call_function", torch.index_select
         node.args, node.kwargs = (source, dim, index), {}
         self.report.append(f"{node.name}: now an index_select of {wanted.numel()} channels")
@@ -222,24 +223,67 @@ class _Rewriter:
         order = None
         if kept_in is not None and len(outputs) == 1:
             order = self._order(node, before.shape, kept_in[0], self.old)
-        rewrite = REWRITES.get(operation)
+        rewrite, written = REWRITES.get(operation), (node.op, node.target, node.args, node.kwargs)
         if rewrite is not None and rewrite(self, node, before, outputs):
             self.report.append(f"{node.name}: {operation} rewritten")
-        if self._agrees(node, self.new[node.name]) and (
-            kept_in is None
-            or order is None
-            or not _repeat(before, kept_in[0])
-            or self._orders(node, kept_in, order if kept_out is None else order[kept_out[1]])
+        coupled = (
+            operation == "diagonal"
+        )  # whose channels are told apart by where they are in other dimensions
+        if (
+            not coupled
+            and self._agrees(node, self.new[node.name])
+            and (
+                kept_in is None
+                or order is None
+                or not _repeat(before, kept_in[0])
+                or self._orders(node, kept_in, order if kept_out is None else order[kept_out[1]])
+            )
         ):
             return
-        if kept_in is not None and kept_out is None and order is not None:  # all that is selected stays
-            kept_out = (kept_in[0], torch.arange(outputs[0].shape[kept_in[0]]))
-        if kept_in is None or kept_out is None or order is None or kept_in[0] != kept_out[0]:
+        if kept_in is None or len(outputs) != 1:
             raise PassError(
                 f"{node.name!r} ({operation}) cannot be rewritten for the channels kept: input "
                 f"{tuple(before.shape)}, output {tuple(outputs[0].shape)}. Exclude the layer that feeds it."
             )
-        self._select(node, source, kept_in[0], kept_in[1], order[kept_out[1]])
+        node.op, node.target, node.args, node.kwargs = written
+        if order is not None and self._keeps_others(node, before.shape, kept_in[0]):
+            wanted = order if kept_out is None else order[kept_out[1]]  # None: all that is selected stays
+            self._select(node, source, kept_in[0], kept_in[1], wanted)
+        else:
+            self._on_all(node, source, kept_in, kept_out)
+
+    def _on_all(
+        self, node: fx.Node, source: fx.Node, kept_in: tuple[int, Tensor], kept_out: tuple[int, Tensor] | None
+    ) -> None:
+        """Have the operation move as many channels as ever, and select what is kept of what it gives.
+
+        Nobody reads what stands in the place of those that are gone.
+        """
+        self._freeze_numbers(node)
+        graph, dim = self.module.graph, kept_in[0]
+        with graph.inserting_before(node):
+            filled = graph.call_function(torch.index_select, (source, dim))
+            moved = graph.create_node(node.op, node.target, (filled, *node.args[1:]), dict(node.kwargs))
+        size = self.old[source.name].shape[dim]
+        place = torch.zeros(size, dtype=torch.int64).index_put_(
+            (kept_in[1],), torch.arange(kept_in[1].numel())
+        )
+        filled.args = (*filled.args, self._held(filled, place))
+        if kept_out is None:
+            node.replace_all_uses_with(moved)
+            self.dead.append(node)
+            self.old[moved.name], self.new[moved.name] = self.old[node.name], self.new[node.name]
+        else:
+            node.op, node.target, node.kwargs = "call_function", torch.index_select, {}
+            node.args = (moved, kept_out[0], self._held(node, kept_out[1]))
+        self.report.append(f"{node.name}: moves all channels, of which those kept are selected")
+
+    def _held(self, node: fx.Node, index: Tensor) -> fx.Node:
+        """The index as a buffer that the node reads."""
+        name = f"{node.name}_index"
+        self.module.register_buffer(name, index)
+        with self.module.graph.inserting_before(node):
+            return self.module.graph.create_node("get_attr", name)
 
     def parts_of(self, sizes: fx.Node, before: fx.Node) -> list[Any]:
         """A size that is one node, as one node a dimension, made before the node that reads them."""
@@ -303,21 +347,47 @@ class _Rewriter:
         self, node: fx.Node, shape: torch.Size, dim: int, environment: dict[str, Any]
     ) -> Tensor | None:
         """For an operation that permutes or selects along one axis: the position that each output comes from."""
-        view = [1] * len(shape)
-        view[dim] = shape[dim]
-        ruler = torch.arange(shape[dim]).reshape(view).expand(shape)
-        source = node.args[0]
-        try:
-            moved = self._execute(node, lambda n: ruler if n is source else environment[n.name])
-        except (RuntimeError, IndexError, ValueError):
+        moved = self._moved(node, shape, dim, environment)
+        if moved is None:
             return None
-        moved = compress(moved)
         if varied_dims(moved) not in ([dim], []) or moved.dim() != len(shape):
             return None
         for other in range(moved.dim()):
             if other != dim:
                 moved = moved.narrow(other, 0, 1)
         return moved.reshape(-1)
+
+    def _keeps_others(self, node: fx.Node, shape: torch.Size, dim: int) -> bool:
+        """Does the operation leave everything where it is along the other dimensions?"""
+        for other in range(len(shape)):
+            moved = self._moved(node, shape, other, self.old)
+            if moved is None or moved.dim() != len(shape):
+                return False
+            if other != dim and not _same(
+                moved, _ruler((*shape[:dim], moved.shape[dim], *shape[dim + 1 :]), other)
+            ):
+                return False
+        return True
+
+    def _moved(
+        self, node: fx.Node, shape: torch.Size, dim: int, environment: dict[str, Any]
+    ) -> Tensor | None:
+        """What the operation makes of a tensor that holds the positions along one dimension."""
+        ruler, source = _ruler(shape, dim), node.args[0]
+        try:
+            return compress(self._execute(node, lambda n: ruler if n is source else environment[n.name]))
+        except (RuntimeError, IndexError, ValueError):
+            return None
+
+
+def _same(labels: Tensor, others: Tensor) -> bool:
+    return labels.shape == others.shape and torch.equal(narrow_uniform(labels), narrow_uniform(others))
+
+
+def _ruler(shape: Sequence[int], dim: int) -> Tensor:
+    view = [1] * len(shape)
+    view[dim] = shape[dim]
+    return torch.arange(shape[dim]).reshape(view).expand(shape)
 
 
 def _known(dim: int | None) -> int:

@@ -61,10 +61,13 @@ def save_checkpoint(
 ) -> Path:
     """Write a training run's state to ``path`` and return the path.
 
-    Saved are ``model`` (with a prepared model's masks, importances, schedule position and history), the state
-    dicts of ``stateful`` (optimisers, schedulers, scalers, averaged models), the random generators of every
-    rank, and ``extras``, a dict of tensors, arrays and plain values (the epoch, say). Save between optimiser
-    steps. On several ranks all must call it; rank 0 writes.
+    Args:
+        model: saved with a prepared model's masks, importances, schedule position and history.
+        stateful: optimisers, schedulers, scalers, averaged models: their state dicts are saved.
+        extras: a dict of tensors, arrays and plain values, such as the epoch.
+
+    The random generators of every rank are saved, too. Save between optimiser steps. On several ranks all must call
+    it; rank 0 writes.
 
     Raises `CheckpointError` for values that a file cannot hold and when writing fails; the checkpoint that was
     there before stays.

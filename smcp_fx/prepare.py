@@ -14,6 +14,7 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel, absolute_target, bind
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.kept_channels import kept_channels, still_true
+from smcp_fx.outcomes import in_mode
 from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning
@@ -71,9 +72,9 @@ def prepare(
         check: hold the result against the model on a few images before it is returned: in train and eval mode, with
             gradients, and with another number of images.
 
-    Raises `TraceError` for models that fx cannot trace and that have no parts worth pruning which it can (the
-    message says which module stopped it, and at which line), and for those that would compute something else,
-    `InputError` for inputs and options that do not fit.
+    Raises `TraceError` for models that cannot be traced, not even in parts worth pruning (the message says which
+    module stopped it, and at which line), and for those whose graph would compute something else. Raises `InputError`
+    for inputs and options that do not fit.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"prepare needs an nn.Module, not {type(model).__name__}")
@@ -212,18 +213,23 @@ def trace_parts(
 def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool = True) -> nn.Module:
     """Return a plain, physically smaller model that computes what the masked model computes.
 
-    With ``into``, a copy of that model (the original, or another of its class) with the sliced widths and weights, by
-    `resize`: your class, with its methods and attributes. Without:
-    A `GraphModule`, which needs nothing of this library to run, train or export, nor to be unpickled, unless it
-    asks a module for its mode or a value for more than tensors can (`ConvertedModule`). For a model that was traced
-    in regions: a module of its own class whose regions run as sliced graphs; it pickles, and needs this library to be
-    unpickled. ``prepared`` stays as it was, and may
-    come as `DistributedDataParallel`, `DataParallel` or `torch.compile` wrapped it. ``check``: compare the two on a
-    few of the example's images; raises `PassError` where they differ.
+    Args:
+        prepared: stays as it was; it may come wrapped in `DistributedDataParallel`, `DataParallel` or by
+            `torch.compile`.
+        into: the original, or another model of its class. The result is a copy of it with the sliced widths and
+            weights, by `resize`: your class, with its methods and attributes.
+        check: compare the two on a few of the example's images.
 
-    A graph has ``kept``, a dict of module paths to the positions of the input and output channels that were kept
-    (lists of two), ``widths()``, how many these are, and the original's plain attributes (``num_classes``,
-    ``pretrained_cfg``), but for numbers of channels that are others now. Raises what `resize` does.
+    Without ``into``, the result is a `GraphModule`. It runs, trains, exports and unpickles without this library,
+    unless it asks a module for its mode or a value for more than tensors can (`ConvertedModule`). A model that was
+    traced in regions becomes a module of its own class, whose regions run as sliced graphs; to unpickle it needs this
+    library.
+
+    A graph has ``kept``, which maps module paths to the positions of the input and output channels that were kept
+    (lists of two), and ``widths()``, their numbers. It has the original's plain attributes (``num_classes``,
+    ``pretrained_cfg``), but for numbers of channels that are others now.
+
+    Raises `PassError` where masked and sliced differ, and what `resize` raises.
     """
     prepared = unwrapped(prepared)
     if not isinstance(prepared, PreparedModel):
@@ -268,7 +274,8 @@ def sliced_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
         copy_modes(prepared, module)
         kept = kept_channels(prepared.channels, prepared.smcp.units_kept())
         carry(module, still_true(carried_attributes(copied), prepared.channels, kept) | {"kept": kept})
-    run_pipeline(module, convert_pipeline(prepared.channels, prepared.smcp.units_kept()))
+    with in_mode(module, False):  # reading a spectrally normed weight in training changes its buffers
+        run_pipeline(module, convert_pipeline(prepared.channels, prepared.smcp.units_kept()))
     if hasattr(module, STATE):
         delattr(module, STATE)
     for node in module.graph.nodes:

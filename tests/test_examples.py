@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+import smcp_fx
+from smcp_fx.cli.table import main as table
+from smcp_fx.latency.table import LatencyTable
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 #: Scripts and what they need; the Accelerate one is tested beside its precisions.
 SCRIPTS = {"plain_training": None, "mixed_precision_training": None, "without_training": None,
@@ -47,6 +51,34 @@ def test_the_example_on_two_processes() -> None:
     assert "accuracy" in ended.stdout
 
 
+def test_a_table_for_a_phone(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round by round until nothing is wanted; then the table prices the network."""
+    script: Any = importlib.import_module("time_onnx_files")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script, "milliseconds", lambda path, *_: path.stat().st_size / 1e5)
+    layers = "nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 1), nn.ReLU(), nn.Conv2d(16, 8, 1)"
+    factory = f"def build():\n    return nn.Sequential({layers})\n"
+    (tmp_path / "net.py").write_text(f"from torch import nn\n\n\n{factory}")
+    network = ["--model", "net.py:build", "--input-size", "16", "--batch", "1"]
+    for round_ in range(20):
+        export = ["export", "phone.sqlite", f"todo{round_}.csv", "--wanted", *network, "--device", "my-phone"]
+        assert table([*export, "--onnx", f"todo{round_}"]) == 0
+        todo, done = tmp_path / f"todo{round_}.csv", tmp_path / f"done{round_}.csv"
+        if len(todo.read_text().splitlines()) == 1:  # the columns' names alone
+            break
+        wanted = len(todo.read_text().splitlines()) - 1
+        assert script.answer(todo, tmp_path / f"todo{round_}", done) == wanted
+        assert script.answer(todo, tmp_path / f"todo{round_}", done) == 0  # all are there
+        assert table(["import", done.name, "phone.sqlite"]) == 0
+    assert round_ > 0 and LatencyTable(tmp_path / "phone.sqlite").rows()
+
+
+def test_files_are_timed(tmp_path: Path, toy: Any) -> None:
+    script: Any = importlib.import_module("time_onnx_files")
+    smcp_fx.export_onnx(toy.network().eval(), torch.randn(1, 1, 12, 12), tmp_path / "net.onnx")
+    assert script.milliseconds(tmp_path / "net.onnx", 1, seconds=0.0, least=3) > 0
+
+
 def test_every_script_is_run() -> None:
     there = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert there == {*SCRIPTS, "toy", "accelerate_training", "ddp_training"}
+    assert there == {*SCRIPTS, "toy", "accelerate_training", "ddp_training", "time_onnx_files"}

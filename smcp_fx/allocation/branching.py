@@ -1,8 +1,8 @@
 """Close a gap that the Lagrangian cannot: halve one group's counts, and solve both halves.
 
-Where two choices far apart cost and are worth about the same (every second group whole and the others narrow,
-or the other way round), no multiplier proves more than what lies between them, and listing what loses little
-takes too long. With one group's counts halved between the two, each half holds one of them.
+Two choices that are far apart may cost and be worth about the same: every second group whole and the others narrow,
+or the other way round. No multiplier then proves more than what lies between the two, and listing what loses little
+takes too long. Halve one group's counts between them, and each half holds one of the two.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from smcp_fx.cost_model import CostTerm, NetworkCost, Width
 
 
 def without_dominated(cost: NetworkCost, least_saving: float = 0.0) -> NetworkCost:
-    """Return the cost without permitted counts that a larger one of the group never loses against.
+    """Return the cost without the permitted counts that save nothing against a larger one of their group.
 
-    ``least_saving``: nor those that save no more than this share of the group's blocks, on average over what the
-    other groups may keep, against the next larger one that is left.
+    ``least_saving``: drop those, too, that save at most this share of the group's blocks against the next larger one
+    that is left, on average over what the other groups may keep.
     """
     terms = _terms_of(cost)
     permitted = {group: _undominated(group, terms[group], cost, least_saving) for group in cost.permitted}

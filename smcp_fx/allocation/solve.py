@@ -78,12 +78,12 @@ def allocate(
     if method == "paper":
         choice = paper_choice(cost, problem, arrays, budget, current or cost.full_counts)
     else:
-        choice, bound, split = _node_choice(problem, arrays, budget, cost.unit, _options(problem, start))
+        choice, bound, split = node_choice(problem, arrays, budget, cost.unit, _options(problem, start))
         named = dict(zip(problem.groups, arrays, strict=True))
         root = _node(cost, problem, arrays, (choice, bound, split))
         better, bound = close_gap(root, named, lambda part, own: _solved(part, own, budget))
         if better != root.counts:  # polished once more: a half ends where it was parted
-            choice = _node_choice(problem, arrays, budget, cost.unit, _options(problem, better))[0]
+            choice = node_choice(problem, arrays, budget, cost.unit, _options(problem, better))[0]
     counts = problem.counts(choice)
     value = float(sum(v[i] for v, i in zip(arrays, choice, strict=True)))
     bound = max(bound, value)
@@ -95,7 +95,7 @@ def _solved(cost: NetworkCost, values: dict[str, Array], budget: float) -> Node:
     """Solve a restriction of the problem."""
     problem = tabulate(cost)
     arrays = [values[name] for name in problem.groups]
-    return _node(cost, problem, arrays, _node_choice(problem, arrays, budget, cost.unit))
+    return _node(cost, problem, arrays, node_choice(problem, arrays, budget, cost.unit))
 
 
 def _node(
@@ -128,14 +128,7 @@ def _options(problem: CoupledProblem, counts: Mapping[str, int] | None) -> Ints 
     return choice
 
 
-def coupled_choice(
-    problem: CoupledProblem, values: list[Array], budget: float, *, max_cells: int = MAX_CELLS
-) -> tuple[Ints, float]:
-    """Return the best choice found without halving and an upper bound on the value of any."""
-    return _node_choice(problem, values, budget, max_cells=max_cells)[:2]
-
-
-def _node_choice(
+def node_choice(
     problem: CoupledProblem,
     values: list[Array],
     budget: float,

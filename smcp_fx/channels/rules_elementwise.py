@@ -35,10 +35,10 @@ def elementwise(run: Propagation, call: Call) -> Any:
 def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     """Labels of the shape for what broadcasting brings together: operands tied, spread ones tied later or pinned.
 
-    An operand of size 1 wherever another varies is read by every channel, and stays (a spatial attention map times a
-    feature map). One of size 1 along some of these dimensions goes with the result if this can be told apart along
-    the others in the end, and stays if it is told apart where the operand has size 1: a gate of [c, 1] times [c, k],
-    a gate behind a pixel shuffle, rows times columns.
+    An operand of size 1 wherever another varies is read by every channel, and stays: a spatial attention map times a
+    feature map. One may have size 1 along some of these dimensions only: a gate of [c, 1] times [c, k], a gate behind
+    a pixel shuffle, rows times columns. It goes with the result where channels turn out to lie along the other
+    dimensions, and stays where they lie along those of size 1.
     """
     padded = [labels.reshape((1,) * (len(shape) - labels.dim()) + labels.shape) for labels in operands]
     varied = {dim for labels in padded for dim in varied_dims(labels)}

@@ -76,6 +76,7 @@ def move(run: Propagation, call: Call) -> Any:
         run.trail.parts.append(call.node.name)
     if call.name in _PARTS or call.name == "roll":
         _refuse_parts(run, call, source)
+    _refuse_numbers(run, call, source)
     if call.name in _CHAIN:
         _find_shuffle(run, call)
         if call.name in ("view", "reshape", "flatten", "unflatten"):
@@ -147,6 +148,7 @@ def pad(run: Propagation, call: Call) -> Any:
     labels = run.of(call.argument(0, "input"))
     amounts: Any = call.module.padding if call.module is not None else call.argument(1, "pad")
     mode = "module" if call.module is not None else call.argument(2, "mode", "constant")
+    _refuse_numbers(run, call, labels)
     pairs = list(zip(amounts[::2], amounts[1::2], strict=True))  # from the last dimension to the first
     for dim in range(labels.dim() - len(pairs), labels.dim()):
         before, after = pairs[labels.dim() - 1 - dim]
@@ -224,6 +226,56 @@ def _refuse_parts(run: Propagation, call: Call, source: Tensor) -> None:
             run.pin(source, call.node.name, f"{call.node.name!r} {why}")
 
 
+def _refuse_numbers(run: Propagation, call: Call, source: Tensor) -> None:
+    """Pin channels that are moved by a number which follows the input's size: slicing writes it down.
+
+    `torch.roll(h, h.shape[3], 1)`: with one more, they would be moved elsewhere.
+    """
+    numbers = [
+        n for n in call.node.all_input_nodes if type(run.values.get(n.name)) is int and _follows_input(run, n)
+    ]
+    if not numbers:
+        return
+    args, kwargs = call.node.args, call.node.kwargs
+
+    def moved(ruler: Tensor, more: int) -> Any:
+        def operand(node: fx.Node) -> Any:
+            if node in numbers:
+                return run.values[node.name] + more
+            return ruler if node is args[0] else run.trail.labels[node.name]
+
+        found = execute(call, *labelled(run, known_values(fx.node.map_arg((args, kwargs), operand))))
+        parts = [part for part in tensor_leaves(found) if isinstance(part, Tensor)]
+        return [narrow_uniform(compress(part)).flatten().tolist() for part in parts]
+
+    for dim in run.varied(source):
+        ruler = along(torch.arange(source.shape[dim]), source.shape, dim)
+        for more in (1, -1):
+            try:
+                other = moved(ruler, more)
+            except (RuntimeError, IndexError, ValueError, TypeError):
+                continue
+            if other != moved(ruler, 0):
+                why = "moves channels by a number that follows the input's size"
+                run.pin(source, call.node.name, f"{call.node.name!r} {why}")
+            break
+
+
+def _follows_input(run: Propagation, node: fx.Node) -> bool:
+    """Was the number computed from one that is another for other images?"""
+    seen, todo = {node}, [node]
+    while todo:
+        number = todo.pop()
+        here, there = run.values.get(number.name), run.other.get(number.name)
+        if type(here) is int and type(there) is int and here != there:
+            return True
+        for given in number.all_input_nodes if type(here) in (int, float, bool) else ():
+            if given not in seen:
+                seen.add(given)
+                todo.append(given)
+    return False
+
+
 def _find_shuffle(run: Propagation, call: Call) -> None:
     """Recognise a chain of movements that permutes one axis of its root and leaves the shape as it was.
 
@@ -270,6 +322,8 @@ def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tens
         if len(varied) != 1:
             return False
         order = (varied[0], torch.arange(labels.shape[varied[0]]))
+    if order[0] not in varied_dims(labels) or run.follows_input(root, order[0]):
+        return False  # what is shuffled are no channels, or as many as the input says
     run.trail.shuffles[chain[-1].name] = Shuffle(root.name, *order, tuple(n.name for n in chain[:-1]))
     run.trail.virtual.update(node.name for node in chain[:-1])
     return True

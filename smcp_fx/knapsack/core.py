@@ -26,8 +26,8 @@ class Core:
     indices into the instance. Groups with a single option left are not listed but ``settled``: their flat
     indices, and their value, count towards every choice of the core.
 
-    Costs on no grid are rounded. ``room`` is then as much larger as that can matter, so that no fitting
-    choice is shut out, and ``safe_room`` as much smaller, so that every choice within it fits.
+    Costs on no grid are rounded. ``room`` is then larger by what rounding can add up to, so that no fitting choice is
+    shut out. ``safe_room`` is smaller by as much, so that every choice within it fits.
     """
 
     groups: Groups

@@ -1,9 +1,11 @@
 """All choices within a loss budget, by two halves joined with sort and search.
 
-Every group's options get a non-negative loss against a bound (`smcp_fx.knapsack.dual`), and only choices
-whose losses sum to at most the budget are formed: the groups are split into two halves, each half is
-extended group by group, partial choices that lose too much or that a cheaper, no less valuable one dominates
-go, and each partial choice of one half finds its best partner in the other by binary search.
+Every option has a non-negative loss against a bound (`smcp_fx.knapsack.dual`). Only choices whose losses sum to at
+most the budget are formed:
+
+1. The groups are split into two halves, and each half's partial choices are extended group by group.
+2. Partial choices go that lose too much, or that cost more than another and are worth no more.
+3. Each partial choice of one half finds its best partner in the other by binary search.
 """
 
 from __future__ import annotations

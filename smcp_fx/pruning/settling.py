@@ -1,9 +1,9 @@
 """The fewest mask changes that reach a worth within a cost.
 
-For given counts the fewest changes are known: units that are kept stay as far as the count allows, and then
-single swaps (the best unit left out for the worst one kept) are made, the most gainful first over all groups,
-until the worth is reached. What remains is the choice of counts: from each start, counts go back towards
-the present ones, one group or a pair of groups at a time, while that saves changes.
+For given counts the fewest changes are known. Units that are kept stay, as far as the count allows. Then single swaps
+are made, the best unit left out for the worst one kept, the most gainful first over all groups, until the worth is
+reached. What remains is the choice of counts: from each start they go back towards the present ones, one group or a
+pair of groups at a time, while that saves changes.
 """
 
 from __future__ import annotations

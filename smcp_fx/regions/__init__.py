@@ -1,18 +1,18 @@
 """Models that cannot be traced as a whole: the parts that can, and Python for the rest.
 
 A detection model's top filters boxes, counts images, raises on bad targets: no graph holds that. Its backbone,
-neck and heads are ordinary networks. So the model is split into *regions*, the largest submodules that trace
-(`finding`), found by running the model on the example inputs and tracing each submodule with what it was called
-with. What lies between stays the Python it is.
+neck and heads are ordinary networks. So the model is split into *regions*, the largest submodules that can be traced
+(`finding`). To find them, the model is run on the example inputs, and each submodule is traced with what it was
+called with. What lies between stays the Python it is.
 
     images ─ Python ─►┌ backbone ┐─ features ─►┌ head ┐─ logits ─ Python ─► boxes
                       └──────────┘             └──────┘
 
-For the channel graph, costs and passes all calls of all regions are one graph (`joining`): a region that is called
+For the channel graph, costs and passes all calls of all regions are one graph (`joining`). A region that is called
 five times is there five times, with its weights tied as any shared module's, and counts five times in the cost.
-Where a tensor goes from one region straight into the next, and the example run showed no Python code doing anything
-with it but asking for its size, the two graphs are joined there, and its channels may go. Every other tensor that
-enters or leaves a region is pinned, with the reason. When the model runs, each region's graph runs in place of its
+Some tensors go straight from one region into the next: in the example run, Python did nothing with them but ask for
+their size. There the two graphs are joined, and channels may go. Every other tensor that enters or leaves a region is
+pinned, with the reason. When the model runs, each region's graph runs in place of its
 module's forward (`running`); the model's own code calls it as ever.
 
 What is assumed, and what happens when it does not hold: every call of a region passes the structure of arguments

@@ -16,13 +16,6 @@ from smcp_fx.report.provenance import provenance
 from smcp_fx.report.schema import Report, SolveRow
 from smcp_fx.report.summary import comparison, headline, model_name, target_line, unsteady
 from smcp_fx.report.svg import Markup, element, join
-from smcp_fx.report.without_training import (
-    repair_bars,
-    repair_words,
-    target_curve,
-    target_head,
-    target_rows,
-)
 from smcp_fx.texts import significant
 
 # The browser itself is told to fetch nothing.
@@ -115,140 +108,92 @@ def _cell(content: str, below: str = "", class_: str | None = None) -> Markup:
 
 
 def _pictures(report: Report) -> list[Markup]:
-    layers, blocks, solves, training = report.layers, report.blocks, report.solves, report.training
-    pairs = validation_pairs(report.validation)
-    wide = [
-        _figure(
-            "Channels kept, layer by layer",
-            "Each bar is a layer in the order they run: all output channels in grey, those kept in blue.",
-            channel_bars(layers),
-            _numbers(
-                (
-                    "layer",
-                    "kind",
-                    "inputs kept",
-                    "inputs",
-                    "outputs kept",
-                    "outputs",
-                    "reads group",
-                    "writes group",
-                ),
-                (
-                    (
-                        layer.path,
-                        layer.kind,
-                        layer.in_kept,
-                        layer.in_channels,
-                        layer.out_kept,
-                        layer.out_channels,
-                        layer.in_group,
-                        layer.out_group,
-                    )
-                    for layer in layers
-                ),
-            ),
-        ),
-        _figure(
-            "Latency by block",
-            "What the latency table says each fused block takes: dense in grey, pruned in blue.",
-            _both(block_bars(blocks), block_bars(blocks, NARROW)),
-            _numbers(
-                ("block", "dense", "pruned", "change"),
-                (
-                    (
-                        block.name,
-                        milliseconds(block.dense_ms),
-                        milliseconds(block.pruned_ms),
-                        relative_change(block.dense_ms, block.pruned_ms),
-                    )
-                    for block in blocks
-                ),
-            ),
-        ),
-    ]
-    small = [
-        _figure(
-            "Solves: cost and change",
-            _solves_words(solves),
-            solve_curves(report),
-            _numbers(
-                (
-                    "step",
-                    "epoch",
-                    "target",
-                    "cost",
-                    "importance kept",
-                    "bound",
-                    "changed",
-                    "returned",
-                    "seconds",
-                ),
-                (
-                    (
-                        solve.step,
-                        f"{solve.epoch:.2f}",
-                        significant(solve.target, 4),
-                        significant(solve.cost, 4),
-                        percent(solve.importance_kept),
-                        percent(solve.bound),
-                        percent(solve.changed_share),
-                        solve.returned,
-                        f"{number(solve.seconds) or 0:.2f}",
-                    )
-                    for solve in solves
-                ),
-            ),
-        ),
-        _figure(
-            "Training",
-            "Test accuracy and training loss after each epoch.",
-            training_curves(training),
-            _numbers(
-                ("phase", "epoch", "loss", "accuracy"),
-                ((e.phase, e.epoch, _loss(e.loss), percent(e.accuracy)) for e in training),
-            ),
-        ),
-        _figure(
-            "Predicted against measured latency",
-            "Each point is an engine: on the line, the table foretold what was measured.",
-            validation_scatter(report.validation),
-            _numbers(
-                ("engine", "predicted", "measured", "measured over predicted"),
-                ((n, milliseconds(p), milliseconds(m), relative_change(p, m)) for n, p, m in pairs),
-            ),
-        ),
-    ]
-    return [
-        *_without_training(report),
-        wide[0],
-        element("div", *small, class_="trio"),
-        wide[1],
-        *_surfaces(report),
-    ]
+    small = (_solves(report), _training(report), _validation(report))
+    return [_layers(report), element("div", *small, class_="trio"), _blocks(report), *_surfaces(report)]
 
 
-def _without_training(report: Report) -> list[Markup]:
-    """The trade-off curve, and what the repair did."""
-    drawn = []
-    if report.targets:
-        head = target_head(report)
-        words = (
-            "Each point is a network of its own, measured beside the dense one, with a file in this folder."
+def _layers(report: Report) -> Markup:
+    head = (
+        "layer",
+        "kind",
+        "inputs kept",
+        "inputs",
+        "outputs kept",
+        "outputs",
+        "reads group",
+        "writes group",
+    )
+    rows = (
+        (x.path, x.kind, x.in_kept, x.in_channels, x.out_kept, x.out_channels, x.in_group, x.out_group)
+        for x in report.layers
+    )
+    return _figure(
+        "Channels kept, layer by layer",
+        "Each bar is a layer in the order they run: all output channels in grey, those kept in blue.",
+        channel_bars(report.layers),
+        _numbers(head, rows),
+    )
+
+
+def _blocks(report: Report) -> Markup:
+    rows = (
+        (
+            b.name,
+            milliseconds(b.dense_ms),
+            milliseconds(b.pruned_ms),
+            relative_change(b.dense_ms, b.pruned_ms),
         )
-        drawn.append(
-            _figure(
-                "What each target costs", words, target_curve(report), _numbers(head, target_rows(report))
-            )
+        for b in report.blocks
+    )
+    return _figure(
+        "Latency by block",
+        "What the latency table says each fused block takes: dense in grey, pruned in blue.",
+        _both(block_bars(report.blocks), block_bars(report.blocks, NARROW)),
+        _numbers(("block", "dense", "pruned", "change"), rows),
+    )
+
+
+def _solves(report: Report) -> Markup:
+    head = ("step", "epoch", "target", "cost", "importance kept", "bound", "changed", "returned", "seconds")
+    rows = (
+        (
+            solve.step,
+            f"{solve.epoch:.2f}",
+            significant(solve.target, 4),
+            significant(solve.cost, 4),
+            percent(solve.importance_kept),
+            percent(solve.bound),
+            percent(solve.changed_share),
+            solve.returned,
+            f"{number(solve.seconds) or 0:.2f}",
         )
-    if report.calibration is not None:
-        layers = report.calibration.layers
-        names = ("path", "before", "after", "repaired", "positions", "inputs", "left")
-        rows = [[getattr(layer, name) for name in names] for layer in layers]
-        table = _numbers(("layer", *names[1:-1], "left as it was"), rows)
-        drawn.append(
-            _figure("Repaired layers", repair_words(report, report.calibration), repair_bars(layers), table)
-        )
-    return drawn
+        for solve in report.solves
+    )
+    words = _solves_words(report.solves)
+    return _figure("Solves: cost and change", words, solve_curves(report), _numbers(head, rows))
+
+
+def _training(report: Report) -> Markup:
+    rows = ((e.phase, e.epoch, _loss(e.loss), percent(e.accuracy)) for e in report.training)
+    return _figure(
+        "Training",
+        "Test accuracy and training loss after each epoch.",
+        training_curves(report.training),
+        _numbers(("phase", "epoch", "loss", "accuracy"), rows),
+    )
+
+
+def _validation(report: Report) -> Markup:
+    rows = (
+        (name, milliseconds(predicted), milliseconds(measured), relative_change(predicted, measured))
+        for name, predicted, measured in validation_pairs(report.validation)
+    )
+    return _figure(
+        "Predicted against measured latency",
+        "Each point is an engine: on the line, the table foretold what was measured.",
+        validation_scatter(report.validation),
+        _numbers(("engine", "predicted", "measured", "measured over predicted"), rows),
+    )
 
 
 def _surfaces(report: Report) -> list[Markup]:

@@ -61,15 +61,10 @@ def dot(x: float, y: float, radius: float, class_: str, tip: str = "") -> Markup
     return element("circle", *inner, cx=x, cy=y, r=radius, class_=class_)
 
 
-def path(points: Iterable[tuple[float, float]], class_: str, *, steps: bool = False) -> Markup:
-    """Return a line through the points; ``steps``: level up to the next point, then straight to it."""
-    drawn: list[str] = []
-    for x, y in points:
-        if not drawn:
-            drawn.append(f"M{x:.1f} {y:.1f}")
-        else:
-            drawn.append(f"H{x:.1f}V{y:.1f}" if steps else f"L{x:.1f} {y:.1f}")
-    return element("path", d="".join(drawn), class_=class_)
+def path(points: Iterable[tuple[float, float]], class_: str) -> Markup:
+    """Return a line through the points."""
+    drawn = "".join(f"{'L' if index else 'M'}{x:.1f} {y:.1f}" for index, (x, y) in enumerate(points))
+    return element("path", d=drawn, class_=class_)
 
 
 def picture(width: float, height: float, label: str, body: Iterable[Markup], class_: str = "chart") -> Markup:

@@ -22,11 +22,12 @@ class ConvertedModule(fx.GraphModule):
     does not come back the same is pickled node by node, and needs this library to be loaded.
     """
 
-    kept: dict[str, tuple[list[int], list[int]]]
-
     def widths(self) -> dict[str, tuple[int, int]]:
         """How many input and output channels each module of ``kept`` has."""
-        return {path: (len(ins), len(outs)) for path, (ins, outs) in self.kept.items()}
+        kept: dict[str, tuple[list[int], list[int]]] = vars(self)[
+            "kept"
+        ]  # TorchScript reads a class's annotations
+        return {path: (len(ins), len(outs)) for path, (ins, outs) in kept.items()}
 
     def __reduce__(self) -> Any:
         """Errors: `CheckpointError` for a graph that calls what no module holds by name."""

@@ -19,8 +19,8 @@ class AnsweringTracer(fx.Tracer):
     gradients: GradientQuestions
 
     @abstractmethod
-    def made(self) -> int | None:
-        """How many nodes there are by now; None while a value is worked out."""
+    def evaluating(self) -> bool:
+        """Is a value worked out, rather than the graph made?"""
 
     @abstractmethod
     def value(self, node: fx.Node) -> Any:

@@ -6,7 +6,7 @@ self.mean = self.mean.type_as(x)      the attribute is the traced tensor for the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -95,17 +95,19 @@ def numbers_of(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
 class Assignments:
     """A context in which a buffer may be assigned what it is in another type or on another device.
 
-    The module's own dict shadows the buffer then; who traces takes the entry away again.
+    The module's own dict shadows the buffer then; who traces takes the entry away again. ``assigned`` is told of
+    every assignment.
     """
 
-    def __init__(self, held: dict[str, Tensor]) -> None:
-        self.held = held
+    def __init__(self, held: dict[str, Tensor], assigned: Callable[[], None]) -> None:
+        self.held, self.assigned = held, assigned
         self._original = nn.Module.__setattr__
 
     def __enter__(self) -> None:
-        original, held = self._original, self.held
+        original, held, assigned = self._original, self.held, self.assigned
 
         def assign(module: nn.Module, name: str, value: Any) -> None:
+            assigned()
             buffer = vars(module).get("_buffers", {}).get(name)
             if isinstance(value, Proxy) and buffer is not None and _cast_of(value.node, held) is buffer:
                 vars(module)[name] = value

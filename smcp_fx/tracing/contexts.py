@@ -93,14 +93,6 @@ class Contexts:
             yield
 
 
-def same_modes(evaluated: fx.Graph, trained: fx.Graph) -> None:
-    """`set_grad_enabled(self.training)`: how training has it, when both modes run the same operations."""
-    pairs = list(zip(evaluated.nodes, trained.nodes, strict=False))
-    if len(evaluated.nodes) == len(trained.nodes) and all(a.op == b.op for a, b in pairs):
-        for a, b in pairs:
-            same_mode(a, b)
-
-
 def same_mode(evaluated: fx.Node, trained: fx.Node) -> None:
     """A node that both modes run has gradients where it has them in training."""
     evaluated.meta.pop(NO_GRAD, None)

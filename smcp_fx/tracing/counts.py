@@ -6,6 +6,7 @@ if self.steps > 1000: x = self.blur(x)      a graph would hold what was so at th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,11 +47,13 @@ class Counts:
         """Those that are others now."""
         return {key for key, value in numbers_of(model).items() if self._before.get(key) != value}
 
-    def among(self, changed: Counters, model: nn.Module, inputs: tuple[Any, ...], training: bool) -> Counters:
+    def among(
+        self, changed: Counters, model: nn.Module, inputs: tuple[Any, ...], set_modes: Callable[[], None]
+    ) -> Counters:
         """Those that change in every call: the model is called twice."""
         modes = [(module, module.training) for module in model.modules()]
         with unchanged(model), torch.no_grad():
-            model.train(training)
+            set_modes()
             for _ in range(2):
                 now = numbers_of(model)
                 try:

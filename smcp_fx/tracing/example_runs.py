@@ -42,8 +42,10 @@ def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any]
 class Recorder(ModeInterpreter):
     """Notes what the nodes that one mode runs give, and what they take."""
 
-    def __init__(self, module: fx.GraphModule, training: bool) -> None:
-        super().__init__(module, training)
+    def __init__(
+        self, module: fx.GraphModule, training: bool, modes: Mapping[str, bool] | None = None
+    ) -> None:
+        super().__init__(module, training, modes)
         self.values: dict[str, Any] = {}
         self.work: dict[str, int] = {}
         self.counted = MultiplyAdds()
@@ -78,10 +80,19 @@ def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[s
         output = run_eager(module, inputs, recorder.run)
     if not two_modes:
         return output, recorder.values, recorder.work
-    also = Recorder(module, True)
-    with unchanged(module):
-        run_eager(module, inputs, also.run)
-    return output, {node.name: None for node in recorder.when} | also.values | recorder.values, recorder.work
+    values = recorder.values
+    wanted = [
+        dict.fromkeys((flag for case in when for flag, _ in case), True) for when in recorder.when.values()
+    ]
+    in_training = {flag: True for flags in wanted for flag in flags}
+    for node, when in recorder.when.items():  # then what neither mode runs, but a mixture of them
+        for modes in (in_training, *(dict(case) for case in when)):
+            if node.name not in values:
+                also = Recorder(module, False, modes)
+                with unchanged(module):
+                    run_eager(module, inputs, also.run)
+                values = also.values | values
+    return output, {node.name: None for node in recorder.when} | values, recorder.work
 
 
 @contextmanager

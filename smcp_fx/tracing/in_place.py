@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError as FxTraceError
 
+from smcp_fx.tracing.mode_reads import unmarked
 from smcp_fx.tracing.operations import may_be_operand, operation_name, writes_in_place
 from smcp_fx.tracing.rewrites import RESHAPED
 from smcp_fx.tracing.traits import Trait, has
@@ -43,6 +44,7 @@ _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 def is_tensor_for_sure(node: fx.Node) -> bool:
     """Is it a tensor, as the operation alone tells? Of sizes and their like one has to see the value."""
+    node = unmarked(node)
     if node.op == "call_module":
         return True
     if node.op not in ("call_function", "call_method"):

@@ -74,8 +74,8 @@ class _DirectScale(torch.autograd.Function):
 def soft_mask(weight: Tensor, mask: Tensor) -> Tensor:
     """Return ``weight * mask``; the gradient goes straight through to all of ``weight`` (SMCP eq. 1, 2).
 
-    A mask that takes gradients (those of frozen weights do) gets the sum of ``weight * gradient`` over each of
-    its elements, which is what the weight's own gradient would give the importance.
+    Masks of frozen weights take gradients instead: the sum of ``weight * gradient`` over each of their elements. It
+    is what the importance would get from the weight's own gradient.
     """
     return _StraightThrough.apply(weight, mask)  # type: ignore[no-any-return]
 

@@ -2,8 +2,7 @@
 
 What a module does in `train()` alone, or in `eval()` alone, is in the graph beside what it does in both. Where the
 two come together, a node `by_mode(flag, evaluated, trained)` takes one of them; its flag reads the `training` of the
-module that decides. What only one side needs is run in that mode only: the generated code has a branch. (Where one
-module decides whether another's forward runs at all, the other is taken to be in the mode in which it was seen.)
+module that decides. What only one side needs is run in that mode only: the generated code has a branch.
 
     graph   flag = get_attr[drop.training];  noise = bernoulli(...);  mul = x * noise;  out = by_mode(flag, x, mul)
     code    if flag:
@@ -14,15 +13,18 @@ module decides whether another's forward runs at all, the other is taken to be i
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.graph import CodeGen, PythonCode
 
 from smcp_fx.tracing.names import any_names, holds_unfit_names
+from smcp_fx.tracing.sentences import TAKEN, named
 
 #: When a node runs: in any of these cases, each a set of (name of the flag's node, its value) that hold together.
 Condition = frozenset[frozenset[tuple[str, bool]]]
@@ -30,13 +32,35 @@ Condition = frozenset[frozenset[tuple[str, bool]]]
 ALWAYS: Condition = frozenset([frozenset()])
 _NEVER: Condition = frozenset()
 #: Nodes that run in more cases than this always run: each of their operands then does, too.
-_CASES = 8
+_CASES = 32
 _COUNTER = re.compile(r"# COUNTER: (\d+)\n")
 
 
 def by_mode(training: bool, evaluated: Any, trained: Any) -> Any:
     """Return what the mode computed. Without users, it says in which mode its operand is run for its effect."""
     return trained if training else evaluated
+
+
+def require_one_mode(graph: fx.Graph, paths: list[str]) -> None:
+    """Let the graph refuse to run where these modules are not all in one mode."""
+    names = named(paths)
+    flags: list[fx.Node] = []
+    for path in paths:
+        target = f"{path}.training" if path else "training"
+        flag = next((n for n in graph.nodes if n.op == "get_attr" and n.target == target), None)
+        if flag is None:
+            with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+                flag = graph.create_node("get_attr", target)
+        flags.append(flag)
+    point = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+    for flag in flags[1:]:
+        with graph.inserting_before(point):
+            same = graph.call_function(operator.eq, (flags[0], flag))
+            graph.call_function(
+                torch._assert,
+                (same, f"{TAKEN}{names} are all in train mode or all in eval mode, since their forwards ask for the "
+                       "modes of so many modules together"),
+            )  # fmt: skip
 
 
 def is_by_mode(node: fx.Node) -> bool:
@@ -64,25 +88,33 @@ def conditions(nodes: Iterable[fx.Node]) -> dict[fx.Node, Condition]:
 
 
 class ModeInterpreter(fx.Interpreter):
-    """Runs what one mode runs; its modules are in the mode they are in, so that a batch of one image will do."""
+    """Runs what one mode runs, or these ``modes`` by the names of their flags; others are as ``training`` says.
 
-    def __init__(self, module: fx.GraphModule, training: bool = False) -> None:
+    The graph's modules are in the mode they are in, so that a batch of one image will do.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, training: bool = False, modes: Mapping[str, bool] | None = None
+    ) -> None:
         super().__init__(module)
         self.when = conditions(module.graph.nodes)
-        self._training = training
+        self._training, self._modes = training, modes or {}
 
     def runs(self, node: fx.Node) -> bool:
-        """Does the mode run this node?"""
+        """Do these modes run this node?"""
         when = self.when[node]
-        return when == ALWAYS or any(all(side is self._training for _, side in case) for case in when)
+        return when == ALWAYS or any(all(self._mode(flag) is side for flag, side in case) for case in when)
 
     def run_node(self, n: fx.Node) -> Any:
-        """The node's result; None for what this mode does not run."""
+        """The node's result; None for what these modes do not run."""
         if not self.runs(n):
             return None
         if is_by_mode(n):
-            return fx.node.map_arg(n.args[1 + self._training], self.env.__getitem__)
+            return fx.node.map_arg(n.args[1 + self._mode(str(n.args[0]))], self.env.__getitem__)
         return super().run_node(n)
+
+    def _mode(self, flag: str) -> bool:
+        return self._modes.get(flag, self._training)
 
 
 def run_in_eval(graph: fx.Graph) -> set[str]:

@@ -57,12 +57,8 @@ def _sizes_may_matter(traced: Traced) -> bool:
             return True
         if has(name, Trait.REGROUPS) and not _only_ones(traced, node):
             return True
-        rest = (node.args[1:], node.kwargs)
-        if (
-            has(name, Trait.MOVES)
-            and not has(name, Trait.REGROUPS)
-            and any(isinstance(v, fx.Node) for v in pytree.tree_leaves(rest))
-        ):
+        moves = has(name, Trait.MOVES) and not has(name, Trait.REGROUPS)
+        if (moves or name == "pad") and len(node.all_input_nodes) > 1:
             return True
     return False
 

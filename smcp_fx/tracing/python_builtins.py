@@ -100,7 +100,7 @@ class StandIns:
         return method
 
     def _drawn(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
-        if self.tracer.made() is None:  # a value is worked out, of no tensor that counts
+        if self.tracer.evaluating():  # a value is worked out, of no tensor that counts
             return (target if callable(target) else METHODS[target])(*args, **kwargs)
         return self.tracer.create_proxy(kind, target, args, kwargs)
 

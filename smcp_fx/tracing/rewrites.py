@@ -36,6 +36,16 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
             node.target = str(node.target).rstrip("_")
             for user in [user for user in node.args[0].users if place[user] > place[node]]:
                 user.replace_input_with(node.args[0], node)
+    by_position(model, graph)
+    for node in graph.nodes:
+        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if type(module) is nn.Unflatten and isinstance(module.dim, int):
+            node.op, node.target = "call_function", torch.unflatten
+            node.args = (node.args[0], module.dim, tuple(module.unflattened_size))
+
+
+def by_position(model: nn.Module, graph: fx.Graph) -> None:
+    """Give first arguments, and sizes, by position."""
     for node in graph.nodes:
         if node.op not in ("call_function", "call_module"):
             continue
@@ -53,9 +63,6 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
         if len(node.args) == 1 and node.target is torch.unflatten and {"dim", "sizes"} <= kwargs.keys():
             node.args = (*node.args, kwargs.pop("dim"), kwargs.pop("sizes"))
         node.kwargs = kwargs
-        if type(module) is nn.Unflatten and isinstance(module.dim, int):
-            node.op, node.target = "call_function", torch.unflatten
-            node.args = (node.args[0], module.dim, tuple(module.unflattened_size))
     for node in graph.nodes:
         if node.op == "call_method" and len(node.args) == 1:
             names = {

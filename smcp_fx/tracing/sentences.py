@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from smcp_fx.tracing.mode_reads import unmarked
+
 INFIX = {
     operator.gt: ">", operator.ge: ">=", operator.lt: "<", operator.le: "<=", operator.eq: "==",
     operator.ne: "!=", operator.add: "+", operator.sub: "-", operator.mul: "*", operator.mod: "%",
@@ -22,19 +24,24 @@ size dim numel split unbind chunk tensor_split type is_floating_point is_complex
 storage_offset startswith endswith
 """.split()
 )
+#: So many names are read in a sentence.
+_READ = 6
 #: What every assumption starts with, and how it ends when an input breaks it.
 TAKEN, AGAIN = "traced for inputs where ", "; prepare the model again with an example input like this one"
 
 
-def express(node: Any, depth: int = 0) -> str:
+def express(computed: Any, depth: int = 0) -> str:
     """How a reader would write what a node computes, back to the tensors it asks about."""
-    if isinstance(node, slice):
-        start, stop = ("" if edge is None else express(edge, depth) for edge in (node.start, node.stop))
+    if isinstance(computed, slice):
+        start, stop = (
+            "" if edge is None else express(edge, depth) for edge in (computed.start, computed.stop)
+        )
         return f"{start}:{stop}"
-    if not isinstance(node, fx.Node):
-        return repr(node)
+    if not isinstance(computed, fx.Node):
+        return repr(computed)
+    node: Any = unmarked(computed)
     if depth > 12:
-        return node.name
+        return str(node.name)
     parts = [express(arg, depth + 1) for arg in node.args]
     named = [f"{name}={express(value, depth + 1)}" for name, value in node.kwargs.items()]
     if node.op == "call_function":
@@ -52,7 +59,13 @@ def express(node: Any, depth: int = 0) -> str:
             return f"{name}({', '.join(parts + named)})"
     if node.op == "call_method" and node.target in _CALLS:
         return f"{parts[0]}.{node.target}({', '.join(parts[1:] + named)})"
-    return node.name
+    return str(node.name)
+
+
+def named(paths: list[str]) -> str:
+    """Modules by their paths, no more of them than one reads."""
+    names = [repr(path) if path else "the model" for path in paths]
+    return ", ".join(names[:_READ]) + (f" and {len(names) - _READ} others" if len(names) > _READ else "")
 
 
 def is_ours(filename: str) -> bool:

@@ -30,8 +30,10 @@ from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors
 from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
 from smcp_fx.tracing.in_place import PLAIN, is_tensor_for_sure, settle_in_place
 from smcp_fx.tracing.lengths import Sizes
+from smcp_fx.tracing.mode_reads import ModeLog, drop_marks
 from smcp_fx.tracing.proxies import ValueProxy
 from smcp_fx.tracing.python_builtins import StandIns
+from smcp_fx.tracing.rewrites import by_position
 from smcp_fx.tracing.seen_through import seen_through
 from smcp_fx.tracing.sentences import AGAIN, INFIX, TAKEN, asking_line, express
 from smcp_fx.tracing.writes import functional_writes, own_constants
@@ -48,6 +50,7 @@ class ShapeTracer(AnsweringTracer):
         self.inputs = inputs
         self.gradients = GradientQuestions()
         self.assumptions: list[str] = []
+        self.log = ModeLog()
         self._known: set[str] = set()
         self._asked: dict[tuple[fx.Node, CodeType, int], tuple[str, fx.Node]] = {}
         self._values: dict[fx.Node, Any] = {}
@@ -77,8 +80,11 @@ class ShapeTracer(AnsweringTracer):
     def _traced(self, root: Any, model: nn.Module, concrete_args: dict[str, Any] | None) -> fx.Graph:
         self._held = dict(held_tensors(model))
         self._sizes = Sizes(model, self.value)
-        with seen_through(), StandIns(self, model), Assignments(self._held), Checkpoints():
+        with seen_through(), StandIns(self, model), Assignments(self._held, self.log.assigned), Checkpoints():
             graph = super().trace(root, concrete_args)
+        self.log.closed = True
+        by_position(model, graph)
+        drop_marks(graph)
         own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
         settle_in_place(graph, model, self.value)
         functional_writes(graph, model, self.value, self._adopt)
@@ -96,6 +102,7 @@ class ShapeTracer(AnsweringTracer):
         """Nodes are numbered as they are made."""
         node = super().create_node(*args, **kwargs)
         self._order[node] = len(self._order)
+        self.log.note(node)
         return node
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
@@ -128,7 +135,13 @@ class ShapeTracer(AnsweringTracer):
         if isinstance(m, nn.Module) and self.submodule_paths and m not in self.submodule_paths:
             _refuse_state(m)
             return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
+
+        def in_frame(*given: Any, **named: Any) -> Any:
+            with self.log.frame(self.submodule_paths[m] if self.submodule_paths else "") as frame:
+                output = forward(*given, **named)
+            return self.log.mark(frame, output, self)
+
+        return super().call_module(m, in_frame, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """So do they read their parameters."""
@@ -153,14 +166,9 @@ class ShapeTracer(AnsweringTracer):
         value = self.value(obj.node)
         return list(value) if isinstance(value, dict) else super().keys(obj)
 
-    def made(self) -> int | None:
-        """How many nodes there are by now; None while a value is worked out."""
-        return None if self._evaluating else len(self._order)
-
-    @property
-    def place(self) -> dict[fx.Node, int]:
-        """Each node's place in the order in which they were made."""
-        return self._order
+    def evaluating(self) -> bool:
+        """Is a value worked out, rather than the graph made?"""
+        return self._evaluating
 
     def in_place(self, written: Callable[..., Any], obj: Proxy, other: Any) -> Any:
         """`x += y`: a number gets another value; a tensor is written into, unless it turns out that none can tell."""

@@ -19,16 +19,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.tracing.attributes import Attributes
 from smcp_fx.tracing.autograd_functions import functions_kept
-from smcp_fx.tracing.both_modes import ModeTrace, ReadsOfTraining, alike, both_modes, differ_in_flags
 from smcp_fx.tracing.buffers import Buffers, WritesBuffersError
-from smcp_fx.tracing.contexts import AutocastError, Contexts, same_modes, without_gradients
+from smcp_fx.tracing.contexts import AutocastError, Contexts, without_gradients
 from smcp_fx.tracing.counts import Counters, Counts, CountsError, paths_of
 from smcp_fx.tracing.example_runs import first_line, images_in, record, run_eager, same_values, unchanged
-from smcp_fx.tracing.modes import with_branches
+from smcp_fx.tracing.mode_merging import UnexplainedError, merged
+from smcp_fx.tracing.mode_paths import Exploring, Modes, ModeTrace
+from smcp_fx.tracing.mode_reads import ReadsOfTraining
+from smcp_fx.tracing.mode_steps import alike
+from smcp_fx.tracing.modes import require_one_mode, with_branches
 from smcp_fx.tracing.plain_attention import forward_of, is_plain, slow_path
 from smcp_fx.tracing.rewrites import add_computed_biases, drop_expansions, normalise
 from smcp_fx.tracing.sentences import is_ours
@@ -89,9 +93,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     why = {path: f"{path!r} is left as it is" for path in leaves}
     while True:
         try:
-            (evaluated, assumed), (trained, also) = (
-                _trace_in_mode(model, inputs, mode, tuple(why)) for mode in (False, True)
-            )
+            graph, traces = _merged(model, inputs, tuple(why))
             break
         except WritesBuffersError as error:
             if "" in error.paths or error.paths & why.keys():
@@ -105,15 +107,6 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             if error.paths & why.keys() or not error.by_themselves(model):
                 raise
             why |= {path: f"{path!r} enters torch.autocast, and is called as it is" for path in error.paths}
-    same_modes(evaluated.graph, trained.graph)
-    graph = evaluated.graph
-    for mode in (evaluated, trained):
-        with_branches(mode.graph)
-    if not differ_in_flags(model, evaluated, trained):
-        for mode in (evaluated, trained):
-            normalise(model, mode.graph)
-            mode.values = _values(model, mode.graph, inputs)
-        graph = both_modes(model, evaluated, trained)
     for node in graph.nodes:
         if node.op == "call_module" and node.target in why:
             node.meta[OPAQUE] = why[str(node.target)]
@@ -152,7 +145,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     return Traced(
         traced,
         values,
-        tuple(dict.fromkeys(assumed + also)),
+        tuple(dict.fromkeys(sentence for each in traces for sentence in each.assumptions)),
         work,
         images_in(inputs),
         returned=expected,
@@ -258,53 +251,113 @@ class _Tracer(ShapeTracer):
         return node
 
 
-#: A trace in one mode, what it takes for given, and the numbers that its forward counts up.
-_Once = tuple[ModeTrace, list[str], Counters]
+#: A trace, and the numbers that its forward counts up.
+_Once = tuple[ModeTrace, Counters]
 
 #: torch.fx changes `nn.Module` itself while it traces: one trace at a time.
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def _trace_in_mode(
-    model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...]
-) -> tuple[ModeTrace, list[str]]:
+def _merged(
+    model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...]
+) -> tuple[fx.Graph, list[ModeTrace]]:
+    """One graph for all modes of the model's modules, and the traces that it was made of."""
+
+    def values(trace: ModeTrace) -> dict[str, Any]:
+        normalise(model, trace.graph)
+        return _values(model, trace.graph, inputs)
+
     with _ONE_AT_A_TIME:
-        counts, before = Counts(model), Attributes(model)
-        traced = _trace_so(model, inputs, training, leaves)
-        if counters := traced[2]:  # would it be another one, later?
-            counts.put(counters)
-            try:
-                later = _trace_so(model, inputs, training, leaves)
-                same = alike(model, traced[0].graph, later[0].graph)
-            except TraceError:
-                same = False
-            finally:
-                before.restore()
-            if not same:
-                raise CountsError(paths_of(model, counters))
-        return traced[:2]
+        explored = Exploring(
+            lambda mode, others: _trace_in_mode(model, inputs, (mode, others), leaves),
+            lambda mode, others: _fails(model, inputs, (mode, others)),
+        )
+    while True:
+        for trace in explored.traces:
+            with_branches(trace.graph)
+        try:
+            graph = merged(model, explored.traces, explored.paths, values)
+        except UnexplainedError as error:
+            with _ONE_AT_A_TIME:
+                if explored.go_on(error.paths):
+                    continue
+            raise TraceError(
+                f"what {type(model).__name__} computes differs between train and eval mode, and no `training` that "
+                "its forward reads says where: read self.training in the forward of the module that differs."
+            ) from None
+        for group in explored.coupled():
+            require_one_mode(graph, group)
+        return graph, explored.traces
 
 
-def _trace_so(model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...]) -> _Once:
+def _set(model: nn.Module, modes: tuple[bool, Modes]) -> None:
+    model.train(modes[0])
+    for path, module in model.named_modules():
+        if path in modes[1]:
+            module.training = modes[1][path]
+
+
+def _fails(model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes]) -> bool:
+    """Does the model itself fail when its modules are in these modes?"""
+    before = Attributes(model)
     try:
-        return _trace_once(model, inputs, training, leaves, proxy_buffers=True)
+        with unchanged(model), torch.no_grad():
+            _set(model, modes)
+            model(*pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs))
+    except Exception:  # whatever a model says in modes that it was not made for
+        return True
+    finally:
+        before.restore(constants=False)
+    return False
+
+
+def _trace_in_mode(
+    model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: tuple[str, ...]
+) -> ModeTrace:
+    counts, before = Counts(model), Attributes(model)
+    traced = _trace_so(model, inputs, modes, leaves)
+    if counters := traced[1]:  # would it be another one, later?
+        counts.put(counters)
+        try:
+            later = _trace_so(model, inputs, modes, leaves)
+            same = alike(model, traced[0].graph, later[0].graph)
+        except TraceError:
+            same = False
+        finally:
+            before.restore()
+        if not same:
+            raise CountsError(paths_of(model, counters))
+    return traced[0]
+
+
+def _trace_so(
+    model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: tuple[str, ...]
+) -> _Once:
+    try:
+        return _trace_once(model, inputs, modes, leaves, proxy_buffers=True)
     except (WritesBuffersError, AutocastError):
         raise
     except TraceError:
         if not any(True for _ in model.buffers()):
             raise
     # Python asks for a buffer's values, which are then fixed.
-    return _trace_once(model, inputs, training, leaves, proxy_buffers=False)
+    return _trace_once(model, inputs, modes, leaves, proxy_buffers=False)
 
 
 def _trace_once(
-    model: nn.Module, inputs: tuple[Any, ...], training: bool, leaves: tuple[str, ...], *, proxy_buffers: bool
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    modes: tuple[bool, Modes],
+    leaves: tuple[str, ...],
+    *,
+    proxy_buffers: bool,
 ) -> _Once:
     before, counts = Attributes(model), Counts(model)
-    model.train(training)
+    _set(model, modes)
+    seen = {path: module.training for path, module in model.named_modules()}
     tracer = _Tracer(inputs, leaves, proxy_buffers)
     buffers, written = Buffers(model), set[str]()
-    reads = ReadsOfTraining(model, tracer.made)
+    reads = ReadsOfTraining(model, tracer.log.read, tracer.evaluating)
     try:
         with reads, tracer.contexts.watched(), functions_kept(tracer):
             graph = tracer.trace(model)
@@ -335,8 +388,8 @@ def _trace_once(
         raise WritesBuffersError(written)
     if tracer.contexts.autocast:
         raise AutocastError(tracer.contexts.autocast)
-    counters = counts.among(changed, model, inputs, training) if changed else set()
-    return ModeTrace(graph, tracer.place, reads.found), tracer.assumptions, counters
+    counters = counts.among(changed, model, inputs, lambda: _set(model, modes)) if changed else set()
+    return ModeTrace(graph, seen, tracer.log, tracer.assumptions), counters
 
 
 def _restore_flags(model: nn.Module, traced: fx.GraphModule) -> None:

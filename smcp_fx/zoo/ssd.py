@@ -50,9 +50,9 @@ SSD300 = Detector(
 class SSDResNet50(nn.Module):
     """Images [N, 3, S, S] to offsets [N, priors, 4] and class scores [N, priors, classes], class 0 background.
 
-    The first three stages of ResNet-50, the third with stride 1 (so that it ends at an eighth of the image),
-    pairs of a 1x1 and a 3x3 convolution with batch norms, and on each feature map a 3x3 convolution for offsets
-    and one for scores.
+    The backbone is the first three stages of ResNet-50; the third has stride 1, so that it ends at an eighth of the
+    image. Pairs of a 1x1 and a 3x3 convolution with batch norms follow. Each feature map has a 3x3 convolution for
+    offsets and one for scores.
     """
 
     def __init__(self, detector: Detector, classes: int = 21) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from smcp_fx.allocation import allocate, certificate
 from smcp_fx.allocation.problem import tabulate
-from smcp_fx.allocation.solve import coupled_choice
+from smcp_fx.allocation.solve import node_choice
 from smcp_fx.cost_model import CostTerm, NetworkCost, Width
 from smcp_fx.errors import InfeasibleBudgetError
 
@@ -45,7 +45,7 @@ def test_the_optimum_is_found_and_proven(seed: int, monkeypatch: pytest.MonkeyPa
     values = {name: np.sqrt(COUNTS) * rng.uniform(0.9, 1.1) for name in cost.permitted}
     budget = rng.uniform(0.1, 0.4) * cost.cost(cost.full_counts)
     problem = tabulate(cost)
-    choice, bound = coupled_choice(problem, list(values.values()), budget)
+    choice, bound, _ = node_choice(problem, list(values.values()), budget)
     alone = sum(v[i] for v, i in zip(values.values(), choice, strict=True))
     found = allocate(values, cost, budget)
     optimum = brute_force(cost, values, budget)

@@ -93,6 +93,40 @@ def test_channels_rolled_by_the_width_stay() -> None:
     assert not checked_at_other_sizes(between(rolled, 9), (2, 3, 4, 4)).channels["stem"].free
 
 
+@pytest.mark.parametrize(
+    "wiring",
+    [
+        lambda s, h: torch.roll(h, h.shape[3], 1),  # by as many as there are channels, at both sizes
+        lambda s, h: torch.roll(h, h.shape[3] % 4 + 1, 1),
+        lambda s, h: h + h[:, : h.shape[3] // 2].sum(1, True),
+        lambda s, h: h + h.narrow(1, 0, h.shape[3] // 4).sum(1, True),
+        lambda s, h: h + h.select(1, h.shape[3] % 4).unsqueeze(1),
+        lambda s, h: h + h[:, h.shape[2] % 4].unsqueeze(1),
+        lambda s, h: h + h.split(h.shape[3] // 2, 1)[0].sum(1, True),
+        lambda s, h: h + nn.functional.pad(h, (0, 0, 0, 0, -(h.shape[3] // 4), 0)).sum(1, True),
+        lambda s, h: torch.roll(h, h.shape[0], 1),
+    ],
+)  # fmt: skip
+def test_channels_moved_by_a_number_of_the_input_stay(wiring: Wiring) -> None:
+    """Where the number is the same at two sizes, or moves nothing there, too."""
+    graph = checked_at_other_sizes(between(wiring, 4), (2, 3, 4, 4)).channels
+    assert any(
+        "moves channels by a number that follows the input's size" in why for why in graph["stem"].pinned
+    )
+
+
+def test_numbers_of_the_input_may_move_rows_beside_channels() -> None:
+    wiring = lambda s, h: torch.roll(h, (h.shape[3] // 2, 3), (3, 1))[:, 2:, h.shape[2] // 4 :]  # noqa: E731
+    assert checked_at_other_sizes(between(wiring, 8, 6), (2, 3, 4, 4)).channels["stem"].free
+
+
+def test_strides_stay_the_inputs() -> None:
+    graph = checked_at_other_sizes(
+        between(lambda s, h: h.as_strided(h.shape, h.stride()), 8), (2, 3, 4, 4)
+    ).channels
+    assert not graph["stem"].free
+
+
 def test_parts_of_what_grows_with_the_input_stay() -> None:
     """Where the parts begin would be written down for the example."""
     graph = checked_at_other_sizes(between(flat_parts, 8), (2, 3, 4, 4)).channels

@@ -10,9 +10,8 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_latencies import FakeBackend
+from layer_pruning_models import IMAGE, Bottleneck, Mixer, body, nothing, parallel, prepared, removable
 from models import (
-    Net,
     Net2,
     Residual,
     backward,
@@ -25,7 +24,6 @@ from models import (
     randomise,
     run,
 )
-from random_branches import Excitation
 from random_networks import random_network
 from tolerances import assert_close
 from torch import Tensor, nn
@@ -35,79 +33,8 @@ from smcp_fx.backends.onnx.export import export_onnx
 from smcp_fx.channels.branches import bits
 from smcp_fx.errors import InputError
 from smcp_fx.inspection.text import group_text
-from smcp_fx.latency.cost import LatencyCost, latency_of
-from smcp_fx.latency.table import LatencyTable
-from smcp_fx.tracing.masking import scale_gamma_direct
 
 CONFIG = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True, layer_pruning=True)
-IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-
-
-def prepared(model: nn.Module, inputs: Any = IMAGE, **options: Any) -> smcp_fx.PreparedModel:
-    """Prepared in double precision, with steps of one channel unless told."""
-    config = {"multiple": 1, "layer_pruning": True, **options.pop("config", {})}
-    inputs = tuple(i.double() for i in (inputs if isinstance(inputs, tuple) else (inputs,)))
-    model = randomise(model).double().eval()
-    return smcp_fx.prepare(model, inputs, config=smcp_fx.PruningConfig(**config), **options)
-
-
-def removable(found: smcp_fx.PreparedModel) -> set[str]:
-    return {group.name for group in found.channels.groups if 0 in group.permitted}
-
-
-def nothing(found: smcp_fx.PreparedModel, *names: str) -> dict[str, Tensor]:
-    return {name: torch.zeros(found.channels[name].size, dtype=torch.bool) for name in names}
-
-
-class Bottleneck(nn.Module):
-    """A residual bottleneck with an excitation, as EfficientNet has them."""
-
-    def __init__(self, stream: int = 8, inner: int = 12) -> None:
-        super().__init__()
-        self.expand = conv_bn(stream, inner, 1)
-        self.depthwise = conv_bn(inner, inner, 3, groups=inner)
-        self.gate = Excitation(inner, 3, linear=False)
-        self.project = nn.Sequential(conv(inner, stream, 1, bias=False), nn.BatchNorm2d(stream))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
-        return x + self.project(self.gate(self.depthwise(self.expand(x))))  # type: ignore[no-any-return]
-
-
-class Mixer(nn.Module):
-    """A ConvNeXt block: what comes before the hidden units has the stream's own channels."""
-
-    def __init__(self, stream: int = 8, hidden: int = 16) -> None:
-        super().__init__()
-        self.depthwise = conv(stream, stream, groups=stream)
-        self.norm = nn.LayerNorm(stream)
-        self.up, self.down = nn.Linear(stream, hidden), nn.Linear(hidden, stream)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
-        inner = self.down(F.gelu(self.up(self.norm(self.depthwise(x).permute(0, 2, 3, 1)))))
-        return x + inner.permute(0, 3, 1, 2)  # type: ignore[no-any-return]
-
-
-def body(*blocks: nn.Module, stream: int = 8) -> nn.Sequential:
-    """A stem, these blocks, and a classifier."""
-    return nn.Sequential(
-        conv_bn(3, stream), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(stream, 5)
-    )
-
-
-def parallel(*widths: int) -> Net:
-    """Two-layer branches of these (inner, outer) widths side by side."""
-    pairs = list(zip(widths[::2], widths[1::2], strict=True))
-    return Net(
-        lambda s, x: s.out(torch.cat([branch(s.stem(x)) for branch in s.branches], 1)),
-        stem=conv_bn(3, 8),
-        branches=nn.ModuleList(nn.Sequential(conv_bn(8, a), conv_bn(a, b)) for a, b in pairs),
-        out=conv(sum(b for _, b in pairs), 4),
-    )
-
-
-# ---- which groups -----------------------------------------------------------------------------------------------
 
 
 def test_only_what_leaves_the_network_in_one_piece_may_go() -> None:
@@ -169,9 +96,6 @@ def test_what_goes_with_a_group() -> None:
     pair = prepared(parallel(4, 6, 8, 10)).channels.branches
     assert pair is not None  # inner and outer layer of a branch go with each other
     assert set(pair.couplings(())) == set(itertools.permutations(["branches.0.0.0", "branches.0.1.0"]))
-
-
-# ---- what is left -----------------------------------------------------------------------------------------------
 
 
 def test_a_branch_leaves_one_constant_and_its_layers_go() -> None:
@@ -305,148 +229,6 @@ def test_masks_by_hand_leave_the_same_network_in_training() -> None:
     for mode in (False, True):
         image = torch.randn(IMAGE.shape, dtype=torch.float64)
         assert_close(sliced.train(mode)(image), found.train(mode)(image), "slicing", f"training {mode}")
-
-
-# ---- what it costs ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cost", ["flops", "params"])
-def test_what_is_of_no_use_costs_nothing(cost: str) -> None:
-    """Against the sliced network, priced on its own: also where a depthwise convolution goes with hidden units."""
-    found = prepared(body(Bottleneck(), Mixer()), cost=cost)
-    for zero in ((), ("2.up",), ("1.expand.0", "1.gate.down"), ("1.gate.down",), tuple(removable(found))):
-        found.set_masks(random_masks(found, 5, nothing=0.0) | nothing(found, *zero))
-        sliced = smcp_fx.convert(found)
-        expected = smcp_fx.prepare(sliced, IMAGE.double(), cost=cost).pruner.full_cost
-        if cost == "params":  # what is left of a branch is no layer's
-            expected -= sum(p.numel() for n, p in sliced.named_parameters() if "constant" in n)
-        assert found.pruner.cost.cost(found.pruner.counts) == pytest.approx(expected, rel=1e-12), zero
-
-
-def test_a_layer_without_channels_takes_no_time_and_no_measurement(tmp_path: Path) -> None:
-    backend = FakeBackend(latency=lambda *widths: 1.0 + sum(widths))
-    with LatencyTable(tmp_path / "t.sqlite", cold_share=0.0) as table:
-        found = prepared(body(Bottleneck(), Mixer()), cost=LatencyCost(table, backend))
-        cost = latency_of(found.pruner.cost)
-        assert cost is not None
-        assert all(0 not in widths for _, widths in backend.log)
-        counts = cost.full_counts
-        blocks = {block.name: block for block in cost.blocks}
-        without = {**counts, "2.up": 0}
-        names = ("2.depthwise", "permute", "2.norm", "2.up", "2.down", "permute_1")  # up to the addition
-        gone = [blocks[name] for name in names]
-        saved = sum(1.0 + sum(w.channels(counts) for w in block.widths) for block in gone)
-        assert cost.latency(counts) - cost.latency(without) == pytest.approx(saved)
-        assert all(0 in cost.around(counts).permitted[name] for name in removable(found))
-
-
-def test_every_width_that_a_concat_can_have_can_be_built() -> None:
-    from smcp_fx.blocks.cutting import cut
-    from smcp_fx.channels import build
-    from smcp_fx.passes.layer_pruning import allow_layer_pruning
-    from smcp_fx.tracing.tracer import trace
-
-    model = parallel(4, 2, 4, 3, 4, 4)
-    traced = trace(model.eval(), (IMAGE,))
-    channels = build(traced.module, traced.values, multiple=1)
-    allow_layer_pruning(traced, channels)
-    joins = [block for block in cut(traced, channels) if "cat" in block.nodes]
-    (join,) = joins
-    assert join.grids == (tuple(range(1, 10)),)
-    for width in join.grids[0]:
-        module, inputs = join.build((width,))
-        assert sum(i.shape[1] for i in inputs) == width
-        assert run(module, inputs).shape[1] == width
-
-
-# ---- training and solving -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gradient", ["chain", "direct"])
-@pytest.mark.parametrize("mask", ["soft", "hard", "permanent"])
-def test_a_network_without_a_branch_trains(gradient: str, mask: str) -> None:
-    found = prepared(Residual(), config={"gamma_gradient": gradient, "mask": mask})
-    found.set_masks(nothing(found, "conv1"))
-    backward(found, (IMAGE.double(),))
-    assert all(bool(torch.isfinite(p.grad).all()) for p in found.parameters() if p.grad is not None)
-    assert not bool(found.get_parameter("conv1.weight").grad.any())  # nothing comes through the mask
-    assert bool(found.get_parameter("bn2.bias").grad.any())
-
-
-def test_a_scale_of_zero_gives_no_gradient() -> None:
-    gamma = torch.ones(4, requires_grad=True)
-    scale_gamma_direct(gamma, torch.tensor([0.0, 0.5, 1.0, 0.0])).backward(torch.ones(4))
-    assert gamma.grad is not None
-    assert gamma.grad.tolist() == [0.0, 2.0, 1.0, 0.0]
-
-
-def steps(found: smcp_fx.PreparedModel, count: int = 2) -> None:
-    """Train for some steps."""
-    found.train()
-    optimiser = torch.optim.SGD(found.parameters(), lr=1e-3)
-    for _ in range(count):
-        optimiser.zero_grad()
-        found(IMAGE.double()).square().mean().backward()
-        found.pruner.step()
-        optimiser.step()
-
-
-@pytest.mark.parametrize("allocation", ["coupled", "paper"])
-@pytest.mark.parametrize("share", [0.5, 0.3])
-def test_solves_remove_whole_branches(allocation: str, share: float) -> None:
-    found = prepared(
-        body(*(Bottleneck() for _ in range(4))),
-        target=share,
-        config={"allocation": allocation, "multiple": 4},
-    )
-    branches = found.channels.branches
-    assert branches is not None
-    for _ in range(3):
-        steps(found)
-        found.pruner.solve()
-        counts = found.pruner.counts
-        assert allocation == "paper" or branches.closed(counts) == counts
-        assert allocation == "paper" or found.pruner.cost.cost(counts) <= found.pruner.target * (1 + 1e-9)
-    sliced = smcp_fx.convert(found.eval())
-    assert_close(run(sliced, (IMAGE.double(),)), run(found, (IMAGE.double(),)), "slicing")
-
-
-@pytest.mark.parametrize("exponent", [0.0, 0.9])
-def test_a_solve_finds_the_best_choice_with_branches_removed(exponent: float) -> None:
-    """Against all choices of counts. What is of no use beside a group that keeps nothing is worth nothing."""
-    config = {"multiple": 4, "tolerance": 0.0, "width_exponent": exponent}
-    found = prepared(body(Bottleneck(8, 8), Bottleneck(8, 8)), config=config)
-    steps(found)
-    pruner, branches = found.pruner, found.channels.branches
-    assert branches is not None
-    ranked = {
-        name: values.sort(descending=True).values.double() for name, values in pruner.importance.items()
-    }
-    names = list(pruner.cost.permitted)
-    for share in (0.6, 0.4, 0.2):
-        budget, best = share * pruner.full_cost, 0.0
-        for choice in itertools.product(*pruner.cost.permitted.values()):
-            counts = dict(zip(names, choice, strict=True))
-            if pruner.cost.cost(counts) <= budget and branches.closed(counts) == counts:
-                kept = ((ranked[name][:count].sum(), ranked[name].sum()) for name, count in counts.items())
-                shares = [(whole, float(part / whole) if whole > 0 else 0.0) for part, whole in kept]
-                best = max(best, sum(float(whole) * share ** (1 - exponent) for whole, share in shares))
-        chosen = pruner._selector.best(torch.cat([pruner.importance[n] for n in names]), pruner.cost, budget)
-        assert chosen.worth * (1 - exponent) == pytest.approx(best, rel=1e-6)
-        assert chosen.allocation.cost == pytest.approx(pruner.cost.cost(chosen.allocation.counts))
-        assert share > 0.3 or 0 in chosen.allocation.counts.values()
-
-
-def test_what_was_known_of_a_removed_branch_is_kept() -> None:
-    found = prepared(Residual(), target=0.9, config={"memory": 0.5})
-    steps(found)
-    found.pruner.solve()
-    before = found.smcp.of_group(found.smcp.remembered, "conv1").clone()
-    assert bool(before.any())
-    found.set_masks(nothing(found, "conv1"))
-    steps(found)
-    assert not bool(found.smcp.of_group(found.smcp.gathered, "conv1").any())
-    assert_close(found.pruner.importance["conv1"], before, "importance")
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from models import random_masks, randomise
 from tolerances import assert_close
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import smcp_fx
@@ -156,8 +157,7 @@ def outcome(model: nn.Module, seed: int = 3) -> tuple[Any, dict[str, Any], dict[
     torch.manual_seed(seed)
     model.zero_grad()
     output = model(IMAGE.clone())
-    leaves = output.values() if isinstance(output, dict) else [output]
-    sum((leaf.square().mean() for leaf in leaves), torch.zeros(())).backward()
+    sum((leaf.square().mean() for leaf in pytree.tree_leaves(output)), torch.zeros(())).backward()
     gradients = {n: p.grad for n, p in model.named_parameters()}
     buffers = {n: b for n, b in model.named_buffers() if not n.startswith("smcp.")}
     return output, gradients, buffers

@@ -187,3 +187,15 @@ def test_what_is_known_of_the_model_is_carried_on(tmp_path: Path) -> None:
         assert one.kept == smaller.kept
     timm_data = pytest.importorskip("timm.data")
     assert timm_data.resolve_data_config(model=smaller)["mean"] == (0.5, 0.5, 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`", "ignore:The TorchScript type system")
+def test_what_is_carried_on_does_not_stop_torchscript(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 16, 16)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
+    model.pretrained_cfg = Mine().pretrained_cfg
+    smaller = smcp_fx.convert(halved(model, x)).eval()
+    scripted = torch.jit.script(smaller)
+    assert_close(scripted(x), smaller(x), "slicing")
+    path = smcp_fx.save(smaller, tmp_path / "scripted.safetensors")  # scripting leaves marks on modules
+    assert torch.equal(smcp_fx.load(path)(x), smaller(x))

@@ -1,0 +1,366 @@
+"""One graph from those that a model gives in several modes of its modules.
+
+What all of them do is there once; so are operations that some do. Where an argument is not the same in all, a flag or
+`by_mode` nodes choose it by what was decided before (`smcp_fx.tracing.mode_paths`), in the order of the decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+from torch import fx, nn
+
+from smcp_fx.errors import TraceError
+from smcp_fx.tracing.contexts import NO_GRAD, same_mode
+from smcp_fx.tracing.mode_paths import ModeTrace, Path, Paths
+from smcp_fx.tracing.mode_reads import FRAME, VIA, leaves
+from smcp_fx.tracing.mode_steps import Step, in_steps, same, structure
+from smcp_fx.tracing.modes import by_mode, conditions, is_by_mode, with_branches
+from smcp_fx.tracing.values import OPAQUE
+
+
+class UnexplainedError(Exception):
+    """Something differs between modes that nothing decided before; ``paths``: modules that may have to do with it."""
+
+    def __init__(self, paths: set[str]) -> None:
+        super().__init__(paths)
+        self.paths = paths
+
+
+@dataclass(frozen=True)
+class _Choice:
+    flag: str
+    evaluated: Any
+    trained: Any
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a step computes."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Returned:
+    """What a call of a module returned, at this place."""
+
+    call: Any
+    place: int
+
+
+def merged(
+    model: nn.Module, traces: Sequence[ModeTrace], paths: Paths, values: Callable[[ModeTrace], dict[str, Any]]
+) -> fx.Graph:
+    """Merge the traces into the first one's graph; ``values`` gives those of a trace's nodes, where they are needed.
+
+    Raises `UnexplainedError`, with all graphs as they were, where what decided is not known.
+    """
+    steps = in_steps(model, traces, paths, values)
+    returned = _Chooser(traces, paths, steps).choose()
+    return _Writer(traces, paths, steps, returned).write()
+
+
+# ---- what decides -----------------------------------------------------------------------------------------------
+
+
+class _Chooser:
+    """Finds each step's arguments: where traces differ, which flags choose."""
+
+    def __init__(self, traces: Sequence[ModeTrace], paths: Paths, steps: list[Step]) -> None:
+        self.traces, self.paths, self.steps = traces, paths, steps
+        self.returned: dict[_Returned, list[tuple[Path, Any]]] = {}  # by what the frame decided
+        self._step_of = {node: index for index, step in enumerate(steps) for node in step.nodes.values()}
+
+    def choose(self) -> dict[_Returned, Any]:
+        """Choose; returns what frames returned."""
+        for step in self.steps:
+            if len({structure(node) for node in step.nodes.values()}) > 1:  # outputs of several structures
+                step.chosen[_ALL] = self._chosen(step, [self._all(t, node) for t, node in step.nodes.items()])
+                continue
+            for index, row in enumerate(zip(*(leaves(node) for node in step.nodes.values()), strict=True)):
+                at = zip(step.nodes.items(), row, strict=True)
+                told = [self._told(t, node, index, leaf) for (t, node), leaf in at]
+                step.chosen[index] = self._chosen(step, told)
+        found = {}
+        for key, cases in self.returned.items():
+            try:
+                found[key] = _decided(cases)
+            except UnexplainedError:
+                raise UnexplainedError({key.call[0]} - self.paths.leaking) from None
+        return found
+
+    def _chosen(self, step: Step, told: list[Any]) -> Any:
+        if all(same(told[0], other) for other in told[1:]):
+            return told[0]
+        where = [self.paths.of(self.traces[number], node) for number, node in step.nodes.items()]
+        try:
+            return _decided(list(zip(where, told, strict=True)))
+        except UnexplainedError:
+            readers = {f.path for trace in self.traces for f in trace.log.frames[1:] if f.reads}
+            raise UnexplainedError(readers - self.paths.leaking) from None
+
+    def _all(self, number: int, node: fx.Node) -> Any:
+        """A whole output."""
+        places = count()
+        return fx.node.map_aggregate(node.args[0], lambda leaf: self._told(number, node, next(places), leaf))
+
+    def _told(self, number: int, node: fx.Node, index: int, leaf: Any) -> Any:
+        """An argument as it is in every trace: a number, a step's result, or what a frame returned."""
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        trace = self.traces[number]
+        value: Any = _Result(self._step_of[leaf])
+        returned = self.paths.returned(trace, node, index, leaf)
+        if escaped := self.paths.escaped(trace, node, leaf, {frame for frame, _ in returned}):
+            raise UnexplainedError(escaped)
+        for frame, place in reversed(returned):
+            key = _Returned(self.paths.call(trace, frame), place)
+            self.returned.setdefault(key, []).append((self.paths.within(trace, frame), value))
+            value = key
+        return value
+
+
+#: The place of a whole output among the leaves.
+_ALL = -1
+
+
+def _decided(cases: list[tuple[Path, Any]]) -> Any:
+    """The value by the decisions that led to it."""
+    values = [value for _, value in cases]
+    if all(same(values[0], other) for other in values[1:]):
+        return values[0]
+    if not all(path for path, _ in cases) or len({path[0][0] for path, _ in cases}) > 1:
+        raise UnexplainedError(set())
+    sides = [[(path[1:], value) for path, value in cases if path[0][1] is side] for side in (False, True)]
+    evaluated, trained = (_decided(side) if side else None for side in sides)
+    if not sides[0] or not sides[1]:
+        return trained if sides[1] else evaluated
+    return evaluated if same(evaluated, trained) else _Choice(cases[0][0][0][0], evaluated, trained)
+
+
+# ---- the graph --------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Writes the steps into the first trace's graph."""
+
+    def __init__(
+        self, traces: Sequence[ModeTrace], paths: Paths, steps: list[Step], returned: dict[_Returned, Any]
+    ) -> None:
+        self.traces, self.paths, self.steps, self.returned = traces, paths, steps, returned
+        self.graph = traces[0].graph
+        self._made: dict[Any, fx.Node] = {}
+
+    def write(self) -> fx.Graph:
+        before = next(iter(self.graph.nodes))  # the last node that is placed
+        for step in self._in_order():
+            number, node = step.first
+            if number:
+                with self.graph.inserting_after(before):
+                    copied = self.graph.node_copy(node, lambda n: n)
+                step.made = copied
+            else:
+                step.made = node
+            before = step.made
+            trained = [number for number in step.nodes if self.traces[number].modes[""]]
+            same_mode(step.made, step.nodes[trained[0]] if trained else node)
+            self._fill(step)
+        self._keep_effects()
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1:]
+        for flag in [node for node in self.graph.nodes if _is_flag(node)]:
+            if last:
+                last[0].append(flag)
+        for node in self.graph.nodes:
+            node.meta.pop(FRAME, None)
+            node.meta.pop(VIA, None)
+        return with_branches(self.graph)
+
+    def _in_order(self) -> list[Step]:
+        """The steps in every trace's order, each behind all that it may read."""
+        after: list[set[int]] = [set() for _ in self.steps]
+        last: dict[int, int] = {}
+        for number, step in enumerate(self.steps):
+            for trace in step.nodes:
+                after[number] |= {last[trace]} if trace in last else set()
+                last[trace] = number
+            for value in step.chosen.values():
+                after[number] |= self._reads(value)
+        sorter = TopologicalSorter(dict(enumerate(after)))
+        try:
+            sorter.prepare()
+        except CycleError:
+            raise TraceError(
+                "parts of the model run in one order in some modes of its modules, and in another in others, which a "
+                "graph does not do."
+            ) from None
+        found: list[Step] = []
+        ready: list[int] = []
+        while sorter.is_active():
+            for number in sorter.get_ready():
+                heappush(ready, number)
+            sorter.done(number := heappop(ready))
+            found.append(self.steps[number])
+        return found
+
+    def _reads(self, value: Any) -> set[int]:
+        """The steps that a chosen value may come from."""
+        if isinstance(value, _Result):
+            return {value.number}
+        if isinstance(value, _Returned):
+            return self._reads(self.returned[value])
+        if isinstance(value, _Choice):
+            return self._reads(value.evaluated) | self._reads(value.trained)
+        found = set[int]()
+        if isinstance(value, (tuple, list, dict, slice)):
+            fx.node.map_aggregate(value, lambda leaf: found.update(self._reads(leaf)))
+        return found
+
+    def _fill(self, step: Step) -> None:
+        node = step.made
+        assert node is not None
+        if _ALL in step.chosen:
+            node.args = (self._written(node, step.chosen[_ALL]),)
+            return
+        places = count()
+        given = [self._written(node, step.chosen[index]) for index in range(len(step.chosen))]
+        node.args, node.kwargs = fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda _: given[next(places)]
+        )
+
+    def _written(self, node: fx.Node, value: Any) -> Any:
+        """A chosen value as an argument; its choices stand before the node."""
+        if isinstance(value, _Returned):
+            return self._written(node, self.returned[value])
+        if isinstance(value, _Result):
+            return self.steps[value.number].made
+        if isinstance(value, _Choice):
+            evaluated, trained = (self._written(node, side) for side in (value.evaluated, value.trained))
+            if evaluated is False and trained is True:
+                return _flag(self.graph, value.flag)
+            return self._chosen_before(node, value.flag, evaluated, trained)
+        if isinstance(value, (tuple, list, dict, slice)):
+            return fx.node.map_aggregate(
+                value,
+                lambda leaf: self._written(node, leaf) if isinstance(leaf, (_Result, _Returned)) else leaf,
+            )
+        return value
+
+    def _chosen_before(self, node: fx.Node, flag: str, evaluated: Any, trained: Any) -> fx.Node:
+        key = flag, _hashable(evaluated), _hashable(trained)
+        if key not in self._made:
+            with self.graph.inserting_before(node):
+                chosen = self.graph.call_function(by_mode, (_flag(self.graph, flag), evaluated, trained))
+            if node.op != "output":
+                chosen.meta = _of_a_choice(node)
+            self._made[key] = chosen
+        return self._made[key]
+
+    # ---- what is done for its effect --------------------------------------------------------------------
+
+    def _keep_effects(self) -> None:
+        """What a mode does it does, whether it is read or not: a batch norm counts, a random number is drawn."""
+        step_of = {step.made: step for step in self.steps}
+        runs: list[set[fx.Node]] = [
+            set() for _ in self.traces
+        ]  # what runs in each trace, as it is told so far
+        for node in reversed(list(self.graph.nodes)):
+            step = step_of.get(node)
+            for number, (trace, known) in enumerate(zip(self.traces, runs, strict=True)):
+                there = node in known or not node.users
+                if step is not None and node.op.startswith("call"):
+                    there = number in step.nodes
+                if not there:
+                    continue
+                if is_by_mode(node):
+                    flag, evaluated, trained = node.args
+                    assert isinstance(flag, fx.Node)
+                    mode = trace.modes[str(flag.target).rpartition(".")[0]]
+                    fx.node.map_arg(trained if mode else evaluated, known.add)
+                else:
+                    known.update(node.all_input_nodes)
+            if step is None or not node.op.startswith("call"):
+                continue
+            everywhere = len(step.nodes) == len(self.traces)
+            if not node.users and everywhere:
+                continue
+            if any(node not in runs[number] for number in step.nodes) or not node.users:
+                self._for_its_effect(node, step)
+        self._check()
+
+    def _for_its_effect(self, node: fx.Node, step: Step) -> None:
+        """Say in which modes a node runs that nothing reads in all of these."""
+        cases = [self.paths.of(self.traces[number], made) for number, made in step.nodes.items()]
+        flag, *sides = self._when(node, cases)
+        self._chosen_after(node, node, flag, sides)
+
+    def _when(self, node: fx.Node, cases: list[Path]) -> tuple[str, Any, Any]:
+        """A flag, and what there is in each of its modes: the node, None, or the same again."""
+        if not all(cases):
+            return "", node, node
+        sides: list[Any] = []
+        for side in (False, True):
+            there = [case[1:] for case in cases if case[0][1] is side]
+            found = self._when(node, there) if there else None
+            sides.append(node if found is not None and found[1] is node and found[2] is node else found)
+        return cases[0][0][0], *sides
+
+    def _chosen_after(self, point: fx.Node, node: fx.Node, flag: str, sides: Sequence[Any]) -> fx.Node:
+        """Write this choice behind the point, its parts first."""
+        given = []
+        for side in sides:
+            if isinstance(side, tuple):
+                point = side = self._chosen_after(point, node, side[0], side[1:])
+            given.append(side)
+        owner = _flag(self.graph, flag)
+        with self.graph.inserting_after(point):
+            chosen = self.graph.call_function(by_mode, (owner, *given))
+        chosen.meta = _of_a_choice(node)
+        return chosen
+
+    def _check(self) -> None:
+        """Raise `TraceError` unless the graph runs what each trace has."""
+        when = conditions(self.graph.nodes)
+        for number, trace in enumerate(self.traces):
+            modes = {
+                n.name: trace.modes[str(n.target).rpartition(".")[0]] for n in self.graph.nodes if _is_flag(n)
+            }
+            for step in self.steps:
+                node = step.made
+                assert node is not None
+                runs = any(all(modes[flag] is side for flag, side in case) for case in when[node])
+                if node.op.startswith("call") and runs is not (number in step.nodes):
+                    raise TraceError(
+                        f"{node.name!r} runs in some modes of the model's modules only, which depend on each other "
+                        "in a way that a graph does not hold."
+                    )
+
+
+def _of_a_choice(node: fx.Node) -> dict[str, Any]:
+    """What a choice says of itself: it is neither run without gradients nor opaque, whatever it chooses for."""
+    return {key: value for key, value in node.meta.items() if key not in (NO_GRAD, OPAQUE)}
+
+
+def _flag(graph: fx.Graph, owner: str) -> fx.Node:
+    """The node that reads `training` of a module."""
+    target = f"{owner}.training" if owner else "training"
+    for other in graph.nodes:
+        if other.op == "get_attr" and other.target == target:
+            found: fx.Node = other
+            return found
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first):
+        return graph.create_node("get_attr", target)
+
+
+def _hashable(tree: Any) -> Any:
+    return tree if isinstance(tree, fx.Node) else repr(tree)
+
+
+def _is_flag(node: fx.Node) -> bool:
+    return node.op == "get_attr" and str(node.target).rpartition(".")[2] == "training"

@@ -1,0 +1,274 @@
+"""Which modes a model has to be traced in, so that every combination of its modules' modes is told.
+
+A forward that reads `training` of one module goes one of two ways; what it reads on each of them may be another
+module's. The model is traced in eval and in train mode. Where a frame (`smcp_fx.tracing.mode_reads`) has made a
+decision after others, of its own or of those who called it, and the other way of it was not seen, it is traced
+again in modes that take that way; one trace takes all such ways that go together. What a frame decides within itself
+concerns nobody else, unless it returns another structure: then its decisions count as its caller's.
+
+    if self.training: h = self.drop(h)     eval: [model F]   train: [model T][drop T]   and again: [model T][drop F]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from smcp_fx.errors import TraceError
+from smcp_fx.tracing.mode_reads import FRAME, VIA, ModeLog
+from smcp_fx.tracing.sentences import named
+
+#: Decisions in the order in which they were made: whose mode, and what it was.
+Path = tuple[tuple[str, bool], ...]
+#: Modes of all modules, by path.
+Modes = Mapping[str, bool]
+#: A model is traced in so many modes; beyond, the modules that decide together have to be in one mode.
+_MOST = 24
+
+
+@dataclass
+class ModeTrace:
+    """A model's graph in these modes of its modules, and what was read of them.
+
+    ``values`` are its nodes' on the example inputs, where graphs have to be told apart.
+    """
+
+    graph: fx.Graph
+    modes: Modes
+    log: ModeLog
+    assumptions: list[str]
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+class Paths:
+    """What decided on each node of the traces.
+
+    ``leaking``: modules whose decisions are their callers', too; ``together``: modules that have to be in the mode of
+    another, which stands for them.
+    """
+
+    def __init__(self) -> None:
+        self.leaking: set[str] = set()
+        self.together: dict[str, str] = {}
+        self.by_train = False  # does what `train()` itself sets decide, behind all flags that are read?
+        self._decisions: dict[tuple[int, int], list[tuple[int, str, bool]]] = {}
+        self._calls: dict[int, list[Any]] = {}
+
+    def leak(self, modules: set[str]) -> None:
+        """Take these modules' decisions for their callers', too."""
+        self.leaking |= modules
+        self._decisions.clear()
+        self._calls.clear()
+
+    def of(self, trace: ModeTrace, node: fx.Node) -> Path:
+        """What was decided before the node was made, by those in whose forward it is."""
+        decisions = self._before(trace.log, *_made(node))
+        return self._distinct([*decisions, ("", trace.modes[""])] if self.by_train else decisions)
+
+    def returned(self, trace: ModeTrace, node: fx.Node, index: int, given: Any) -> list[tuple[int, int]]:
+        """The frames that returned the node's argument ``given``, the last first, and its place in what each did."""
+        source, frames = node.meta.get(VIA, {}).get(index, (None, ()))
+        if source is not given:
+            return []
+        return [each for each in frames if trace.log.frames[each[0]].path not in self.leaking]
+
+    def call(self, trace: ModeTrace, number: int) -> Any:
+        """A frame by what it is in every trace: which module's, called after which decisions, how often before."""
+        calls = self._calls.get(id(trace.log))
+        if calls is None:
+            calls = self._calls[id(trace.log)] = []
+            seen: dict[Any, int] = {}
+            for frame in trace.log.frames:
+                key = frame.path, self._distinct(self._before(trace.log, frame.parent or 0, frame.entered))
+                seen[key] = seen.get(key, 0) + 1
+                calls.append((*key, seen[key]))
+        return calls[number]
+
+    def points(self, trace: ModeTrace) -> dict[fx.Node, Any]:
+        """Each node's place in the program: equal for those of two traces that one run of one line makes."""
+        found: dict[fx.Node, Any] = {}
+        seen: dict[Any, int] = {}
+        for node in trace.graph.nodes:
+            number, time = _made(node)
+            reads = (read[1:] for read in self._of_frame(trace.log, number) if read[0] < time)
+            point = *self.call(trace, number), self._distinct(reads)
+            seen[point] = seen.get(point, 0) + 1
+            found[node] = *point, seen[point]
+        return found
+
+    def within(self, trace: ModeTrace, number: int) -> Path:
+        """What a frame decided."""
+        return self._distinct(read[1:] for read in self._of_frame(trace.log, number))
+
+    def escaped(self, trace: ModeTrace, node: fx.Node, given: fx.Node, known: set[int]) -> set[str]:
+        """The modules that made decisions, and out of whose forward the argument came without being returned."""
+        if not trace.log.asked:
+            return set()
+        around, inside = _around(trace, node), _around(trace, given)
+        return {
+            trace.log.frames[number].path
+            for number in inside - around - known
+            if self._of_frame(trace.log, number)
+        } - self.leaking
+
+    def leaks(self, traces: Iterable[ModeTrace]) -> set[str]:
+        """The modules that assign attributes, or return a number or a structure, by what they decide."""
+        seen: dict[Any, set[str]] = {}
+        found = set[str]()
+        for trace in traces:
+            for number, frame in enumerate(trace.log.frames[1:], start=1):
+                returned = seen.setdefault(self.call(trace, number), set())
+                returned.add(frame.returned)
+                if len(returned) > 1 or (frame.assigns and self._of_frame(trace.log, number)):
+                    found.add(frame.path)
+        return found - self.leaking
+
+    def ways(self, trace: ModeTrace) -> Iterator[Path]:
+        """Each decision of the trace, behind those that led to it."""
+        for number, frame in enumerate(trace.log.frames):
+            before = self._before(trace.log, number, frame.entered)
+            made = [read[1:] for read in self._of_frame(trace.log, number)]
+            for count in range(1, len(made) + 1):
+                yield self._distinct(before + made[:count])
+
+    def _before(self, log: ModeLog, number: int, time: int) -> list[tuple[str, bool]]:
+        parent = log.frames[number].parent
+        outer = [] if parent is None else self._before(log, parent, log.frames[number].entered)
+        return outer + [read[1:] for read in self._of_frame(log, number) if read[0] < time]
+
+    def _of_frame(self, log: ModeLog, number: int) -> list[tuple[int, str, bool]]:
+        """The frame's own decisions, and those that leak from the frames that it called, when they leave."""
+        key = id(log), number
+        if key not in self._decisions:
+            found = list(log.frames[number].reads)
+            for inner, frame in enumerate(log.frames if self.leaking else ()):
+                if frame.parent == number and frame.path in self.leaking:
+                    found += [(frame.left, *read[1:]) for read in self._of_frame(log, inner)]
+            self._decisions[key] = sorted(found, key=lambda read: read[0])
+        return self._decisions[key]
+
+    def _distinct(self, decisions: Iterable[tuple[str, bool]]) -> Path:
+        return tuple(dict.fromkeys((self.together.get(flag, flag), value) for flag, value in decisions))
+
+
+def _made(node: fx.Node) -> tuple[int, int]:
+    made: tuple[int, int] = node.meta.get(FRAME, (0, 0))
+    return made
+
+
+def _around(trace: ModeTrace, node: fx.Node) -> set[int]:
+    """The frames in which the node was made."""
+    number: int | None = _made(node)[0]
+    found = set[int]()
+    while number is not None:
+        found.add(number)
+        number = trace.log.frames[number].parent
+    return found
+
+
+class Exploring:
+    """Traces a model in as many modes as it takes.
+
+    ``traced(mode, others)``: the trace after `train(mode)`, with ``others`` set one by one; ``fails``: does the model
+    itself fail in these modes?
+    """
+
+    def __init__(
+        self, traced: Callable[[bool, Modes], ModeTrace], fails: Callable[[bool, Modes], bool]
+    ) -> None:
+        self._traced, self._fails = traced, fails
+        self.paths = Paths()
+        self.traces = [traced(False, {}), traced(True, {})]
+        self._impossible: set[frozenset[tuple[str, bool]]] = set()
+        self.complete()
+
+    def go_on(self, modules: set[str]) -> bool:
+        """Trace further, with these modules' decisions their callers'; False where that is of no use."""
+        if not modules and self.paths.by_train:
+            return False
+        self.paths.by_train = not modules
+        self.paths.leak(modules)
+        self.complete()
+        return True
+
+    def complete(self) -> None:
+        """Trace what is missing."""
+        while True:
+            leaks = self.paths.leaks(self.traces)
+            if leaks:
+                self.paths.leak(leaks)
+                continue
+            missing = self._missing()
+            if not missing:
+                return
+            if len(self.traces) >= _MOST:
+                self._couple(set().union(*(map(frozenset, missing))))
+                continue
+            self._trace(missing)
+
+    def _missing(self) -> dict[frozenset[tuple[str, bool]], Modes]:
+        """Ways that no trace takes, with the modes of a trace that came to where they part."""
+        taken = [
+            frozenset((self.paths.together.get(f, f), v) for f, v in t.modes.items()) for t in self.traces
+        ]
+        found: dict[frozenset[tuple[str, bool]], Modes] = {}
+        for trace in self.traces:
+            for way in self.paths.ways(trace):
+                flag, value = way[-1]
+                other = frozenset([*way[:-1], (flag, not value)])
+                if other not in self._impossible and not any(other <= modes for modes in taken):
+                    found.setdefault(other, trace.modes)
+        return found
+
+    def _trace(self, missing: dict[frozenset[tuple[str, bool]], Modes]) -> None:
+        """Trace the first missing way, and with it the others that go together with it."""
+        way, modes = next(iter(missing.items()))
+        wanted = dict(way)
+        for other in missing:
+            if all(wanted.get(flag, value) == value for flag, value in other):
+                wanted |= dict(other)
+        for asked in (wanted, dict(way)):
+            others = {
+                path: asked.get(self.paths.together.get(path, path), mode) for path, mode in modes.items()
+            }
+            if not self._fails(others[""], others):
+                break
+        else:
+            self._impossible.add(way)
+            return
+        try:
+            self.traces.append(self._traced(others[""], others))
+        except TraceError as error:
+            if type(error) is not TraceError:
+                raise
+            self._couple(set(asked.items()))
+
+    def _couple(self, decisions: set[tuple[str, bool]]) -> None:
+        """Let these modules have one mode: what they decide together is told for that only."""
+        flags = {flag for flag, _ in decisions}
+        first = min(flags, key=lambda flag: (flag.count("."), flag))
+        self.paths.leak(set())
+        self.paths.together = {
+            path: first if one in flags else one
+            for path in self.traces[0].modes
+            for one in [self.paths.together.get(path, path)]
+        }
+        self.traces = [t for t in self.traces if len({t.modes[f] for f in self._coupled(first)}) == 1]
+        if len({t.modes[first] for t in self.traces}) < 2:
+            raise TraceError(
+                f"What is computed depends on the modes of {named(sorted(self._coupled(first)))} together, in more "
+                "ways than can be told, and train() puts them into different ones."
+            )
+
+    def _coupled(self, first: str) -> set[str]:
+        return {path for path, one in self.paths.together.items() if one == first}
+
+    def coupled(self) -> list[list[str]]:
+        """The modules that have to be in one mode."""
+        groups: dict[str, list[str]] = {}
+        for path, one in self.paths.together.items():
+            groups.setdefault(one, []).append(path)
+        return [sorted(group) for group in groups.values() if len(group) > 1]

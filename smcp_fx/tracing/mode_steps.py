@@ -1,0 +1,185 @@
+"""The operations of several traces of one model, as one row: which nodes of which traces are one.
+
+Surely one are nodes that one run of one line makes in each; then those that do the same between them, in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.tracing.contexts import NO_GRAD
+from smcp_fx.tracing.mode_paths import ModeTrace, Paths
+from smcp_fx.tracing.mode_reads import leaves
+from smcp_fx.tracing.values import TensorInfo
+
+
+@dataclass
+class Step:
+    """One operation of the merged graph: its node in each trace that has it, by the trace's number."""
+
+    nodes: dict[int, fx.Node]
+    key: Any = None
+    points: set[Any] = field(default_factory=set)
+    made: fx.Node | None = None
+    chosen: dict[int, Any] = field(default_factory=dict)  # arguments, by their place among the leaves
+
+    @property
+    def first(self) -> tuple[int, fx.Node]:
+        return next(iter(self.nodes.items()))
+
+
+def in_steps(
+    model: nn.Module, traces: Sequence[ModeTrace], paths: Paths, values: Callable[[ModeTrace], dict[str, Any]]
+) -> list[Step]:
+    """The steps of all traces, in the order of each; ``values`` gives those of a trace's nodes, where needed."""
+    steps = _in_parallel(model, traces) or _aligned(model, traces, paths, values)
+    return [part for step in steps for part in _by_gradients(step, traces)]
+
+
+def alike(model: nn.Module, one: fx.Graph, other: fx.Graph) -> bool:
+    """Do two traces of one mode run the same operations on the same numbers?"""
+    if not _same_operations(model, one, other):
+        return False
+    twin = dict(zip(other.nodes, one.nodes, strict=True))
+    return all(
+        twin[b] is a if isinstance(b, fx.Node) else same(a, b)
+        for left, right in zip(one.nodes, other.nodes, strict=True)
+        for a, b in zip(leaves(left), leaves(right), strict=True)
+    )
+
+
+def _same_operations(model: nn.Module, one: fx.Graph, other: fx.Graph) -> bool:
+    return len(one.nodes) == len(other.nodes) and all(
+        a.op == b.op
+        and structure(a) == structure(b)
+        and (a.target == b.target or _constant(model, a) == _constant(model, b, None))
+        for a, b in zip(one.nodes, other.nodes, strict=True)
+    )
+
+
+def _in_parallel(model: nn.Module, traces: Sequence[ModeTrace]) -> list[Step] | None:
+    """The steps where all traces run the same operations on each other's results; None where they do not."""
+    first = traces[0].graph
+    for trace in traces[1:]:
+        if not _same_operations(model, first, trace.graph):
+            return None
+        twin = dict(zip(trace.graph.nodes, first.nodes, strict=True))
+        for node in first.nodes:
+            twin[node] = node
+        for a, b in zip(first.nodes, trace.graph.nodes, strict=True):
+            for left, right in zip(leaves(a), leaves(b), strict=True):
+                if isinstance(right, fx.Node) and twin[right] is not left:
+                    return None
+    return [
+        Step(dict(enumerate(nodes))) for nodes in zip(*(trace.graph.nodes for trace in traces), strict=True)
+    ]
+
+
+def _aligned(
+    model: nn.Module, traces: Sequence[ModeTrace], paths: Paths, values: Callable[[ModeTrace], dict[str, Any]]
+) -> list[Step]:
+    """The steps of all traces: surely one are nodes of one place in the program; else those that do the same."""
+    steps: list[Step] = []
+    for number, trace in enumerate(traces):
+        trace.values = values(trace)
+        points = paths.points(trace)
+        own = [Step({number: n}, _key(model, n, trace), {points[n]}) for n in trace.graph.nodes]
+        steps = _joined(steps, own) if steps else own
+    return steps
+
+
+def _joined(steps: list[Step], own: list[Step]) -> list[Step]:
+    """Two rows of steps as one, in the order of both."""
+    place = {(point, step.key): index for index, step in enumerate(steps) for point in step.points}
+    found: list[Step] = []
+    left = right = 0
+    for index, step in enumerate(own):
+        (point,) = step.points
+        known = place.get((point, step.key), -1)
+        if known >= left:
+            found += _alike(steps[left:known], own[right:index])
+            found.append(_as_one(steps[known], step))
+            left, right = known + 1, index + 1
+    return found + _alike(steps[left:], own[right:])
+
+
+def _alike(steps: list[Step], own: list[Step]) -> list[Step]:
+    """Two rows of steps as one; what does the same becomes one step."""
+    numbers: dict[Any, int] = {}
+    first, second = ([numbers.setdefault(step.key, len(numbers)) for step in row] for row in (steps, own))
+    found: list[Step] = []
+    left = right = 0
+    for a, b, size in SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks():
+        found += steps[left:a] + own[right:b]
+        found += map(_as_one, steps[a : a + size], own[b : b + size])
+        left, right = a + size, b + size
+    return found
+
+
+def _as_one(step: Step, other: Step) -> Step:
+    return Step(step.nodes | other.nodes, step.key, step.points | other.points)
+
+
+def _by_gradients(step: Step, traces: Sequence[ModeTrace]) -> list[Step]:
+    """One step for the traces that keep gradients there, one for the others; eval mode is as training has it."""
+    if len({NO_GRAD in node.meta for node in step.nodes.values()}) == 1:
+        return [step]
+    parts: dict[bool, dict[int, fx.Node]] = {}
+    for number, node in sorted(step.nodes.items(), key=lambda one: not traces[one[0]].modes[""]):
+        without = NO_GRAD in node.meta
+        if not traces[number].modes[""] and parts:
+            without = False not in parts
+        parts.setdefault(without, {})[number] = node
+    return [Step(dict(sorted(nodes.items())), step.key, step.points) for _, nodes in sorted(parts.items())]
+
+
+def _key(model: nn.Module, node: fx.Node, trace: ModeTrace) -> Any:
+    """Equal for nodes that do the same to tensors of the same shapes for the same module."""
+    if node.op == "output":
+        return "output"
+    plain = [
+        _shapes(trace.values[leaf.name])
+        if isinstance(leaf, fx.Node)
+        else "flag"
+        if isinstance(leaf, bool)
+        else repr(leaf)
+        for leaf in leaves(node)
+    ]
+    target = _constant(model, node) if node.op == "get_attr" else node.target
+    return node.op, target, _innermost(node), tuple(plain), structure(node), _shapes(trace.values[node.name])
+
+
+def _innermost(node: fx.Node) -> str:
+    """The innermost module whose forward made the node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return ["", *(str(path) for path, _ in stack.values())][-1]
+
+
+def _constant(model: nn.Module, node: fx.Node, otherwise: Any = "") -> Any:
+    """What a `get_attr` reads; tensors made in `forward` by their values, since the tracer names them by mode."""
+    if node.op != "get_attr" or not str(node.target).startswith("_tensor_constant"):
+        return node.target if node.op == "get_attr" else otherwise
+    held = getattr(model, str(node.target))
+    if not isinstance(held, Tensor):
+        return node.target
+    return str(held.dtype), tuple(held.shape), repr(held.tolist())
+
+
+def _shapes(value: Any) -> Any:
+    parts, spec = pytree.tree_flatten(value)
+    plain = [(leaf.shape, leaf.dtype) if isinstance(leaf, TensorInfo) else type(leaf) for leaf in parts]
+    return tuple(plain), repr(spec)
+
+
+def same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b or (a != a and b != b))  # NaN is itself here
+
+
+def structure(node: fx.Node) -> str:
+    return repr(fx.node.map_aggregate((node.args, node.kwargs), lambda _: None))
