@@ -163,7 +163,7 @@ class Elimination:
             if (
                 output.requires_grad
             ):  # by a hook: of what comes out here, whatever is written into it later on
-                output.register_hook(found[module].append)
+                output.register_hook(found[module].append)  # type: ignore[no-untyped-call]
 
         with ExitStack() as stack, torch.enable_grad():
             for module in readers:
