@@ -14,6 +14,7 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel, absolute_target, bind
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.kept_channels import kept_channels, still_true
+from smcp_fx.outcomes import in_mode
 from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning
@@ -273,7 +274,8 @@ def sliced_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
         copy_modes(prepared, module)
         kept = kept_channels(prepared.channels, prepared.smcp.units_kept())
         carry(module, still_true(carried_attributes(copied), prepared.channels, kept) | {"kept": kept})
-    run_pipeline(module, convert_pipeline(prepared.channels, prepared.smcp.units_kept()))
+    with in_mode(module, False):  # reading a spectrally normed weight in training changes its buffers
+        run_pipeline(module, convert_pipeline(prepared.channels, prepared.smcp.units_kept()))
     if hasattr(module, STATE):
         delattr(module, STATE)
     for node in module.graph.nodes:

@@ -43,5 +43,5 @@ def check_repair(model: nn.Module, inputs: Tensor, seed: int) -> int:
         elimination.add(batch)
     for group in prepared.channels.groups:
         order = elimination.order(group.name) if group.free else None
-        assert order is None or sorted(order.tolist()) == list(range(group.size))
+        assert order is None or sorted(order.units.tolist()) == list(range(group.size))
     return sum(layer.repaired for layer in report.layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,9 +68,11 @@ def compress(
 def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None = None) -> None:
     """Gather from batches what channels are worth, in eval mode, so that ``prepared.pruner.solve()`` can choose.
 
-    How much a group is worth are the first-order importances of its channels, the mean of those of each batch. In
-    which order they go is what the layers that read them say: first those that the others make up for best when the
-    weights are fitted anew, as `repair` does. The largest importance is the last one's.
+    In which order a group's channels go is what the layers that read them say: first those that the others make up
+    for best when the weights are fitted anew, as `repair` does. What that raises the loss by is what the group is
+    worth (`smcp_fx.calibration.elimination`). Where it is not known of all groups (a layer is called as a function,
+    or too wide), groups are compared by the first-order importances of their channels, the mean of those of each
+    batch; the largest is that of the channel that goes last.
 
     ``loss(outputs, labels)`` returns a scalar; cross entropy by default. Batches without labels get some that are
     drawn from the model's own predictions, so that the gradients are those of the Fisher information: gradients of a
@@ -80,15 +83,23 @@ def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None =
     """
     state, batches = prepared.smcp, again(batches)
     first_order(prepared, batches, loss)
-    elimination = Elimination(prepared, int(state.gathers))
+    elimination, device = Elimination(prepared, int(state.gathers)), device_of(prepared)
     with in_mode(elimination.whole, False):
+        for parameter in elimination.whole.parameters():  # it is a copy
+            parameter.requires_grad_(True)
         for batch in each_batch(batches):
-            elimination.add(batch.to(device_of(prepared)))
+            batch = batch.to(device)
+            elimination.add(batch)
+            elimination.gradients(batch, partial(_loss_of, batch=batch, loss=loss))
+    rises = {}
     for name in state.free_masks():
         order = elimination.order(name)
         if order is not None:
             importances = state.of_group(state.gathered, name)
-            importances[order.to(importances.device)] = importances.sort().values
+            importances[order.units.to(importances.device)] = importances.sort().values
+            if order.rises is not None:
+                rises[name] = order.rises
+    prepared.pruner.rises = rises if len(rises) == len(state.free_masks()) else None
 
 
 def first_order(prepared: PreparedModel, batches: Any, loss: Loss | None = None) -> None:

@@ -1,23 +1,31 @@
-"""Which of a group's channels go first: those that the ones left make up for best.
+"""Which of a group's channels go first, and what that costs: those that the ones left make up for best.
 
 Each layer that reads a group computes y = W x from its inputs. Take out the channels S, and fit what is left of W
-anew, as `repair` does. The squared error of y, each output in its own scale, is then
+anew, as `repair` does. The squared errors of y, weighted by output, then add up to
 
-    sum over outputs of  w_S' (inverse(G)_SS)^-1 w_S / variance(y),    G = covariance(x), and some ridge.
+    sum over outputs of  h w_S' (inverse(G)_SS)^-1 w_S,    G = covariance(x), and some ridge.
 
 Channels are taken out one by one, always those of the least error over all layers that read the group; the inverse
 and W follow exactly. (Optimal brain surgeon, Hassibi & Stork 1993, on whole channels of layer-wise regressions; of
-the kind of OSSCAR, Meng et al. 2024, section 3.) Sums of products are all that is kept of the data.
+the kind of OSSCAR, Meng et al. 2024, section 3.) The weight h is half of what the loss's squared gradients by that
+output add up to in an image: then errors are rises of the loss (to second order, positions taken as independent; as
+K-FAC does, Martens & Grosse 2015), and groups compare. Where gradients are not known it is 1 / variance(y), which
+orders channels but does not compare groups. Sums of products are all that is kept of the data.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, fx
+from numpy.typing import NDArray
+from torch import Tensor, fx, nn
 
-from smcp_fx.calibration.batches import Batch, entering
+from smcp_fx.calibration.batches import Batch, entering, run_batch
 from smcp_fx.calibration.consumers import consumer_of
 from smcp_fx.calibration.frontier import Frontier
 from smcp_fx.calibration.layer_rows import Consumer
@@ -41,6 +49,20 @@ class _Reader:
     consumer: Consumer
     places: Tensor
     sums: Sums
+    squares: Tensor | None = (
+        None  # of the gradients by each output, [groups, outputs]: sums over positions and images
+    )
+
+
+@dataclass(frozen=True)
+class Order:
+    """The units of a group in the order they go, [size]; the rise of the loss by how many are kept, [size + 1].
+
+    ``rises`` is None where the layers' gradients are not known.
+    """
+
+    units: Tensor
+    rises: NDArray[np.float64] | None
 
 
 @dataclass
@@ -63,11 +85,14 @@ class _Part:
         errors = rows.square() / blocks if single else rows * torch.linalg.solve(blocks, rows)
         return errors.sum((0, 2, 3))
 
-    def remove(self, gone: Tensor) -> None:
-        """Take units (bool [n]) out; the others make up for them."""
-        out = self.columns[gone].flatten()
+    def remove(self, gone: Tensor) -> float:
+        """Take units (bool [n]) out; the others make up for them. Returns the error that this adds."""
+        out, error = self.columns[gone].flatten(), 0.0
         if out.numel():
-            away = self.inverse[:, :, out] @ torch.linalg.inv(self.inverse[:, out][:, :, out])
+            block = self.inverse[:, out][:, :, out]
+            rows = self.weight[:, out]
+            error = float((rows * torch.linalg.solve(block, rows)).sum())
+            away = self.inverse[:, :, out] @ torch.linalg.inv(block)
             left = torch.ones(self.weight.shape[1], dtype=torch.bool, device=out.device)
             left[out] = False
             weight = self.weight - away @ self.weight[:, out]
@@ -75,6 +100,7 @@ class _Part:
             self.weight, self.inverse = weight[:, left], inverse[:, left][:, :, left]
             self.columns = (left.cumsum(0) - 1)[self.columns[~gone]]
         self.units = self.units[~gone]
+        return error
 
 
 class Elimination:
@@ -85,6 +111,7 @@ class Elimination:
         self.graph, self.whole = full_graph(prepared)
         self._joined = prepared.plan.joined
         self._batches = batches
+        self._images = 0
         nodes = {node.name: node for node in self.graph.graph.nodes}
         self._readers: dict[fx.Node, _Reader] = {}
         for layer in masked_layers(prepared.channels):
@@ -124,45 +151,81 @@ class Elimination:
             for rows in reader.consumer.rows(x, y, chosen.to(y.device)):
                 reader.sums.add(*rows)
 
-    def order(self, group: str) -> Tensor | None:
-        """The places of a group's units in the order they go, [size]; None where no layer tells."""
+    def gradients(self, batch: Batch, loss: Callable[[Any], Tensor]) -> None:
+        """Run the whole model on a batch, and gather the gradients of ``loss(outputs)`` by layers' outputs."""
+        readers: dict[nn.Module, list[_Reader]] = {}
+        for node, reader in self._readers.items():
+            if node.op == "call_module":
+                readers.setdefault(self.whole.get_submodule(reader.consumer.path), []).append(reader)
+        found: dict[nn.Module, list[Tensor]] = {module: [] for module in readers}
+
+        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.retain_grad()
+                found[module].append(output)
+
+        with ExitStack() as stack, torch.enable_grad():
+            for module in readers:
+                stack.callback(module.register_forward_hook(keep).remove)
+            loss(run_batch(self.whole, batch)).backward()  # type: ignore[no-untyped-call]
+        for module, mine in readers.items():
+            for reader in mine:
+                squares = [reader.consumer.squares(y.grad) for y in found[module] if y.grad is not None]
+                if squares:  # a module that runs twice has two readers
+                    total = torch.stack(squares).sum(0) * (batch.images**2 / len(mine))
+                    reader.squares = total if reader.squares is None else reader.squares + total
+        self._images += batch.images
+
+    def order(self, group: str) -> Order | None:
+        """In which order a group's units go; None where no layer tells."""
         places = torch.arange(self._state.keep.numel(), device=self._state.keep.device)
         mine = self._state.of_group(places, group)
-        parts = [part for reader in self._readers.values() if (part := _part(reader, mine)) is not None]
+        readers = [reader for reader in self._readers.values() if _columns(reader, mine) is not None]
+        known = all(reader.squares is not None for reader in readers)
+        parts = [_part(reader, mine, self._images if known else 0) for reader in readers]
         if not parts:
             return None
-        alive, gone = torch.ones(mine.numel(), dtype=torch.bool), []
-        while (left := int(alive.sum())) > 1:
-            costs = torch.zeros(mine.numel(), dtype=torch.float64)
+        size = mine.numel()
+        alive, gone = torch.ones(size, dtype=torch.bool), []
+        counts, rises = [size], [0.0]
+        while left := int(alive.sum()):
+            costs = torch.zeros(size, dtype=torch.float64)
             for part in parts:
                 costs.index_add_(0, part.units, part.costs().cpu())
             costs[~alive] = torch.inf
             worst = costs.sort(stable=True).indices[: max(1, left // _AT_ONCE)]
             alive[worst] = False
             gone.append(worst)
-            for part in parts:
-                part.remove(~alive[part.units])
-        return torch.cat([*gone, alive.nonzero().flatten()])
+            counts.append(int(alive.sum()))
+            rises.append(rises[-1] + sum(part.remove(~alive[part.units]) for part in parts))
+        curve = np.interp(np.arange(size + 1), counts[::-1], rises[::-1])
+        return Order(torch.cat(gone), curve if known else None)
 
 
-def _part(reader: _Reader, mine: Tensor) -> _Part | None:
-    """What the layer reads of the units at these places; None where that is nothing, or unevenly much of each."""
-    places = reader.places.to(mine.device)
-    first = int(mine[0])
+def _columns(reader: _Reader, mine: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The units at these places that the layer reads [n], and their columns [n, b]; None: none, or unevenly many."""
+    if not reader.sums.count:
+        return None
+    places, first = reader.places.to(mine.device), int(mine[0])
     columns = ((places >= first) & (places < first + mine.numel())).nonzero().flatten()
-    if not columns.numel() or not reader.sums.count:
-        return None
     units, counts = torch.unique(places[columns] - first, return_counts=True)
-    if int(counts.min()) != int(counts.max()):
+    if not units.numel() or int(counts.min()) != int(counts.max()):
         return None
-    by_unit = columns[torch.argsort(places[columns], stable=True)].reshape(units.numel(), -1)
+    return units, columns[torch.argsort(places[columns], stable=True)].reshape(units.numel(), -1)
+
+
+def _part(reader: _Reader, mine: Tensor, images: int) -> _Part:
+    """The layer's share in a group; ``images``: whose gradients were gathered, 0 where none are known."""
+    found = _columns(reader, mine)
+    assert found is not None
     covariance = reader.sums.centred()[0] / reader.sums.count
     weight = reader.consumer.matrix(reader.consumer.weight)
-    spread = (weight * (covariance @ weight)).sum(1, keepdim=True)
     tiny = torch.finfo(torch.float64).tiny ** 0.5
-    ridge = (_RIDGE * covariance.diagonal(dim1=-2, dim2=-1).mean(-1)).clamp(min=tiny)
-    loaded = covariance + ridge[:, None, None] * torch.eye(covariance.shape[-1]).to(covariance)
-    weight = (
-        weight / (spread + ridge[:, None, None] * weight.square().sum(1, keepdim=True)).clamp(min=tiny).sqrt()
-    )
-    return _Part(units.cpu(), by_unit, torch.linalg.inv(loaded), weight)
+    ridge = (_RIDGE * covariance.diagonal(dim1=-2, dim2=-1).mean(-1)).clamp(min=tiny)[:, None, None]
+    if images and reader.squares is not None:
+        heed = 0.5 / images * reader.squares.unsqueeze(1)
+    else:
+        spread = (weight * (covariance @ weight)).sum(1, keepdim=True)
+        heed = 1 / (spread + ridge * weight.square().sum(1, keepdim=True)).clamp(min=tiny)
+    inverse = torch.linalg.inv(covariance + ridge * torch.eye(covariance.shape[-1]).to(covariance))
+    return _Part(found[0].cpu(), found[1], inverse, weight * heed.sqrt())

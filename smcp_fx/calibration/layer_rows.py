@@ -63,6 +63,12 @@ class Consumer:
         channels = y.shape[1] if self.rank else y.shape[-1]
         return y.shape[0], y.numel() // channels
 
+    def squares(self, y: Tensor) -> Tensor:
+        """The squares of an output-shaped tensor summed over images and positions, [groups, outputs] in float64."""
+        y = self._batched(y)
+        last = y.movedim(1, -1) if self.rank else y
+        return last.flatten(0, -2).double().square().sum(0).reshape(self.groups, -1)
+
     def rows(self, x: Tensor, y: Tensor, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The chosen positions (flat indices) of an input and an output of the layer, a chunk at a time.
 

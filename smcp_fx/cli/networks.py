@@ -50,7 +50,10 @@ def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
     if arguments.batch < 1 or arguments.multiple < 1:
         raise InputError("--batch and --multiple must be at least 1")
     model = build_model(arguments.model)
-    shape = shape_of_text(model, arguments.input_size, arguments.batch)
+    try:
+        shape = shape_of_text(model, arguments.input_size, arguments.batch)
+    except InputError as error:
+        raise InputError(f"--input-size {arguments.input_size!r}: {error}") from error
     if shape[0] != arguments.batch:
         raise InputError(
             f"--input-size {arguments.input_size!r} has a batch of its own: give that as --batch"

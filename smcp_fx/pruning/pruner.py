@@ -28,7 +28,7 @@ from smcp_fx.pruning.selection import Choice, Selector
 from smcp_fx.pruning.solve import Solve
 from smcp_fx.pruning.solve_watch import SolveWatch
 from smcp_fx.pruning.state import PruningState
-from smcp_fx.pruning.worth import Worth
+from smcp_fx.pruning.worth import Floats, KnownWorth, Worth
 from smcp_fx.schedule import Schedule
 from smcp_fx.texts import amount, table
 
@@ -72,6 +72,9 @@ class Pruner:
         self._asked = asked
         self.history: list[Solve] = []
         self.observers: list[Observer] = []
+        #: By group the rise of the loss by how many units are kept, [size + 1]; None until it is gathered, and once
+        #: the weights are trained on.
+        self.rises: Mapping[str, Floats] | None = None
         self._channels = channels
         self._state = state
         self._selector = Selector(state, config, channels.branches)
@@ -129,7 +132,7 @@ class Pruner:
         """
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise InputError(f"scaler must be the GradScaler in use or None, not {scaler!r}")
-        state = self._state
+        state, self.rises = self._state, None
         self._watch.before_step(self._model.training, scaler is not None)
         scale = loss_scale(scaler)
         units = self._importance(self._model, 1.0 if scale is None else scale)
@@ -213,7 +216,7 @@ class Pruner:
 
     def go_on_from(self, other: Pruner) -> None:
         """Take over what a copy of ``other``'s model does not hold: the history, and the count of calls."""
-        self.history = list(other.history)
+        self.history, self.rises = list(other.history), other.rises
         self._calls, self._loads = other._calls, other._loads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pruner:
@@ -365,7 +368,11 @@ class Pruner:
     def _choose(self, scores: Tensor, target: float, step: int) -> Choice:
         if not bool((scores > 0).any()):
             raise no_importance(int(self._state.skipped), int(self._state.gathers))
-        worth = Worth(scores, self._state, self.config.width_exponent)
+        worth = (
+            Worth(scores, self._state, self.config.width_exponent)
+            if self.rises is None
+            else KnownWorth(scores, self._state, self.rises)
+        )
         permanent = self.config.mask == "permanent"
         if permanent:
             scores = torch.where(self._state.keep, scores, torch.zeros_like(scores))

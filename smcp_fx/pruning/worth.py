@@ -12,6 +12,8 @@ the others are there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -42,3 +44,25 @@ class Worth:
         kept = torch.where(keep, scores, torch.zeros_like(scores)).double().cpu()
         sums = {name: state.of_group(kept, name).sum().numpy() for name in self._totals}
         return float(sum(self.of(name, total) for name, total in sums.items()))
+
+
+class KnownWorth(Worth):
+    """The worth of groups whose loss is known by how many of their best units are kept.
+
+    ``rises``: by group the rise of the loss, [size + 1], falling. Between counts of best units it is interpolated.
+    """
+
+    def __init__(self, scores: Tensor, state: PruningState, rises: Mapping[str, Floats]) -> None:
+        super().__init__(scores, state, 0.0)
+        self._rises = rises
+        self._sums = {}
+        for name in self._totals:
+            best = state.of_group(scores, name).double().cpu().sort(descending=True).values.numpy()
+            # Units that nothing is known of count a little, so that sums tell counts apart.
+            self._sums[name] = np.concatenate(
+                [[0.0], np.cumsum(np.maximum(best, 1e-12 * max(best[0], 1e-30)))]
+            )
+
+    def of(self, group: str, importance: Floats) -> Floats:
+        """Worth of keeping this importance of a group, elementwise."""
+        return -np.interp(importance, self._sums[group], self._rises[group])

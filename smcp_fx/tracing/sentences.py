@@ -24,6 +24,8 @@ size dim numel split unbind chunk tensor_split type is_floating_point is_complex
 storage_offset startswith endswith
 """.split()
 )
+#: So many names are read in a sentence.
+_READ = 6
 #: What every assumption starts with, and how it ends when an input breaks it.
 TAKEN, AGAIN = "traced for inputs where ", "; prepare the model again with an example input like this one"
 
@@ -58,6 +60,12 @@ def express(computed: Any, depth: int = 0) -> str:
     if node.op == "call_method" and node.target in _CALLS:
         return f"{parts[0]}.{node.target}({', '.join(parts[1:] + named)})"
     return str(node.name)
+
+
+def named(paths: list[str]) -> str:
+    """Modules by their paths, no more of them than one reads."""
+    names = [repr(path) if path else "the model" for path in paths]
+    return ", ".join(names[:_READ]) + (f" and {len(names) - _READ} others" if len(names) > _READ else "")
 
 
 def is_ours(filename: str) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from models import chain, randomise
@@ -9,6 +13,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.allocation import allocate
 from smcp_fx.calibration.batches import each_batch
 from smcp_fx.calibration.compress import first_order
 from smcp_fx.calibration.elimination import Elimination
@@ -24,7 +29,7 @@ def _order(model: nn.Module, x: Tensor) -> Tensor:
     (name,) = [group.name for group in prepared.channels.groups if group.free]
     found = elimination.order(name)
     assert found is not None
-    return found
+    return found.units
 
 
 def test_each_channel_goes_when_the_others_make_up_for_it_best() -> None:
@@ -92,3 +97,44 @@ def test_a_group_keeps_its_importances_and_changes_who_has_them() -> None:
     for name, importances in found[0].items():
         assert_close(importances.sort().values, found[1][name].sort().values, "importance")
         assert not torch.equal(importances, found[1][name])
+
+
+def _gathered(batches: list[Any]) -> smcp_fx.PreparedModel:
+    torch.manual_seed(0)
+    prepared = smcp_fx.prepare(randomise(chain(24, 32, 24)).eval(), torch.randn(2, 3, 8, 8), config=SMALL)
+    smcp_fx.gather_importance(prepared, batches)
+    return prepared
+
+
+def test_solves_take_the_counts_of_the_least_rise() -> None:
+    """Against the allocation of the rises themselves; what is trained on is worth its importances again."""
+    prepared = _gathered([torch.randn(48, 3, 8, 8)])
+    pruner, cost = prepared.pruner, prepared.pruner.cost
+    assert pruner.rises is not None
+    for name, rises in pruner.rises.items():
+        assert rises[-1] == 0
+        assert (np.diff(rises) <= 0).all()
+        assert rises.size == prepared.masks[name].numel() + 1
+    values = {name: -pruner.rises[name][list(permitted)] for name, permitted in cost.permitted.items()}
+    expected = allocate(values, cost, 0.4 * pruner.full_cost)
+    assert copy.deepcopy(prepared).pruner.rises is pruner.rises
+    pruner.solve(0.4)
+    assert pruner.counts == expected.counts
+    prepared.train()(torch.randn(2, 3, 8, 8)).sum().backward()
+    pruner.step()
+    assert pruner.rises is None
+
+
+def test_labels_and_labels_drawn_from_the_model_tell_the_same() -> None:
+    """Where labels are as likely as the model says, the two are estimates of one quantity."""
+    images = torch.randn(12, 64, 3, 8, 8)
+    torch.manual_seed(0)
+    model = randomise(chain(24, 32, 24)).eval()
+    with torch.no_grad():
+        labels = [torch.multinomial(model(x).softmax(1), 1)[:, 0] for x in images]
+    with_labels = _gathered(list(zip(images, labels, strict=True))).pruner.rises
+    without = _gathered(list(images)).pruner.rises
+    assert with_labels is not None and without is not None
+    for name, rises in with_labels.items():
+        half = rises.size // 2
+        assert 0.8 < rises[half] / without[name][half] < 1.25

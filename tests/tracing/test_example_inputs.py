@@ -1,62 +1,47 @@
-"""Example inputs by name, and those that are not."""
+"""Input shapes that a text stands for."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-import smcp_fx
 from smcp_fx.errors import InputError
-from smcp_fx.tracing.example_inputs import as_inputs
+from smcp_fx.tracing.example_inputs import first_convolution, image_shape, shape_of_text
 
-IMAGE, MASK = torch.randn(2, 3, 8, 8), torch.rand(2, 1, 8, 8)
-
-
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 4, 1)
-
-    def forward(self, image: Tensor, scale: float = 2.0, mask: Tensor | None = None) -> Tensor:
-        found = self.last(self.first(image)) * scale
-        return found if mask is None else found * mask
-
-
-class ByName(Masked):
-    def forward(self, image: Tensor, *, mask: Tensor) -> Tensor:
-        return self.last(self.first(image)) * mask
-
-
-class OfDict(Masked):
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.last(self.first(batch["image"]))
-
-
-def test_a_dict_is_taken_by_name_in_the_order_of_forward() -> None:
-    model = Masked()
-    assert as_inputs({"mask": MASK, "image": IMAGE}, model) == (IMAGE, 2.0, MASK)
-    assert as_inputs({"image": IMAGE}, model) == (IMAGE,)
-    prepared = smcp_fx.prepare(model, {"mask": MASK, "image": IMAGE})
-    assert not prepared.channels["first"].pinned
-    torch.testing.assert_close(prepared.eval()(image=IMAGE, mask=MASK), model.eval()(IMAGE, mask=MASK))
-
-
-def test_a_dict_of_other_keys_is_one_argument() -> None:
-    batch = {"image": IMAGE}
-    assert as_inputs(batch, OfDict()) == (batch,)
-    prepared = smcp_fx.prepare(OfDict(), batch)
-    assert prepared(batch).shape == (2, 4, 8, 8)
+IMAGES = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 8, 3), nn.Conv1d(1, 1, 1))
+VIDEOS, SERIES, LINEAR = nn.Conv3d(2, 8, 3), nn.Conv1d(5, 8, 3), nn.Linear(7, 2)
 
 
 @pytest.mark.parametrize(
-    ("model", "inputs", "message"),
+    ("model", "text", "shape"),
     [
-        (Masked(), {"image": IMAGE, "msk": MASK}, "do not fit Masked.forward.*msk"),
-        (Masked(), {"mask": MASK}, "image"),
-        (ByName(), {"image": IMAGE, "mask": MASK}, "takes mask by name only"),
+        (IMAGES, "64", (4, 3, 64, 64)),
+        (IMAGES, "3x40X56", (4, 3, 40, 56)),
+        (IMAGES, "2x3x40x56", (2, 3, 40, 56)),
+        (VIDEOS, "112", (4, 2, 16, 112, 112)),
+        (VIDEOS, "2x8x32x32", (4, 2, 8, 32, 32)),
+        (SERIES, "100", (4, 5, 100)),
+        (SERIES, "5,100", (4, 5, 100)),
+        (LINEAR, "3x7", (3, 7)),
     ],
 )
-def test_names_that_do_not_fit_are_told(model: nn.Module, inputs: dict[str, Tensor], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        smcp_fx.prepare(model, inputs)
+def test_a_side_sizes_without_the_batch_and_whole_shapes(
+    model: nn.Module, text: str, shape: tuple[int, ...]
+) -> None:
+    assert shape_of_text(model, text, batch=4) == shape
+
+
+@pytest.mark.parametrize("text", ["", "a", "3x0x4", "-1", "3x"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="is none: give a side"):
+        shape_of_text(IMAGES, text)
+
+
+def test_a_side_says_nothing_without_a_convolution() -> None:
+    assert first_convolution(LINEAR) is None
+    with pytest.raises(InputError, match="no convolution"):
+        shape_of_text(LINEAR, "64")
+
+
+def test_videos_of_small_sides_have_as_few_frames() -> None:
+    assert image_shape(VIDEOS, 8) == (2, 2, 8, 8, 8)

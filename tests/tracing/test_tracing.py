@@ -79,7 +79,7 @@ def test_several_inputs_and_structured_outputs() -> None:
     model = Net2(
         lambda s, x, y: {"sum": s.one(x) + s.two(y), "pair": (x, [y])}, one=conv(3, 4), two=conv(3, 4)
     )
-    inputs = as_inputs([IMAGE, IMAGE * 2])
+    inputs = as_inputs([IMAGE, IMAGE * 2], model)
     traced = trace(model.eval(), inputs)
     assert_close(run(traced.module, inputs), run(model, inputs), "identity")
 

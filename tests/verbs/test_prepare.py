@@ -322,3 +322,18 @@ def test_the_memory_format_is_kept() -> None:
     prepared.set_masks({"0.0": torch.arange(8) < 5})
     weight = smcp_fx.convert(prepared).get_parameter("1.0.weight")
     assert weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_convert_leaves_spectrally_normed_weights_as_they_are() -> None:
+    """Reading such a weight in train mode takes a step towards its singular vectors."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 8, 3)), nn.Conv2d(8, 4, 1)
+    )
+    prepared = smcp_fx.prepare(net, torch.randn(2, 3, 8, 8)).train()
+    before = {name: value.clone() for name, value in prepared.state_dict().items()}
+    smaller = smcp_fx.convert(prepared)
+    assert smaller.training
+    for name, value in smaller.state_dict().items():
+        assert torch.equal(value, before[name]) and torch.equal(prepared.state_dict()[name], before[name]), (
+            name
+        )
