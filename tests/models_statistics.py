@@ -255,3 +255,38 @@ def cross_attention_stays() -> nn.Module:
         attend=nn.MultiheadAttention(8, 4, batch_first=True),
         out=nn.Linear(8, 4),
     )
+
+
+# ---- products that sum over channels ----------------------------------------------------------------------------
+
+
+@awkward(1.0)
+def similarity_of_positions() -> nn.Module:
+    """Every position weighs all others by the channels they share, and the number of these scales."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        x = h.flatten(2)
+        weights = torch.softmax(x.mT @ x * x.shape[1] ** -0.5, -1)
+        return (x @ weights).view(h.shape)
+
+    return between(wiring)
+
+
+@awkward(1.0)
+def gram_of_positions_by_einsum() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        x, y = h.flatten(2), s.other(h).flatten(2)
+        found = torch.einsum("bci,bcj->bij", x, y) / 8
+        return torch.einsum("bij,bcj->bci", found, x + y).view(h.shape)
+
+    return between(wiring, other=conv(8, 8))
+
+
+@awkward(0.0)
+def product_of_channels_with_the_input() -> nn.Module:
+    """The other factor's channels are the input's."""
+    return Net(
+        lambda s, x: s.out((s.stem(x).flatten(2).mT @ x.flatten(2)).unsqueeze(1)),
+        stem=conv(3, 3),
+        out=conv(1, 4),
+    )

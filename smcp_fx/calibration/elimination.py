@@ -160,9 +160,10 @@ class Elimination:
         found: dict[nn.Module, list[Tensor]] = {module: [] for module in readers}
 
         def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                output.retain_grad()
-                found[module].append(output)
+            if (
+                output.requires_grad
+            ):  # by a hook: of what comes out here, whatever is written into it later on
+                output.register_hook(found[module].append)  # type: ignore[no-untyped-call]
 
         with ExitStack() as stack, torch.enable_grad():
             for module in readers:
@@ -170,7 +171,7 @@ class Elimination:
             loss(run_batch(self.whole, batch)).backward()  # type: ignore[no-untyped-call]
         for module, mine in readers.items():
             for reader in mine:
-                squares = [reader.consumer.squares(y.grad) for y in found[module] if y.grad is not None]
+                squares = [reader.consumer.squares(gradient) for gradient in found[module]]
                 if squares:  # a module that runs twice has two readers
                     total = torch.stack(squares).sum(0) * (batch.images**2 / len(mine))
                     reader.squares = total if reader.squares is None else reader.squares + total

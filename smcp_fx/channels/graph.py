@@ -233,7 +233,25 @@ def _propagated(
         trail = second.run()
         _exclude(second, exclude, keep_first_layer)
         units = close(trail)
-    return trail, units
+    return trail, _keep_unread(trail, units)
+
+
+def _keep_unread(trail: Trail, units: Units) -> Units:
+    """Channels that nothing but a statistic reads stay: no weight behind them tells what they are worth."""
+    read = torch.zeros(units.count, dtype=torch.bool)
+    mixed = read.clone()
+    for found, labels in (
+        *((read, layer.in_labels) for layer in trail.layers if layer.kind == "dense"),
+        *((mixed, mix.labels) for mix in trail.mixes),
+    ):
+        known = units.of(labels).reshape(-1)
+        found[known[known >= 0]] = True
+    kept = (mixed & ~read & ~units.why.pinned(units.count)).nonzero().flatten()
+    if not kept.numel():
+        return units
+    where = next(mix.node for mix in trail.mixes if bool(torch.isin(units.of(mix.labels), kept).any()))
+    why = units.why.and_also(kept, where, f"no layer reads it, but {where!r}, which is made of all channels")
+    return Units(units.unit, why)
 
 
 def _exclude(run: Propagation, paths: tuple[str, ...], first_layer: bool) -> None:

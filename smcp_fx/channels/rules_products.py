@@ -1,10 +1,10 @@
 """Channel rules of products of two tensors: matmul, bmm, einsum, scaled dot-product attention.
 
 Every dimension of a product is one of three: shared (a batch, attention heads), contracted (summed over), or free
-(of one operand only). No mask stands on an activation, so a contracted dimension mixes its channels: where they
-can also be told apart along another dimension, they are tied along the contracted one (a head goes as a whole),
-else they stay. Shared dimensions are tied across the operands, free ones pass. A product with a two-dimensional
-parameter is a dense layer.
+(of one operand only). A contracted dimension mixes its channels: where they can also be told apart along another
+dimension, they are tied along the contracted one (a head goes as a whole), else those of both operands go together.
+Shared dimensions are tied across the operands, free ones pass. A product with a two-dimensional parameter is a dense
+layer.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from smcp_fx.channels.labels import uniform, varied_dims
-from smcp_fx.channels.propagation import Propagation, Rule
+from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import dense
-from smcp_fx.channels.rules_statistics import mix
+from smcp_fx.channels.rules_statistics import mix, mixes
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -114,10 +114,7 @@ def _product(
     shape: tuple[int, ...],
 ) -> Tensor:
     """Labels of a product whose operands' and result's dimensions are named."""
-    sides = [
-        _contracted(run, call, run.of(operand), {d for d, name in enumerate(own) if name not in out})
-        for operand, own in zip(operands, names, strict=True)
-    ]
+    sides = _contracted(run, call, [run.of(operand) for operand in operands], names, out)
     shared = {name for name in names[0] if name in names[1] and name in out}
     for this, other in ((0, 1), (1, 0)):
         across = {names[this][d] for d in run.varied(sides[this])}
@@ -143,13 +140,37 @@ def _product(
     return bring_together(run, call, aligned, shape)
 
 
-def _contracted(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor:
-    """The labels made uniform along the contracted dimensions, or pinned where nothing else tells them apart."""
-    mixed = mix(run, call, labels, dims)
-    if mixed is not None:
-        return mixed
-    run.pin(labels, call.node.name, f"summed over in {call.node.name!r}")
-    return uniform(run.fixed(call.node.name, f"summed over in {call.node.name!r}"), tuple(labels.shape))
+def _contracted(
+    run: Propagation, call: Call, sides: list[Tensor], names: tuple[list[str], list[str]], out: list[str]
+) -> list[Tensor]:
+    """The labels made uniform along the contracted dimensions.
+
+    Where nothing else tells both operands' channels apart, these go together, and the product sees the kept ones;
+    where this is so of one operand alone, they stay.
+    """
+    dims = [{d for d, name in enumerate(own) if name not in out} for own in names]
+    mixed = [mix(run, call, labels, summed) for labels, summed in zip(sides, dims, strict=True)]
+    first = 1 if call.name == "einsum" else 0
+    if mixed == [None, None] and len(dims[0]) == len(dims[1]) == 1 and _is_apart(call, first):
+        (left,), (right,) = dims
+        run.tie(channel_labels(run, sides[0], left), channel_labels(run, sides[1], right))
+        mixes(run, call, sides[0], "zero", first)
+        why = f"made of all channels by {call.node.name!r}"
+        return [uniform(run.fixed(call.node.name, why), tuple(labels.shape)) for labels in sides]
+    for place, labels in enumerate(sides):
+        if mixed[place] is None:
+            run.pin(labels, call.node.name, f"summed over in {call.node.name!r}")
+            mixed[place] = uniform(
+                run.fixed(call.node.name, f"summed over in {call.node.name!r}"), tuple(labels.shape)
+            )
+    return [labels for labels in mixed if labels is not None]
+
+
+def _is_apart(call: Call, first: int) -> bool:
+    """Are the operands arguments of their own, and tensors? (Attention scales by how many channels it sums over.)"""
+    given = call.node.args[first : first + 2]
+    apart = len(given) == 2 and all(isinstance(operand, fx.Node) for operand in given)
+    return apart and call.name != "scaleddotproductattention" and isinstance(call.args[first], Tensor)
 
 
 def _aligned(labels: Tensor, names: list[str], out: list[str]) -> Tensor:

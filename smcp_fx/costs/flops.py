@@ -73,9 +73,10 @@ def _products(
 ) -> Iterator[tuple[str, int, Width, int]]:
     """What nodes beside ``layers`` compute: (node, multiply-adds, the width they are in proportion to, all of it).
 
-    A product of tensors sums over channels that all go or all stay, so it is in proportion to what is left of its
-    result; in attention the scores are to what is left of the queries.
+    A product of tensors that sums over channels is in proportion to what is left of these, another one to what is
+    left of its result; in attention the scores are to what is left of the queries.
     """
+    summed = {mix.node: mix.labels.reshape(-1) for mix in channels.trail.mixes}
     nodes = {node.name: node for node in traced.module.graph.nodes}
     for name in traced.work.keys() - layers:
         count, node = traced.work[name], nodes.get(name)
@@ -85,7 +86,10 @@ def _products(
             scores = count * lengths[0] // sum(lengths)
             yield name, scores, *_left(channels, query.name)
             count -= scores
-        yield name, count, *_left(channels, name)
+        if name in summed:
+            yield name, count, channels.width(summed[name]), summed[name].numel()
+        else:
+            yield name, count, *_left(channels, name)
 
 
 def _argument(node: fx.Node, place: int, name: str) -> fx.Node:

@@ -35,3 +35,16 @@ def test_gates_and_tied_weights_in_unusual_places(first: int) -> None:
         prepared = check_slicing(network, (torch.randn(2, 3, 8, 8),), seeds=(seed,))
         free.append(prepared.channels.free_share)
     assert sum(free) / len(free) > 0.4
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=[pytest.mark.slow] * (first >= 20)) for first in range(0, 200, 20)]
+)
+def test_norms_and_statistics_over_channels(first: int) -> None:
+    free = []
+    for seed in range(first, first + 20):
+        network = random_network(seed, statistics=True)
+        print(f"random_network({seed}, statistics=True): {'; '.join(network.program)}")
+        prepared = check_slicing(network, (torch.randn(2, 3, 8, 8),), seeds=(seed,))
+        free.append(prepared.channels.free_share)
+    assert sum(free) / len(free) > 0.6

@@ -425,3 +425,12 @@ def test_relative_paths_begin_where_the_command_was_given(
     assert isinstance(call_factory("file.py:build", here), torch.nn.Module)
     with pytest.raises(InputError, match=r"file\.py:nothing: samples must be"):
         load_data("file.py:nothing", here)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [([], 2, "python -m smcp_fx compile"), (["compile", "--version"], 0, "smcp-compile")],
+)
+def test_the_package_runs_as_a_module(arguments: list[str], code: int, said: str) -> None:
+    ended = subprocess.run([sys.executable, "-m", "smcp_fx", *arguments], capture_output=True, text=True)
+    assert ended.returncode == code and said in ended.stdout

@@ -19,10 +19,9 @@ _INTRO = """# Without training
 
 What is left of a trained network when channels are removed and no optimiser takes a step
 ([the guide](../guides/without_training.md)). Three networks for 20 × 20 images of letters and digits in typefaces
-that training never saw, 47 classes, coloured and distorted on noisy grounds; {images} calibration images, {seeds};
-4,000 test images. Shares are of the FLOPs. All rivals get their batch norms re-estimated on the same images; without
-that they are at chance. "Our repair" behind a rival's name gives it our repair as well: what is left between it and
-ours is the choice of channels.
+that training never saw, 47 classes, coloured and distorted on noisy grounds; {images} calibration images with labels,
+of as many seeds as each heading says; 4,000 test images. Shares are of the FLOPs. All rivals get their batch norms
+re-estimated on the same images. Torch-Pruning is its global pruner with group Taylor importance.
 
 `tools/bench/without_training.py` made the record `docs/records/without_training.jsonl`, this page and its pictures.
 """
@@ -36,9 +35,8 @@ def print_tables(lines: Lines) -> None:
 def write_document(lines: Lines, folder: Path) -> None:
     """without_training.md, and a picture a network."""
     main = _main(lines)
-    seeds = len({line["seed"] for line in main})
     images = " or ".join(str(count) for count in sorted({line["images"] for line in main}))
-    intro = _INTRO.format(images=images, seeds="one seed" if seeds == 1 else f"{seeds} seeds of them")
+    intro = _INTRO.format(images=images)
     pictures = {f"without_training_{task}_{network}": (task, network) for task, network in _networks(main)}
     for name, (task, network) in pictures.items():
         (folder / f"{name}.svg").write_text(str(_picture(main, task, network)), encoding="utf-8")
@@ -56,7 +54,9 @@ def _body(lines: Lines) -> list[str]:
         mine = [line for line in main if (line["task"], line["network"]) == (task, network)]
         targets = sorted({line["target"] for line in mine}, reverse=True)
         found += [
-            f"## {task}, {network}: {mine[0]['dense']:.1%} before",
+            f"## {network}: {mine[0]['dense']:.1%} before",
+            "",
+            f"Seeds: {len({line['seed'] for line in mine})}. In brackets: the range over them.",
             "",
             "| | " + " | ".join(f"{target:.0%}" for target in targets) + " |",
             "|---" * (len(targets) + 1) + "|",
@@ -66,7 +66,7 @@ def _body(lines: Lines) -> list[str]:
                 cells = [_cell(mine, method, target) for target in targets]
                 found.append(f"| {method} | " + " | ".join(cells) + " |")
         found.append("")
-    varied = [line for line in lines if line not in main]
+    varied = [line for line in lines if line["kind"] == "run" and line not in main]
     if varied:
         counts = sorted({line["images"] for line in varied})
         first = varied[0]
@@ -87,11 +87,29 @@ def _body(lines: Lines) -> list[str]:
                 for count in counts
             ]
             found.append(f"| {'with' if labels else 'without'} labels | " + " | ".join(cells) + " |")
+        found.append("")
+    costs = [line for line in lines if line["kind"] == "cost"]
+    if costs:
+        found += [
+            "## What it takes",
+            "",
+            "CPU seconds of one thread (`tools/bench/without_training_cost.py`):",
+            "",
+        ]
+        found += ["| | images | gather | repair | rest | most memory |", "|---|---|---|---|---|---|"]
+    for line in costs:
+        took = line["cpu_seconds"]
+        gather, fit = took["gather_importance"], took["repair"]
+        found.append(
+            f"| {line['model']}, {line['side']} pixels | {line['images']} | {gather:.0f} s | {fit:.0f} s | "
+            f"{sum(took.values()) - gather - fit:.0f} s | {max(line['peak_mebibytes'].values()) / 1024:.1f} GiB |"
+        )
     return found
 
 
 def _main(lines: Lines) -> list[Line]:
     """Runs that compare methods: of the number of images that most have."""
+    lines = [line for line in lines if line["kind"] == "run"]
     counts = [line["images"] for line in lines]
     usual = max(set(counts), key=counts.count)
     return [line for line in lines if line["images"] == usual]

@@ -1,0 +1,28 @@
+"""``python -m smcp_fx compile ...``: the command lines, where their scripts are not on the path."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+_COMMANDS = ("compile", "inspect", "table", "train")
+
+
+def main() -> int:
+    """Run the command that is named first, or say which there are."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in _COMMANDS:
+        from importlib.metadata import version
+
+        print(
+            f"smcp_fx {version('smcp_fx')}. Commands: "
+            + ", ".join(f"python -m smcp_fx {c}" for c in _COMMANDS)
+        )
+        return 0 if name in ("--version", "--help", "-h") else 2
+    run = importlib.import_module(f"smcp_fx.cli.{name}").main
+    code: int = run(sys.argv[2:])
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
