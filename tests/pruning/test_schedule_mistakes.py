@@ -10,6 +10,7 @@ from torch import nn
 
 import smcp_fx
 from smcp_fx.errors import InfeasibleBudgetError, TrainingError
+from smcp_fx.texts import amount
 
 
 def test_eval_mode_in_training() -> None:
@@ -31,7 +32,7 @@ def test_a_schedule_longer_than_the_training() -> None:
     assert "brings the target after 7 steps, and only 6 were counted" in message
     assert "Schedule.scaled" in message
     cost = prepared.pruner.cost.cost(prepared.pruner.counts)
-    assert f"costs {cost:.6g}, not {prepared.pruner.target:.6g}" in message
+    assert f"costs {amount(cost, 'FLOPs')}, not {amount(prepared.pruner.target, 'FLOPs')}" in message
     train(prepared, optimizer, 1)
     assert told(lambda: smcp_fx.convert(prepared)) == []
 
