@@ -11,6 +11,7 @@ from smcp_fx.errors import TraceError
 from smcp_fx.regions.finding import Region, Split
 from smcp_fx.regions.running import CALL, Joined, sharing
 from smcp_fx.regions.wiring import observe
+from smcp_fx.tracing.contexts import pin_layers
 from smcp_fx.tracing.example_runs import images_in, record, run_eager, same_values
 from smcp_fx.tracing.modes import with_branches
 from smcp_fx.tracing.multiply_adds import MultiplyAdds
@@ -58,6 +59,8 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
     end.meta[ORIGIN] = "leaves the traced regions for code that was not traced"
     graph.lint()
     with_branches(graph)
+    frozen = {number for number, call in enumerate(wiring.calls) if call.region.path in wiring.frozen}
+    pin_layers(model, [node for node in graph.nodes if node.meta.get(CALL) in frozen])
     module = sharing(model, graph)
     found, values, work = record(module, tuple(given))
     with MultiplyAdds() as counted:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smcp_fx.regions.finding import Region, bound_arguments, watched
 from smcp_fx.tracing.example_runs import run_eager, unchanged
+from smcp_fx.tracing.gradients import Checkpoints
 
 _LOG = logging.getLogger("smcp_fx.regions")
 
@@ -46,19 +47,22 @@ class Passage:
     outputs: list[Tensor] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
     output_copies: list[Tensor] = field(default_factory=list)
+    gradients: bool = True  # are they kept where it is called?
 
 
 @dataclass(frozen=True)
 class Wiring:
     """The calls in order; ``sources[i]`` of call i's inputs; ``read[i]``: the outputs of call i that Python reads.
 
-    ``bared`` are the paths of regions whose own parameters or buffers Python outside the regions reads.
+    ``bared`` are the paths of regions whose own parameters or buffers Python outside the regions reads, ``frozen``
+    those of regions that it calls without gradients only.
     """
 
     calls: tuple[Passage, ...]
     sources: tuple[tuple[Source, ...], ...]
     read: tuple[frozenset[int], ...]
     bared: frozenset[str]
+    frozen: frozenset[str]
 
 
 class _Watcher:
@@ -103,17 +107,20 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
 
     The calls are those of the eval run; what Python reads is what it reads in either.
     """
-    calls, watcher = _run(model, inputs, regions, training=False)
+    calls, watcher = _run(model, inputs, regions)
     read = _read(calls, watcher)
     bared = _bared(model, regions, watcher)
-    with unchanged(model):
-        try:
-            trained, other = _run(model, inputs, regions, training=True)
-            also = _read(trained, other)
-            bared |= _bared(model, regions, other)
-        except Exception as error:  # the model's own: detection models, say, want targets there
-            _LOG.debug("wired by the run in eval() alone; train() said %s: %s", type(error).__name__, error)
-            also = {}
+    with unchanged(model):  # detection models, say, want targets in train(), and inference code no gradients
+        as_trained = _tried(model, inputs, regions, training=True, gradients=True)
+        trained = as_trained or _tried(model, inputs, regions, training=True)
+        live = as_trained or _tried(model, inputs, regions, gradients=True)
+    also = _read(*trained) if trained else {}
+    bared |= _bared(model, regions, trained[1]) if trained else set()
+    frozen = (
+        {call.region.path for call in live[0]} - {c.region.path for c in live[0] if c.gradients}
+        if live
+        else ()
+    )
     produced: dict[int, tuple[int, int]] = {}
     sources: list[tuple[Source, ...]] = []
     places: list[frozenset[int]] = []
@@ -136,7 +143,7 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
     for index, call in enumerate(calls):  # what nobody took may be for code that did not run
         idle = {place for place in range(len(call.outputs)) if (index, place) not in used}
         places[index] = places[index] | idle
-    return Wiring(tuple(calls), tuple(sources), tuple(places), frozenset(bared))
+    return Wiring(tuple(calls), tuple(sources), tuple(places), frozenset(bared), frozenset(frozen))
 
 
 def _key(call: Passage) -> tuple[str, int]:
@@ -158,8 +165,21 @@ def _bared(model: nn.Module, regions: tuple[Region, ...], watcher: _Watcher) -> 
     return {region.path for region in regions if any(id(t) in watcher.touched for t in held(region.path))}
 
 
+def _tried(*args: Any, **how: bool) -> tuple[list[Passage], _Watcher] | None:
+    try:
+        return _run(*args, **how)
+    except Exception as error:  # the model's own
+        _LOG.debug("run with %s, the model said %s: %s", how, type(error).__name__, error)
+        return None
+
+
 def _run(
-    model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ...], *, training: bool
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    regions: tuple[Region, ...],
+    *,
+    training: bool = False,
+    gradients: bool = False,
 ) -> tuple[list[Passage], _Watcher]:
     by_path = {region.path: region for region in regions}
     calls: list[Passage] = []
@@ -173,7 +193,8 @@ def _run(
         leaves = pytree.tree_leaves(bound_arguments(module.forward, args, kwargs))
         tensors = region.form.tensors(leaves)
         copies = [tensor.detach().clone() for tensor in tensors]
-        call = Passage(region, numbers[path], tensors, [t._version for t in tensors], copies)
+        call = Passage(region, numbers[path], tensors, list(map(_version, tensors)), copies)
+        call.gradients = torch.is_grad_enabled()
         numbers[path] += 1
         calls.append(call)
         open_calls.append(call)
@@ -181,17 +202,23 @@ def _run(
     def leave(path: str, module: nn.Module, output: Any) -> None:
         call = open_calls.pop()
         call.outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        call.output_versions = [tensor._version for tensor in call.outputs]
+        call.output_versions = list(map(_version, call.outputs))
         call.output_copies = [tensor.detach().clone() for tensor in call.outputs]
         watcher.inside -= 1
 
     modules = {path: model.get_submodule(path) for path in by_path}
+
+    def run(*given: Any) -> Any:
+        model.train(training)
+        with torch.set_grad_enabled(gradients), Checkpoints(every=True):
+            return model(*given)
+
     with watched(modules, enter, leave), _Functions(watcher), _Operators(watcher):
-        if training:
-            model.train()
-            with torch.no_grad():
-                result = model(*inputs)
-        else:
-            result = run_eager(model, inputs)
+        result = run_eager(model, inputs, run)
     watcher.touch(result)
     return calls, watcher
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written into; what inference mode made does not say."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -140,16 +140,7 @@ def without_gradients(
             frozen.remove(node)
         elif node.target is operator.getitem and source in frozen and not _is_tensor(values, source):
             frozen.add(node)  # a part of several tensors, which no operation makes
-    for node in frozen:
-        if node.op == "call_module":
-            weights = list(traced.get_submodule(str(node.target)).parameters())
-        else:
-            read = [n for n in node.all_input_nodes if n.op == "get_attr"]
-            weights = [w for n in read if isinstance(w := _attribute(traced, str(n.target)), nn.Parameter)]
-        if any(weight.dim() > 1 for weight in weights):
-            node.meta.setdefault(
-                OPAQUE, f"{node.target if node.op == 'call_module' else describe(node)!r} {_FROZEN}"
-            )
+    pin_layers(traced, frozen)
     for node in [n for n in graph.nodes if n in frozen]:
         readers = [user for user in node.users if user not in frozen and _has_tensors(values.get(user.name))]
         if readers and _has_tensors(values.get(node.name)):
@@ -159,6 +150,20 @@ def without_gradients(
                 user.replace_input_with(node, detached)
     graph.lint()
     traced.recompile()
+
+
+def pin_layers(module: nn.Module, nodes: Iterable[fx.Node]) -> None:
+    """Of these nodes, which run without gradients, pin those that have weights."""
+    for node in nodes:
+        if node.op == "call_module":
+            weights = list(module.get_submodule(str(node.target)).parameters())
+        else:
+            read = [n for n in node.all_input_nodes if n.op == "get_attr"]
+            weights = [w for n in read if isinstance(w := _attribute(module, str(n.target)), nn.Parameter)]
+        if any(weight.dim() > 1 for weight in weights):
+            node.meta.setdefault(
+                OPAQUE, f"{node.target if node.op == 'call_module' else describe(node)!r} {_FROZEN}"
+            )
 
 
 def _operands(traced: fx.GraphModule, run: Callable[[Callable[..., Any]], Any]) -> dict[fx.Node, fx.Node]:

@@ -95,20 +95,30 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 class Checkpoints:
-    """A context in which `torch.utils.checkpoint` just calls what it is given, where that is being traced."""
+    """A context in which `torch.utils.checkpoint` just calls what it is given, where that is being traced.
+
+    ``every``: elsewhere, too.
+    """
+
+    def __init__(self, *, every: bool = False) -> None:
+        self._every = every
 
     def __enter__(self) -> None:
         space = vars(torch_checkpoint)
         self._held = {name: space[name] for name in ("CheckpointFunction", _GENERATOR)}
         reentrant, generator = self._held.values()
+        every = self._every
+
+        def taken(tree: Any) -> bool:
+            return every or any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves(tree))
 
         class Called:
             @staticmethod
             def apply(function: Any, preserve: bool, *args: Any) -> Any:
-                return function(*args) if _traced(args) else reentrant.apply(function, preserve, *args)
+                return function(*args) if taken(args) else reentrant.apply(function, preserve, *args)
 
         def called(*args: Any, **kwargs: Any) -> Iterator[None]:
-            if not _traced((args, kwargs)):
+            if not taken((args, kwargs)):
                 yield from generator(*args, **kwargs)
             else:
                 yield
@@ -120,7 +130,3 @@ class Checkpoints:
 
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
-
-
-def _traced(tree: Any) -> bool:
-    return any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves(tree))
