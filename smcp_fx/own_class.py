@@ -138,8 +138,8 @@ def _check(model: nn.Module, like: nn.Module | Mapping[str, Tensor], inputs: tup
 
 
 _ADVICE = (
-    " Its forward takes channels by number or by position, which the graph from convert knows better: use that one, "
-    "or exclude the layer there with PruningConfig(exclude=...)."
+    " Its forward takes channels by number: use the graph that convert returns, or keep the layer there with "
+    "PruningConfig(exclude=...)."
 )
 
 

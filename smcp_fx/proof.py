@@ -63,10 +63,10 @@ def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[A
         mode = "train" if training else "eval"
         where = _first_module(original, prepared, given, training)
         raise TraceError(
-            f"the prepared model computes something else than {type(original).__name__} does in {mode} mode: {what}"
+            f"{type(original).__name__} computes something else once prepared, in {mode} mode: {what}"
             + (f"; the first module that differs is {where!r}" if where else "")
-            + ". Tracing has lost something of its forward: leave the module at fault as it is with "
-            "prepare(..., leaves=[...]), or, where the difference is meant, prepare with check=False."
+            + f". Keep the module at fault as it is, with prepare(..., leaves=[{repr(where) if where else '...'}]); "
+            "if the difference is meant, pass check=False."
         )
 
 
@@ -85,8 +85,7 @@ def check_converted(prepared: PreparedModel, converted: nn.Module, inputs: tuple
         raise PassError(
             f"the sliced network computes something else than the masked one: {what}"
             + (f"; the first operation that differs is {where!r}" if where else "")
-            + ". This is a fault of smcp_fx: please report it with the model. Until it is mended, exclude the layer "
-            "there with PruningConfig(exclude=...)."
+            + ". Keep the layer there with PruningConfig(exclude=...), and please report it: smcp_fx is at fault."
         )
 
 
