@@ -165,10 +165,19 @@ def _bared(model: nn.Module, regions: tuple[Region, ...], watcher: _Watcher) -> 
     return {region.path for region in regions if any(id(t) in watcher.touched for t in held(region.path))}
 
 
-def _tried(*args: Any, **how: bool) -> tuple[list[Passage], _Watcher] | None:
+def _tried(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    regions: tuple[Region, ...],
+    *,
+    training: bool = False,
+    gradients: bool = False,
+) -> tuple[list[Passage], _Watcher] | None:
+    """`_run`, or None where the model refuses."""
     try:
-        return _run(*args, **how)
+        return _run(model, inputs, regions, training=training, gradients=gradients)
     except Exception as error:  # the model's own
+        how = f"training={training}, gradients={gradients}"
         _LOG.debug("run with %s, the model said %s: %s", how, type(error).__name__, error)
         return None
 
