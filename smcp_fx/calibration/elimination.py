@@ -36,8 +36,8 @@ from smcp_fx.prepared import PreparedModel
 
 #: Output positions that are taken at least, where there are as many, and as many times a layer's inputs.
 _ROWS, _TIMES = 20_000, 8
-#: Of the inputs' mean square, what is added to each.
-_RIDGE = 1e-3
+#: Of the inputs' mean variance, what is added to each; and of their mean square, which rounding may lose.
+_RIDGE, _ROUNDING = 1e-3, 1e-12
 #: Of the channels still there, one in so many goes at a time, one at least.
 _AT_ONCE = 32
 
@@ -69,13 +69,17 @@ class Order:
 class _Part:
     """A layer's share in a group: for each unit of ``units`` [n] its ``columns`` [n, b] of the layer's inputs.
 
-    ``inverse`` [groups, d, d] of the covariance, ``weight`` [groups, d, outputs], each output in its own scale.
+    ``inverse`` [groups, d, d] of the covariance, ``weight`` [groups, d, outputs], each output in its own scale. Both
+    hold zeros at what was taken out, until a quarter is and they are made smaller.
     """
 
     units: Tensor
     columns: Tensor
     inverse: Tensor
     weight: Tensor
+
+    def __post_init__(self) -> None:
+        self._left = torch.ones(self.weight.shape[1], dtype=torch.bool, device=self.weight.device)
 
     def costs(self) -> Tensor:
         """The error that each unit alone would add, [n]."""
@@ -88,19 +92,24 @@ class _Part:
     def remove(self, gone: Tensor) -> float:
         """Take units (bool [n]) out; the others make up for them. Returns the error that this adds."""
         out, error = self.columns[gone].flatten(), 0.0
+        self.units, self.columns = self.units[~gone], self.columns[~gone]
         if out.numel():
-            block = self.inverse[:, out][:, :, out]
-            rows = self.weight[:, out]
-            error = float((rows * torch.linalg.solve(block, rows)).sum())
-            away = self.inverse[:, :, out] @ torch.linalg.inv(block)
-            left = torch.ones(self.weight.shape[1], dtype=torch.bool, device=out.device)
-            left[out] = False
-            weight = self.weight - away @ self.weight[:, out]
-            inverse = self.inverse - away @ self.inverse[:, out]
-            self.weight, self.inverse = weight[:, left], inverse[:, left][:, :, left]
-            self.columns = (left.cumsum(0) - 1)[self.columns[~gone]]
-        self.units = self.units[~gone]
+            rows, across = self.weight[:, out], self.inverse[:, out]
+            block = across[:, :, out]
+            fitted = torch.linalg.solve(block, rows)
+            error = float((rows * fitted).sum())
+            self.weight.baddbmm_(across.mT, fitted, alpha=-1)
+            self.inverse.baddbmm_(across.mT, torch.linalg.solve(block, across), alpha=-1)
+            self._left[out] = False
+            if 4 * int(self._left.sum()) < 3 * self._left.numel():
+                self._compact()
         return error
+
+    def _compact(self) -> None:
+        left = self._left
+        self.weight, self.inverse = self.weight[:, left], self.inverse[:, left][:, :, left]
+        self.columns = (left.cumsum(0) - 1)[self.columns]
+        self._left = left[left]
 
 
 class Elimination:
@@ -222,11 +231,13 @@ def _part(reader: _Reader, mine: Tensor, images: int) -> _Part:
     covariance = reader.sums.centred()[0] / reader.sums.count
     weight = reader.consumer.matrix(reader.consumer.weight)
     tiny = torch.finfo(torch.float64).tiny ** 0.5
-    ridge = (_RIDGE * covariance.diagonal(dim1=-2, dim2=-1).mean(-1)).clamp(min=tiny)[:, None, None]
+    spread, square = (m.diagonal(dim1=-2, dim2=-1).mean(-1) for m in (covariance, reader.sums.xx))
+    ridge = (_RIDGE * spread + _ROUNDING * square / reader.sums.count).clamp(min=tiny)[:, None, None]
     if images and reader.squares is not None:
         heed = 0.5 / images * reader.squares.unsqueeze(1)
     else:
-        spread = (weight * (covariance @ weight)).sum(1, keepdim=True)
-        heed = 1 / (spread + ridge * weight.square().sum(1, keepdim=True)).clamp(min=tiny)
-    inverse = torch.linalg.inv(covariance + ridge * torch.eye(covariance.shape[-1]).to(covariance))
+        variance = (weight * (covariance @ weight)).sum(1, keepdim=True)
+        heed = 1 / (variance + ridge * weight.square().sum(1, keepdim=True)).clamp(min=tiny)
+    covariance.diagonal(dim1=-2, dim2=-1).add_(ridge[..., 0])
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
     return _Part(found[0].cpu(), found[1], inverse, weight * heed.sqrt())

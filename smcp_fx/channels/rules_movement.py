@@ -249,6 +249,8 @@ def _refuse_numbers(run: Propagation, call: Call, source: Tensor) -> None:
         return [narrow_uniform(compress(part)).flatten().tolist() for part in parts]
 
     for dim in run.varied(source):
+        if call.name == "pad" and not _pads(call, source.dim() - 1 - dim, numbers):
+            continue  # what it adds beside the channels is no channel
         ruler = along(torch.arange(source.shape[dim]), source.shape, dim)
         for more in (1, -1):
             try:
@@ -259,6 +261,14 @@ def _refuse_numbers(run: Propagation, call: Call, source: Tensor) -> None:
                 why = "moves channels by a number that follows the input's size"
                 run.pin(source, call.node.name, f"{call.node.name!r} {why}")
             break
+
+
+def _pads(call: Call, from_last: int, numbers: list[fx.Node]) -> bool:
+    """Is one of the numbers a padding of the dimension that stands so many before the last?"""
+    amounts = call.node.args[1] if len(call.node.args) > 1 else call.node.kwargs.get("pad")
+    if not isinstance(amounts, (tuple, list)):
+        return True
+    return any(amount in numbers for amount in amounts[2 * from_last : 2 * from_last + 2])
 
 
 def _follows_input(run: Propagation, node: fx.Node) -> bool:

@@ -120,6 +120,20 @@ def test_numbers_of_the_input_may_move_rows_beside_channels() -> None:
     assert checked_at_other_sizes(between(wiring, 8, 6), (2, 3, 4, 4)).channels["stem"].free
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_padding_by_a_number_of_the_input_may_stand_beside_channels(channels_last: bool) -> None:
+    """To whole windows, as in Swin: at the example's size nothing is added, at others something is."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        right, below = (-h.shape[3]) % 4, (-h.shape[2]) % 4
+        if channels_last:
+            last = nn.functional.pad(h.permute(0, 2, 3, 1), (0, 0, 0, right, 0, below))
+            return last.permute(0, 3, 1, 2)
+        return nn.functional.pad(h, (0, right, 0, below))
+
+    assert checked_at_other_sizes(between(wiring, 8), (2, 3, 4, 4)).channels["stem"].free
+
+
 def test_strides_stay_the_inputs() -> None:
     graph = checked_at_other_sizes(
         between(lambda s, h: h.as_strided(h.shape, h.stride()), 8), (2, 3, 4, 4)
