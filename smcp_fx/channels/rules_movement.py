@@ -76,11 +76,12 @@ def move(run: Propagation, call: Call) -> Any:
         run.trail.parts.append(call.node.name)
     if call.name in _PARTS or call.name == "roll":
         _refuse_parts(run, call, source)
-    _refuse_numbers(run, call, source)
     if call.name in _CHAIN:
         _find_shuffle(run, call)
-        if call.name in ("view", "reshape", "flatten", "unflatten"):
-            _refuse_batch(run, call, source, result)
+    if call.name in ("view", "reshape", "flatten", "unflatten"):
+        _refuse_batch(run, call, source, result)
+    else:  # the numbers of a view follow from the tensor's own size: another size tells whether they matter
+        _refuse_numbers(run, call, source)
     return result
 
 
