@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("busy")
 
+collect_ignore = ["conftest.py"]  # as a module with doctests: folders have a conftest of their own
+
 
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:

@@ -16,6 +16,13 @@ from smcp_fx.report.provenance import provenance
 from smcp_fx.report.schema import Report, SolveRow
 from smcp_fx.report.summary import comparison, headline, model_name, target_line, unsteady
 from smcp_fx.report.svg import Markup, element, join
+from smcp_fx.report.without_training import (
+    repair_bars,
+    repair_words,
+    target_curve,
+    target_head,
+    target_rows,
+)
 from smcp_fx.texts import significant
 
 # The browser itself is told to fetch nothing.
@@ -109,7 +116,13 @@ def _cell(content: str, below: str = "", class_: str | None = None) -> Markup:
 
 def _pictures(report: Report) -> list[Markup]:
     small = (_solves(report), _training(report), _validation(report))
-    return [_layers(report), element("div", *small, class_="trio"), _blocks(report), *_surfaces(report)]
+    return [
+        *_without_training(report),
+        _layers(report),
+        element("div", *small, class_="trio"),
+        _blocks(report),
+        *_surfaces(report),
+    ]
 
 
 def _layers(report: Report) -> Markup:
@@ -194,6 +207,30 @@ def _validation(report: Report) -> Markup:
         validation_scatter(report.validation),
         _numbers(("engine", "predicted", "measured", "measured over predicted"), rows),
     )
+
+
+def _without_training(report: Report) -> list[Markup]:
+    """The trade-off curve, and what the repair did."""
+    drawn = []
+    if report.targets:
+        head = target_head(report)
+        words = (
+            "Each point is a network of its own, measured beside the dense one, with a file in this folder."
+        )
+        drawn.append(
+            _figure(
+                "What each target costs", words, target_curve(report), _numbers(head, target_rows(report))
+            )
+        )
+    if report.calibration is not None:
+        layers = report.calibration.layers
+        names = ("path", "before", "after", "repaired", "positions", "inputs", "left")
+        rows = [[getattr(layer, name) for name in names] for layer in layers]
+        table = _numbers(("layer", *names[1:-1], "left as it was"), rows)
+        drawn.append(
+            _figure("Repaired layers", repair_words(report, report.calibration), repair_bars(layers), table)
+        )
+    return drawn
 
 
 def _surfaces(report: Report) -> list[Markup]:
