@@ -49,9 +49,10 @@ def resize(
         raise InputError(
             f"resize needs a smaller model, or its state dict, to follow, not {type(like).__name__}"
         )
+    trial = _resized(deep_copy(model), like)  # what fails leaves the model as it was
     if check and (example_inputs is not None or isinstance(like, nn.Module)):
         inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs, model)
-        _check(_resized(deep_copy(model), like), like, inputs)
+        _check(trial, like, inputs)
     return _resized(model, like)
 
 
@@ -103,17 +104,14 @@ def _set_fields(module: nn.Module, twin: nn.Module | None, path: str) -> None:
             if type(value) in _FIELDS and name != "training" and name in vars(module):
                 setattr(module, name, value)
         return
+    channels = getattr(module, "num_channels", None)
     resize_fields(module)
-    weight = getattr(module, "weight", None)
-    if isinstance(module, nn.LayerNorm) and isinstance(weight, Tensor):
-        module.normalized_shape = tuple(weight.shape)
-    elif isinstance(module, nn.GroupNorm) and isinstance(weight, Tensor):
-        each = module.num_channels // module.num_groups
-        if weight.numel() != module.num_channels and twin is None:
+    if isinstance(module, nn.GroupNorm) and module.num_channels != channels:
+        if not isinstance(twin, nn.GroupNorm):  # whole groups may have gone, or some channels of each
             raise InputError(
                 f"how many groups {path!r} has is not in a state dict: give the smaller model itself"
             )
-        module.num_channels, module.num_groups = weight.numel(), weight.numel() // each
+        module.num_groups = twin.num_groups
 
 
 def _check(model: nn.Module, like: nn.Module | Mapping[str, Tensor], inputs: tuple[Any, ...]) -> None:

@@ -164,14 +164,14 @@ def test_tree_names_groups_members_counts_and_reasons(
     code, out, err = run(capsys, factory, "--input-size", "8")
     assert (code, err) == (0, "")
     assert "traced with 2x3x8x8" in out
-    assert "4 convolutions and linears; 4 groups of channels, 1 of them free" in out
-    # 32 of the body's 16 + 32 and the head's 16 input channels are free: the products keep the stream
+    assert "4 convolutions and linears; 5 groups of channels, 1 of them free" in out
+    # of the body's 16 + 32 and the head's 16 input channels 32 are free: the stream is multiplied up
     assert "50.0% of the input channels may be pruned" in out
     body = out.index("body\n")
     line = next(line for line in out[body:].splitlines()[1:])
     assert "0  32 units, may keep 8, 16, 24, 32; read by body.2" in line
     stream = next(line for line in out.splitlines() if "stem  16 units" in line)
-    assert "must stay: normalised over channels by 'norm'" in stream
+    assert "must stay: channels are mixed by 'cumprod'" in stream
     assert "written by body.2 too" in stream
 
 

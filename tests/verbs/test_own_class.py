@@ -108,6 +108,7 @@ def test_fresh_instances_take_states_and_files(tmp_path: Path) -> None:
     fresh = Mine()
     with pytest.raises(InputError, match="how many groups 'norm' has is not in a state dict"):
         smcp_fx.resize(fresh, own.state_dict())
+    assert fresh.norm.num_channels == fresh.norm.weight.numel() == 32  # as it was
     plain = smcp_fx.convert(halved(Residual(16, 24), torch.randn(2, 3, 8, 8)), into=Residual(16, 24)).eval()
     again = smcp_fx.resize(Residual(16, 24), plain.state_dict(), torch.randn(2, 3, 8, 8)).eval()
     x = torch.randn(3, 3, 8, 8)
