@@ -12,24 +12,24 @@ from rich.console import Console
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from smcp_fx.backends import Backend, Engine, Fingerprint, RelativeLatency, compare, get_backend
+from smcp_fx.backends import Backend, RelativeLatency, compare, get_backend
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine
 from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
 from smcp_fx.calibration import gather_importance, recalibrate
 from smcp_fx.compiler.calibrating import Repaired, calibration_batches, calibration_facts, repaired
 from smcp_fx.compiler.folder import RunFolder, placed
-from smcp_fx.compiler.measuring import Corrector, accuracy_of, measured_as_predicted
+from smcp_fx.compiler.judging import dense_accuracy, note_guesses
+from smcp_fx.compiler.measuring import Corrector, accuracy_of
+from smcp_fx.compiler.pricing import asked_fraction, chosen_cost, dense_latency
 from smcp_fx.compiler.reporting import Measured, build_report
 from smcp_fx.compiler.saving import WEIGHTS, why_unsavable
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.telling import Teller
-from smcp_fx.compiler.training import accuracy, is_guessing, training_loop, usable_device
+from smcp_fx.compiler.training import is_guessing, training_loop, usable_device
 from smcp_fx.config import PruningConfig
-from smcp_fx.errors import CheckpointError, TableError, TraceError
+from smcp_fx.errors import CheckpointError, TraceError
 from smcp_fx.latency.cost import LatencyCost, latency_of
-from smcp_fx.latency.exchange import differences
 from smcp_fx.latency.filling import MeasureReport
-from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel, convert, converted_full, prepare
 from smcp_fx.pruning.solve import Solve
 from smcp_fx.report import Report, summary_table, target_table, write_report
@@ -57,8 +57,6 @@ def compile_model(
 
 #: So many training images tell the statistics of batch norms.
 _STATISTICS_IMAGES = 4096
-#: Weights that reach so much less than they are said to are told of.
-_BELOW = 0.03
 
 
 class _Compilation:
@@ -70,7 +68,7 @@ class _Compilation:
         self.base = Path.cwd()  # where relative paths begin, whatever a factory of data or models changes
         self.unsaved = ""  # why the weights' own file cannot be written
         self.device = torch.device("cpu")  # that the model is trained on
-        self._dense_accuracy = 0.0
+        self._dense_accuracy = 1.0  # until it is known
         self._filled: MeasureReport | None = None  # what the latency table took, once it is complete
 
     def go(self) -> Report:
@@ -100,11 +98,13 @@ class _Compilation:
         inputs = (example_images(settings.batch, fitted.channels, fitted.size, fitted.size),)
         self._check_early(fitted, backend, inputs)
         with self.folder.held():
-            cost = self._cost(backend)  # a damaged or foreign table is refused before anything is trained
+            # A damaged or foreign table is refused before anything is trained.
+            cost = chosen_cost(settings, self.base, backend, self.tell)
             fitted.model.to(self.device)
             if not data.classes:
                 data = data.labelled_by(fitted.model, fitted.channels, fitted.size)
-            self._tell_dense(fitted, data)
+            if fitted.trained and data.labelled:
+                self._dense_accuracy = dense_accuracy(fitted, data, self.tell)
             self._check_table(fitted, data, backend, inputs, cost)
             self.folder.begin()  # from here on, an earlier run's files are replaced
             return self._train_and_emit(data, fitted, backend, inputs, cost)
@@ -125,7 +125,7 @@ class _Compilation:
         with self.tell.stage("exporting the dense network"):
             full = converted_full(prepared).cpu()
             dense = backend.compile(full, inputs, dense_path)
-        fraction = self._fraction(prepared, self._dense_ms(prepared, dense, cost))
+        fraction = asked_fraction(prepared, settings.wanted, dense_latency(prepared, dense, cost))
         corrector = Corrector(prepared, backend, dense, inputs, fraction, folder / "state", self.tell.say)
         results: list[Epoch] = []
         without: dict[str, Any] = {}
@@ -144,7 +144,7 @@ class _Compilation:
             measured = compare(dense, pruned)
         with self.tell.stage("reading accuracies from the emitted files"):
             accuracies = [accuracy_of(engine, data, fitted, settings.batch) for engine in (dense, pruned)]
-        self._warn_of_guesses(data, *accuracies)
+        note_guesses(data, *accuracies, settings.rate, self.tell)
         report = build_report(
             settings, self.config, prepared, fitted, data, backend, corrector,
             Measured(measured, tuple(accuracies), fraction),
@@ -206,44 +206,8 @@ class _Compilation:
             return
         trial = self._prepare(fitted, data, inputs, cost)
         with backend.compile(converted_full(trial).cpu(), inputs) as dense:
-            self._fraction(trial, self._dense_ms(trial, dense, cost))
+            asked_fraction(trial, self.settings.wanted, dense_latency(trial, dense, cost))
         trial.pruner.check_target()
-
-    def _dense_ms(self, prepared: PreparedModel, dense: Engine, cost: str | LatencyCost) -> float:
-        """The dense network's latency where the target is for: measured, or that of another device's table."""
-        if not isinstance(cost, LatencyCost):
-            return dense.latency().median_ms
-        if cost.foreign:
-            return prepared.pruner.full_cost
-        return measured_as_predicted(dense, prepared.pruner.full_cost, cost.table.path)
-
-    def _tell_dense(self, fitted: FittedModel, data: ImageData) -> None:
-        """Say how good the weights are that were given, and where that is not what they should be."""
-        if not fitted.trained or not data.labelled:
-            self._dense_accuracy = 1.0
-            return
-        with self.tell.stage("testing the dense model"):
-            self._dense_accuracy = found = accuracy(fitted.model, fitted, data)
-        said = "" if fitted.accuracy is None else f"; its weights are said to reach {fitted.accuracy:.2%}"
-        self.tell.say(f"dense test accuracy {found:.2%}{said}")
-        if is_guessing(found, data.classes):
-            self.tell.note(
-                f"the weights as they are do no better than guessing ({found:.2%}): are they for these "
-                f"{data.classes} classes, in this order?"
-            )
-        elif fitted.accuracy is not None and found < fitted.accuracy - _BELOW:
-            self.tell.note(
-                f"the weights reach {found:.2%} here and {fitted.accuracy:.2%} where they come from: are the images "
-                "prepared as for those (--input-size; size, crop and normalisation of a data set of your own), and "
-                "the classes the same, in their order?"
-            )
-
-    def _warn_of_guesses(self, data: ImageData, dense: float, pruned: float) -> None:
-        if is_guessing(pruned, data.classes) and not is_guessing(dense, data.classes):
-            self.tell.note(
-                f"the pruned network does no better than guessing ({pruned:.2%}, dense {dense:.2%}): train for more "
-                f"--epochs, at a smaller --lr than {self.settings.rate:g}, or ask for less (--target)"
-            )
 
     def _trains_dense(self, fitted: FittedModel) -> bool:
         return not fitted.trained and self.settings.dense_epochs > 0
@@ -271,37 +235,6 @@ class _Compilation:
         self._dense_accuracy = loop.results[-1].values["accuracy"]
         self.tell.say(f"dense test accuracy {self._dense_accuracy:.2%}")
         return loop.results
-
-    def _cost(self, backend: Backend) -> str | LatencyCost:
-        if self.settings.cost != "latency":
-            return self.settings.cost
-        default = self.settings.folder.parent / "table.sqlite"
-        table = LatencyTable(self.base / self.settings.table if self.settings.table else default)
-        foreign = self._foreign(table, backend.fingerprint()) if self.settings.table else None
-        return LatencyCost(table, backend, fingerprint=foreign)
-
-    def _foreign(self, table: LatencyTable, here: Fingerprint) -> Fingerprint | None:
-        """The fingerprint of a given table's rows where they are not of this device and runtime, if allowed."""
-        known = table.fingerprints()
-        if not known or here in known:
-            return None
-        told = "; ".join(f"{other.describe()} ({differences(other, here)})" for other in known)
-        if not self.settings.allow_fingerprint:
-            raise TableError(
-                f"{table.path} holds no rows of {here.describe()}, only of: {told}. Measure into another file, fill "
-                "this one with smcp-table measure, or use its rows as they are with --allow-fingerprint"
-            )
-        if len(known) > 1:
-            raise TableError(
-                f"{table.path} holds rows of {len(known)} fingerprints, none of this device ({told}); "
-                "--allow-fingerprint needs a table of one: smcp-table merge --fingerprint KEY makes it"
-            )
-        self.tell.note(
-            f"latencies predicted by rows of another fingerprint, as allowed: {known[0].describe()}, not "
-            f"{here.describe()} ({differences(known[0], here)}); the target is that device's, so that nothing "
-            "measured here corrects it: measure the files there"
-        )
-        return known[0]
 
     def _prepare(
         self, fitted: FittedModel, data: ImageData, inputs: tuple[Any, ...], cost: str | LatencyCost
@@ -332,19 +265,6 @@ class _Compilation:
             f"{amount(prepared.pruner.full_cost, prepared.pruner.cost.unit)}"
         )
         return prepared
-
-    def _fraction(self, prepared: PreparedModel, dense_ms: float) -> float:
-        """The fraction of the dense cost that is asked for; sets the pruner's target for absolute latencies.
-
-        ``dense_ms``: the dense network's latency on the device that the target is for.
-        """
-        pruner, wanted = prepared.pruner, self.settings.wanted
-        if isinstance(wanted, str) and pruner.cost.unit == "ms":
-            from smcp_fx.costs.binding import absolute_target
-
-            fraction = absolute_target(wanted, dense_ms, "ms") / dense_ms
-            pruner.target = fraction * pruner.full_cost
-        return pruner.target / pruner.full_cost
 
     def _prune(
         self,

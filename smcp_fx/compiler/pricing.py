@@ -1,0 +1,76 @@
+"""What the compile command asks for: its cost, the table behind it, and the fraction of the dense network's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from smcp_fx.backends import Backend, Engine, Fingerprint
+from smcp_fx.compiler.measuring import measured_as_predicted
+from smcp_fx.compiler.settings import CompileSettings
+from smcp_fx.compiler.telling import Teller
+from smcp_fx.costs.binding import absolute_target
+from smcp_fx.errors import TableError
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.exchange import differences
+from smcp_fx.latency.table import LatencyTable
+from smcp_fx.prepared import PreparedModel
+
+
+def chosen_cost(settings: CompileSettings, base: Path, backend: Backend, tell: Teller) -> str | LatencyCost:
+    """Return the cost by name, or that of the latency table; ``base``: where a relative path of it begins.
+
+    Raises `TableError` for a damaged table, and for one of another device or runtime that is not allowed.
+    """
+    if settings.cost != "latency":
+        return settings.cost
+    default = settings.folder.parent / "table.sqlite"
+    table = LatencyTable(base / settings.table if settings.table else default)
+    foreign = None
+    if settings.table:
+        foreign = _foreign(table, backend.fingerprint(), settings.allow_fingerprint, tell)
+    return LatencyCost(table, backend, fingerprint=foreign)
+
+
+def _foreign(table: LatencyTable, here: Fingerprint, allowed: bool, tell: Teller) -> Fingerprint | None:
+    """The fingerprint of a given table's rows where they are not of this device and runtime, if allowed."""
+    known = table.fingerprints()
+    if not known or here in known:
+        return None
+    told = "; ".join(f"{other.describe()} ({differences(other, here)})" for other in known)
+    if not allowed:
+        raise TableError(
+            f"{table.path} holds no rows of {here.describe()}, only of: {told}. Measure into another file, fill "
+            "this one with smcp-table measure, or use its rows as they are with --allow-fingerprint"
+        )
+    if len(known) > 1:
+        raise TableError(
+            f"{table.path} holds rows of {len(known)} fingerprints, none of this device ({told}); "
+            "--allow-fingerprint needs a table of one: smcp-table merge --fingerprint KEY makes it"
+        )
+    tell.note(
+        f"latencies predicted by rows of another fingerprint, as allowed: {known[0].describe()}, not "
+        f"{here.describe()} ({differences(known[0], here)}); the target is that device's, so that nothing "
+        "measured here corrects it: measure the files there"
+    )
+    return known[0]
+
+
+def dense_latency(prepared: PreparedModel, dense: Engine, cost: str | LatencyCost) -> float:
+    """The dense network's latency in ms where the target is for: measured, or that of another device's table."""
+    if not isinstance(cost, LatencyCost):
+        return dense.latency().median_ms
+    if cost.foreign:
+        return prepared.pruner.full_cost
+    return measured_as_predicted(dense, prepared.pruner.full_cost, cost.table.path)
+
+
+def asked_fraction(prepared: PreparedModel, wanted: float | str, dense_ms: float) -> float:
+    """The fraction of the dense cost that is asked for; sets the pruner's target for absolute latencies.
+
+    ``dense_ms``: the dense network's latency on the device that the target is for.
+    """
+    pruner = prepared.pruner
+    if isinstance(wanted, str) and pruner.cost.unit == "ms":
+        fraction = absolute_target(wanted, dense_ms, "ms") / dense_ms
+        pruner.target = fraction * pruner.full_cost
+    return pruner.target / pruner.full_cost
