@@ -152,6 +152,47 @@ def without_gradients(
     traced.recompile()
 
 
+def pin_before_detached(traced: fx.GraphModule) -> None:
+    """Pin layers that are read through ``detach()`` alone: no gradient comes back to them either."""
+    nodes = list(traced.graph.nodes)
+    cuts = [node for node in nodes if _detaches(node)]
+    if not cuts:
+        return
+    trained = _before([node for node in nodes if node.op == "output" or _writes(node, traced)])
+    learning = {place for node in trained for place in _weights(node)}
+    pin_layers(traced, [n for n in _before(cuts) - trained if learning.isdisjoint(_weights(n))])
+
+
+def _weights(node: fx.Node) -> set[str]:
+    """Where the weights lie that a node reads."""
+    own = {str(node.target)} if node.op == "call_module" else set()
+    return own | {str(given.target) for given in node.all_input_nodes if given.op == "get_attr"}
+
+
+def _detaches(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in ("detach", "detach_")
+    return node.target in (torch.detach, torch.detach_) or (
+        node.target is getattr and node.args[1:] == ("data",)
+    )
+
+
+def _writes(node: fx.Node, traced: fx.GraphModule) -> bool:
+    return node.target is operator.setitem or writes_in_place(node, traced)
+
+
+def _before(ends: list[fx.Node]) -> set[fx.Node]:
+    """What these nodes are computed from, up to what is detached."""
+    found: set[fx.Node] = set()
+    todo = [given for end in ends for given in end.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node not in found and not _detaches(node):
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
 def pin_layers(module: nn.Module, nodes: Iterable[fx.Node]) -> None:
     """Of these nodes, which run without gradients, pin those that have weights."""
     for node in nodes:

@@ -25,7 +25,7 @@ from smcp_fx.errors import InputError, TraceError
 from smcp_fx.tracing.attributes import Attributes
 from smcp_fx.tracing.autograd_functions import functions_kept
 from smcp_fx.tracing.buffers import Buffers, WritesBuffersError
-from smcp_fx.tracing.contexts import AutocastError, Contexts, without_gradients
+from smcp_fx.tracing.contexts import AutocastError, Contexts, pin_before_detached, without_gradients
 from smcp_fx.tracing.counts import Counters, Counts, CountsError, paths_of
 from smcp_fx.tracing.example_runs import first_line, images_in, record, run_eager, same_values, unchanged
 from smcp_fx.tracing.mode_merging import UnexplainedError, merged
@@ -140,6 +140,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             "another way when it is traced; a question such as `type(x) is Tensor` is the usual cause."
         )
     without_gradients(traced, values, lambda run: run_eager(traced, inputs, run))
+    pin_before_detached(traced)
     drop_expansions(traced, values)
     add_computed_biases(traced, values)
     return Traced(

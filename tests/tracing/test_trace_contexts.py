@@ -258,11 +258,41 @@ def test_the_sliced_model_computes_and_trains_what_the_masked_one_does(
         assert (gradient is None) == (gradients[name] is None), name
 
 
-def test_layers_that_run_without_gradients_are_pinned_and_it_is_said() -> None:
-    channels = smcp_fx.prepare(_net(_without), _image()).channels
-    assert [group.name for group in channels.groups if group.free] == ["c.0"]
+def _detached(net: Any, x: Tensor) -> Tensor:
+    return net.out(net.c(net.b(net.a(x)).detach()))
+
+
+def _data(net: Any, x: Tensor) -> Tensor:
+    return net.out(net.c(net.b(net.a(x)).data))
+
+
+@pytest.mark.parametrize("call", [_without, _detached, _data])
+def test_layers_that_run_without_gradients_are_pinned_and_it_is_said(call: Any) -> None:
+    channels = smcp_fx.prepare(_net(call), _image()).channels
+    assert "a.0" not in [group.name for group in channels.groups if group.free]
     pinned = "; ".join(reason for group in channels.groups for reason in group.pinned)
     assert "runs without gradients" in pinned
+
+
+def _through(net: Any, x: Tensor) -> Tensor:
+    return net.out(net.c(net.b(net.a(x))))
+
+
+def _detached_in_eval(net: Any, x: Tensor) -> Tensor:
+    return _through(net, x) if net.training else _through(net, x).detach()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda net, x: _through(net, x) + _through(net, x).detach(),
+        lambda net, x: _through(net, x) + net.b(net.a(x)).detach().mean(),
+        _detached_in_eval,
+    ],
+)
+def test_layers_that_are_also_read_with_gradients_stay_free(call: Any) -> None:
+    channels = smcp_fx.prepare(_net(call), _image()).channels
+    assert {"a.0", "b.0", "c.0"} <= {group.name for group in channels.groups if group.free}
 
 
 def test_a_write_into_a_tensor_with_gradients_under_no_grad_is_refused() -> None:
