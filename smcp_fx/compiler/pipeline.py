@@ -144,7 +144,7 @@ class _Compilation:
             measured = compare(dense, pruned)
         with self.tell.stage("reading accuracies from the emitted files"):
             accuracies = [accuracy_of(engine, data, fitted, settings.batch) for engine in (dense, pruned)]
-        note_guesses(data, *accuracies, settings.rate, self.tell)
+        note_guesses(data, accuracies[0], accuracies[1], settings.rate, self.tell)
         report = build_report(
             settings, self.config, prepared, fitted, data, backend, corrector,
             Measured(measured, tuple(accuracies), fraction),
