@@ -117,7 +117,7 @@ BAD = [
     ("compile --overwrite --ramp inf", "--ramp must be from 0"),
     ("compile --overwrite --epochs nan", "--epochs must be from 0"),
     ("compile --overwrite --epochs inf", "--epochs must be from 0"),
-    ("compile --overwrite --epochs 0", "--epochs and --lr must be positive"),
+    ("compile --overwrite --epochs -1", "--epochs must be from 0"),
     ("compile --overwrite --dense-epochs nan", "--dense-epochs must be from 0"),
     ("compile --overwrite --lr nan", "must be positive"),
     ("compile --overwrite --weight-decay -1", "--weight-decay at least 0"),

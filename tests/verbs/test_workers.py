@@ -88,25 +88,40 @@ def test_trained_in_threads_as_alone() -> None:
     assert all(torch.equal(one, two) for one, two in zip(alone, beside, strict=True))
 
 
-def _answer(network: smcp_fx.PreparedModel | dict[str, Tensor], queue: Any) -> None:
-    if isinstance(network, dict):
-        state, network = network, prepared(1)
-        network.load_state_dict(state)
+def computed(network: smcp_fx.PreparedModel) -> Tensor:
+    with torch.no_grad():
+        return network.eval()(IMAGE)
+
+
+def _convert(network: smcp_fx.PreparedModel, queue: Any) -> None:
+    torch.set_num_threads(1)
+    queue.put(computed(network).tolist())
+
+
+def _train(state: dict[str, Tensor], queue: Any) -> None:
+    network = prepared(1)
+    network.load_state_dict(state)
     queue.put(trained(network).tolist())
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_a_worker_trains_the_same(start: str) -> None:
-    """A forked process has the model; one that begins afresh is given its state, as the error says."""
+def _answer(start: str, work: Callable[..., None], given: Any) -> Tensor:
     context = multiprocessing.get_context(start)
-    network, queue = prepared(1), context.Queue()
-    if start == "spawn":
-        with pytest.raises(CheckpointError, match=r"not pickled: save prepared\.state_dict\(\)"):
-            context.Process(target=_answer, args=(network, queue)).start()
-    worker = context.Process(
-        target=_answer, args=(network if start == "fork" else network.state_dict(), queue)
-    )
+    queue = context.Queue()
+    worker = context.Process(target=work, args=(given, queue))
     worker.start()
     found = torch.tensor(queue.get(timeout=240))
     worker.join()
-    assert torch.equal(found, trained(network))
+    return found
+
+
+def test_a_forked_worker_has_the_model() -> None:
+    """It trains none: PyTorch refuses that where the process has trained in threads."""
+    network = prepared(1)
+    assert torch.equal(_answer("fork", _convert, network), computed(network))
+
+
+def test_a_spawned_worker_is_given_the_state_as_the_error_says() -> None:
+    network = prepared(1)
+    with pytest.raises(CheckpointError, match=r"not pickled: save prepared\.state_dict\(\)"):
+        _answer("spawn", _train, network)
+    assert torch.equal(_answer("spawn", _train, network.state_dict()), trained(network))
