@@ -10,6 +10,7 @@ Training images are drawn anew for every step, test images once; equal seeds giv
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ _ALIKE = "cijklmopsuvwxyz"
 _TEST_SEED, _TEST_IMAGES = 1_234_567, 4_000
 
 
-class Task:
+class Task(ABC):
     """Images [count, channels, side, side] with labels [count], to train on and to test on."""
 
     name: str
@@ -37,9 +38,9 @@ class Task:
     steps: int
     test: tuple[Tensor, Tensor]
 
+    @abstractmethod
     def draw(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
         """So many training images and their labels."""
-        raise NotImplementedError
 
     @property
     def example(self) -> Tensor:
