@@ -14,6 +14,8 @@ from pathlib import Path
 
 #: Memory of this size has a mapping of its own, in which huge pages fit.
 _PROBE_BYTES = 64 << 20
+#: The heap's largest free piece is smaller than the probe, so many times doubled. Chosen: 64 GiB are not free at once.
+_DOUBLINGS = 10
 
 
 @functools.cache
@@ -23,24 +25,40 @@ def huge_pages() -> bool:
     The kernel's word on memory that is allocated to ask about it, and not touched (``THPeligible`` in
     ``/proc/self/smaps``); False where it has none.
     """
-    maps = Path("/proc/self/smaps")
-    if not maps.exists():
+    smaps = Path("/proc/self/smaps")
+    if not smaps.exists():
         return False
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
-    address = libc.malloc(_PROBE_BYTES)
-    if address is None:
-        return False
-    try:
-        return _eligible(maps.read_text(encoding="utf-8", errors="replace"), address)
-    finally:
-        libc.free(address)
+    before = _mappings(_text(smaps))
+    for doubled in range(_DOUBLINGS):
+        address = libc.malloc(_PROBE_BYTES << doubled)
+        if address is None:
+            return False
+        try:
+            # Freed memory that is given again tells what its last user asked for: NumPy asks for huge pages.
+            if not any(first <= address < end for first, end in before):
+                return _eligible(_text(smaps), address)
+        finally:
+            libc.free(address)
+    return False
 
 
 def page_settings() -> tuple[tuple[str, str], ...]:
     """Return, for a fingerprint, that pages are huge; nothing where they are small."""
     return (("huge_pages", "on"),) if huge_pages() else ()
+
+
+def _text(smaps: Path) -> str:
+    return smaps.read_text(encoding="utf-8", errors="replace")
+
+
+def _mappings(maps: str) -> list[tuple[int, int]]:
+    """Return each mapping's first address and its end."""
+    heads = [line.split(" ", 1)[0] for line in maps.splitlines()]
+    bounds = [head.split("-") for head in heads if not head.endswith(":")]
+    return [(int(first, 16), int(end, 16)) for first, end in bounds]
 
 
 def _eligible(maps: str, address: int) -> bool:

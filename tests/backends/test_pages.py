@@ -38,10 +38,10 @@ print(json.dumps({"huge": huge_pages(), "got": got, "prints": prints}))
 """
 
 
-def told(**environment: str) -> dict:
+def told(script: str, **environment: str) -> dict:
     plain = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         env={**plain, **environment},
         capture_output=True,
         text=True,
@@ -53,7 +53,7 @@ def told(**environment: str) -> dict:
 @pytest.mark.skipif(not SWITCH.exists(), reason="this kernel tells nothing of huge pages")
 @pytest.mark.parametrize("asking", [False, True])
 def test_a_process_knows_its_pages(asking: bool) -> None:
-    found = told(**({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if asking else {}))
+    found = told(SCRIPT, **({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if asking else {}))
     switch = SWITCH.read_text()
     library, _, version = os.confstr("CS_GNU_LIBC_VERSION").partition(" ")
     heard = library == "glibc" and tuple(map(int, version.split(".")[:2])) >= (2, 35)
@@ -62,6 +62,25 @@ def test_a_process_knows_its_pages(asking: bool) -> None:
         assert found["got"] == 0  # where they are had, how many depends on what memory is free in one piece
     for settings in found["prints"]:
         assert settings.get("huge_pages") == ("on" if found["huge"] else None)
+
+
+#: As above in a process whose heap has a free piece of 180 MiB, of which the last user asked for huge pages.
+FRAGMENTED = """
+import json, numpy as np
+from smcp_fx.backends.timing.pages import huge_pages
+for _ in range(3):  # glibc takes blocks as large as those that are freed from the heap
+    np.ones(30 << 17)
+blocks = [np.ones(30 << 17) for _ in range(8)]
+behind = [np.ones(1 << 12) for _ in range(2000)]  # keeps the heap from shrinking
+del blocks[1:7]
+print(json.dumps({"huge": huge_pages()}))
+"""
+
+
+@pytest.mark.skipif(not SWITCH.exists(), reason="this kernel tells nothing of huge pages")
+def test_what_freed_memory_was_asked_for_does_not_count() -> None:
+    """Two processes with one fingerprint share rows: it must not depend on what was allocated before."""
+    assert told(FRAGMENTED) == {"huge": "[always]" in SWITCH.read_text()}
 
 
 def test_a_mapping_is_found_by_its_address() -> None:
