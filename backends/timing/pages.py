@@ -14,7 +14,7 @@ from pathlib import Path
 
 #: Memory of this size has a mapping of its own, in which huge pages fit.
 _PROBE_BYTES = 64 << 20
-#: The heap's largest free piece is smaller than the probe, so many times doubled. Chosen: 64 GiB are not free at once.
+#: The largest free piece of a heap is smaller than the probe doubled so often. Chosen: 64 GiB are not free at once.
 _DOUBLINGS = 10
 
 
