@@ -19,7 +19,7 @@ from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning
 from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
-from smcp_fx.prepared import Preparation, PreparedGraph, PreparedModel, PreparedRegions, copy_modes
+from smcp_fx.prepared import Preparation, PreparedGraph, PreparedModel, PreparedRegions, Tracing, copy_modes
 from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
 from smcp_fx.pruning.state import PruningState
@@ -129,9 +129,7 @@ def _prepared(
         config=config,
         schedule=schedule,
         example_inputs=inputs,
-        joined=joined,
-        assumptions=traced.assumptions,
-        modes=own_modes(own) if joined is None else None,
+        traced=Tracing(traced.assumptions, joined, own_modes(own) if joined is None else None),
         asked=target is not None,
     )
     state = PruningState(channels, traced.module)
@@ -236,7 +234,7 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
         raise InputError(f"convert needs what prepare returned, not {type(prepared).__name__}")
     prepared.pruner.check_finished()
     converted = sliced(prepared)
-    if prepared.plan.modes is not None:
+    if prepared.plan.traced.modes is not None:
         frozen = [n for n, part in prepared.named_modules() if prepared.training and not part.training]
         warnings.warn(
             f"{type(prepared).__name__} has a train() of its own; the converted model is a plain graph, whose "
@@ -283,8 +281,8 @@ def sliced_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
     module.recompile()
     if not isinstance(copied, PreparedRegions):
         return module, module
-    assert copied.plan.joined is not None
-    run_by_graphs(copied.python, module.graph, copied.plan.joined, alone=True)
+    assert copied.plan.traced.joined is not None
+    run_by_graphs(copied.python, module.graph, copied.plan.traced.joined, alone=True)
     return module, copied.python
 
 

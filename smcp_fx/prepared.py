@@ -27,6 +27,15 @@ from smcp_fx.tracing.sentences import TAKEN
 
 
 @dataclass(frozen=True)
+class Tracing:
+    """How a model was traced: what its graph takes for given of the inputs, and the parts where it is no whole."""
+
+    assumptions: tuple[str, ...] = ()
+    joined: Joined | None = None
+    modes: nn.Module | None = None  # see `own_modes`
+
+
+@dataclass(frozen=True)
 class Preparation:
     """What a prepared model was made with; shared by its copies. ``asked``: the target was given, not the default."""
 
@@ -38,9 +47,7 @@ class Preparation:
     config: PruningConfig
     schedule: Schedule | None
     example_inputs: tuple[Any, ...]
-    joined: Joined | None = None
-    assumptions: tuple[str, ...] = ()
-    modes: nn.Module | None = None  # see `own_modes`
+    traced: Tracing
     asked: bool = True
 
 
@@ -69,13 +76,13 @@ class PreparedModel(nn.Module):
     @property
     def regions(self) -> tuple[str, ...]:
         """The modules that were traced one by one; empty when the model was traced as a whole."""
-        joined = self.plan.joined
+        joined = self.plan.traced.joined
         return () if joined is None else tuple(region.path for region in joined.regions)
 
     @property
     def untraced(self) -> dict[str, str]:
         """Why modules were not traced, by path ("" is the model itself); empty when it was traced as a whole."""
-        return {} if self.plan.joined is None else dict(self.plan.joined.stopped)
+        return {} if self.plan.traced.joined is None else dict(self.plan.traced.joined.stopped)
 
     def set_masks(self, masks: Mapping[str, Tensor]) -> None:
         """Set groups' masks: any bool tensor of the group's size that keeps a unit. Batch-norm scales follow.
@@ -133,8 +140,8 @@ class PreparedGraph(PreparedModel, fx.GraphModule):
     def train(self, mode: bool = True) -> PreparedGraph:
         """As the original's."""
         super().train(mode)
-        if self.plan.modes is not None:
-            set_own_modes(self.plan.modes, self, mode)
+        if self.plan.traced.modes is not None:
+            set_own_modes(self.plan.traced.modes, self, mode)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedGraph:
@@ -171,8 +178,8 @@ class PreparedRegions(PreparedModel):
         self.graph = graph
         self.plan = plan
         self.add_module(STATE, state)
-        assert plan.joined is not None
-        run_by_graphs(python, graph, plan.joined)
+        assert plan.traced.joined is not None
+        run_by_graphs(python, graph, plan.traced.joined)
         self.pruner = Pruner(
             self, plan.channels, state, plan.cost, plan.target, plan.config, plan.schedule, plan.asked
         )

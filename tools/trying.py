@@ -66,7 +66,7 @@ def describe(prepared: Any) -> dict[str, Any]:
         "groups": len(graph.groups),
         "free_groups": sum(group.free for group in graph.groups),
         "pinned": dict(why.most_common(6)),
-        "assumed": list(prepared.plan.assumptions),
+        "assumed": list(prepared.plan.traced.assumptions),
     }
 
 

@@ -118,7 +118,7 @@ class Elimination:
     def __init__(self, prepared: PreparedModel, batches: int) -> None:
         self._state = prepared.smcp
         self.graph, self.whole = full_graph(prepared)
-        self._joined = prepared.plan.joined
+        self._joined = prepared.plan.traced.joined
         self._batches = batches
         self._images = 0
         nodes = {node.name: node for node in self.graph.graph.nodes}

@@ -49,7 +49,7 @@ def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairRepor
             "smaller is not what convert makes of this prepared model with the masks it has now: convert it again"
         )
     # Of a model that was traced in regions, their joined graph on the model's own tensors.
-    joined, part = prepared.plan.joined, smaller if fresh is graph else sharing(smaller, graph.graph)
+    joined, part = prepared.plan.traced.joined, smaller if fresh is graph else sharing(smaller, graph.graph)
     assert isinstance(part, fx.GraphModule)
     whole, whole_model = full_graph(prepared)
     keep = prepared.smcp.units_kept().cpu() | ~prepared.channels.free_units

@@ -41,7 +41,7 @@ def test_a_checkpointed_part_is_traced_as_if_it_were_called(how: str) -> None:
     part = nn.Sequential(conv(8, 6), nn.ReLU(), conv(6, 8))
     prepared = check_traced(between(CHECKPOINTED[how], part=part))
     assert prepared.channels.free_share == 1.0 and not prepared.regions
-    assert not prepared.plan.assumptions
+    assert not prepared.plan.traced.assumptions
 
 
 @pytest.mark.parametrize(
