@@ -20,8 +20,9 @@ from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
 from smcp_fx.channels.rules_movement import known_values, perform
 from smcp_fx.channels.trail import ParameterRef, ParameterView
 from smcp_fx.errors import PassError
-from smcp_fx.passes.movement_rewrites import REWRITES, SIZES, numbers
+from smcp_fx.passes.movement_rewrites import REWRITES, SIZES
 from smcp_fx.passes.original_numbers import OriginalNumbers, recomputed
+from smcp_fx.passes.size_rewrites import fill, pad, set_second
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name, writes_in_place
@@ -29,6 +30,10 @@ from smcp_fx.tracing.traits import Trait, has
 
 #: Movements of a weight that say its sizes, or depend on which of them are 1.
 _SHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze"}
+
+
+#: What may spread one value over the channels.
+_SPREADS = {"expand", "expandas", "broadcastto"}
 
 
 def rewrite_graph(module: fx.GraphModule, sliced: Sliced) -> list[str]:
@@ -98,8 +103,11 @@ class _Rewriter:
             self._shuffle(node)
         elif has(operation, Trait.MOVES):
             self._move(node, operation or "")
+        elif has(operation, Trait.FILLS) and isinstance(old, Tensor) and self.sliced.axis(old) is not None:
+            self.report.append(fill(self, node, old))
         elif operation == "pad" and node.op == "call_function":
-            self._crop(node)
+            self._freeze_numbers(node)
+            self.report += pad(self, node)
         elif operation in ("layernorm", "rmsnorm"):
             self._resize_norm(node, target)
         elif operation == "groupnorm":
@@ -153,7 +161,7 @@ class _Rewriter:
         if tuple(known) != wanted:
             sizes = self.parts_of(given, node) if isinstance(given, fx.Node) else given
             pairs = zip(sizes, known, wanted, strict=True)
-            _set_second(node, "normalized_shape", tuple(s if n == w else w for s, n, w in pairs))
+            set_second(node, "normalized_shape", tuple(s if n == w else w for s, n, w in pairs))
 
     def _regroup(self, node: fx.Node, module: Any) -> None:
         """A group norm says how many groups there are: fewer where whole groups go."""
@@ -174,7 +182,7 @@ class _Rewriter:
         )
         wanted = before if labels is None or groups is None else groups * left // labels.numel()
         if known != wanted:
-            _set_second(node, "num_groups", wanted)
+            set_second(node, "num_groups", wanted)
 
     def _now(self, node: fx.Node) -> Any:
         return self.new[node.name]
@@ -229,6 +237,8 @@ class _Rewriter:
         coupled = (
             operation == "diagonal"
         )  # whose channels are told apart by where they are in other dimensions
+        if operation in _SPREADS and kept_in is None and self._fits(node, outputs[0]):
+            return  # one value for all channels, which the labels alone tell apart
         if (
             not coupled
             and self._agrees(node, self.new[node.name])
@@ -296,27 +306,12 @@ class _Rewriter:
             parts.append(part)
         return parts
 
-    def _crop(self, node: fx.Node) -> None:
-        """Padding by negative amounts crops: as many channels as are kept of those cropped."""
-        self._freeze_numbers(node)
-        before = self.old[node.args[0].name] if isinstance(node.args[0], fx.Node) else None
-        amounts = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
-        found = self.sliced.axis(before) if isinstance(before, Tensor) else None
-        if found is None or not isinstance(before, Tensor) or not isinstance(amounts, (tuple, list)):
-            return
-        place = 2 * (before.dim() - 1 - found[0])
-        if place >= len(amounts):
-            return
-        first, last = numbers(self, (amounts[place], amounts[place + 1]))
-        size, kept = before.shape[found[0]], found[1]
-        new = list(amounts)
-        if first < 0:
-            new[place] = -int((kept < -first).sum())
-        if last < 0:
-            new[place + 1] = -int((kept >= size + last).sum())
-        if new != list(amounts):
-            _set_second(node, "pad", tuple(new))
-            self.report.append(f"{node.name}: crops {new[place]}, {new[place + 1]} channels")
+    def _fits(self, node: fx.Node, before: Tensor) -> bool:
+        try:
+            found = self._execute(node, lambda n: self.new[n.name])
+        except (RuntimeError, IndexError, ValueError):
+            return False
+        return isinstance(found, Tensor) and found.shape == self.sliced.slice(before).shape
 
     def _agrees(self, node: fx.Node, expected: Any) -> bool:
         """Execute the rewritten node on the kept labels: does it give the labels expected of it?"""
@@ -392,13 +387,6 @@ def _ruler(shape: Sequence[int], dim: int) -> Tensor:
 
 def _known(dim: int | None) -> int:
     return -1 if dim is None else dim
-
-
-def _set_second(node: fx.Node, name: str, value: Any) -> None:
-    if len(node.args) > 1:
-        node.args = (node.args[0], value, *node.args[2:])
-    else:
-        node.kwargs = {**node.kwargs, name: value}
 
 
 def _repeat(labels: Tensor, dim: int) -> bool:

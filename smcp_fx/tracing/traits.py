@@ -23,6 +23,8 @@ class Trait(Flag):
     PADS = auto()
     #: Computes each element from those that broadcasting brings to its place.
     ELEMENTWISE = auto()
+    #: Makes a tensor of one value, of the sizes given.
+    FILLS = auto()
     #: Of element-wise ones: the values are drawn, or are no values at all.
     DRAWN = auto()
     #: Returns the operand itself, always or in some mode or for some type.
@@ -56,6 +58,7 @@ _NAMES = {
         round rrelu rsqrt selu sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square
         stochasticdepth sub swish tan tanh tanhshrink threshold to trunc type typeas where xlogy zero zeroslike
     """,
+    Trait.FILLS: "empty full newempty newfull newones newzeros ones zeros",
     Trait.DRAWN: "bernoulli emptylike randlike randnlike rrelu",
     Trait.SAME: """
         alphadropout bfloat16 detach double dropblock2d dropblock3d dropout dropout1d dropout2d dropout3d

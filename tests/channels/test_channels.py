@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import models_broadcasts  # noqa: F401  (these register their networks)
+import models_filled  # noqa: F401
 import models_layers  # noqa: F401
 import models_movement  # noqa: F401
 import models_products  # noqa: F401
