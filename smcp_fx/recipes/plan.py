@@ -11,9 +11,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from smcp_fx.allocation import allocate
+from smcp_fx.channels import ChannelGraph
 from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.prepared import PreparedModel
+from smcp_fx.pruning.pruner import Pruner
 from smcp_fx.recipes.recipe import Recipe
 from smcp_fx.recipes.timeline import Timeline
 from smcp_fx.report.formats import count, percent
@@ -118,6 +120,12 @@ def print_plan(
         console,
         f"Target       {percent(timeline.recipe.pruning.target, trim=True)} of it: {_cost(final, unit)}",
     )
+    _print_groups(channels, console)
+    _print_epochs(timeline, pruner, console)
+    _print_forecast(prepared, timeline, console)
+
+
+def _print_groups(channels: ChannelGraph, console: Console) -> None:
     free = [group for group in channels.groups if group.free]
     _say(
         console,
@@ -134,24 +142,33 @@ def print_plan(
         )
         groups.add_row(group.name, str(group.size), shown)
     _say(console, groups)
+
+
+def _print_epochs(timeline: Timeline, pruner: Pruner, console: Console) -> None:
+    schedule, unit, full = timeline.schedule, pruner.cost.unit, pruner.full_cost
     lines = _table("epoch", "masks", "learning rate", "target", "", "solves")
     for epoch in listed_epochs(timeline):
         start = epoch * schedule.steps_per_epoch
         end = min(start + schedule.steps_per_epoch, schedule.total_steps)
-        aim = schedule.target(end, full, final)
+        aim = schedule.target(end, full, pruner.target)
         solves = timeline.solves_until(end) - timeline.solves_until(start)
         lines.add_row(
             str(epoch + 1), phase(timeline, start), f"{timeline.rate(start):.3g}", percent(aim / full),
             _cost(aim, unit), str(solves),
         )  # fmt: skip
     _say(console, lines)
+
+
+def _print_forecast(prepared: PreparedModel, timeline: Timeline, console: Console) -> None:
+    pruner, schedule = prepared.pruner, timeline.schedule
+    unit, full = pruner.cost.unit, pruner.full_cost
     _say(
         console,
         "What the targets come to where importances fall evenly to 0 in every group (an example; the widths of a run "
         "follow its importances):",
     )
     steps = np.linspace(schedule.first_step, schedule.ramp_end, _EXPECTED)
-    ways = list(dict.fromkeys(schedule.target(round(step), full, final) for step in steps))
+    ways = list(dict.fromkeys(schedule.target(round(step), full, pruner.target) for step in steps))
     latency = unit == "ms"
     found = expected(prepared, ways)
     if not found or found[-1].target != ways[-1]:
