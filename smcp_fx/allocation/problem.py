@@ -1,4 +1,4 @@
-"""A bound `NetworkCost` as tables: one a pair of widths, in place of one callable a layer.
+"""A `NetworkCost` as tables: one per pair of widths instead of one callable per layer.
 
 A *variable* is what indexes a table's axis: a group's count, or the sum of several groups' channels where
 they are concatenated. Widths that differ by a constant or a factor (a flatten in front of a linear layer)
@@ -79,7 +79,7 @@ def tabulate(cost: NetworkCost) -> CoupledProblem:
     """
     variables = _Variables(cost.permitted)
     merged: dict[tuple[int, ...], Array] = {}
-    evaluated: dict[object, Array] = {}  # layers that are alike share their price, and their widths' grids
+    evaluated: dict[object, Array] = {}  # equal layers share their price and their widths' grids
     constant = cost.constant
     for term in cost.terms:
         if len(term.widths) > 2:

@@ -1,4 +1,4 @@
-"""The plan of a run: what will be done at every epoch, to which channels, and what should come of it."""
+"""The plan of a run: what happens at every epoch, to which channels, and the expected result."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from smcp_fx.recipes.timeline import Timeline
 from smcp_fx.report.formats import count, percent
 from smcp_fx.texts import amount
 
-#: Epochs are listed one by one up to this many, else every so many of them and where something begins.
+#: Most epochs listed one by one; of longer runs, a regular selection and those where a phase begins.
 _LINES = 100
-#: For how many of the targets the cost of an allocation is computed.
+#: How many targets along the ramp get a forecast.
 _EXPECTED = 6
 
 
 @dataclass(frozen=True)
 class Expected:
-    """An example of what a target comes to: ``share`` of the channels kept, and its costs."""
+    """The forecast for one target: ``share`` of the channels kept, and the costs."""
 
     target: float
     share: float
@@ -60,7 +60,7 @@ def expected(prepared: PreparedModel, targets: list[float]) -> list[Expected]:
 
 
 def phase(timeline: Timeline, step: int) -> str:
-    """What happens to the masks at an optimiser step."""
+    """Return what happens to the masks at an optimiser step."""
     schedule = timeline.schedule
     if step < schedule.first_step:
         return "warm-up"
@@ -70,7 +70,7 @@ def phase(timeline: Timeline, step: int) -> str:
 
 
 def listed_epochs(timeline: Timeline) -> Iterator[int]:
-    """Epochs (from 0) that a plan lists: all, or every so many and those where something begins."""
+    """Return the epochs (from 0) that a plan lists: all, or a regular selection and those where a phase begins."""
     schedule = timeline.schedule
     epochs = math.ceil(schedule.epochs)
     stride = -(-epochs // _LINES)
@@ -164,7 +164,7 @@ def _print_forecast(prepared: PreparedModel, timeline: Timeline, console: Consol
     unit, full = pruner.cost.unit, pruner.full_cost
     _say(
         console,
-        "What the targets come to where importances fall evenly to 0 in every group (an example; the widths of a run "
+        "What the targets mean if importances fall evenly to 0 in every group (an example; the widths of a run "
         "follow its importances):",
     )
     steps = np.linspace(schedule.first_step, schedule.ramp_end, _EXPECTED)

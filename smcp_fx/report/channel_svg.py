@@ -84,7 +84,7 @@ def _panel() -> Markup:
         "aside",
         element(
             "p",
-            "Point at a group or a layer to see its members, its shapes and what would go with it; click to hold it. "
+            "Point at a group or a layer to see its members, its shapes and what would go with it; click to keep it. "
             "A box with a plus opens its module. Drag to move, Ctrl and the wheel to zoom.",
         ),
         id="cg-panel",

@@ -1,4 +1,4 @@
-"""What a compile run reached, in one sentence and one table."""
+"""The result of a compile run in one sentence and one table."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def comparison(report: Report) -> list[SummaryRow]:
 def target_line(report: Report) -> str:
     """Return target, predicted and measured fraction, and on what was measured, in one line.
 
-    Where the table is another device's, the prediction is for that one, and what was measured is not.
+    With a table of another device, the prediction is for that device, and the measurement for this one.
     """
     table = report.table or TableFacts()
     device = table.fingerprint.get("device") or "another device"
@@ -146,7 +146,7 @@ def backend_line(report: Report) -> str:
 
 
 def unsteady(report: Report) -> list[str]:
-    """Return which of "dense" and "pruned" had timings that spread too far to be sure of."""
+    """Return which of "dense" and "pruned" had timings that vary too much to be trusted."""
     names = ("dense", "pruned")
     return [name for name, side in zip(names, _sides(report), strict=True) if side.latency_stable is False]
 
@@ -168,7 +168,7 @@ def summary_table(report: Report) -> Table:
     lines = [target_line(report)]
     if unsteady(report):
         lines.append(
-            f"The timings of {' and '.join(unsteady(report))} spread too far: measure again when idle."
+            f"The timings of {' and '.join(unsteady(report))} vary too much: measure again when idle."
         )
     table.caption = Text("\n".join(lines))
     return table

@@ -143,7 +143,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert recipe.training == load_recipe("resnet50-30").training
     for text, message in (
         ('base = "cifar"', "there are imagenet, voc"),
-        ("a = ", "is no TOML"),
+        ("a = ", "is not TOML"),
         ('base = "imagenet"', "lacks the field network"),
     ):
         file.write_text(text)
