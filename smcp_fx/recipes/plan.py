@@ -11,7 +11,6 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from smcp_fx.allocation import allocate
-from smcp_fx.channels import ChannelGraph
 from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.prepared import PreparedModel
@@ -102,7 +101,7 @@ def print_plan(
     prepared: PreparedModel, timeline: Timeline, cost: str | LatencyCost, console: Console
 ) -> None:
     """Print the whole plan of a pruning run; `InfeasibleBudgetError` where its target is out of reach."""
-    pruner, schedule, channels = prepared.pruner, timeline.schedule, prepared.channels
+    pruner, schedule = prepared.pruner, timeline.schedule
     unit, full, final = pruner.cost.unit, pruner.full_cost, pruner.target
     _print_run(timeline, console)
     _say(
@@ -120,12 +119,13 @@ def print_plan(
         console,
         f"Target       {percent(timeline.recipe.pruning.target, trim=True)} of it: {_cost(final, unit)}",
     )
-    _print_groups(channels, console)
+    _print_groups(prepared, console)
     _print_epochs(timeline, pruner, console)
     _print_forecast(prepared, timeline, console)
 
 
-def _print_groups(channels: ChannelGraph, console: Console) -> None:
+def _print_groups(prepared: PreparedModel, console: Console) -> None:
+    channels = prepared.channels
     free = [group for group in channels.groups if group.free]
     _say(
         console,

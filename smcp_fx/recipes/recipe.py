@@ -171,7 +171,7 @@ def _merged(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"the recipe {path} cannot be read: {error}") from error
     except ValueError as error:  # TOML's own errors, bad text, numbers of too many digits
-        raise InputError(f"the recipe {path} is no TOML: {error}") from error
+        raise InputError(f"the recipe {path} is not TOML: {error}") from error
     base = values.pop("base", None)
     if base is None:
         return values
