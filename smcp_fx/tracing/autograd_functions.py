@@ -83,6 +83,9 @@ class _Applied:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._class.apply(*args, **kwargs)
 
+    def __repr__(self) -> str:
+        return f"<{self._class.__qualname__}.apply>"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return applied, (self._class,)
 
