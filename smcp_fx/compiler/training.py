@@ -11,7 +11,7 @@ from torch import nn
 
 from smcp_fx.calibration.batches import device_of
 from smcp_fx.errors import InputError
-from smcp_fx.training import TrainingLoop
+from smcp_fx.training import Teacher, TrainingLoop
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
@@ -31,8 +31,11 @@ def training_loop(
     seed: int,
     checkpoint: Path,
     mixed: bool = False,
+    teacher: tuple[Teacher | None, float] = (None, 0.0),
 ) -> TrainingLoop:
-    """Return the loop that trains ``network``, the fitted model or its prepared form, on the data, where it is.
+    """Return the loop that trains ``network``, the fitted model or what was made of it, on the data, where it is.
+
+    ``teacher``: what it learns from besides labels, and the share of that.
 
     Its epochs hold the accuracy on the test images, as a share, under ``accuracy``.
     """
@@ -53,6 +56,8 @@ def training_loop(
         checkpoint=checkpoint,
         seed=seed,
         device=device_of(network),
+        teacher=teacher[0],
+        taught=teacher[1],
         mixed=mixed,
         advice=f"Try a smaller learning rate than {lr} (--lr)",
     )
