@@ -289,7 +289,7 @@ class _Compilation:
             )
             if target != targets[-1]:
                 points.append(self._emitted(prepared, found, corrector, target))
-        facts = calibration_facts(found, images, data.labelled, dense)
+        facts = calibration_facts(found, prepared, images, data.labelled, dense)
         told = {"calibration": facts, "agreement": not data.labelled, "targets": tuple(points)}
         return found.network, corrector, told | ({"target": f"{targets[-1]:g}"} if settings.targets else {})
 

@@ -13,7 +13,7 @@ from smcp_fx.report.curves import solve_curves, training_curves, validation_pair
 from smcp_fx.report.formats import MISSING, milliseconds, number, percent, relative_change
 from smcp_fx.report.heat_map import heat_map
 from smcp_fx.report.provenance import provenance
-from smcp_fx.report.schema import Report, SolveRow
+from smcp_fx.report.schema import Report, SolveRow, WorthRow
 from smcp_fx.report.summary import comparison, headline, model_name, target_line, unsteady_line
 from smcp_fx.report.svg import Markup, element, join
 from smcp_fx.report.without_training import (
@@ -23,6 +23,7 @@ from smcp_fx.report.without_training import (
     target_head,
     target_rows,
 )
+from smcp_fx.report.worth_curves import NARROW_ACROSS, PANELS, worth_curves
 from smcp_fx.texts import significant
 
 # The browser itself is told to fetch nothing.
@@ -226,7 +227,27 @@ def _without_training(report: Report) -> list[Markup]:
         drawn.append(
             _figure("Repaired layers", repair_words(report, report.calibration), repair_bars(layers), table)
         )
+        if report.calibration.worth:
+            drawn.append(_worth(report.calibration.worth))
     return drawn
+
+
+def _worth(groups: Sequence[WorthRow]) -> Markup:
+    words = (
+        "How far the loss rises, by estimate, where a group keeps only its best channels and the layers that read "
+        "them are fitted anew. Dots are what was chosen; together they are 100 %. Where a curve is flat, channels "
+        "cost nothing."
+    )
+    if len(groups) > PANELS:
+        words += f" The first {PANELS} of {len(groups)} groups."
+    rows = [
+        (group.name, group.kept, group.size, *map(significant, pair))
+        for group in groups
+        for pair in zip(group.counts, group.rises, strict=True)
+    ]
+    head = ("group", "chosen", "of", "kept", "rise of the loss")
+    drawing = _both(worth_curves(groups), worth_curves(groups, NARROW_ACROSS))
+    return _figure("What channels are worth", words, drawing, _numbers(head, rows))
 
 
 def _surfaces(report: Report) -> list[Markup]:

@@ -169,6 +169,20 @@ class RepairRow:
 
 
 @dataclass(frozen=True)
+class WorthRow:
+    """What a group's units are worth: how far the loss rises where only the best of them are kept."""
+
+    name: str = told("the group", "")
+    size: int = told("its units", 0)
+    kept: int = told("those kept", 0)
+    counts: tuple[int, ...] = told("how many are kept, ascending", ())
+    rises: tuple[float, ...] = told(
+        "estimate of the loss's rise at each count, its readers fitted anew; to compare, not to add to a loss",
+        (),
+    )
+
+
+@dataclass(frozen=True)
 class CalibrationFacts:
     """What was done without training."""
 
@@ -179,6 +193,7 @@ class CalibrationFacts:
     repaired: float | None = told("accuracy as it was repaired")
     norms: int = told("batch norms whose statistics were set", 0)
     layers: tuple[RepairRow, ...] = told("the layers in the order they run", ())
+    worth: tuple[WorthRow, ...] = told("the free groups; empty where the loss was not known", ())
 
 
 @dataclass(frozen=True)
