@@ -7,8 +7,8 @@
 
 Networks are trained to their plateau once, and kept in --work (`pretrained`). Each method's learning rate is the best
 of --rates at one target and seed, judged on images of the training set's kind, not on the test images. Every run is a
-line of JSON the moment it is done; a run that the record holds is not repeated. Rivals' batch norms are estimated anew
-behind the training where that is better. `pip install torch-pruning==1.6.1 --no-deps` for that rival. Set
+line of JSON the moment it is done; a run that the record holds is not repeated. Rivals' batch norms are estimated
+anew behind the training where that is better. `pip install torch-pruning==1.6.1 --no-deps` for that rival. Set
 OMP_NUM_THREADS=1. ``--budgets 0 0.01 --seeds 2`` shows the main picture in under an hour.
 """
 
