@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -82,7 +81,7 @@ class Phases:
     @property
     def tuning(self) -> bool:
         """Is there a checkpoint of the repaired network to go on from?"""
-        return self._file("tuning").exists()
+        return (self.settings.folder / "state" / "tuning.safetensors").exists()
 
     def recalibrate(self, smaller: nn.Module) -> None:
         """Estimate batch norms anew where averages of a small momentum (MobileNetV3's) are far behind the weights."""
@@ -116,13 +115,11 @@ class Phases:
             network,
             self.fitted,
             self.data,
+            self.settings,
+            name,
             epochs=epochs,
-            batch=self.settings.train_batch,
             lr=lr,
-            weight_decay=self.settings.weight_decay,
             seed=seed,
-            checkpoint=self._file(name),
-            mixed=self.settings.amp,
             teacher=teacher,
         )
 
@@ -144,6 +141,3 @@ class Phases:
         with self.tell.stage(name), self.tell.bar(name) as tick:
             loop.run(stepped=tick, solved=solved, finished=finished)
         return loop.results
-
-    def _file(self, name: str) -> Path:
-        return self.settings.folder / "state" / f"{name}.safetensors"

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from smcp_fx.backends import Backend, RelativeLatency, compare, get_backend
+from smcp_fx.backends import Backend, compare, get_backend
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine
 from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
 from smcp_fx.calibration import gather_importance
@@ -27,19 +27,18 @@ from smcp_fx.compiler.judging import dense_accuracy, note_guesses
 from smcp_fx.compiler.measuring import Corrector, accuracy_of
 from smcp_fx.compiler.phases import Phases
 from smcp_fx.compiler.pricing import asked_fraction, chosen_cost, dense_latency
-from smcp_fx.compiler.reporting import Measured, build_report
-from smcp_fx.compiler.saving import WEIGHTS, why_unsavable
+from smcp_fx.compiler.reporting import Measured, build_report, target_row
+from smcp_fx.compiler.saving import WEIGHTS, Saver
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.telling import Teller
 from smcp_fx.compiler.training import usable_device
 from smcp_fx.config import PruningConfig
-from smcp_fx.errors import CheckpointError, InputError, TraceError
+from smcp_fx.errors import InputError, TraceError
 from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.prepare import PreparedModel, convert, converted_full, prepare
 from smcp_fx.report import Report, summary_table, target_table, write_report
 from smcp_fx.report.schema import TargetRow
-from smcp_fx.serialization.saving import save
 from smcp_fx.texts import amount
 from smcp_fx.training import Epoch
 from smcp_fx.zoo.data import ImageData, load_data
@@ -67,9 +66,9 @@ class _Compilation:
         self.settings = settings
         self.config = config
         self.tell = Teller(console)
+        self.saver = Saver(settings, self.tell)
         self.folder = RunFolder(settings, as_record(settings, config))
         self.base = Path.cwd()  # where relative paths begin, whatever a factory of data or models changes
-        self.unsaved = ""  # why the weights' own file cannot be written
         self.device = torch.device("cpu")  # that the model is trained on
         self._filled: MeasureReport | None = None  # what the latency table took, once it is complete
 
@@ -146,7 +145,7 @@ class _Compilation:
             phases.recalibrate(smaller)
         with self.tell.stage("emitting"):
             smaller = smaller.cpu()
-            self._save(smaller, prepared, folder / WEIGHTS)
+            self.saver.save(smaller, prepared, folder / WEIGHTS)
             pruned = backend.compile(smaller, inputs, pruned_path)
         with self.tell.stage("measuring dense and pruned in turns"):
             measured = compare(dense, pruned)
@@ -162,7 +161,7 @@ class _Compilation:
             notes=self.tell.notes,
         )  # fmt: skip
         if settings.targets:
-            last = self._point(prepared, measured, accuracies[1], report.files["pruned"])
+            last = target_row(prepared, measured, accuracies[1], report.files["pruned"])
             without["targets"] = (*without["targets"], last)
         report = replace(report, **without)
         network_latency = latency_of(prepared.pruner.cost)
@@ -199,7 +198,7 @@ class _Compilation:
         full = converted_full(trial)
         with self.tell.stage("trying the export"):
             backend.try_export(full, inputs)
-        self._note_unsaved(why_unsavable(full))
+        self.saver.try_on(full)
 
     def _check_table(
         self, phases: Phases, backend: Backend, inputs: tuple[torch.Tensor, ...], cost: str | LatencyCost
@@ -299,44 +298,10 @@ class _Compilation:
         """Write the network of one of several targets, measure it, and return its point of the curve."""
         path = self.settings.folder / f"pruned-{target:g}.onnx"
         network = found.network.cpu()
-        self._save(network, prepared, path.with_suffix(".safetensors"))
+        self.saver.save(network, prepared, path.with_suffix(".safetensors"))
         with (
             self.tell.stage("emitting"),
             corrector.backend.compile(network, corrector.inputs, path) as engine,
         ):
             measured = compare(corrector.dense, engine)
-        return self._point(prepared, measured, found.repaired, path.name)
-
-    def _point(
-        self, prepared: PreparedModel, measured: RelativeLatency, accuracy: float, file: str
-    ) -> TargetRow:
-        pruner = prepared.pruner
-        return TargetRow(
-            target=pruner.target / pruner.full_cost,
-            cost=pruner.present_cost / pruner.full_cost,
-            measured=measured.fraction,
-            latency_ms=measured.pruned.median_ms,
-            accuracy=accuracy,
-            params=int(prepared.plan.parameters.cost(pruner.counts)),
-            flops=prepared.plan.flops.cost(pruner.counts),
-            file=file,
-        )
-
-    def _save(self, smaller: torch.nn.Module, prepared: PreparedModel, path: Path) -> None:
-        """Save the network's weights; where it cannot be, its ONNX file is all the same, and the report says so."""
-        metadata = {
-            "model": self.settings.model,
-            "target": self.settings.target,
-            "kept": prepared.pruner.counts,
-        }
-        try:
-            save(smaller, path, metadata=metadata)
-        except CheckpointError as error:
-            self._note_unsaved(str(error))
-            for old in (path, path.with_suffix(".json")):  # of a run that this one replaces
-                old.unlink(missing_ok=True)
-
-    def _note_unsaved(self, why: str) -> None:
-        if why and not self.unsaved:
-            self.unsaved = why
-            self.tell.note(f"the weights get no file of their own ({WEIGHTS}), only the ONNX file: {why}")
+        return target_row(prepared, measured, found.repaired, path.name)

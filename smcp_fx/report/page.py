@@ -98,7 +98,7 @@ def _header(report: Report) -> Markup:
 
 
 def _both(wide: Markup | None, narrow: Markup | None) -> Markup | None:
-    """The picture for a screen, and the one for a telephone: the page shows the one that fits."""
+    """Return the pictures for a screen and for a telephone; the page shows the one that fits."""
     return None if wide is None or narrow is None else element("div", wide, narrow, class_="fitting")
 
 
@@ -157,7 +157,7 @@ def _blocks(report: Report) -> Markup:
     )
     return _figure(
         "Latency by block",
-        "What the latency table says each fused block takes: dense in grey, pruned in blue.",
+        "Latency of each fused block by the table: dense in grey, pruned in blue.",
         _both(block_bars(report.blocks), block_bars(report.blocks, NARROW)),
         _numbers(("block", "dense", "pruned", "change"), rows),
     )
@@ -200,7 +200,7 @@ def _validation(report: Report) -> Markup:
     )
     return _figure(
         "Predicted against measured latency",
-        "Each point is an engine: on the line, the table foretold what was measured.",
+        "Each point is an engine. On the line, the prediction from the table was exact.",
         validation_scatter(report.validation),
         _numbers(("engine", "predicted", "measured", "measured over predicted"), rows),
     )
@@ -265,8 +265,8 @@ def _surfaces(report: Report) -> list[Markup]:
     if not drawn:
         return []
     words = (
-        "What the table holds of the blocks that take longest, over the channels they may keep. Colour is the time a "
-        "channel pair takes: an edge is a cliff of the runtime. White dots were measured, the rest is interpolated; "
+        "The table's latencies of the slowest blocks, over the channels they may keep. Colour is the time per "
+        "pair of channels: an edge is a cliff of the runtime. White dots were measured, the rest is interpolated; "
         "the frame is what was kept."
     )
     title = element("figcaption", element("h2", "Latency by channels"), element("p", words))
@@ -280,14 +280,15 @@ def _loss(value: Any) -> str:
 
 def _solves_words(solves: Sequence[SolveRow]) -> str:
     if not solves:
-        return "When masks were solved for, what they cost, and how many changed."
+        return "When masks were chosen, what they cost, and how many changed."
     pairs = [(number(solve.importance_kept), number(solve.bound)) for solve in solves]
     ratios = [kept / bound for kept, bound in pairs if kept is not None and bound]
-    words = f"{len(solves)} solves. Above, the target's ramp and what each solve costs; below, the masks it changed."
+    words = (
+        f"{len(solves)} choices of masks. Above: the falling target and the cost of each choice. Below: the masks "
+        "it changed."
+    )
     if ratios:
-        words += (
-            f" Each kept at least {percent(min(ratios))} of the most that any choice within its target could."
-        )
+        words += f" Each kept at least {percent(min(ratios))} of the importance that the best possible choice would."
     return words
 
 
