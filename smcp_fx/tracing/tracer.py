@@ -25,7 +25,14 @@ from smcp_fx.errors import InputError, TraceError
 from smcp_fx.tracing.attributes import Attributes
 from smcp_fx.tracing.autograd_functions import functions_kept
 from smcp_fx.tracing.buffers import Buffers, WritesBuffersError
-from smcp_fx.tracing.contexts import AutocastError, Contexts, pin_before_detached, without_gradients
+from smcp_fx.tracing.contexts import (
+    AutocastError,
+    Contexts,
+    detach_frozen,
+    pin_before_detached,
+    pin_layers,
+    without_gradients,
+)
 from smcp_fx.tracing.counts import Counters, Counts, CountsError, paths_of
 from smcp_fx.tracing.example_runs import first_line, images_in, record, run_eager, same_values, unchanged
 from smcp_fx.tracing.mode_merging import UnexplainedError, merged
@@ -140,7 +147,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             f"difference at {_first_difference(model, traced, inputs)}. Something in its forward takes "
             "another way when it is traced; a question such as `type(x) is Tensor` is the usual cause."
         )
-    without_gradients(traced, values, lambda run: run_eager(traced, inputs, run))
+    pin_layers(traced, without_gradients(graph))
     pin_before_detached(traced)
     drop_expansions(traced, values)
     add_computed_biases(traced, values)
@@ -347,6 +354,11 @@ def _trace_in_mode(
             before.restore()
         if not same:
             raise CountsError(paths_of(model, counters))
+    graph = traced[0].graph
+    if without_gradients(graph):
+        normalise(model, graph)
+        module = fx.GraphModule(model, with_branches(graph), class_name=type(model).__name__)
+        detach_frozen(module, _values(model, graph, inputs), lambda run: run_eager(module, inputs, run))
     return traced[0]
 
 
