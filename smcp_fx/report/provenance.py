@@ -1,4 +1,4 @@
-"""The page's last part: what measured where and when, with which versions, and how sure it is."""
+"""The page's last part: what was measured where, when, with which versions, and how certain it is."""
 
 from __future__ import annotations
 
