@@ -1,4 +1,4 @@
-"""What a compile run is asked for; the command line derives its flags from these fields."""
+"""The settings of a compile run; the command line derives its flags from these fields."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class CompileSettings(EngineSettings):
             raise InputError("--out is empty: give a folder")
         if self.resume and self.overwrite:
             raise InputError("--resume goes on with a run and --overwrite replaces it: give one of them")
-        # What can be known to be wrong before anything is measured: a full cost of 1 stands for the real one.
+        # Refuse bad targets before anything is measured: a full cost of 1 stands for the real one.
         absolute_target(
             self.wanted, 1.0, {"latency": "ms", "flops": "FLOPs", "params": "parameters"}[self.cost]
         )
@@ -157,12 +157,12 @@ class CompileSettings(EngineSettings):
 
     @property
     def trains(self) -> bool:
-        """Is it pruned while it trains?"""
+        """Whether it prunes while training."""
         return self.epochs > 0
 
     @property
     def has_weights(self) -> bool:
-        """Does the model start from trained weights?"""
+        """Whether the model starts from trained weights."""
         return self.pretrained or self.weights is not None
 
     @property
@@ -172,7 +172,7 @@ class CompileSettings(EngineSettings):
 
     @property
     def backend_options(self) -> dict[str, Any]:
-        """What the backend is made with."""
+        """The arguments of the backend."""
         return {"threads": self.threads, **(self.of_backend if self.backend == "tensorrt" else {})}
 
     @property
@@ -200,7 +200,7 @@ _FREE = {"resume", "overwrite", "out", "allow_missed"}
 
 
 def as_record(settings: CompileSettings, config: PruningConfig) -> dict[str, Any]:
-    """What a resumed run must have been started with, as JSON values."""
+    """Return the settings that a resumed run must share, as JSON values."""
     chosen = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in _FREE}
     record: dict[str, Any] = json.loads(json.dumps({"settings": chosen, "config": asdict(config)}))
     return record

@@ -42,7 +42,8 @@ def heat_map(block: SurfaceRow) -> Markup | None:
     body: list[Markup] = [text(panel.left, panel.top - 12, axes[1].title, "axis-title")]
     for i, x in enumerate(xs):
         for j, y in enumerate(ys):
-            tip = f"{x} in, {y} out: {milliseconds(values[i][j])}, {significant(1e6 * pair[i][j])} ns per channel pair"
+            each = significant(1e6 * pair[i][j])
+            tip = f"{x} in, {y} out: {milliseconds(values[i][j])}, {each} ns per channel pair"
             body.append(
                 element(
                     "rect",
