@@ -31,10 +31,10 @@ def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairRepor
     parts, each region is fitted to what it computes in the whole model, and the Python between them stays as it is.
 
     Args:
-        smaller: the converted model; it stays a plain one, and keeps its types and modes. prepared: what it was
-        converted from. batches: as for `recalibrate`; a few hundred images suffice. At most 2 GiB of activations are
-        held at a time, so
-            the first layers see fewer large images than the last.
+        smaller: the converted model; it stays a plain one, and keeps its types and modes.
+        prepared: what it was converted from.
+        batches: as for `recalibrate`; a few hundred images suffice. At most 2 GiB of activations are held at a time,
+            so the first layers see fewer large images than the last.
 
     Raises `InputError`, and leaves ``smaller`` as it was, for batches that do not fit or are none, for activations
     that are not finite, and for models that do not belong together.

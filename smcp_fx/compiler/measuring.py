@@ -210,9 +210,9 @@ def _comparison(record: dict[str, Any]) -> Comparison:
     ]
     for number in (*told, 0.0 if found.predicted_ms is None else found.predicted_ms):
         if type(number) not in (int, float) or not 0 <= number < math.inf:
-            raise ValueError(f"{brief(number)} is no measured number")
+            raise ValueError(f"{brief(number)} is not a measured number")
     if type(found.step) is not int or type(found.name) is not str:
-        raise ValueError(f"{brief((found.name, found.step))} are no name and step")
+        raise ValueError(f"{brief((found.name, found.step))} are not a name and a step")
     return found
 
 

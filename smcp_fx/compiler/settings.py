@@ -126,7 +126,7 @@ class CompileSettings(EngineSettings):
             )
         if self.trains and self.data.startswith("images:"):
             raise InputError(
-                "images without labels train nothing: give --epochs 0, or an imagefolder with labels"
+                "images without labels cannot train a network: give --epochs 0, or an imagefolder with labels"
             )
         if self.input_size is not None and self.input_size < 1:
             raise InputError(f"--input-size must be at least 1 pixel, not {self.input_size}")

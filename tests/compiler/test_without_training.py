@@ -77,7 +77,7 @@ def test_a_curve_without_labels(work: Path, capsys: pytest.CaptureFixture[str]) 
         (("--epochs", "0", "--targets", "0.5,2"), "--targets must be fractions"),
         (("--epochs", "0", "--calibration", "1"), "--calibration must be at least 2"),
         (("--epochs", "0", "--resume"), "not resumed"),
-        (("--data", "images:images"), "images without labels train nothing"),
+        (("--data", "images:images"), "images without labels cannot train"),
         (("--data", "images:images", "--epochs", "0"), "give --weights or --pretrained"),
         (
             ("--data", "images:nowhere", "--epochs", "0", "--weights", "good.pth"),
