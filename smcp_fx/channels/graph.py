@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from smcp_fx.channels import rules_elementwise, rules_layers, rules_movement, rules_products, rules_statistics
+from smcp_fx.channels import (
+    rules_elementwise,
+    rules_layers,
+    rules_movement,
+    rules_products,
+    rules_statistics,
+    rules_windows,
+)
 from smcp_fx.channels.branches import Branches, bits
 from smcp_fx.channels.groups import Group, form_groups
 from smcp_fx.channels.propagation import Propagation, Rule
@@ -30,6 +37,7 @@ RULES: dict[str, Rule] = {
     **rules_layers.RULES,
     **rules_statistics.RULES,
     **rules_products.RULES,
+    **rules_windows.RULES,
 }
 
 

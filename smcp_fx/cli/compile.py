@@ -30,7 +30,8 @@ def build_parser() -> CommandParser:
     parser = CommandParser(
         prog="smcp-compile",
         description="Make a convolutional network as fast as asked: train it (or take weights), measure what its "
-        "layers cost, prune it while it trains, and emit a smaller ONNX file whose measured latency is the target.",
+        "layers cost, prune and repair it, train what is left, and emit a smaller ONNX file whose measured latency "
+        "is the target.",
         epilog=_EXAMPLES,
     )
     add_options(parser.add_argument_group("the run"), CompileSettings, without=EngineSettings)

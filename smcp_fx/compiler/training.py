@@ -11,7 +11,7 @@ from torch import nn
 from smcp_fx.calibration.batches import device_of
 from smcp_fx.compiler.settings import CompileSettings
 from smcp_fx.errors import InputError
-from smcp_fx.training import TrainingLoop
+from smcp_fx.training import Teacher, TrainingLoop
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
@@ -29,8 +29,11 @@ def training_loop(
     epochs: float,
     lr: float,
     seed: int,
+    teacher: tuple[Teacher | None, float] = (None, 0.0),
 ) -> TrainingLoop:
-    """Return the loop that trains ``network``, the fitted model or its prepared form, on the device it is on.
+    """Return the loop that trains ``network``, the fitted model or what was made of it, on the device it is on.
+
+    ``teacher``: what it learns from besides labels, and the share of that in the loss.
 
     It keeps its checkpoint under the name of the ``phase``. Its epochs hold the accuracy on the test images, a share.
     """
@@ -55,6 +58,8 @@ def training_loop(
         checkpoint=settings.folder / "state" / f"{phase}.safetensors",
         seed=seed,
         device=device_of(network),
+        teacher=teacher[0],
+        taught=teacher[1],
         mixed=settings.amp,
         advice=f"Try a smaller learning rate than {lr} (--lr)",
     )

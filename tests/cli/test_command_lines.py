@@ -112,7 +112,7 @@ BAD = [
     ("compile --data file.py:leaves --overwrite", "it called sys.exit(0)"),
     ("compile --data file.py:labels --overwrite", "a label is -1"),
     ("compile --data file.py:nothing --overwrite", "samples must be"),
-    ("compile --model file.py:build --overwrite --warmup 99", "warmup 99.0 + ramp"),
+    ("compile --model file.py:build --overwrite --prune during --warmup 99", "warmup 99.0 + ramp"),
     ("compile --overwrite --cooldown -3", "--cooldown must be from 0"),
     ("compile --overwrite --ramp inf", "--ramp must be from 0"),
     ("compile --overwrite --epochs nan", "--epochs must be from 0"),
