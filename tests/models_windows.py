@@ -114,7 +114,7 @@ def channel_attention_that_slides() -> nn.Module:
 
 @awkward(24 / 26)
 def attention_to_pairs_of_dimensions() -> nn.Module:
-    """Triplet attention: maps of channels and rows, of channels and columns; those of rows and columns read the two."""
+    """Triplet attention: a map of channels and rows, one of channels and columns, one of rows and columns."""
 
     def both(h: Tensor) -> Tensor:
         return torch.cat([h.amax(1, keepdim=True), h.mean(1, keepdim=True)], 1)
