@@ -193,12 +193,15 @@ def layer_norm(run: Propagation, call: Call) -> Any:
 
 
 def group_norm(run: Propagation, call: Call) -> Any:
-    """Many groups of few channels go as a whole; of few groups of many, channels of equal places in each group go."""
+    """Many groups of few channels go as a whole; of few groups of many, channels of equal places in each group go.
+
+    So they do where whole groups would leave no choice, as in a U-Net whose concats are normed in other groups.
+    """
     labels = run.of(call.argument(0, "input"))
     groups = int(call.option(1, "num_groups"))
     channels = channel_labels(run, labels, 1)
     rows = channels.reshape(groups, -1)
-    within = 4 * groups <= rows.shape[1] or groups == 1
+    within = 4 * groups <= rows.shape[1] or groups == 1 or call.node.name in run.within
     if within:
         run.tie(rows, rows[:1].expand_as(rows))
         if run.varied(place(channels, tuple(labels.shape), 1)):
