@@ -1,4 +1,4 @@
-"""What is rewritten in a fresh trace, so that rules and passes meet fewer ways to say one thing."""
+"""Rewrites a fresh trace into fewer forms, so that rules and passes meet fewer cases."""
 
 from __future__ import annotations
 
