@@ -23,7 +23,7 @@ def steps(c: int, size: int = 16) -> int:
 
 
 def cliffs(c_in: int, c_out: int) -> float:
-    """Like a convolution on a CPU: steps of 16 both ways, dearer right above multiples of 64, an own path at 8."""
+    """Like a convolution on a CPU: steps of 16 both ways, slower just above multiples of 64, a special path at 8."""
     x, y = (8 if c_in == 8 else steps(c_in)), steps(c_out)
     remainder = {0: 0.0, 16: 0.3, 32: 0.2, 48: 0.1}[y % 64]
     return 0.01 + 1e-3 * x + 2e-3 * y + 1e-4 * x * (y + 16 * remainder)
@@ -104,7 +104,7 @@ def truth(block: FakeBlock, latency: Callable[..., float] = cliffs) -> np.ndarra
 
 
 def sample(grids, latency, config=None, seed=0) -> tuple[SamplingPlan, dict[tuple[int, ...], float]]:
-    """Measure what is wanted until nothing is."""
+    """Measure the rows wanted until none is left."""
     known: dict[tuple[int, ...], float] = {}
     while (plan := plan_samples(grids, known, config, seed)).wanted:
         assert not set(plan.wanted) & set(known), "asked for what is known"

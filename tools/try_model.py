@@ -1,4 +1,4 @@
-"""Everything the sweep asks of one model, in order, as a row of plain values."""
+"""All checks of the sweep on one model, as a row of plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trying import FLOAT32, FLOAT64, converted, describe, peak, timed_stages
 
 
 def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | None = None) -> None:
-    """Everything that is asked of a model, in order; ``row`` is filled as it goes."""
+    """Run all checks on a model in order, filling ``row``."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -49,7 +49,7 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
     row["stage"] = "masked train"
     masks = random_masks(prepared)
     prepared.set_masks(masks)
-    # Two images would make each channel of a one-pixel map plus or minus one, a sign that amplifies rounding.
+    # With two images, batch norm turns each channel of a one-pixel map into a sign, which amplifies rounding.
     many = tuple(torch.randn(8, *i.shape[1:]) if i.numel() <= 2 * 3 * 128**2 else i for i in inputs)
     calibrate(prepared, many)
     row["stage"] = "masked eval"
@@ -69,7 +69,7 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
         pair, bound = (wide, smcp_fx.convert(wide)), FLOAT64
         row["error64"] = difference(run(pair[1], fitting), run(wide, fitting))
         if not row["error64"] <= FLOAT64:
-            # Rounding, if weights that differ in their last bit change the masked network's own output as much.
+            # It is rounding if weights that differ in their last bit change the masked network's output as much.
             row["last_bit64"] = difference(run(last_bits(wide), fitting), run(wide, fitting))
             if strength is None or not row["error64"] <= row["last_bit64"]:
                 raise ArithmeticError(
@@ -81,7 +81,7 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
     three = tuple(torch.cat([i, i[:1]]) for i in fitting)
     try:
         masked = run(pair[0], three)
-    except Exception as error:  # the model itself is made for one batch size, or its trace is
+    except Exception as error:  # the model, or its trace, works for one batch size only
         row["batch"] = f"{type(error).__name__}: {str(error)[:200]}"
     else:
         row["batch"] = difference(run(pair[1], three), masked)
@@ -110,7 +110,7 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
         except CheckpointError as error:
             if "traced in regions" not in str(error):
                 raise
-            row["regions"] = True  # what is left as Python is not saved, by design
+            row["regions"] = True  # Python between regions is not saved, by design
         else:
             row["reload"] = difference(run(smcp_fx.load(path), inputs), outputs)
             if row["reload"] != 0:
@@ -127,7 +127,7 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
 
 
 def own_class(fresh: Any, sliced: Any, inputs: tuple[Any, ...]) -> str:
-    """Why the model's class does not run at the sliced widths; nothing where it does, and computes the same."""
+    """Return why the model's class fails at the sliced widths, or "" if it computes the same."""
     import smcp_fx
 
     try:
@@ -138,7 +138,7 @@ def own_class(fresh: Any, sliced: Any, inputs: tuple[Any, ...]) -> str:
 
 
 def fitting_inputs(entry: Entry, model: Any) -> tuple[Any, ...]:
-    """The first of the entry's shapes that the model takes in eval mode."""
+    """Return inputs of the first of the entry's shapes that the model takes in eval mode."""
     import torch
 
     errors = []
@@ -159,7 +159,7 @@ def fitting_inputs(entry: Entry, model: Any) -> tuple[Any, ...]:
 
 
 def calm(entry: Entry, inputs: tuple[Any, ...], masks: dict[str, Any], many: tuple[Any, ...]) -> Any:
-    """The entry's sliced model with batch norms of `CALM` strength."""
+    """Return the entry's sliced model with batch norms of `CALM` strength."""
     import smcp_fx
 
     model = entry.build()

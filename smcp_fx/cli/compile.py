@@ -23,7 +23,7 @@ _EXAMPLES = """examples:
 
 
 def build_parser() -> CommandParser:
-    """The command line, derived from the settings' dataclasses."""
+    """Return the command line's parser, made from the settings' dataclasses."""
     from smcp_fx.backends.tensorrt.options import EngineSettings
     from smcp_fx.compiler.settings import CompileSettings
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run,
         problems,
         debug=debug,
-        interrupted=lambda: f"Go on with the same command and --resume (state in {where['state']}).",
+        interrupted=lambda: f"Continue with the same command and --resume (state in {where['state']}).",
         advice="Free space or give another --out.",
     )
 

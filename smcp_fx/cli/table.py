@@ -37,7 +37,7 @@ _EXAMPLES = """examples:
 
 
 def build_parser() -> CommandParser:
-    """The command line."""
+    """Return the command line's parser."""
     parser = CommandParser(
         prog="smcp-table",
         description="Latency tables: what the blocks of networks cost on a device. A table is one SQLite file; every "
@@ -84,7 +84,7 @@ def build_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 1 where ``check`` found something bad, 2 for errors."""
+    """Run the command line and return its exit code: 1 if ``check`` found problems, 2 for errors."""
     arguments = build_parser().parsed(argv)
     console, problems = consoles()
     commands = {"measure": _measure, "show": _show, "merge": _merge, "export": _export, "import": _import,
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: commands[arguments.command](arguments, console),
         problems,
         debug=arguments.debug,
-        interrupted="Every finished row is kept: the same command goes on.",
+        interrupted="Every finished row is kept: run the same command to continue.",
         advice="Free space, or give another place.",
     )
 
@@ -109,7 +109,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
 
         return exchange(arguments, console, *_shard(arguments.shard))
     shard, shards = _shard(arguments.shard)
-    if arguments.table.exists():  # one that cannot be used is told before anything is built
+    if arguments.table.exists():  # report an unusable one before anything is built
         LatencyTable(arguments.table).close()
     backend, blocks = backend_of(arguments), blocks_of(arguments)
     with LatencyTable(arguments.table) as table:
@@ -170,7 +170,7 @@ def _show(arguments: argparse.Namespace, console: Console) -> int:
         if arguments.block:
             of_print = _of_block(of_print, arguments.block)
         found = _rows_table(of_print) if arguments.block else _blocks_table(of_print)
-        # No number is cut off: lines that are wider than a terminal wrap there.
+        # Never cut numbers: lines wider than the terminal wrap.
         needed = console.measure(found, options=console.options.update(width=1000)).maximum
         console.width = max(console.width, needed)
         console.print(found)
@@ -267,7 +267,7 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
     export_rows(rows, arguments.file)
     console.print(
         f"{arguments.file}: {len(rows)} rows to measure. Fill in hot_ms, import the file, and ask again: what is "
-        "wanted next depends on what was found."
+        "needed next depends on the results."
     )
     return 0
 
@@ -331,7 +331,7 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     return 1 if bad else 0
 
 
-# ---- what the commands share ------------------------------------------------------------------------------------
+# ---- shared by the commands -------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> list[TableRow]:

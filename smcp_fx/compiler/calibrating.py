@@ -1,4 +1,4 @@
-"""What is done without training: importances from a few images, one solve and repair a target."""
+"""The work without training: importances from a few images, then one solve and one repair per target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Batches = list[tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Repaired:
-    """A network without training: test accuracy as it was sliced and as it was repaired, and what the repair did."""
+    """A sliced and repaired network, its test accuracy before and after the repair, and the repair's report."""
 
     network: nn.Module
     sliced: float
@@ -37,7 +37,7 @@ class Repaired:
 def calibration_batches(
     data: ImageData, fitted: FittedModel, images: int, seed: int, device: torch.device
 ) -> Batches:
-    """Return so many training images, drawn by ``seed``, in batches; with their labels where there are any."""
+    """Return batches of ``images`` training images, drawn by ``seed``, with their labels if there are any."""
     drawn = data.drawn(images, seed)
     found = drawn.epoch(min(_BATCH, len(drawn.train)), seed, fitted.channels, fitted.size)  # type: ignore[arg-type]
     return [(x.to(device), y.to(device) if data.labelled else None) for x, y in found]
@@ -54,7 +54,7 @@ def repaired(prepared: PreparedModel, batches: Batches, fitted: FittedModel, dat
 def calibration_facts(
     found: Repaired, prepared: PreparedModel, images: int, labelled: bool, dense: float
 ) -> CalibrationFacts:
-    """Return what the report says of it."""
+    """Return the report's part on calibration."""
     names = ("path", "before", "after", "repaired", "positions", "inputs", "left")
     return CalibrationFacts(
         images=images,

@@ -1,4 +1,4 @@
-"""What a compile run is asked for; the command line derives its flags from these fields."""
+"""The settings of a compile run; the command line derives its flags from these fields."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class CompileSettings(EngineSettings):
             raise InputError("--out is empty: give a folder")
         if self.resume and self.overwrite:
             raise InputError("--resume goes on with a run and --overwrite replaces it: give one of them")
-        # What can be known to be wrong before anything is measured: a full cost of 1 stands for the real one.
+        # Refuse bad targets before anything is measured: a full cost of 1 stands for the real one.
         absolute_target(
             self.wanted, 1.0, {"latency": "ms", "flops": "FLOPs", "params": "parameters"}[self.cost]
         )
@@ -182,17 +182,17 @@ class CompileSettings(EngineSettings):
 
     @property
     def trains(self) -> bool:
-        """Are there epochs?"""
+        """Whether there are epochs."""
         return self.epochs > 0
 
     @property
     def masks(self) -> bool:
-        """Is it pruned while it trains, by soft masks?"""
+        """Whether it prunes while training, by soft masks."""
         return self.trains and self.prune == "during"
 
     @property
     def has_weights(self) -> bool:
-        """Does the model start from trained weights?"""
+        """Whether the model starts from trained weights."""
         return self.pretrained or self.weights is not None
 
     @property
@@ -202,7 +202,7 @@ class CompileSettings(EngineSettings):
 
     @property
     def backend_options(self) -> dict[str, Any]:
-        """What the backend is made with."""
+        """The arguments of the backend."""
         return {"threads": self.threads, **(self.of_backend if self.backend == "tensorrt" else {})}
 
     @property
@@ -230,7 +230,7 @@ _FREE = {"resume", "overwrite", "out", "allow_missed"}
 
 
 def as_record(settings: CompileSettings, config: PruningConfig) -> dict[str, Any]:
-    """What a resumed run must have been started with, as JSON values."""
+    """Return the settings that a resumed run must share, as JSON values."""
     chosen = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in _FREE}
     record: dict[str, Any] = json.loads(json.dumps({"settings": chosen, "config": asdict(config)}))
     return record

@@ -15,7 +15,7 @@ from smcp_fx.training import Teacher, TrainingLoop
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
-#: Share of the steps in which the learning rate rises, and how far labels are smoothed.
+#: Share of the steps in which the learning rate rises, and label smoothing.
 _RISE, _SMOOTHING = 0.15, 0.05
 
 
@@ -66,7 +66,7 @@ def training_loop(
 
 
 def _one_cycle(step: int, total: int) -> float:
-    """The learning rate after ``step`` of ``total`` steps, as a share of its peak: a line up, a cosine down."""
+    """Return the learning rate after ``step`` of ``total`` steps, a share of its peak: a line up, a cosine down."""
     warm = max(1, round(_RISE * total))
     if step < warm:
         return (step + 1) / warm
@@ -75,7 +75,7 @@ def _one_cycle(step: int, total: int) -> float:
 
 @torch.no_grad()
 def accuracy(network: nn.Module, fitted: FittedModel, data: ImageData) -> float:
-    """Share of the test images that a network gets right in eval mode. The network's mode is kept."""
+    """Return the share of test images that a network gets right in eval mode. Its mode is kept."""
     training, device = network.training, device_of(network)
     network.eval()
     right = total = 0
@@ -87,15 +87,15 @@ def accuracy(network: nn.Module, fitted: FittedModel, data: ImageData) -> float:
 
 
 def is_guessing(accuracy: float, classes: int) -> bool:
-    """Is an accuracy no better than a guess among the classes, or hardly?"""
+    """Whether an accuracy is hardly better than guessing among the classes."""
     return accuracy < min(1.5 / classes, 1 / classes + 0.05)
 
 
 def usable_device(name: str | None) -> torch.device:
-    """Return where to train: ``name``, or a GPU where there is one. Raises `InputError`."""
+    """Return the device to train on: ``name``, or a GPU if there is one. Raises `InputError`."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device)
-    except Exception as error:  # of the name, of the driver
+    except Exception as error:  # a bad name, or the driver's
         raise InputError(f"--device {name}: {str(error).splitlines()[0]}") from error
     return device

@@ -1,11 +1,11 @@
-"""What is rewritten in a fresh trace, so that rules and passes meet fewer ways to say one thing."""
+"""Rewrites a fresh trace into fewer forms, so that rules and passes meet fewer cases."""
 
 from __future__ import annotations
 
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
 
     `h.unsqueeze_(1)` becomes `h = h.unsqueeze(1)`: no tensor has two shapes.
     """
+    _resolve_annotations(model, graph)
     place = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if node.op == "call_method" and node.target in RESHAPED and isinstance(node.args[0], fx.Node):
@@ -42,6 +43,20 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
         if type(module) is nn.Unflatten and isinstance(module.dim, int):
             node.op, node.target = "call_function", torch.unflatten
             node.args = (node.args[0], module.dim, tuple(module.unflattened_size))
+
+
+def _resolve_annotations(model: nn.Module, graph: fx.Graph) -> None:
+    """Types for annotations that are strings, as in files with ``from __future__ import annotations``.
+
+    torch.fx would write them into its code as names, which TorchScript looks for.
+    """
+    try:
+        known = get_type_hints(type(model).forward)
+    except Exception:  # evaluating them raises whatever they do
+        known = {}
+    for node in graph.nodes:
+        if isinstance(node.type, str):
+            node.type = known.get("return" if node.op == "output" else str(node.target).lstrip("*"))
 
 
 def by_position(model: nn.Module, graph: fx.Graph) -> None:
@@ -150,15 +165,15 @@ def _waits(
 
 
 def add_computed_biases(traced: fx.GraphModule, values: dict[str, Any]) -> None:
-    """Take a bias that is no parameter out of the linear that adds it.
+    """Take a bias that follows from the input out of the linear that adds it.
 
-    before   linear(x, weight, bias.clone())      after   linear(x, weight) + bias.clone()
+    before   linear(x, weight, h.mean(0))      after   linear(x, weight) + h.mean(0)
 
     A layer's weight and bias are parameters, which can be sliced; an addition is as good as any other.
     """
     for node in [node for node in traced.graph.nodes if node.target is F.linear]:
         bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-        if not isinstance(bias, fx.Node) or bias.op == "get_attr":
+        if not isinstance(bias, fx.Node) or _is_constant(bias):
             continue
         node.args, node.kwargs = node.args[:2], {k: v for k, v in node.kwargs.items() if k != "bias"}
         with traced.graph.inserting_after(node):
@@ -166,6 +181,18 @@ def add_computed_biases(traced: fx.GraphModule, values: dict[str, Any]) -> None:
         node.replace_all_uses_with(total, delete_user_cb=lambda user, own=total: user is not own)
         total.meta, values[total.name] = dict(node.meta), values[node.name]
         traced.recompile()
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Does the node follow from parameters alone?"""
+    known, todo = {node}, [node]
+    while todo:
+        one = todo.pop()
+        if one.op not in ("get_attr", "call_function", "call_method"):
+            return False
+        todo += [source for source in one.all_input_nodes if source not in known]
+        known.update(one.all_input_nodes)
+    return True
 
 
 def _broadcast(values: list[Any]) -> tuple[int, ...] | None:

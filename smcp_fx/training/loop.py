@@ -161,7 +161,7 @@ class TrainingLoop:
             step, results = int(extras["step"]), [Epoch(*entry) for entry in extras["results"]]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{self.checkpoint} is no checkpoint of this version's training loop; start without --resume"
+                f"{self.checkpoint} is not a checkpoint of this version's training loop; start without --resume"
             ) from error
         self.step, self.results = step, results
         return True

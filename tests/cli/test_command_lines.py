@@ -350,7 +350,7 @@ def test_locale_c_and_no_home(here: Path) -> None:
     command = [sys.executable, "-m", "smcp_fx.cli.table", "show", "gr\xf6\xdfe.sqlite".encode()]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
     assert done.returncode == 2
-    assert b"no text in ascii" in done.stderr and done.stderr.count(b"\n") == 1
+    assert b"not text in ascii" in done.stderr and done.stderr.count(b"\n") == 1
 
 
 GOOD = (torch.zeros(1, 8, 8), 1)
@@ -413,7 +413,7 @@ def test_a_damaged_image_is_named(tmp_path: Path, damage: str) -> None:
     file.write_bytes({"text": b"no image", "cut": whole[: len(whole) // 2], "empty": b""}[damage])
     train, test, _ = image_folder(tmp_path, Preprocessing(16))
     assert test[0][0].shape == (3, 16, 16)
-    with pytest.raises(InputError, match=r"1\.png is no image that can be read, or a damaged one"):
+    with pytest.raises(InputError, match=r"1\.png is not a readable image, or is damaged"):
         train[0]
 
 
