@@ -30,7 +30,7 @@ from smcp_fx.tracing.tracer import Traced
 _LEAST_SAVING = 0.02
 #: What a network may be in doubt for rows that are not measured, as a share of its latency: the dense one, which
 #: everything is a fraction of, and those that are chosen. Rows differ from themselves by more.
-SURE = 0.004
+SURE = 0.002
 #: Least divisor when a longer run makes weights colder, which makes the run longer still: where the two feed each
 #: other that much, a first-order price would grow without bound. Chosen, not measured.
 _LEAST_DAMPING = 0.25
@@ -126,13 +126,14 @@ class NetworkLatency:
         Left out are rows that leave the whole network's latency less than ``doubt`` (a share of it) in doubt: each
         at most that share divided by the square root of their number.
         """
-        if self.measurer is None:
-            return False
-        lacking = self.lacking(counts, doubt)
-        if not lacking:
+        return self.measurer is not None and self.take(self.lacking(counts, doubt))
+
+    def take(self, rows: Sequence[tuple[FusedBlock, tuple[int, ...]]]) -> bool:
+        """Measure these rows; return whether prices changed for it."""
+        if self.measurer is None or not rows:
             return False
         with watched(self.measurer.progress) as tell:
-            found = self.table.learn(lacking, self.blocks, self.measurer.backend, tell)
+            found = self.table.learn(rows, self.blocks, self.measurer.backend, tell)
         self.report = found if self.report is None else found.after(self.report)
         self.read()
         return found.measured + found.repeated > 0

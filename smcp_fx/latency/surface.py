@@ -50,6 +50,7 @@ class Surface:
     def __init__(self, grids: Grids, rows: Mapping[Point, float], scales: Sequence[Scale] = ()) -> None:
         self.grids, self.scales = grids, tuple(scales) or (Scale(),) * len(grids)
         self.rows = {point: max(ms, _LEAST_MS) for point, ms in rows.items()}
+        self._seen = dict(self.rows)
         self._at = tuple(np.array(widths, np.int64) for widths in zip(*self.rows, strict=True))
         measured = np.array(list(self.rows.values()))
         self._form = self._fitted(measured)
@@ -60,9 +61,18 @@ class Surface:
 
     def __call__(self, *widths: Ints) -> Floats:
         """Return the latencies in ms, of the broadcast shape; `TableError` outside the measured range."""
+        if all(np.ndim(one) == 0 for one in widths):  # many callers ask for one point at a time, and again
+            point = tuple(int(one) for one in widths)
+            if point not in self._seen:
+                self._seen[point] = float(self._between(self._checked(widths)))
+            return np.asarray(self._seen[point])
         at = self._checked(widths)
-        if not at:
-            return np.asarray(next(iter(self.rows.values())))
+        found = self._between(at)
+        for point, ms in self.rows.items():
+            found = np.where(_is_at(point, at), ms, found)
+        return found
+
+    def _between(self, at: Sequence[Ints]) -> Floats:
         logs = np.asarray(self._constant, np.float64)
         for axis, line in enumerate(self._lines):
             logs = logs + line[at[axis] - self.grids[axis][0]]
@@ -70,8 +80,6 @@ class Surface:
             x, y = (side[one - grid[0]] for side, one, grid in zip(self._sides, at, self.grids, strict=True))
             logs = logs + np.einsum("...n,...n->...", x, y)
         found: Floats = self._bilinear(at) * np.exp(logs)
-        for point, ms in self.rows.items():
-            found = np.where(_is_at(point, at), ms, found)
         return found
 
     def doubt(self, *widths: Ints) -> Floats:

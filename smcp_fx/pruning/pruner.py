@@ -42,7 +42,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _PRICINGS, _MISS, _OVER = 8, 0.011, 1e-9
 #: What the price of a choice may be in doubt, as a share of it: while the target still falls, and of the last ones.
 #: Another round is not worth it once measuring a choice has moved its price by less than the last share.
-_PASSING, _LASTING, _MOVED = 0.02, 0.004, 0.005
+_PASSING, _LASTING, _MOVED = 0.02, 0.002, 0.005
 
 
 def _eager(method: _Method) -> _Method:
