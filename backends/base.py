@@ -128,13 +128,6 @@ class Engine(ABC):
     def reload(self) -> Engine:
         """Return another engine of the same network, loaded anew: memory elsewhere is other luck with caches."""
 
-    def layer_latencies(self) -> dict[str, float] | None:
-        """Return the median ms of each node as the runtime's profiler names them, in order of execution.
-
-        None where the runtime has no profiler.
-        """
-        return None
-
     def close(self) -> None:
         """Free what the runtime holds."""
         return None

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -62,20 +60,6 @@ class TorchEngine(Engine):
                 return run()
 
         return once
-
-    def layer_latencies(self, repeats: int = 7) -> dict[str, float] | None:
-        """Return the median ms of each module without submodules, by path, in order of execution.
-
-        Functions between modules are not told. None for compiled networks, whose modules are fused.
-        """
-        if self._compiled or self._module is None:
-            return None
-        runs: list[dict[str, float]] = []
-        for _ in range(2 + repeats):
-            with self._running(), _ModuleTimes(self._module, self._device) as times:
-                self._forward(self._inputs)
-            runs.append(times.read())
-        return {path: float(np.median([run[path] for run in runs[2:]])) for path in runs[0]}
 
     def reload(self) -> TorchEngine:
         """Return it with a copy of the module."""
@@ -135,47 +119,6 @@ class TorchEngine(Engine):
             return float(start.elapsed_time(end))
 
         return once
-
-
-class _ModuleTimes:
-    """What each leaf module takes while this is entered: by events on CUDA, by the clock elsewhere."""
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._leaves = {path: m for path, m in module.named_modules() if next(m.children(), None) is None}
-        self._cuda = device.type == "cuda"
-        self._marks: dict[str, list[tuple[Any, Any]]] = {}
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> _ModuleTimes:
-        started: dict[str, Any] = {}
-        for path, leaf in self._leaves.items():
-
-            def before(_: nn.Module, __: Any, path: str = path) -> None:
-                started[path] = self._now()
-
-            def after(_: nn.Module, __: Any, ___: Any, path: str = path) -> None:
-                self._marks.setdefault(path, []).append((started[path], self._now()))
-
-            self._hooks += [leaf.register_forward_pre_hook(before), leaf.register_forward_hook(after)]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def read(self) -> dict[str, float]:
-        """Return the ms of each leaf module, all its calls together."""
-        if self._cuda:
-            torch.cuda.synchronize()
-            return {path: sum(a.elapsed_time(b) for a, b in marks) for path, marks in self._marks.items()}
-        return {path: sum(1e3 * (b - a) for a, b in marks) for path, marks in self._marks.items()}
 
 
 class TorchBackend(Backend):

@@ -1,54 +1,71 @@
-"""Replace weights that are computed from parameters by their values.
+"""Replace weights and biases that are computed from parameters by their values.
 
-    before   w = batch_norm(weight.reshape(1, out, -1), ..., gain); w = w.reshape(weight.shape); conv2d(x, w, bias)
+    before   w = weight_norm(weight_v, weight_g);  conv2d(x, w, bias)
     after    conv2d(x, weight, bias), weight holding what was computed
 
-Standardising a sliced weight would not give the slice of the standardised weight: the function has to go before
-channels do. Parameters that only it read go with it.
+Normalising a sliced weight would not give the slice of the normalised weight: the function has to go before channels
+do. Parameters and buffers that only it read go with it.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from smcp_fx.channels.computed_weights import computed_weights, evaluate
+from smcp_fx.channels.computed_weights import ComputedWeight, ancestors, computed_weights, evaluate
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.tracing.masking import MASKS
+from smcp_fx.tracing.own_weights import settle
+from smcp_fx.tracing.values import held
 
 
 class FoldComputedWeights(GraphPass):
-    """Stores each computed weight in the parameter it was computed from."""
+    """Stores each computed weight where the channel graph has named it."""
 
     def apply(self, module: fx.GraphModule) -> PassResult:
         """Fold, and drop what nothing reads any more."""
-        report = []
-        graph = module.graph
-        for found in computed_weights(module, tuple(MASKS.values())):
-            path, _, name = found.name.rpartition(".")
+        values: dict[fx.Node, torch.Tensor] = {}
+
+        def shape_of(node: fx.Node) -> tuple[int, ...] | None:
+            way = ancestors(node)
             with torch.no_grad():
-                value = evaluate(module, found.through)
-                assert isinstance(value, torch.Tensor)
-                getattr(module.get_submodule(path), name).copy_(value)
-            with graph.inserting_before(found.result):
-                weight = graph.create_node("get_attr", found.name)
-            found.result.replace_all_uses_with(weight)
-            for node in reversed(found.through):
-                if not node.users:
-                    graph.erase_node(node)
-            report.append(f"{found.name}: now holds what was computed from it")
-        if report:
-            report += _drop_unread(module, {str(n.target) for n in graph.nodes if n.op != "placeholder"})
+                value = evaluate(module, tuple(one for one in module.graph.nodes if one in way))
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return None
+            values[node] = value
+            return tuple(value.shape)
+
+        every = computed_weights(module, shape_of, tuple(MASKS.values()))
+        learning = {
+            found.name: any(held(module, name).requires_grad for name in found.sources) for found in every
+        }
+        for found in every:
+            _fold(module, found, values[found.result], learning[found.name])
+        report = [f"{found.name}: now holds what was computed" for found in every]
+        for name in sorted({name for found in every for name in found.unread} - {f.name for f in every}):
+            _drop(module, name)
+            report.append(f"{name}: read by nothing any more, deleted")
         return PassResult(module, bool(report), tuple(report))
 
 
-def _drop_unread(module: fx.GraphModule, read: set[str]) -> list[str]:
-    """Delete parameters that no node reads, of modules that are not called."""
-    dropped = []
-    for name, _ in list(module.named_parameters()):
-        path, _, attribute = name.rpartition(".")
-        called = any(path == target or path.startswith(f"{target}.") for target in read)
-        if name not in read and not called:
-            delattr(module.get_submodule(path), attribute)
-            dropped.append(f"{name}: read by nothing any more, deleted")
-    return dropped
+def _fold(module: fx.GraphModule, found: ComputedWeight, value: torch.Tensor, learns: bool) -> None:
+    path, _, name = found.name.rpartition(".")
+    stored = nn.Parameter(value.detach().clone(memory_format=torch.preserve_format), learns)
+    settle(module.get_submodule(path), name, stored)
+    with module.graph.inserting_before(found.result):
+        weight = module.graph.create_node("get_attr", found.name)
+    found.result.replace_all_uses_with(weight)
+    for node in reversed(found.through):
+        if not node.users:
+            module.graph.erase_node(node)
+
+
+def _drop(module: nn.Module, name: str) -> None:
+    """Delete a parameter or buffer, and what held it alone."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:  # a parametrisation, which went with its weight
+        return
+    if attribute in owner._parameters or attribute in owner._buffers:
+        delattr(owner, attribute)

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from smcp_fx.channels.weight_views import weight_of, weight_view
+from smcp_fx.channels.computed_weights import ancestors
+from smcp_fx.channels.weight_views import factors, weight_of, weight_view
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.tracing.masking import META, STATE, Mark, forward_with_weight, mark_of
@@ -59,8 +60,9 @@ def _read(use: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     if use.op == "call_module":
         return use, None
     module, weight = use.graph.owning_module, weight_of(use)
-    if weight is None:  # computed from parameters
-        given = use.args[1] if len(use.args) > 1 else use.kwargs["weight"]
+    if weight is None:
+        computed = (one for one in factors(use) if all(n.op != "placeholder" for n in ancestors(one)))
+        given = next(computed, use.args[1])
         assert isinstance(given, fx.Node)
         return use, given
     assert module is not None

@@ -17,6 +17,7 @@ from smcp_fx.proof import IMAGES, OTHERS, on_some
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.example_inputs import as_inputs, default_inputs
 from smcp_fx.tracing.example_runs import first_line, unchanged
+from smcp_fx.tracing.own_weights import settle_named
 
 #: What modules say of their sizes, besides what their weights' shapes say.
 _FIELDS = (int, tuple, torch.Size)
@@ -60,6 +61,7 @@ def _resized(model: nn.Module, like: nn.Module | Mapping[str, Tensor]) -> nn.Mod
     """Set the tensors, then what modules say of their sizes. Nothing is changed where a tensor is missing."""
     twins = dict(like.named_modules(remove_duplicate=False)) if isinstance(like, nn.Module) else {}
     values = dict(_tensors(like)) if isinstance(like, nn.Module) else like
+    settle_named(model, values)
     names: dict[int, list[str]] = {}
     for name, tensor in _tensors(model):
         names.setdefault(id(tensor), []).append(name)

@@ -183,7 +183,7 @@ def weight_computed_from_the_input() -> nn.Module:
     return between(wiring, 8, 8, weight=free_parameter(6, 8, 3, 3), mid=conv(6, 8))
 
 
-@awkward(0.0)
+@awkward(1.0)
 def weight_used_as_it_is_and_computed_from() -> nn.Module:
-    """A weight that a module reads as well cannot hold what is computed from it."""
+    """A weight that a module reads as well cannot hold what is computed from it, which gets a name of its own."""
     return between(lambda s, h: s.mid(h) + F.conv2d(h, s.mid.weight.flip(2), padding=1), mid=conv(8, 8))

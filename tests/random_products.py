@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from random_builder import SIDE, Builder, Function
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, spectral_norm
 
 
 def weight(*shape: int) -> nn.Parameter:
@@ -109,19 +110,47 @@ def product(b: Builder) -> None:
     b.add(f"product {kind}", channels, (left, right), function, **held)
 
 
+def normed(b: Builder, source: int, outputs: int, groups: int) -> None:
+    """A layer with a parametrisation, or a hook that makes its weight."""
+    c, kind = b.channels[source], b.random.choice(["weight", "spectral", "hook", "pruned"])
+    layer: nn.Module = nn.Conv2d(c, outputs, 3, padding=1, groups=groups)
+    if groups == 1 and b.random.random() < 0.3:
+        layer = nn.ConvTranspose2d(c, outputs, 3, padding=1)
+    if kind == "weight":
+        parametrizations.weight_norm(layer, dim=b.random.choice([0, 1]))
+    elif kind == "spectral":
+        parametrizations.spectral_norm(layer)
+    elif kind == "hook":
+        spectral_norm(layer)
+    else:
+        prune.random_unstructured(layer, "weight", 0.3)
+    b.add(f"{kind} norm g{groups}", outputs, (source,), lambda s, x: s.layer(x), layer=layer)
+
+
 def computed(b: Builder) -> None:
     groups = b.random.choice([1, 1, 2])
     source = b.pick(2 * groups, groups)
     c, outputs = b.channels[source], groups * b.random.choice([2, 4, 6])
-    kind = b.random.choice(["batch norm", "by hand", "scaled", "data"])
+    kind = b.random.choice("batch_norm by_hand scaled mask sum part factors data norm norm".split())
+    if kind == "norm":
+        normed(b, source, outputs, groups)
+        return
 
     def made(s: Any, x: Tensor) -> Tensor:
-        if kind == "batch norm":
+        if kind == "batch_norm":
             flat = s.w.reshape(1, outputs, -1)
             return F.batch_norm(flat, None, None, s.gain.view(-1), training=True).reshape_as(s.w)
-        if kind == "by hand":
+        if kind == "by_hand":
             mean, variance = s.w.mean((1, 2, 3), keepdim=True), s.w.var((1, 2, 3), keepdim=True)
             return (s.w - mean) * torch.rsqrt(variance + 1e-3)
+        if kind == "sum":
+            return s.w + F.pad(s.point, (1, 1, 1, 1))
+        if kind == "part":
+            return s.large[:outputs, : c // groups]
+        if kind == "factors":
+            return (s.gain.view(-1, 1) @ s.point[:1].flatten(1)).view(outputs, -1, 1, 1) * s.w
+        if kind == "mask":
+            return s.w * s.mask
         return s.w * s.gain if kind == "scaled" else s.w * torch.sigmoid(x.mean())
 
     def convolve(s: Any, x: Tensor) -> Tensor:
@@ -132,6 +161,13 @@ def computed(b: Builder) -> None:
         "gain": weight(outputs, 1, 1, 1),
         "shift": weight(outputs),
     }
+    if kind in ("sum", "factors"):
+        held["point"] = weight(outputs, c // groups, 1, 1)
+    if kind == "part":
+        del held["w"]
+        held["large"] = weight(outputs + 3, c // groups + 1, 3, 3)
+    if kind == "mask":
+        held["mask"] = nn.Parameter((torch.rand(held["w"].shape) > 0.4).float(), requires_grad=False)
     b.add(f"computed weight {kind} g{groups}", outputs, (source,), convolve, **held)
 
 

@@ -13,22 +13,21 @@ import io
 import json
 import logging
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import onnx
 import torch
 from torch import Tensor, fx, nn
 
-from smcp_fx.backends.base import Array, to_arrays
 from smcp_fx.backends.onnx.attention import FourDimensionalAttention
+from smcp_fx.backends.onnx.checking import compare_with_module, eval_mode
 from smcp_fx.backends.onnx.clean import clean_model
 from smcp_fx.backends.onnx.naming import name_batch, name_values
 from smcp_fx.backends.onnx.opset import lower_opset
+from smcp_fx.backends.onnx.refusals import explain
 from smcp_fx.errors import BackendError, InputError
 from smcp_fx.tracing.names import any_names
 from smcp_fx.tracing.wrapping import is_prepared
@@ -37,8 +36,6 @@ DEFAULT_OPSET = 20
 OLDEST_OPSET = 17
 #: The exporter's own operator library; older files come from a down-conversion.
 _EXPORTER_OPSET = 18
-#: Largest difference over the output's scale, by the output's type: rounding of another order of summation.
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2}
 
 
 def export_onnx(
@@ -82,7 +79,7 @@ def export_onnx(
     with _replacing(path) as scratch:
         scratch.write_bytes(_serialise(proto))
         if check:
-            _compare_with_module(scratch, model, as_tuple(example_inputs), dynamic_batch)
+            compare_with_module(scratch, model, as_tuple(example_inputs), dynamic_batch)
     return path
 
 
@@ -111,7 +108,7 @@ def export_model_proto(
             fixed = (
                 " With dynamic_batch=False the batch is a constant, which may do." if dynamic_batch else ""
             )
-            raise BackendError(_explain(error, program) + fixed) from error
+            raise BackendError(explain(error, program) + fixed) from error
         if exported is None:  # pragma: no cover - the dynamo exporter always returns a program
             raise BackendError("torch.onnx.export returned no program")
         proto = exported.model_proto
@@ -153,48 +150,6 @@ def as_tuple(example_inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         kinds = ", ".join(type(i).__name__ for i in inputs) or "none"
         raise InputError(f"example_inputs must be a tensor or a tuple of tensors, and are: {kinds}")
     return inputs
-
-
-@contextlib.contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into eval mode, and every submodule back into its own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def random_inputs(inputs: Sequence[Tensor], batch: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
-    """Return inputs like ``inputs``, normally distributed (integers: drawn from theirs), ``batch`` rows."""
-    generator = torch.Generator().manual_seed(seed)
-    out = []
-    for tensor in inputs:
-        shape = list(tensor.shape)
-        if batch is not None and shape:
-            shape[0] = batch
-        if tensor.is_floating_point():
-            drawn = torch.randn(shape, generator=generator).to(tensor.dtype)
-        else:
-            flat = tensor.detach().cpu().flatten()
-            picks = torch.randint(max(1, flat.numel()), (int(np.prod(shape)),), generator=generator)
-            drawn = flat[picks].reshape(shape)
-        out.append(drawn.to(tensor.device))
-    return tuple(out)
-
-
-def largest_difference(found: Array, expected: Array) -> tuple[float, float, float, float]:
-    """Return (relative to the output's scale, absolute, value found, value expected) at the worst element."""
-    if found.size == 0:
-        return 0.0, 0.0, 0.0, 0.0
-    a, b = found.astype(np.float64), expected.astype(np.float64)
-    difference = np.where(np.isfinite(a) & np.isfinite(b), np.abs(a - b), np.inf)
-    worst = np.unravel_index(int(np.argmax(difference)), difference.shape)
-    scale = max(float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0)), 1e-12)
-    absolute = float(difference[worst])
-    return absolute / scale, absolute, float(a[worst]), float(b[worst])
 
 
 def _export_program(
@@ -246,110 +201,6 @@ def _is_foreign(function: Any) -> bool:
     return str(getattr(function, "__module__", None)).split(".")[0] not in (
         "torch", "_operator", "builtins", "math", "None", "smcp_fx",
     )  # fmt: skip
-
-
-def _explain(error: BaseException, program: torch.export.ExportedProgram) -> str:
-    """Name the operation and the module behind an exporter's error."""
-    chain: list[str] = []
-    cause: BaseException | None = error
-    while cause is not None:
-        chain.append(str(cause))
-        cause = cause.__cause__ or cause.__context__
-    text = "\n".join(chain)
-    node = re.search(r"translating node %(\w+)", text)
-    operation = re.search(r"OpOverload\(op='([\w.]+)'", text) or re.search(
-        r"target=torch\.ops\.([\w.]+)", text
-    )
-    if node is None and operation is None:
-        return (
-            f"ONNX cannot express the network: {chain[-1].strip().splitlines()[0] if chain[-1] else error!r}"
-        )
-    module = _module_of(node.group(1), program) if node is not None else None
-    where = f" in module {module!r}" if module else ""  # of a block, or in the network's own forward: none
-    name = operation.group(1) if operation is not None else node.group(1) if node is not None else "?"
-    return (
-        f"ONNX cannot express the operation {name}{where}: the exporter has no translation for it. "
-        "Replace it by operations that ONNX has, or leave that module out of the exported network."
-    )
-
-
-def _module_of(node_name: str, program: torch.export.ExportedProgram) -> str | None:
-    """Return the path of the module that holds a node; None when the node is not found."""
-    # The exporter names nodes of the decomposed program, and decomposes what it has no translation for all the way.
-    forms: list[Callable[[], torch.export.ExportedProgram]] = [
-        lambda: program,
-        program.run_decompositions,
-        lambda: program.run_decompositions(dict(torch._decomp.decomposition_table)),
-    ]
-    for form in forms:
-        with contextlib.suppress(Exception):
-            for node in form().graph.nodes:
-                if node.name == node_name and node.meta.get("nn_module_stack"):
-                    stack = list(node.meta["nn_module_stack"].values())
-                    return str(stack[-1][0])
-    return None
-
-
-def _compare_with_module(
-    file: Path, model: nn.Module, example_inputs: tuple[Tensor, ...], dynamic_batch: bool
-) -> None:
-    from smcp_fx.backends.onnxruntime.session import create_session, run_session, session_options
-
-    batches: list[int | None] = [None]
-    if dynamic_batch:
-        batches.append(3 if example_inputs[0].shape[0] != 3 else 2)
-    session = create_session(file, session_options())
-    read, written = (
-        [value.name for value in values] for values in (session.get_inputs(), session.get_outputs())
-    )
-    for seed, batch in enumerate(batches):
-        inputs = random_inputs(example_inputs, batch, seed)
-        # First: the module may write into its inputs.
-        found = run_session(session, dict(zip(read, to_arrays(inputs), strict=True)))
-        with eval_mode(model), torch.no_grad():
-            expected = to_arrays(flatten_outputs(model(*inputs)))
-        compare_outputs(found, expected, written)
-
-
-def compare_outputs(
-    found: Sequence[Array],
-    expected: Sequence[Array],
-    names: Sequence[str],
-    runtime: str = "ONNX Runtime",
-    limit: float | None = None,
-) -> None:
-    """Raise `BackendError` with both values where a runtime's outputs differ from the module's.
-
-    ``limit``: on the difference over the output's scale; by default as the output's type is.
-    """
-    if len(found) != len(expected):
-        raise BackendError(
-            f"{runtime} gives {len(found)} outputs, the module {len(expected)}; no file written"
-        )
-    for name, a, b in zip(names, found, expected, strict=True):
-        if a.shape != b.shape:
-            raise BackendError(
-                f"output {name!r} has shape {a.shape} in {runtime}, {b.shape} in PyTorch; no file written"
-            )
-        if not np.all(np.isfinite(b)):
-            raise BackendError(
-                f"output {name!r} of the module is not finite on random inputs, so the ONNX file cannot "
-                "be checked; no file written. Look for overflow, or pass check=False."
-            )
-        relative, absolute, value, reference = largest_difference(a, b)
-        allowed = TOLERANCES.get(str(b.dtype), 0.0) if limit is None else limit
-        if not relative <= allowed:
-            raise BackendError(
-                f"output {name!r} differs: {runtime} computes {value:.9g} where PyTorch computes "
-                f"{reference:.9g} (difference {absolute:.3g}, {relative:.3g} of the output's scale, limit "
-                f"{allowed:g}); no file written"
-            )
-
-
-def flatten_outputs(outputs: Any) -> list[Tensor]:
-    """Return the tensors in a module's outputs (a tensor, or nested tuples, lists and dicts), in order."""
-    leaves, _ = torch.utils._pytree.tree_flatten(outputs)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _serialise(proto: onnx.ModelProto) -> bytes:

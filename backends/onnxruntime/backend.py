@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 from torch import Tensor, nn
 
@@ -27,13 +26,8 @@ from smcp_fx.backends.onnx.export import export_model_proto, export_onnx
 from smcp_fx.backends.onnxruntime.blocks import BLOCK_TIMING, measure_block
 from smcp_fx.backends.onnxruntime.context import random_feed
 from smcp_fx.backends.onnxruntime.overhead import (
-    add_reference,
     overhead,
-    profiler_beside,
-    reference_feed,
-    without_reference,
 )
-from smcp_fx.backends.onnxruntime.profile import RESOLUTION_MS, Profiler
 from smcp_fx.backends.onnxruntime.session import (
     PROVIDERS,
     bound_run,
@@ -46,14 +40,10 @@ from smcp_fx.backends.onnxruntime.session import (
 from smcp_fx.backends.timing.fading import fading_half_ms
 from smcp_fx.backends.timing.measuring import (
     QUICK,
-    Sample,
     Timer,
     TimingConfig,
     stopwatch,
-    summarise,
-    take_sample,
 )
-from smcp_fx.backends.timing.pace import pace
 from smcp_fx.backends.timing.pages import page_settings
 from smcp_fx.backends.timing.quiet import require_core
 from smcp_fx.errors import BackendError, InputError
@@ -101,33 +91,6 @@ class OnnxRuntimeEngine(Engine):
         if self._device != "cpu":
             return stopwatch(bound_run(session, feed, self._device))
         return stopwatch(lambda: session.run(None, feed))
-
-    def layer_latencies(self, repeats: int = 15) -> dict[str, float] | None:
-        """Return the median ms of each node that the runtime executes, in order of execution.
-
-        Names are the runtime's own: a fused node carries the name of one of its parts. What the profiler itself
-        adds to every node, as a chain beside the network tells, is taken off. None on CUDA, where the profiler
-        sees launches, not kernels.
-        """
-        if self._device != "cpu":
-            return None
-        node_ms = overhead(self._threads, self._spinning).node_ms
-        model = (
-            onnx.load_from_string(self._model) if isinstance(self._model, bytes) else onnx.load(self._model)
-        )
-        feed, warm = self._feed(self._inputs) | reference_feed(), 2
-        core = pace() if self._threads == 1 else None
-        with Profiler(add_reference(model).SerializeToString(), self._threads, self._spinning) as profiler:
-            timer = stopwatch(lambda: profiler.session.run(None, feed))
-            samples = [take_sample(timer, core) for _ in range(warm + repeats)][warm:]
-            runs = profiler.runs()[warm:]
-        still = [run for run, sample in zip(runs, samples, strict=True) if not sample.disturbed] or runs
-        profiler_ms = profiler_beside(still, node_ms)
-        latencies: dict[str, float] = {}
-        for times in zip(*(without_reference(run) for run in still), strict=True):
-            ms = summarise([Sample(node.ms) for node in times], 0.0, RESOLUTION_MS).median_ms - profiler_ms
-            latencies[times[0].name] = latencies.get(times[0].name, 0.0) + max(ms, 0.0)
-        return latencies
 
     def reload(self) -> OnnxRuntimeEngine:
         """Return it in a new session."""

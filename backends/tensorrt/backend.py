@@ -27,14 +27,8 @@ from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, Backend, BlockLatency, Fingerprint, to_arrays
 from smcp_fx.backends.onnx.blocks import BlockModels
-from smcp_fx.backends.onnx.export import (
-    compare_outputs,
-    eval_mode,
-    export_model_proto,
-    flatten_outputs,
-    random_inputs,
-    write_model,
-)
+from smcp_fx.backends.onnx.checking import compare_outputs, eval_mode, flatten_outputs, random_inputs
+from smcp_fx.backends.onnx.export import export_model_proto, write_model
 from smcp_fx.backends.onnx.precision import cast_model
 from smcp_fx.backends.tensorrt.answers import OPSET, ROW_TIMING, fingerprint_of, measurement, tiny_model
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine

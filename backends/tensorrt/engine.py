@@ -66,13 +66,6 @@ class TensorRTEngine(Engine):
 
         return once
 
-    def layer_latencies(self, repeats: int = 20) -> dict[str, float] | None:
-        """Return the median ms of each engine layer by its name, in order of execution."""
-        found: dict[str, float] = {}
-        for layer in self.layers(repeats):
-            found[layer["name"]] = found.get(layer["name"], 0.0) + layer["ms"]
-        return found
-
     def layers(self, repeats: int = 20) -> list[dict[str, Any]]:
         """Return each engine layer: name, ms, kind, types, and the ONNX nodes that it computes."""
         self._load()

@@ -1,105 +1,74 @@
-"""Weights that are computed from parameters each time the network runs: weight standardisation and its like.
+"""Weights and biases that are computed from parameters each time the network runs.
 
-    before   w = batch_norm(weight.reshape(1, out, -1), ..., gain); w = w.reshape(weight.shape); conv2d(x, w, bias)
+    before   w = weight_norm(weight_v, weight_g);  conv2d(x, w, bias)        w = weight * mask;  linear(x, w)
 
-What a convolution or linear reads is then a function of parameters alone. To the channel graph it is a weight like
-any other, under the name of the parameter that has its shape; converting replaces the function by its value.
+Weight and spectral norm, parametrisations, weight standardisation, masks, sums of kernels, slices of a larger weight:
+what a layer reads is then a function of parameters alone. To the channel graph it is a weight like any other;
+converting replaces the function by its value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from smcp_fx.channels.weight_views import LAYERS, weight_view
+from smcp_fx.channels.weight_views import LAYERS, factors, is_question, weight_view
+from smcp_fx.tracing.operations import operation_name, writes_in_place
+from smcp_fx.tracing.own_weights import own_weight, owner_of
+from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import held
+
+Shape = tuple[int, ...]
+#: What is drawn anew each time is no value that can be kept.
+_DRAWS = ("dropout", "rand", "bernoulli", "normal", "multinomial", "poisson", "stochasticdepth")
 
 
 @dataclass(frozen=True)
 class ComputedWeight:
-    """``result`` computes a weight from the parameter ``name`` (and others) by way of the nodes ``through``."""
+    """``result`` computes it by way of the nodes ``through``; ``name``: where the value can be stored."""
 
     result: fx.Node
     name: str
+    shape: Shape
     through: tuple[fx.Node, ...]  # in the order they run, the reads of parameters and ``result`` among them
+    alone: frozenset[fx.Node]  # of those, the ones that only such weights read
+    sources: tuple[str, ...]  # the parameters and buffers that it is computed from
+    unread: frozenset[str]  # those of them that only such weights read
+
+    def source(self, module: nn.Module) -> str:
+        """The parameter whose gradients tell whether the weight learns."""
+        learning = (name for name in self.sources if held(module, name).requires_grad)
+        return next(learning, next(iter(self.sources), self.name))
 
 
 def computed_weights(
-    module: fx.GraphModule, transparent: tuple[Callable[..., object], ...] = ()
+    module: fx.GraphModule,
+    shape_of: Callable[[fx.Node], Shape | None],
+    transparent: tuple[Callable[..., object], ...] = (),
 ) -> list[ComputedWeight]:
     """Find them. ``transparent``: functions that may stand between a weight and its layer (masks)."""
-    found: dict[fx.Node, ComputedWeight] = {}
+    constants = _constants(module)
+    found: dict[fx.Node, Shape] = {}
+    refused: set[fx.Node] = set()
     for use in module.graph.nodes:
-        if use.op != "call_function" or use.target not in LAYERS:
-            continue
-        weight = use.args[1] if len(use.args) > 1 else use.kwargs.get("weight")
-        while isinstance(weight, fx.Node) and weight.target in transparent:
-            weight = weight.args[0]
-        if isinstance(weight, fx.Node) and weight not in found:
-            if weight_view(module, weight) is not None:
+        for result in _weights_of(use, constants, transparent):
+            if result in found or result in refused:
                 continue
-            computed = _computed(module, weight, transparent)
-            if computed is not None:
-                found[weight] = computed
-    return list(found.values())
-
-
-def _computed(
-    module: fx.GraphModule, result: fx.Node, transparent: tuple[Callable[..., object], ...]
-) -> ComputedWeight | None:
-    if result.op not in ("call_function", "call_method"):
-        return None
-    through, stack = {result}, [result]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source.op in ("placeholder", "call_module"):
-                return None
-            if source not in through:
-                through.add(source)
-                stack.append(source)
-    # Sizes of the weight may be read from outside; the values it is made of may not.
-    for node in through - {result}:
-        for user in node.users:
-            if (
-                user not in through
-                and user.target is not getattr
-                and user.target not in ("size", "dim", "numel")
-            ):
-                return None
-    if any(user.target not in LAYERS and user.target not in transparent for user in _readers(result)):
-        return None
-    ordered = tuple(node for node in module.graph.nodes if node in through)
-    with torch.no_grad():
-        value = evaluate(module, ordered)
-    if not isinstance(value, torch.Tensor):
-        return None
-    parameters = {
-        str(node.target): held(module, str(node.target)) for node in through if node.op == "get_attr"
-    }
-    names = [n for n, p in parameters.items() if isinstance(p, nn.Parameter) and p.shape == value.shape]
-    if len(names) != 1 or id(parameters[names[0]]) in _read_by(module, through):
-        return None
-    return ComputedWeight(result, names[0], ordered)
-
-
-def _read_by(module: fx.GraphModule, left_out: set[fx.Node]) -> set[int]:
-    """The ids of the parameters that the graph's other nodes read, under whatever name, those of modules included."""
-    found: set[int] = set()
-    for node in module.graph.nodes:
-        if (
-            node in left_out
-            or node.op not in ("get_attr", "call_module")
-            or (node.op == "get_attr" and not node.users)
-        ):
-            continue
-        target = str(node.target)
-        read = module.get_submodule(target) if node.op == "call_module" else held(module, target)
-        found.update(map(id, read.parameters()) if isinstance(read, nn.Module) else [id(read)])
-    return found
+            readers = [user for user in result.users if not is_question(user)]
+            alike = all(
+                user.target in transparent or result in _weights_of(user, constants, transparent)
+                for user in readers
+            )
+            shape = shape_of(result) if alike and weight_view(module, result) is None else None
+            if shape:
+                found[result] = shape
+            else:
+                refused.add(result)
+    return _described(module, found) if found else []
 
 
 def evaluate(module: fx.GraphModule, nodes: tuple[fx.Node, ...]) -> Any:
@@ -112,11 +81,149 @@ def evaluate(module: fx.GraphModule, nodes: tuple[fx.Node, ...]) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if node.op == "call_method":
             values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        elif node.op == "call_module":
+            values[node] = module.get_submodule(str(node.target))(*args, **kwargs)
         else:
             assert callable(node.target)
             values[node] = node.target(*args, **kwargs)
     return values[nodes[-1]]
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
-    return [user for user in node.users if user.target is not getattr and user.target not in ("size", "dim")]
+# ---- what is computed from parameters alone -----------------------------------------------------------------
+
+
+def _constants(module: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that follow from parameters and buffers alone, and are drawn or written into by none."""
+    found: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if any(user.args[:1] == (node,) and writes_in_place(user, module) for user in node.users):
+            continue
+        if node.op == "get_attr":
+            found.add(node)
+        elif node.op == "call_module":
+            if not node.all_input_nodes and owner_of(node) is not None:
+                found.add(node)
+        elif node.op in ("call_function", "call_method") and node.all_input_nodes:
+            name = operation_name(node, None)
+            drawn = any(word in (name or "") for word in _DRAWS) or has(name, Trait.DRAWN)
+            known = name is not None or node.target is own_weight
+            if known and not drawn and found.issuperset(node.all_input_nodes):
+                found.add(node)
+    return found
+
+
+def _weights_of(
+    use: fx.Node, constants: set[fx.Node], transparent: tuple[Callable[..., object], ...]
+) -> list[fx.Node]:
+    """What is computed and read as a weight or bias of a layer, or as the constant factor of a product."""
+    if use.op == "call_function" and use.target in LAYERS:
+        given: list[Any] = [
+            use.args[place] if len(use.args) > place else use.kwargs.get(name) for place, name in _PLACES
+        ]
+        most = 2
+    else:
+        given, most = [*factors(use)], 1
+    found = []
+    for one in given:
+        while isinstance(one, fx.Node) and one.target in transparent:
+            one = one.args[0]
+        if isinstance(one, fx.Node) and one in constants:
+            found.append(one)
+    return [one for one in found if one.op != "get_attr"] if len(found) <= most else []
+
+
+_PLACES = ((1, "weight"), (2, "bias"))
+
+
+def _described(module: fx.GraphModule, results: dict[fx.Node, Shape]) -> list[ComputedWeight]:
+    ways = {result: ancestors(result) for result in results}
+    every = [node for node in reversed(module.graph.nodes) if any(node in way for way in ways.values())]
+    alone: set[fx.Node] = set()
+    for node in every:
+        if node in results or all(user in alone for user in node.users):
+            alone.add(node)
+    reads, found = _Reads(module), []
+    taken: set[str] = set()
+    for result, shape in results.items():
+        ordered = tuple(node for node in reversed(every) if node in ways[result])
+        sources = dict.fromkeys(name for node in ordered for name in reads.of(node))
+        floating = [name for name in sources if held(module, name).is_floating_point()]
+        unread = frozenset(name for name in sources if not reads.outside(name, alone))
+        parameters = [name for name in floating if isinstance(held(module, name), nn.Parameter)]
+        name = _name(module, result, shape, floating, unread, taken)
+        taken.add(name)
+        kept = tuple(parameters or floating)
+        found.append(
+            ComputedWeight(result, name, shape, ordered, frozenset(alone & ways[result]), kept, unread)
+        )
+    return found
+
+
+def ancestors(node: fx.Node) -> frozenset[fx.Node]:
+    """The node, and all that it is computed from."""
+    known, todo = {node}, [node]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source not in known:
+                known.add(source)
+                todo.append(source)
+    return frozenset(known)
+
+
+def _name(
+    module: fx.GraphModule,
+    result: fx.Node,
+    shape: Shape,
+    sources: list[str],
+    unread: frozenset[str],
+    taken: set[str],
+) -> str:
+    """What the module that computes it calls it; else the parameter that has its shape; else a name of its own."""
+    own = owner_of(result)
+    fitting = [n for n in sources if n in unread and tuple(held(module, n).shape) == shape]
+    parameters = [n for n in fitting if isinstance(held(module, n), nn.Parameter)]
+    fitting = [n for n in parameters if held(module, n).requires_grad] + parameters
+    for name in ([own] if own is not None else []) + fitting:
+        if name not in taken:
+            return name
+    return f"{result.name}_value"
+
+
+class _Reads:
+    """Which nodes read which parameters and buffers, under whatever name."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module = module
+        self._readers: dict[int, set[fx.Node]] = {}
+        for node in module.graph.nodes:
+            if node.op != "get_attr" or node.users:
+                for name in self.of(node):
+                    self._readers.setdefault(id(held(module, name)), set()).add(node)
+
+    def of(self, node: fx.Node) -> Iterator[str]:
+        """The names of the tensors that a node reads from the model."""
+        value: Any = None
+        if node.op == "get_attr":
+            value = held(self._module, str(node.target))
+        elif node.op == "call_module":
+            value = self._module.get_submodule(str(node.target))
+        if isinstance(value, torch.Tensor):
+            yield str(node.target)
+        if isinstance(value, nn.Module) and not all(
+            user.target is own_weight for user in node.users or [node]
+        ):
+            yield from (f"{node.target}.{name}" for name in _names(value))
+        if node.target is own_weight:
+            owner: Any = node.args[0]
+            start = f"{node.args[1]}_"
+            names = _names(self._module.get_submodule(str(owner.target)))
+            yield from (f"{owner.target}.{name}" for name in names if name.startswith(start))
+
+    def outside(self, name: str, alone: set[fx.Node]) -> bool:
+        """Does a node read the tensor that is not one of these?"""
+        return not self._readers.get(id(held(self._module, name)), set()) <= alone
+
+
+def _names(module: nn.Module) -> list[str]:
+    tensors = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return [name for each in tensors for name, _ in each]

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import along, compress, narrow_uniform, uniform, varied_dims
-from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, ParameterView, Trail
+from smcp_fx.channels.trail import Call, Computed, ConstantRef, ParameterRef, ParameterView, Trail
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import describe, may_be_operand, operation_name, writes_in_place
@@ -74,9 +74,10 @@ class Propagation:
             self._views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
         self._computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter it passes for
         self._hidden: set[str] = set()  # nodes on the way to one: the rules do not see them
-        for found in computed_weights(module):
-            self._computed[found.result.name] = self.parameter(found.name)
-            self._hidden.update(node.name for node in found.through)
+        for found in computed_weights(module, self._shape):
+            name = self._computed[found.result.name] = self.parameter(found.name)
+            self.trail.computed[name] = Computed(found.shape, found.source(module), found.unread)
+            self._hidden.update(node.name for node in found.alone)
 
     # ---- labels -----------------------------------------------------------------------------------------
 
@@ -210,16 +211,17 @@ class Propagation:
         if node.op == "placeholder":
             source = self.fixed(node.name, node.meta.get(ORIGIN, f"network input {node.name!r}"))
             return self.filled(value, source)
+        if node.name in self._computed:
+            name = self._computed[node.name]
+            return ParameterRef(name, self.trail.computed[name].shape)
+        if node.name in self._hidden:
+            return None
         if node.op == "get_attr":
             return self._attribute(str(node.target), value)
         if node.name in self._views:
             path, dims = self._views[node.name]
             weight = ParameterRef(self.parameter(path), tuple(self.module.get_parameter(path).shape))
             return ParameterView(weight.name, value.shape, weight, dims)
-        if node.name in self._computed:
-            return ParameterRef(self._computed[node.name], value.shape)
-        if node.name in self._hidden:
-            return None
         environment = self.trail.labels
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: environment[n.name])
         if node.op == "output":
@@ -260,6 +262,10 @@ class Propagation:
         if shapes != expected:
             return self.unknown(call, f"{UNFIT} {call.name!r} (labels of shapes {shapes}, not {expected})")
         return result
+
+    def _shape(self, node: fx.Node) -> tuple[int, ...] | None:
+        value = self.values.get(node.name)
+        return value.shape if isinstance(value, TensorInfo) and value.dtype.is_floating_point else None
 
     def _called(self, node: fx.Node) -> nn.Module | None:
         return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None

@@ -130,6 +130,7 @@ def _record(
     axes: tuple[int, int],
 ) -> None:
     """Note a layer. ``dims``, ``slots``, ``channels``, ``axes``: (input, output); ``shape``: of the input."""
+    computed = run.trail.computed.get(weight.name)
     run.trail.layers.append(
         Layer(
             node=call.node.name,
@@ -150,6 +151,8 @@ def _record(
             transposed="transpose" in (call.name or ""),
             weight_shape=weight.base.shape,
             axis=axes[1],
+            source=weight.name if computed is None else computed.source,
+            computed=computed is not None,
         )
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.weight_views import Dims
-from smcp_fx.tracing.values import TensorInfo
+from smcp_fx.tracing.values import TensorInfo, held
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,26 @@ class Layer:
     transposed: bool
     weight_shape: tuple[int, ...]
     axis: int  # of the output's channels
+    source: str  # the parameter that the weight is, or is computed from
+    computed: bool  # is it computed, so that its gradients are those of its mask?
+
+    def tensor(self, module: nn.Module) -> Tensor:
+        """The parameter that the weight is, or one that it is computed from."""
+        found = held(module, self.source)
+        assert isinstance(found, Tensor)
+        return found
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A weight or bias that is computed from parameters; the gradients of one, ``source``, tell whether it learns.
+
+    ``unread``: the parameters and buffers that nothing else reads, which converting leaves out.
+    """
+
+    shape: tuple[int, ...]
+    source: str
+    unread: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -174,6 +194,7 @@ class Trail:
     elements: dict[str, Tensor] = field(default_factory=dict)  # parameter -> labels of its shape
     layers: list[Layer] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)
+    computed: dict[str, Computed] = field(default_factory=dict)  # weights and biases, by name
     mixes: list[Mix] = field(default_factory=list)
     grouped: dict[str, tuple[int, Tensor]] = field(
         default_factory=dict

@@ -58,7 +58,7 @@ def weight_of(use: fx.Node) -> fx.Node | None:
     if use.op == "call_function" and use.target in LAYERS:
         weight = use.args[1] if len(use.args) > 1 else use.kwargs.get("weight")
         return weight if isinstance(weight, fx.Node) else None
-    operands = _operands(use)
+    operands = factors(use)
     return next((operand for operand in reversed(operands) if _leads_to_parameter(operand)), None)
 
 
@@ -66,7 +66,7 @@ def contracted(use: fx.Node, rank: int) -> int:
     """The dimension of its weight, of ``rank`` dimensions, that a functional call of a layer sums over."""
     if use.target in LAYERS:
         return 0 if "transpose" in str(getattr(use.target, "__name__", "")) else 1
-    place = _operands(use).index(weight_of(use))  # type: ignore[arg-type]
+    place = factors(use).index(weight_of(use))  # type: ignore[arg-type]
     if operation_name(use, None) == "einsum":
         inputs, _, out = str(use.args[0]).replace(" ", "").partition("->")
         names = inputs.split(",")[place]
@@ -74,7 +74,7 @@ def contracted(use: fx.Node, rank: int) -> int:
     return rank - 1 if place == 0 else max(rank - 2, 0)
 
 
-def _operands(use: fx.Node) -> list[fx.Node]:
+def factors(use: fx.Node) -> list[fx.Node]:
     """The two factors of a product of tensors; none for another call."""
     name = operation_name(use, None) if use.op in ("call_function", "call_method") else None
     if name not in ("matmul", "mm", "bmm", "einsum"):
@@ -148,7 +148,7 @@ def _evaluated(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     first = node.args[0] if node.args else None
     if node.op == "get_attr" and any(node.target == source.target for source in known):
         return next(known[source] for source in known if node.target == source.target)
-    if not (_moves(node) or _is_question(node) or node.target in _MASKS) or not isinstance(first, fx.Node):
+    if not (_moves(node) or is_question(node) or node.target in _MASKS) or not isinstance(first, fx.Node):
         raise LookupError(node.name)
     value = _evaluated(first, known)
     if node.target not in _MASKS and operation_name(node, None) != "contiguous":
@@ -187,12 +187,12 @@ def _read_alike(view: WeightView, views: dict[fx.Node, WeightView]) -> bool:
         for user in node.users:
             if weight_of(user) is node and user.all_input_nodes.count(node) == 1 and node in views:
                 read.add(dims[contracted(user, len(dims))])
-            elif not _is_question(user) and not any(user in other.chain for other in views.values()):
+            elif not is_question(user) and not any(user in other.chain for other in views.values()):
                 return False
     return len(read) == 1
 
 
-def _is_question(node: fx.Node) -> bool:
+def is_question(node: fx.Node) -> bool:
     if node.target is getattr:
         return node.args[1] in _QUESTIONS
     return node.target in _QUESTIONS

@@ -64,7 +64,9 @@ def absolute_target(target: float | str, full: float, unit: str) -> float:
         match = re.fullmatch(r"\s*([0-9.eE+-]+?)\s*([kKMGT]?)\s*([A-Za-z-]+)\s*", target)
         named = "" if match is None else match[3].lower().rstrip("s")
         if match is None or _SAME_UNIT.get(named, named) != unit.lower().rstrip("s"):
-            raise InputError(f"target {target!r} is not a cost in {unit}: give a number and the unit")
+            raise InputError(
+                f"target {target!r} is not a cost in {unit}: give a number and the unit, or a share as 0.5 or '50 %'"
+            )
         try:
             value = float(match[1]) * _PREFIX[match[2].upper()]
         except ValueError:

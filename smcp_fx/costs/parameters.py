@@ -16,24 +16,31 @@ from smcp_fx.tracing.values import held
 
 
 class ParamsCost:
-    """Parameters of the whole network (buffers not counted)."""
+    """Parameters of the whole network (buffers not counted), computed weights as `convert` leaves them."""
 
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
         """Bind to a network."""
         terms = []
         readers = _readers(traced) if channels.branches is not None else {}
-        for name, parameter in traced.module.named_parameters():
+        for name, shape in _shapes(traced, channels).items():
             slots = channels.trail.slots.get(name, {})
             dims = {dim: channels.width(labels) for dim, labels in slots.items()}
             elements = channels.trail.elements.get(name)
             if elements is not None and not dims:
                 dims = _element_widths(channels, elements)
             widths = tuple(width for _, width in sorted(dims.items()) if width.groups)
-            rest = prod(size for dim, size in enumerate(parameter.shape) if dim not in dims)
+            rest = prod(size for dim, size in enumerate(shape) if dim not in dims)
             rest *= prod(width.constant for width in dims.values() if not width.groups)
             term = without_branch(channels, readers.get(name, ()), CostTerm(name, widths, proportional(rest)))
             terms.append(term)
         return network_cost("parameters", channels, terms, 0.0)
+
+
+def _shapes(traced: Traced, channels: ChannelGraph) -> dict[str, tuple[int, ...]]:
+    computed = channels.trail.computed
+    gone = {name for found in computed.values() for name in found.unread}
+    shapes = {name: tuple(p.shape) for name, p in traced.module.named_parameters() if name not in gone}
+    return shapes | {name: found.shape for name, found in computed.items()}
 
 
 def _readers(traced: Traced) -> dict[str, list[str]]:

@@ -25,7 +25,8 @@ class TaylorImportance:
     ``abs_of_sum``: |sum over the unit's slots in all its consumers of sum W * dL/dW|. ``sum_of_abs``: the
     sum over the consumers of each one's absolute value.
 
-    A frozen weight has no gradient; its mask takes one instead, whose elements are the same sums.
+    A weight that is frozen, or computed from parameters, has no gradient; its mask takes one instead, whose elements
+    are the same sums.
     """
 
     def __init__(self, channels: ChannelGraph, state: PruningState, rule: ImportanceRule) -> None:
@@ -43,6 +44,10 @@ class TaylorImportance:
         self._indices = [used, pair, pairs % max(count, 1)]
         self._count = count
 
+    def parameters(self, module: nn.Module) -> list[str]:
+        """The names of the parameters that the masked weights are, or are computed from."""
+        return [la.source for la in self.layers if isinstance(la.tensor(module), nn.Parameter)]
+
     def __call__(self, module: nn.Module, scale: float | Tensor = 1.0) -> Tensor:
         """Return importances [units], float32, of the gradients now in ``module``, divided by ``scale``.
 
@@ -59,7 +64,7 @@ class TaylorImportance:
                 "no channel of this network is free, so there is nothing to prune; prepared.channels.groups says "
                 "what pins each group"
             )
-        weights = [module.get_parameter(layer.weight) for layer in self.layers]
+        weights = [layer.tensor(module) for layer in self.layers]
         signed = self._slots(weights)
         if signed is None:
             raise TrainingError(
@@ -76,7 +81,7 @@ class TaylorImportance:
         units = pairs.new_zeros(self._count).index_add(0, unit, pairs)
         return units.abs()
 
-    def _slots(self, weights: list[nn.Parameter]) -> Tensor | None:
+    def _slots(self, weights: list[Tensor]) -> Tensor | None:
         """Sum of W * dL/dW for each input slot of each layer, [all slots] float32; None without any gradient."""
         sums: dict[int, Tensor] = {}
         frozen: list[int] = []
@@ -84,11 +89,12 @@ class TaylorImportance:
         switched = False
         for index, (layer, weight) in enumerate(zip(self.layers, weights, strict=True)):
             mask = self._state.layer_mask(layer)
-            if mask.requires_grad is weight.requires_grad:
-                mask.requires_grad_(not weight.requires_grad)  # counts from the next step on
+            by_mask = layer.computed or not weight.requires_grad
+            if mask.requires_grad is not by_mask:
+                mask.requires_grad_(by_mask)  # counts from the next step on
                 mask.grad = None  # what it gathered before is of another time
                 switched = True
-            if not weight.requires_grad:
+            if by_mask:
                 frozen.append(index)
             elif weight.grad is not None:
                 learning.append(index)

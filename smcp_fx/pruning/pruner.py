@@ -83,7 +83,7 @@ class Pruner:
         self._state = state
         self._selector = Selector(state, config, channels.branches)
         self._importance = TaylorImportance(channels, state, config.importance)
-        self._watch = LoopWatch(model, [layer.weight for layer in self._importance.layers])
+        self._watch = LoopWatch(model, self._importance.parameters(model))
         self._watch.active = schedule is not None
         self._solve_watch = SolveWatch()
         # Calls of `step` counted here, so that the device need not be asked: never below the state's own count.
@@ -427,7 +427,9 @@ class Pruner:
 
     def _zero_pruned(self) -> None:
         for layer in self._importance.layers:
-            weight = self._model.get_parameter(layer.weight)
+            if layer.computed:  # its mask is as hard
+                continue
+            weight = layer.tensor(self._model)
             with torch.no_grad():
                 weight.mul_(self._state.layer_mask(layer))
 

@@ -72,7 +72,7 @@ class PruningState(nn.Module):
             line = [1] * len(layer.weight_shape)
             line[layer.in_dim] = places.numel()
             self._masked.append((mask_name(layer), places, line))
-            weight = None if module is None else module.get_parameter(layer.weight)
+            weight = None if module is None else layer.tensor(module)
             self.register_buffer(mask_name(layer), _ones(layer, line, weight), persistent=False)
         for mix in masked_mixes(channels):
             self._masked.append((kept_name(mix), self.places(mix.labels.flatten()), [*mix.labels.shape]))
@@ -250,6 +250,8 @@ def _ones(layer: Layer, line: list[int], weight: Tensor | None) -> Tensor:
     if weight is None:
         return torch.ones(shape)
     mask = torch.ones(shape, dtype=weight.dtype, device=weight.device)
+    if layer.computed:
+        return mask.requires_grad_(True)
     channels_last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
     if channels_last and not weight.is_contiguous():
         mask = mask.to(memory_format=torch.channels_last)

@@ -14,7 +14,7 @@ from smcp_fx.report.formats import MISSING, milliseconds, number, percent, relat
 from smcp_fx.report.heat_map import heat_map
 from smcp_fx.report.provenance import provenance
 from smcp_fx.report.schema import Report, SolveRow
-from smcp_fx.report.summary import comparison, headline, model_name, target_line, unsteady
+from smcp_fx.report.summary import comparison, headline, model_name, target_line, unsteady_line
 from smcp_fx.report.svg import Markup, element, join
 from smcp_fx.report.without_training import (
     repair_bars,
@@ -91,11 +91,7 @@ def _header(report: Report) -> Markup:
         ),
         element("p", _sentence(target_line(report)), class_="caption"),
     ]
-    if unsteady(report):
-        warning = (
-            f"The timings of {' and '.join(unsteady(report))} spread too far to be sure of: "
-            "measure again on an idle machine."
-        )
+    if warning := unsteady_line(report):
         parts.append(element("p", warning, class_="warning", role="note"))
     return element("header", *parts)
 

@@ -145,10 +145,13 @@ def backend_line(report: Report) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def unsteady(report: Report) -> list[str]:
-    """Return which of "dense" and "pruned" had timings that spread too far to be sure of."""
-    names = ("dense", "pruned")
-    return [name for name, side in zip(names, _sides(report), strict=True) if side.latency_stable is False]
+def unsteady_line(report: Report) -> str | None:
+    """Say which timings others' work disturbed or spread too far, and what to do; None where all are sure."""
+    sides = zip(("dense", "pruned"), _sides(report), strict=True)
+    names = " and ".join(name for name, side in sides if side.latency_stable is False)
+    if not names:
+        return None
+    return f"Other work disturbed the timings of {names}: measure again when the machine is idle."
 
 
 def summary_table(report: Report) -> Table:
@@ -165,12 +168,8 @@ def summary_table(report: Report) -> Table:
             table.add_row(
                 Text("  quartiles", style="dim"), *(Text(cell, style="dim") for cell in row.spread), ""
             )
-    lines = [target_line(report)]
-    if unsteady(report):
-        lines.append(
-            f"The timings of {' and '.join(unsteady(report))} spread too far: measure again when idle."
-        )
-    table.caption = Text("\n".join(lines))
+    lines = (target_line(report), unsteady_line(report))
+    table.caption = Text("\n".join(line for line in lines if line))
     return table
 
 

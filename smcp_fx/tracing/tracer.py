@@ -33,6 +33,7 @@ from smcp_fx.tracing.mode_paths import Exploring, Modes, ModeTrace
 from smcp_fx.tracing.mode_reads import ReadsOfTraining
 from smcp_fx.tracing.mode_steps import alike
 from smcp_fx.tracing.modes import require_one_mode, with_branches
+from smcp_fx.tracing.own_weights import computed_by_hooks, is_parametrised_layer, own_weight
 from smcp_fx.tracing.plain_attention import forward_of, is_plain, slow_path
 from smcp_fx.tracing.rewrites import add_computed_biases, drop_expansions, normalise
 from smcp_fx.tracing.sentences import is_ours
@@ -206,7 +207,7 @@ class _Tracer(ShapeTracer):
         changed = m._forward_hooks or m._forward_pre_hooks or nn.utils.parametrize.is_parametrized(m)
         named = module_qualified_name in self.leaves
         scripted = isinstance(m, torch.jit.ScriptModule)  # it has no Python to trace
-        if changed or named or scripted:
+        if (changed and m not in self._looked_into) or named or scripted:
             return True
         return m not in self._looked_into and super().is_leaf_module(m, module_qualified_name)
 
@@ -220,6 +221,8 @@ class _Tracer(ShapeTracer):
         try:
             if not self._evaluating and is_plain(m, args, kwargs):
                 return self._call_plainly(m, forward, args, kwargs)
+            if not self._evaluating and (is_parametrised_layer(m) or computed_by_hooks(m)):
+                return self._call_computing(m, forward, args, kwargs)
             return super().call_module(m, forward, args, kwargs)
         except Exception:
             self.stopped = self.stopped or m
@@ -236,6 +239,22 @@ class _Tracer(ShapeTracer):
                 return super().call_module(m, forward_of(m, forward, rank), args, kwargs)
         finally:
             self._looked_into.discard(m)
+
+    def _call_computing(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A layer that computes its weight: the function that it is, on what computes it."""
+        names, hooks, held = computed_by_hooks(m), dict(m._forward_pre_hooks), dict(vars(m))
+        self._looked_into.add(m)
+        try:
+            if names and not self.is_leaf_module(m, self._paths.get(m, "")):
+                owner = self.create_proxy("get_attr", self._paths[m], (), {})
+                for name in names:
+                    vars(m)[name] = self.create_proxy("call_function", own_weight, (owner, name), {})
+                m._forward_pre_hooks.clear()
+            return super().call_module(m, forward, args, kwargs)
+        finally:
+            self._looked_into.discard(m)
+            m._forward_pre_hooks.update(hooks)
+            vars(m).update({name: held[name] for name in names})
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """So do they read their parameters."""

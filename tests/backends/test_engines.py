@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import onnxruntime as ort
@@ -16,7 +15,6 @@ from torch import nn
 from smcp_fx.backends import backend_names, get_backend, measure_interleaved
 from smcp_fx.backends.base import Fingerprint
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeEngine
-from smcp_fx.backends.onnxruntime.overhead import REFERENCE_SHAPE, Overhead
 from smcp_fx.backends.onnxruntime.session import bound_run
 from smcp_fx.backends.timing.measuring import (
     TimingConfig,
@@ -100,55 +98,6 @@ def test_engines_compute_what_the_module_does(name, tmp_path):
         engine.run([y.numpy()])
 
 
-def test_layer_latencies_name_every_node():
-    with get_backend("onnxruntime").compile(network(), (torch.randn(2, 3, 8, 8),)) as engine:
-        latencies = engine.layer_latencies()
-    assert len(latencies) >= 2
-    assert all(ms >= 0 for ms in latencies.values())
-
-
-def test_layer_latencies_of_torch_are_by_module_and_follow_the_work():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.small, self.large = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 9, padding=4)
-            self.unused = nn.ReLU()
-
-        def forward(self, x):
-            return self.large(torch.relu(self.small(x)))
-
-    model = Twice()
-    with get_backend("torch").compile(model, (torch.randn(2, 8, 48, 48),)) as engine:
-        latencies = engine.layer_latencies()
-        again = engine.layer_latencies()
-    assert list(latencies) == list(again) == ["small", "large"]
-    assert 0 < latencies["small"] < latencies["large"]
-    assert not model.large._forward_hooks
-    with get_backend("torch", compiled=True).compile(model, (torch.randn(2, 8, 8, 8),)) as engine:
-        assert engine.layer_latencies() is None
-
-
-def test_layer_latencies_are_without_what_the_profiler_adds_and_the_chain_that_tells_it(monkeypatch):
-    """The times are made up. The network's result has the shape of the chain's, whose conversion is not its own."""
-    from smcp_fx.backends.onnxruntime import backend as module
-
-    read, link_ms, added_ms = module.Profiler.runs, 0.0004, 0.0041
-
-    def runs(profiler, wanted=None):
-        times = {True: link_ms + added_ms, False: 0.0052 + added_ms}
-        return [[replace(n, ms=times["_link" in n.name]) for n in run] for run in read(profiler, wanted)]
-
-    monkeypatch.setattr(module.Profiler, "runs", runs)
-    monkeypatch.setattr(module, "overhead", lambda *_: Overhead(0.0, link_ms))
-    chain = nn.Sequential(nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)).eval()
-    with get_backend("onnxruntime").compile(chain, (torch.randn(1, *REFERENCE_SHAPE[1:]),)) as engine:
-        latencies = engine.layer_latencies()
-    assert sum("conv" in name.lower() for name in latencies) == 2
-    assert sum("Reorder" in name for name in latencies) == 2  # of the input, and of the result
-    assert len(latencies) == 4
-    assert np.allclose(list(latencies.values()), 0.0052)
-
-
 def test_timing_with_bound_inputs_runs_the_network():
     """What CUDA is timed with, on the CPU: the same outputs, and a run at each call."""
     module, x = network(), torch.randn(2, 3, 8, 8)
@@ -175,7 +124,6 @@ def test_cuda_computes_and_times_what_the_module_does():
     with backend.compile(module, (x,)) as engine, torch.no_grad():
         assert np.allclose(engine.run([x.numpy()])[0], module(x).numpy(), rtol=1e-2, atol=1e-2)
         assert engine.latency(config=FAST).median_ms > 0
-        assert engine.layer_latencies() is None
     latency = backend.block_latency(ABlock("conv", size=16), (16, 16), FAST)
     assert latency.hot.median_ms > 0
     assert latency.cold is None

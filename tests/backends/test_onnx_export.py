@@ -16,8 +16,9 @@ from torch import fx, nn
 
 import smcp_fx
 from smcp_fx.backends.onnx import export as onnx_export
+from smcp_fx.backends.onnx.checking import compare_outputs
 from smcp_fx.backends.onnx.clean import clean_model
-from smcp_fx.backends.onnx.export import compare_outputs, export_model_proto, export_onnx
+from smcp_fx.backends.onnx.export import export_model_proto, export_onnx
 from smcp_fx.errors import BackendError, InputError
 
 

@@ -10,6 +10,7 @@ import models_movement  # noqa: F401
 import models_products  # noqa: F401
 import models_shapes  # noqa: F401
 import models_statistics  # noqa: F401
+import models_weights  # noqa: F401
 import models_wiring  # noqa: F401
 import pytest
 import torch

@@ -170,8 +170,18 @@ def test_what_is_wanted_goes_out_with_its_networks(
     assert sorted(p.name.split("_")[0] for p in folder.iterdir()) == ["00002", "00003", "00004", "00005"]
 
 
+#: ``smcp-table`` on a machine that is taken for quiet, as it is in every test's own process.
+QUIET = """
+import sys
+from smcp_fx.backends.timing import quiet
+from smcp_fx.cli.table import main
+quiet.core_share = lambda: 1.0
+sys.exit(main())
+"""
+
+
 def _start(model: str, table: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "smcp_fx.cli.table", *measuring(model, table)]
+    command = [sys.executable, "-c", QUIET, *measuring(model, table)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
 

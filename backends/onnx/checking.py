@@ -1,0 +1,123 @@
+"""Checks that a runtime computes what the module does: inputs for both, and their outputs compared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from smcp_fx.backends.base import Array, to_arrays
+from smcp_fx.errors import BackendError
+
+#: Largest difference over the output's scale, by the output's type: rounding of another order of summation.
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2}
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` into eval mode, and every submodule back into its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def random_inputs(inputs: Sequence[Tensor], batch: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
+    """Return inputs like ``inputs``, normally distributed (integers: drawn from theirs), ``batch`` rows."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for tensor in inputs:
+        shape = list(tensor.shape)
+        if batch is not None and shape:
+            shape[0] = batch
+        if tensor.is_floating_point():
+            drawn = torch.randn(shape, generator=generator).to(tensor.dtype)
+        else:
+            flat = tensor.detach().cpu().flatten()
+            picks = torch.randint(max(1, flat.numel()), (int(np.prod(shape)),), generator=generator)
+            drawn = flat[picks].reshape(shape)
+        out.append(drawn.to(tensor.device))
+    return tuple(out)
+
+
+def largest_difference(found: Array, expected: Array) -> tuple[float, float, float, float]:
+    """Return (relative to the output's scale, absolute, value found, value expected) at the worst element."""
+    if found.size == 0:
+        return 0.0, 0.0, 0.0, 0.0
+    a, b = found.astype(np.float64), expected.astype(np.float64)
+    difference = np.where(np.isfinite(a) & np.isfinite(b), np.abs(a - b), np.inf)
+    worst = np.unravel_index(int(np.argmax(difference)), difference.shape)
+    scale = max(float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0)), 1e-12)
+    absolute = float(difference[worst])
+    return absolute / scale, absolute, float(a[worst]), float(b[worst])
+
+
+def compare_with_module(
+    file: Path, model: nn.Module, example_inputs: tuple[Tensor, ...], dynamic_batch: bool
+) -> None:
+    """Raise `BackendError` where the file, run by ONNX Runtime, differs from the module on random inputs."""
+    from smcp_fx.backends.onnxruntime.session import create_session, run_session, session_options
+
+    batches: list[int | None] = [None]
+    if dynamic_batch:
+        batches.append(3 if example_inputs[0].shape[0] != 3 else 2)
+    session = create_session(file, session_options())
+    read, written = (
+        [value.name for value in values] for values in (session.get_inputs(), session.get_outputs())
+    )
+    for seed, batch in enumerate(batches):
+        inputs = random_inputs(example_inputs, batch, seed)
+        # First: the module may write into its inputs.
+        found = run_session(session, dict(zip(read, to_arrays(inputs), strict=True)))
+        with eval_mode(model), torch.no_grad():
+            expected = to_arrays(flatten_outputs(model(*inputs)))
+        compare_outputs(found, expected, written)
+
+
+def compare_outputs(
+    found: Sequence[Array],
+    expected: Sequence[Array],
+    names: Sequence[str],
+    runtime: str = "ONNX Runtime",
+    limit: float | None = None,
+) -> None:
+    """Raise `BackendError` with both values where a runtime's outputs differ from the module's.
+
+    ``limit``: on the difference over the output's scale; by default as the output's type is.
+    """
+    if len(found) != len(expected):
+        raise BackendError(
+            f"{runtime} gives {len(found)} outputs, the module {len(expected)}; no file written"
+        )
+    for name, a, b in zip(names, found, expected, strict=True):
+        if a.shape != b.shape:
+            raise BackendError(
+                f"output {name!r} has shape {a.shape} in {runtime}, {b.shape} in PyTorch; no file written"
+            )
+        if not np.all(np.isfinite(b)):
+            raise BackendError(
+                f"output {name!r} of the module is not finite on random inputs, so the ONNX file cannot "
+                "be checked; no file written. Look for overflow, or pass check=False."
+            )
+        relative, absolute, value, reference = largest_difference(a, b)
+        allowed = TOLERANCES.get(str(b.dtype), 0.0) if limit is None else limit
+        if not relative <= allowed:
+            raise BackendError(
+                f"output {name!r} differs: {runtime} computes {value:.9g} where PyTorch computes "
+                f"{reference:.9g} (difference {absolute:.3g}, {relative:.3g} of the output's scale, limit "
+                f"{allowed:g}); no file written"
+            )
+
+
+def flatten_outputs(outputs: Any) -> list[Tensor]:
+    """Return the tensors in a module's outputs (a tensor, or nested tuples, lists and dicts), in order."""
+    leaves, _ = torch.utils._pytree.tree_flatten(outputs)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -1,0 +1,107 @@
+"""Weights that a layer computes of its own parameters before it runs: parametrisations, and hooks that normalise.
+
+before   conv(x)     after   weight = conv.parametrizations.weight();   conv2d(x, weight, conv.bias)     parametrised
+                             weight = own_weight(conv, "weight");       conv2d(x, weight, conv.bias)     by a hook
+
+What computes the weight runs as it did, in each mode (spectral norm takes a step in training); the layer itself is
+the function it always was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+_LAYERS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
+)  # fmt: skip
+_LISTS = ".parametrizations."
+
+
+def own_weight(module: nn.Module, name: str) -> Tensor:
+    """What a hook of the module makes of its parameters under this name."""
+    hook: Any = next(hook for hook in module._forward_pre_hooks.values() if _name(hook) == name)
+    if isinstance(hook, BasePruningMethod):
+        return hook.apply_mask(module)  # type: ignore[no-any-return, no-untyped-call]
+    if isinstance(hook, SpectralNorm):
+        return hook.compute_weight(module, do_power_iteration=module.training)
+    return hook.compute_weight(module)  # type: ignore[no-any-return]
+
+
+def computed_by_hooks(module: nn.Module) -> list[str]:
+    """The names of the weights that hooks of a layer compute; none where hooks do anything else."""
+    hooks = [*module._forward_pre_hooks.values()]
+    known = not (module._forward_hooks or module._forward_pre_hooks_with_kwargs) and all(map(_name, hooks))
+    names = [_name(hook) for hook in hooks]
+    held = all(
+        name not in module._parameters and isinstance(vars(module).get(name), Tensor) for name in names
+    )
+    return names if known and held and isinstance(module, _LAYERS) else []
+
+
+def _name(hook: Any) -> str:
+    """The name of the weight that a hook computes; empty for another hook."""
+    if isinstance(hook, BasePruningMethod):
+        return str(hook._tensor_name)
+    return str(getattr(hook, "name", "")) if callable(getattr(hook, "compute_weight", None)) else ""
+
+
+def is_parametrised_layer(module: nn.Module) -> bool:
+    """Is it a layer whose weight or bias has parametrisations, without hooks?"""
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return isinstance(module, _LAYERS) and parametrize.is_parametrized(module) and not hooked
+
+
+def owner_of(node: fx.Node) -> str | None:
+    """The name of the weight that the node computes, where it is one that a layer computes of its own."""
+    if node.op == "call_module" and _LISTS in str(node.target):
+        return str(node.target).replace(_LISTS, ".")
+    owner: Any = node.args[0] if node.target is own_weight else None
+    return f"{owner.target}.{node.args[1]}" if isinstance(owner, fx.Node) else None
+
+
+def settle_named(model: nn.Module, names: Container[str]) -> None:
+    """Let the model's layers hold those of the weights that they compute which have one of these names."""
+    for path, module in [*model.named_modules()]:
+        lists = getattr(module, "parametrizations", {}) if parametrize.is_parametrized(module) else {}
+        for name in [*lists, *computed_by_hooks(module)]:
+            if (f"{path}.{name}" if path else name) in names:
+                value = getattr(module, name) if name in lists else own_weight(module, name)
+                settle(module, name, nn.Parameter(value.detach().clone()))
+
+
+def settle(module: nn.Module, name: str, value: nn.Parameter) -> None:
+    """Let the module hold the value under this name, in the place of what computed it."""
+    lists = module._modules.get("parametrizations")
+    if lists is not None and name in lists._modules:
+        _end_parametrisation(module, lists, name)
+    for hooks in (module._forward_pre_hooks, module._state_dict_hooks, module._load_state_dict_pre_hooks):
+        for key, hook in list(hooks.items()):
+            inner: Any = getattr(
+                hook, "hook", hook
+            )  # what goes with a hook when a state dict is saved or loaded
+            if name in (_name(inner), _name(getattr(inner, "fn", None))):
+                del hooks[key]
+    vars(module).pop(name, None)
+    module._buffers.pop(name, None)
+    module.register_parameter(name, value)
+
+
+def _end_parametrisation(module: nn.Module, lists: nn.Module, name: str) -> None:
+    """As torch removes one, but for the class, which copies of the module share."""
+    injected = parametrize.is_parametrized(module)  # a graph's module holds no more than the graph reads
+    before = parametrize.type_before_parametrizations(module)
+    del lists._modules[name]
+    if not lists._modules:
+        del module._modules["parametrizations"]
+    if injected:
+        module.__class__ = before
+        if lists._modules:
+            parametrize._inject_new_class(module)
+            for other in lists._modules:
+                parametrize._inject_property(module, other)
