@@ -228,7 +228,8 @@ class TensorRTBackend(Backend):
             return
         workers = [self._worker(number) for number in range(self._builders)]
         jobs = [
-            (block.signature, point, self._written(self._models.model(block, point))) for block, point in wanted
+            (block.signature, point, self._written(self._models.model(block, point)))
+            for block, point in wanted
         ]
         stopped = threading.Event()
 

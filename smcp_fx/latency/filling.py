@@ -68,7 +68,9 @@ class Filling:
     ) -> None:
         self._store, self._backend, self._config, self._progress = store, backend, config, progress
         self._fingerprint = backend.fingerprint()
-        self._rows: dict[tuple[str, Point], tuple[Block, BlockLatency]] = {}  # those that may be measured again
+        self._rows: dict[
+            tuple[str, Point], tuple[Block, BlockLatency]
+        ] = {}  # those that may be measured again
         self._confirmed = set[tuple[str, Point]]()
         self._pace_ms = 0.0  # of the last measurement
         self.measured = self.repeated = 0

@@ -149,7 +149,10 @@ class NetworkLatency:
             surface, at = self._surfaces[block.signature, block.grids], tuple(map(np.asarray, point))
             if float(surface.doubt(*at)) * float(surface(*at)) > limit:
                 found[block.signature, point] = block
-        failed = {block.signature: self.table.store.failures(block.signature, self.fingerprint) for block in found.values()}
+        failed = {
+            block.signature: self.table.store.failures(block.signature, self.fingerprint)
+            for block in found.values()
+        }
         return [(block, point) for (_, point), block in found.items() if point not in failed[block.signature]]
 
     @property

@@ -42,11 +42,11 @@ class Scale:
         if self.saw:
             whole, part = np.divmod(found, TOOTH * self.step)
             found = TOOTH * self.step * (whole + np.interp(part / self.step, range(TOOTH + 1), _SAW))
-        return np.where(given < self.step, given, found) if self.apart else found
+        return np.asarray(np.where(given < self.step, given, found) if self.apart else found)
 
     def off(self, widths: Any) -> Floats:
         """Return 1 for widths that take the other path, and 0 for the rest."""
-        return (np.asarray(widths) % self.aligned != 0).astype(np.float64)
+        return np.asarray(np.asarray(widths) % self.aligned != 0, np.float64)
 
 
 #: Vectors of AVX-512 hold 16 numbers, of AVX2 8, of SSE and NEON 4; GPUs work in tiles of 32 and more.

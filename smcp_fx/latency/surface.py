@@ -88,8 +88,10 @@ class Surface:
         if not at:
             return np.zeros(())
         beside = self._kernel(at)
-        own = _ALIKE**2 + len(at) * _EACH**2 + _BOTH**2 + _FAST**2
-        own = own + sum(scale.off(one) * (_PATH**2 + _ALONG**2) for scale, one in zip(self.scales, at, strict=True))
+        always = _ALIKE**2 + len(at) * _EACH**2 + _BOTH**2 + _FAST**2
+        own = always + sum(
+            scale.off(one) * (_PATH**2 + _ALONG**2) for scale, one in zip(self.scales, at, strict=True)
+        )
         known = np.einsum("ij,ji->i", beside, cho_solve(self._factor, beside.T))
         sure = np.zeros(at[0].shape, bool)
         for point in self.rows:
@@ -125,12 +127,12 @@ class Surface:
         form = np.array(_FORM if len(self.grids) == 2 else (_FORM[0], sum(_FORM[1:])))[: terms.shape[1]]
         rows = np.concatenate([terms * (top / measured)[:, None], _SURELY * np.eye(len(form))])
         found, _ = nnls(rows, np.concatenate([np.ones(len(measured)), _SURELY * form]))
-        return top * np.maximum(found, 1e-4)
+        return np.asarray(top * np.maximum(found, 1e-4))
 
     def _bilinear(self, at: Sequence[Ints]) -> Floats:
         if not at:
-            return np.asarray(self._form.sum())
-        terms = self._shares(at)
+            return np.asarray(self._form.sum(), np.float64)
+        terms: list[Floats] = self._shares(at)
         if len(terms) == 1:
             return np.asarray(self._form[0] + self._form[1] * terms[0])
         (x, y), (a, b, c, d) = terms, self._form

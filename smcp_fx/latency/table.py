@@ -83,7 +83,12 @@ class LatencyTable:
     """
 
     def __init__(
-        self, path: Path | str, *, create: bool = True, read_only: bool = False, cold_share: float | None = None
+        self,
+        path: Path | str,
+        *,
+        create: bool = True,
+        read_only: bool = False,
+        cold_share: float | None = None,
     ) -> None:
         if cold_share is not None and not 0 <= cold_share <= 1:
             raise InputError(f"cold_share = {cold_share}: from 0 (weights in cache) to 1 (weights in memory)")
@@ -275,7 +280,12 @@ class LatencyTable:
         unique = unique_blocks(blocks)
         (surfaces,) = self.surfaces(unique, fingerprint, share)
         found = [
-            (abs(ms / surface.rows[point] - 1), surface.rows[point], (block, point), _is_steady(rows[point], share))
+            (
+                abs(ms / surface.rows[point] - 1),
+                surface.rows[point],
+                (block, point),
+                _is_steady(rows[point], share),
+            )
             for block in unique
             for surface in [surfaces[block.signature, block.grids]]
             for rows in [self._in_range(block, fingerprint)]
@@ -283,7 +293,9 @@ class LatencyTable:
             if point not in rows_to_begin(block.grids, ())
         ]
         errors, measured, points, steady = zip(*found, strict=True) if found else ((), (), (), ())
-        return HeldOutError.of(np.array(errors), np.array(measured), tuple(points), np.array(steady, dtype=bool))
+        return HeldOutError.of(
+            np.array(errors), np.array(measured), tuple(points), np.array(steady, dtype=bool)
+        )
 
     def _surprising(self, blocks: Sequence[Block], fingerprint: Fingerprint) -> Iterator[tuple[str, Point]]:
         """Yield rows that the others do not expect."""

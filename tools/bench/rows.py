@@ -1,36 +1,38 @@
 """How many rows of a latency table decisions need, and what they are worth: recorded tables, played back.
 
-    python tools/bench/rows.py record --table table.sqlite --out replays        # a table measured whole: its truth
-    python tools/bench/rows.py run --replays replays --record rows.jsonl        # with this checkout
-    PYTHONPATH=../older python tools/bench/rows.py run ... --way older          # and another
+    python tools/bench/rows.py record --table table.sqlite --networks resnet18:64x32 --replays replays
+    python tools/bench/rows.py run --replays replays --record rows.jsonl                # with this checkout
+    ../older/.venv/bin/python tools/bench/rows.py run ... --way "whole range"           # and with another
     python tools/bench/rows.py tables --record rows.jsonl --out docs/results/latency.md
 
-A replay answers with the latencies of a whole table, times noise: 1 % on a quiet machine, 5 % and outliers on a busy
-one. Each network is pruned to 60, 40 and 25 % of its latency, from an empty table each, by one solve; *ramp* is a
-schedule of 25 solves to 40 %. A choice is judged by the whole table without noise: what it costs there, and what it is
-worth (importance kept) against the best choice by that table at the same target. Set OMP_NUM_THREADS=1.
+A replay answers with the latencies of a table that was measured whole, times noise: 1 % on a quiet machine, 5 % and
+outliers on a busy one. Each network is pruned to 60, 40 and 25 % of its latency, from an empty table each, by one
+solve; *ramp* is a schedule of 39 solves to 40 %. A choice is judged by the whole table without noise: what it costs
+there, and what it is worth against the best choice by that table at the same target. Set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
-import pickle
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torchvision
-from records import Record
+from records import Record, fill, table
 
 import smcp_fx
+from smcp_fx.allocation.rounding import without_dominated
 from smcp_fx.backends.base import Backend, BlockLatency, Engine, Fingerprint, Measurement
+from smcp_fx.blocks.sharing import unique_blocks
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.residency import Residency
@@ -38,7 +40,13 @@ from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel
 
 TARGETS = (0.6, 0.4, 0.25)
-NETWORKS = ("resnet18:32x32", "resnet18:64x32", "mobilenet_v2:64x1", "resnet50:64x1", "shufflenet_v2_x1_0:64x1")
+NETWORKS = (
+    "resnet18:32x32",
+    "resnet18:64x32",
+    "mobilenet_v2:64x1",
+    "resnet50:64x1",
+    "shufflenet_v2_x1_0:64x1",
+)
 #: Name: (spread of a row, share of outliers, spread of the spread that a row tells).
 MACHINES = {"quiet": (0.01, 0.0), "busy": (0.05, 0.03)}
 #: All networks are priced as if their weights were in a cache of this size.
@@ -110,11 +118,6 @@ class Exact:
 
     def oracle(self, prepared: PreparedModel) -> NetworkCost:
         """Return the network's cost by the recorded latencies themselves."""
-        import copy
-        from dataclasses import replace
-
-        from smcp_fx.allocation.rounding import without_dominated
-
         latency = latency_of(prepared.pruner.cost)
         permitted = {g.name: g.permitted for g in prepared.channels.groups if g.free}
         truth = copy.copy(latency)
@@ -149,7 +152,9 @@ class _Lookup:
         return self.values[tuple(np.searchsorted(g, w) for g, w in zip(self.grids, widths, strict=True))]
 
 
-def worth_of(prepared: PreparedModel, scores: Mapping[str, torch.Tensor], keep: Mapping[str, torch.Tensor]) -> float:
+def worth_of(
+    prepared: PreparedModel, scores: Mapping[str, torch.Tensor], keep: Mapping[str, torch.Tensor]
+) -> float:
     """Return what masks are worth: `smcp_fx.pruning.worth`, written out."""
     power, total = 1 - prepared.pruner.config.width_exponent, 0.0
     for name, values in scores.items():
@@ -158,20 +163,67 @@ def worth_of(prepared: PreparedModel, scores: Mapping[str, torch.Tensor], keep: 
     return total
 
 
+def record(arguments: argparse.Namespace) -> None:
+    """Write down what a table that was measured whole says of networks, at every width."""
+    with LatencyTable(arguments.table, read_only=True) as rows:
+        (fingerprint,) = rows.fingerprints()
+        for name in arguments.networks:
+            module, images = network(name)
+            cost = LatencyCost(rows, Replay({}), fingerprint=fingerprint, residency=RESIDENCY)
+            latency = latency_of(smcp_fx.prepare(module, (images,), cost=cost).pruner.cost)
+            assert latency is not None
+            arrays: dict[str, Any] = {"run": rows.run_overhead(fingerprint)}
+            index = []
+            for block in unique_blocks(latency.blocks):
+                widths = np.ix_(*(np.array(grid) for grid in block.grids))
+                for share, state in enumerate(("hot", "cold")):
+                    arrays[f"{state}{len(index)}"] = rows.surface(block, fingerprint, share)(*widths)
+                index.append((block.signature, block.grids))
+            np.savez_compressed(file_of(arguments.replays, name), index=json.dumps(index), **arrays)
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Return where a network's replay lies."""
+    return folder / f"{name.replace(':', '_')}.npz"
+
+
+def read_replay(file: Path) -> dict[str, Any]:
+    """Return what `record` wrote: (grids, hot, cold) by signature."""
+    found: dict[str, Any] = {}
+    with np.load(file) as arrays:
+        for number, (signature, grids) in enumerate(json.loads(str(arrays["index"]))):
+            states = (arrays[f"hot{number}"], arrays[f"cold{number}"])
+            found.setdefault(signature, []).append((tuple(map(tuple, grids)), *states))
+        return {"run": float(arrays["run"]), "signatures": found}
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Run what the record lacks."""
-    record = Record(arguments.record)
+    done = Record(arguments.record)
     for name in arguments.networks:
-        file = arguments.replays / f"{name.replace(':', '_')}.pkl"
-        if not file.exists():
-            print(f"{file} is not there")
-            continue
-        blocks = pickle.loads(file.read_bytes())  # our own file
+        blocks = read_replay(file_of(arguments.replays, name))
         for machine in arguments.machines:
             for target in (*TARGETS, "ramp"):
                 key = {"way": arguments.way, "network": name, "machine": machine, "target": target}
-                if not record.find("solve", **key):
-                    print(record.add("solve", **key, **solved(name, blocks, machine, target, arguments.tables)), flush=True)
+                if not done.find("solve", **key):
+                    found = solved(name, blocks, machine, target, arguments.tables)
+                    print(done.add("solve", **key, **found), flush=True)
+
+
+def tables(arguments: argparse.Namespace) -> None:
+    """Write the page's table."""
+    lines = Record(arguments.record).find("solve")
+    rows = [
+        [
+            line["network"].replace(":", ", "), line["machine"],
+            line["target"] if line["target"] == "ramp" else f"{line['target']:.0%}", line["way"],
+            str(line["rows"]), str(line["asked"]), f"{line['predicted']:.1%}", f"{line['true']:.1%}",
+            f"{line['worth']:.2%}" if "worth" in line else "",
+        ]
+        for line in sorted(lines, key=lambda x: (x["network"], x["machine"], str(x["target"]), x["way"]))
+    ]  # fmt: skip
+    head = ["network", "machine", "target", "rows by", "rows", "with repeats", "predicted", "true", "worth"]
+    fill(arguments.out, "rows", table(head, rows))
 
 
 def solved(
@@ -183,7 +235,10 @@ def solved(
     module, images = network(name)
     schedule = smcp_fx.Schedule.scaled(100, 1, 1) if target == "ramp" else None
     fraction = 0.4 if target == "ramp" else float(target)
-    with tempfile.TemporaryDirectory() as folder, LatencyTable((tables or Path(folder)) / f"{name}-{machine}.sqlite") as rows:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LatencyTable((tables or Path(folder)) / f"{name}-{machine}.sqlite") as rows,
+    ):
         cost = LatencyCost(rows, replay, progress=False, residency=RESIDENCY)
         began = time.perf_counter()
         prepared = smcp_fx.prepare(module, (images,), target=fraction, cost=cost, schedule=schedule)
@@ -223,13 +278,21 @@ def solved(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    running = commands.add_parser("run")
-    running.add_argument("--replays", type=Path, required=True)
-    running.add_argument("--record", type=Path, required=True)
+    recording, running, writing = (commands.add_parser(name) for name in ("record", "run", "tables"))
+    recording.add_argument("--table", type=Path, required=True)
+    recording.set_defaults(run=record)
+    writing.add_argument("--out", type=Path, required=True)
+    writing.set_defaults(run=tables)
+    for command in (recording, running):
+        command.add_argument("--replays", type=Path, required=True)
+        command.add_argument("--networks", nargs="+", default=NETWORKS)
+    for command in (running, writing):
+        command.add_argument("--record", type=Path, required=True)
     running.add_argument("--way", default="on demand")
-    running.add_argument("--networks", nargs="+", default=NETWORKS)
     running.add_argument("--machines", nargs="+", default=list(MACHINES))
     running.add_argument("--tables", type=Path, help="keep tables here, so that targets share their rows")
     running.set_defaults(run=run)
