@@ -71,7 +71,7 @@ class Filling:
         self._rows: dict[
             tuple[str, Point], tuple[Block, BlockLatency]
         ] = {}  # those that may be measured again
-        self._confirmed = set[tuple[str, Point]]()
+        self._repeated_rows = set[tuple[str, Point]]()
         self._pace_ms = 0.0  # of the last measurement
         self.measured = self.repeated = 0
         self._start = self._looked = time.monotonic()  # at whether the machine is quiet
@@ -99,16 +99,25 @@ class Filling:
         for block, point, row in rows:
             self._rows.setdefault((block.signature, point), (block, row))
 
-    def repeat(self, surprising: Callable[[], Iterable[tuple[str, Point]]]) -> None:
-        """Measure rows again that are unsteady, of a slow moment, or ``surprising`` beside the others."""
+    def repeat(self) -> None:
+        """Measure rows again that are unsteady or of a slow moment."""
         for _ in range(_AGAIN):
             before = self.repeated
             mended = self._repeat_unsteady() + self._repeat_slow()
             if mended <= _WORTH * (self.repeated - before):
                 break
-        found = [key for key in surprising() if key in self._rows and key not in self._confirmed]
-        for left, key in enumerate(reversed(found)):
-            self._confirm(key, len(found) - 1 - left)
+
+    def confirm(self, block: Block, points: Iterable[Point]) -> bool:
+        """Measure the first of these rows again that was measured once; return whether there was one.
+
+        Of three measurements that disagree the middle one counts.
+        """
+        for point in points:
+            key = block.signature, point
+            if key in self._rows and key not in self._repeated_rows:
+                self._confirm(key)
+                return True
+        return False
 
     def _claimed(self, block: Block, points: Sequence[Point]) -> tuple[Point] | None:
         point = self._store.claim(block.name, block.signature, self._fingerprint, points)
@@ -151,20 +160,19 @@ class Filling:
                 break
         return mended
 
-    def _confirm(self, key: tuple[str, Point], left: int) -> None:
-        """Measure a row again that the others do not expect: of three that disagree the middle one counts."""
+    def _confirm(self, key: tuple[str, Point]) -> None:
         block, first = self._rows[key]
         taken = [first]
-        while len(taken) < 3 and (again := self._measure_again(key, left)) is not None:
+        while len(taken) < 3 and (again := self._measure_again(key, 0)) is not None:
             taken.append(again)
             if abs(math.log(again.hot.median_ms / first.hot.median_ms)) <= _AGREE:
                 break
-        self._confirmed.add(key)
         if len(taken) == 3:
             self._keep(block, key[1], sorted(taken, key=lambda row: row.hot.median_ms)[1])
 
     def _measure_again(self, key: tuple[str, Point], left: int) -> BlockLatency | None:
         block, _ = self._rows[key]
+        self._repeated_rows.add(key)
         found = self._measure(block, key[1])
         self.repeated += 1
         self._tell(block, left)

@@ -59,9 +59,9 @@ SCALES = (Scale(), *_ROUNDED, *_SAWS, *_PATHS, *(replace(_ROUNDED[2], aligned=al
 
 def kind_of(signature: str) -> str:
     """Return what blocks have in common whose widths a runtime counts alike: their first operation and its kernel."""
-    steps = json.loads(signature).get("steps")
-    if not isinstance(steps, list) or not steps:
+    try:
+        step = json.loads(signature)["steps"][0]
+        module = step.get("module", {})
+        return json.dumps([step["operation"], module.get("kernel_size"), module.get("groups") == "depthwise"])
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):  # of another make, as imported rows' may be
         return signature
-    module = steps[0].get("module", {})
-    kernel, groups = module.get("kernel_size"), module.get("groups")
-    return json.dumps([steps[0].get("operation"), kernel, groups == "depthwise"])

@@ -105,10 +105,11 @@ class Surface:
         return float(-0.5 * self._left @ self._weights - np.log(np.diag(factor)).sum())
 
     def surprises(self) -> list[Point]:
-        """Return the rows that the others do not expect: further off than three standard deviations."""
+        """Return the rows that the others do not expect, off by over three standard deviations: the worst first."""
         inverse = cho_solve(self._factor, np.eye(len(self.rows)))
-        far = np.abs(self._weights) > _SURPRISE * np.sqrt(np.diag(inverse))
-        return [point for point, is_far in zip(self.rows, far, strict=True) if is_far and len(self.rows) > 1]
+        far = np.abs(self._weights) / np.sqrt(np.diag(inverse))
+        points = list(self.rows)
+        return [points[i] for i in np.argsort(-far) if far[i] > _SURPRISE and len(points) > 1]
 
     def left_out(self) -> dict[Point, float]:
         """Return the ms that the other rows say of each row."""

@@ -9,7 +9,7 @@ report = table.learn([(block, (64, 128))], blocks, backend)  # and one more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -136,7 +136,7 @@ class LatencyTable:
         if retry_failed:
             for block in unique:
                 self.store.forget_failures(block.signature, fingerprint)
-        again = self.unsteady(unique, fingerprint) if retry_unstable else []
+        again = self.unsteady(unique, fingerprint) if retry_unstable else None
         return self._fill(
             unique, backend, lambda: self.wanted(unique, fingerprint, whole), progress, config, again
         )
@@ -186,18 +186,19 @@ class LatencyTable:
         ask: Callable[[], Wanted],
         progress: Watcher | None,
         config: TimingConfig | None,
-        again: Sequence[tuple[Block, Point, BlockLatency]] = (),
+        again: Sequence[tuple[Block, Point, BlockLatency]] | None = None,
     ) -> MeasureReport:
         fingerprint = backend.fingerprint()
         reused = sum(len(self.store.measured(block.signature, fingerprint)) for block in blocks)
         filling = Filling(self.store, backend, config, progress)
-        if again or ask():
+        if again is not None or ask():
             backend.require_quiet()
         self._measure_run(backend, fingerprint)
         filling.fill(ask)
-        filling.again(again)
+        filling.again(again or ())
         if filling.measured or again:
-            filling.repeat(lambda: self._surprising(blocks, fingerprint))
+            filling.repeat()
+            self._confirm(filling, blocks, fingerprint)
         failed = tuple(
             (block.name, point, why)
             for block in blocks
@@ -297,12 +298,15 @@ class LatencyTable:
             np.array(errors), np.array(measured), tuple(points), np.array(steady, dtype=bool)
         )
 
-    def _surprising(self, blocks: Sequence[Block], fingerprint: Fingerprint) -> Iterator[tuple[str, Point]]:
-        """Yield rows that the others do not expect."""
-        known = [block for block in blocks if not self.wanted([block], fingerprint, whole=False)]
+    def _confirm(self, filling: Filling, blocks: Sequence[Block], fingerprint: Fingerprint) -> None:
+        """Measure rows again that the others do not expect: one after the other, as each tells more of the rest."""
+        known = [block for block in blocks if not rows_to_begin(block.grids, self._in_range(block, fingerprint))]
         (surfaces,) = self.surfaces(known, fingerprint, 0.0)
-        for (signature, _), surface in surfaces.items():
-            yield from ((signature, point) for point in surface.surprises())
+        for block in known:
+            surface = surfaces[block.signature, block.grids]
+            while filling.confirm(block, surface.surprises()):
+                rows = _weighed(self._in_range(block, fingerprint), 0.0)
+                surface = Surface(block.grids, rows, surface.scales)
 
     def _rows_of(self, block: Block, fingerprint: Fingerprint) -> dict[Point, BlockLatency]:
         """Return the rows of a block; `TableError` where it lacks some to begin with."""
