@@ -300,7 +300,9 @@ class LatencyTable:
 
     def _confirm(self, filling: Filling, blocks: Sequence[Block], fingerprint: Fingerprint) -> None:
         """Measure rows again that the others do not expect: one after the other, as each tells more of the rest."""
-        known = [block for block in blocks if not rows_to_begin(block.grids, self._in_range(block, fingerprint))]
+        known = [
+            block for block in blocks if not rows_to_begin(block.grids, self._in_range(block, fingerprint))
+        ]
         (surfaces,) = self.surfaces(known, fingerprint, 0.0)
         for block in known:
             surface = surfaces[block.signature, block.grids]

@@ -97,7 +97,9 @@ def test_widths_stay_in_order_along_every_scale(scale: Scale) -> None:
 
 def test_blocks_of_one_kind_are_alike_in_their_first_operation() -> None:
     def signature(operation: str, kernel: str = "(3, 3)", groups: str = "1", more: str = "relu") -> str:
-        step = f'{{"operation": "{operation}", "module": {{"kernel_size": "{kernel}", "groups": "{groups}"}}}}'
+        step = (
+            f'{{"operation": "{operation}", "module": {{"kernel_size": "{kernel}", "groups": "{groups}"}}}}'
+        )
         return f'{{"steps": [{step}, {{"operation": "{more}"}}], "inputs": []}}'
 
     convolution = kind_of(signature("conv2d"))

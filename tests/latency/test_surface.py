@@ -31,7 +31,9 @@ def test_measured_widths_cost_what_was_measured(scales) -> None:
     everywhere = over(surface)
     assert everywhere[31, 31] == rows[256, 256]
     for i, j in ((0, 0), (5, 20), (31, 3)):  # one at a time as all at once
-        assert float(surface(np.array(8 * i + 8), np.array(8 * j + 8))) == pytest.approx(everywhere[i, j], rel=1e-12)
+        assert float(surface(np.array(8 * i + 8), np.array(8 * j + 8))) == pytest.approx(
+            everywhere[i, j], rel=1e-12
+        )
 
 
 def test_a_bilinear_latency_is_nearly_exact_from_few_rows() -> None:
@@ -78,7 +80,10 @@ def test_prices_of_a_rising_latency_rise() -> None:
     """From few rows and whole ranges, with a percent of noise: nowhere down by more than that noise explains."""
     rng = np.random.default_rng(2)
     for rows_of in (begun, whole):
-        rows = {p: ms * rng.lognormal(0, 0.01) for p, ms in rows_of(SQUARE, lambda x, y: 0.05 + 1e-4 * x * y).items()}
+        rows = {
+            p: ms * rng.lognormal(0, 0.01)
+            for p, ms in rows_of(SQUARE, lambda x, y: 0.05 + 1e-4 * x * y).items()
+        }
         smooth = over(Surface(SQUARE, rows))
         # sixteen channels further, as rows themselves stand where they were measured
         assert (smooth[2:] > 0.97 * smooth[:-2]).all() and (smooth[:, 2:] > 0.97 * smooth[:, :-2]).all()

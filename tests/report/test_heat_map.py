@@ -103,7 +103,9 @@ def test_surfaces_of_a_network_are_its_tables_prices(tmp_path: Path) -> None:
     xs, ys = (axis.values for axis in inner.axes)
     block = next(block for block in latency.blocks if block.name == "2")
     prices = latency.surfaces(0.5)[block.signature, block.grids]
-    assert all(float(prices(*map(np.array, point))) == pytest.approx(2 * smooth(*point)) for point in inner.measured)
+    assert all(
+        float(prices(*map(np.array, point))) == pytest.approx(2 * smooth(*point)) for point in inner.measured
+    )
     for i, x in enumerate(xs):
         for j, y in enumerate(ys):
             assert inner.ms[i][j] == pytest.approx(float(prices(np.array(x), np.array(y))))
