@@ -8,7 +8,6 @@ index_select; a channel count that is used as a number (``y * c ** -0.5``, ``y /
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +15,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
-from smcp_fx.channels.rules_movement import known_values, perform
 from smcp_fx.channels.trail import ParameterRef, ParameterView
 from smcp_fx.errors import PassError
+from smcp_fx.passes.label_runs import LabelRuns, repeat
 from smcp_fx.passes.movement_rewrites import REWRITES, SIZES, numbers
 from smcp_fx.passes.original_numbers import OriginalNumbers, recomputed
 from smcp_fx.passes.sliced_labels import Sliced
@@ -50,6 +48,7 @@ class _Rewriter:
         self.old: dict[str, Any] = dict(self.trail.labels)
         self.new: dict[str, Any] = {}
         self.originals = OriginalNumbers(module.graph, sliced, self.old, self.new)
+        self.runs = LabelRuns(module, self.old, self.new)
         self.dead: list[fx.Node] = []
         self.report: list[str] = []
 
@@ -222,21 +221,20 @@ class _Rewriter:
         kept_in, kept_out = self.sliced.axis(before), self.sliced.axis(outputs[0])
         order = None
         if kept_in is not None and len(outputs) == 1:
-            order = self._order(node, before.shape, kept_in[0], self.old)
+            order = self.runs.order(node, before.shape, kept_in[0], self.old)
         rewrite, written = REWRITES.get(operation), (node.op, node.target, node.args, node.kwargs)
         if rewrite is not None and rewrite(self, node, before, outputs):
             self.report.append(f"{node.name}: {operation} rewritten")
-        coupled = (
-            operation == "diagonal"
-        )  # whose channels are told apart by where they are in other dimensions
+        # The channels of a diagonal are told apart by where they are in other dimensions.
+        coupled = operation == "diagonal"
         if (
             not coupled
-            and self._agrees(node, self.new[node.name])
+            and self.runs.agrees(node, self.new[node.name])
             and (
                 kept_in is None
                 or order is None
-                or not _repeat(before, kept_in[0])
-                or self._orders(node, kept_in, order if kept_out is None else order[kept_out[1]])
+                or not repeat(before, kept_in[0])
+                or self.runs.orders(node, kept_in, order if kept_out is None else order[kept_out[1]])
             )
         ):
             return
@@ -246,7 +244,7 @@ class _Rewriter:
                 f"{tuple(before.shape)}, output {tuple(outputs[0].shape)}. Exclude the layer that feeds it."
             )
         node.op, node.target, node.args, node.kwargs = written
-        if order is not None and self._keeps_others(node, before.shape, kept_in[0]):
+        if order is not None and self.runs.keeps_others(node, before.shape, kept_in[0]):
             wanted = order if kept_out is None else order[kept_out[1]]  # None: all that is selected stays
             self._select(node, source, kept_in[0], kept_in[1], wanted)
         else:
@@ -318,77 +316,6 @@ class _Rewriter:
             _set_second(node, "pad", tuple(new))
             self.report.append(f"{node.name}: crops {new[place]}, {new[place + 1]} channels")
 
-    def _agrees(self, node: fx.Node, expected: Any) -> bool:
-        """Execute the rewritten node on the kept labels: does it give the labels expected of it?"""
-        try:
-            found = self._execute(node, lambda n: self.new[n.name])
-        except (RuntimeError, IndexError, ValueError):
-            return False
-        left, right = pytree.tree_leaves(found), pytree.tree_leaves(expected)
-        return len(left) == len(right) and all(
-            not isinstance(b, Tensor) or (isinstance(a, Tensor) and torch.equal(a, b))
-            for a, b in zip(left, right, strict=True)
-        )
-
-    def _execute(self, node: fx.Node, environment: Callable[[fx.Node], Any]) -> Any:
-        args, kwargs = known_values(fx.node.map_arg((node.args, node.kwargs), environment))
-        if node.op == "call_module":
-            return self.module.get_submodule(str(node.target))(*args, **kwargs)
-        return perform(node, args, kwargs)
-
-    def _orders(self, node: fx.Node, kept: tuple[int, Tensor], wanted: Tensor) -> bool:
-        """Does the rewritten node fetch the elements at the old positions ``wanted``, not just their labels?"""
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        found = self._order(node, self.new[source.name].shape, kept[0], self.new)
-        return found is not None and torch.equal(kept[1][found], wanted)
-
-    def _order(
-        self, node: fx.Node, shape: torch.Size, dim: int, environment: dict[str, Any]
-    ) -> Tensor | None:
-        """For an operation that permutes or selects along one axis: the position that each output comes from."""
-        moved = self._moved(node, shape, dim, environment)
-        if moved is None:
-            return None
-        if varied_dims(moved) not in ([dim], []) or moved.dim() != len(shape):
-            return None
-        for other in range(moved.dim()):
-            if other != dim:
-                moved = moved.narrow(other, 0, 1)
-        return moved.reshape(-1)
-
-    def _keeps_others(self, node: fx.Node, shape: torch.Size, dim: int) -> bool:
-        """Does the operation leave everything where it is along the other dimensions?"""
-        for other in range(len(shape)):
-            moved = self._moved(node, shape, other, self.old)
-            if moved is None or moved.dim() != len(shape):
-                return False
-            if other != dim and not _same(
-                moved, _ruler((*shape[:dim], moved.shape[dim], *shape[dim + 1 :]), other)
-            ):
-                return False
-        return True
-
-    def _moved(
-        self, node: fx.Node, shape: torch.Size, dim: int, environment: dict[str, Any]
-    ) -> Tensor | None:
-        """What the operation makes of a tensor that holds the positions along one dimension."""
-        ruler, source = _ruler(shape, dim), node.args[0]
-        try:
-            return compress(self._execute(node, lambda n: ruler if n is source else environment[n.name]))
-        except (RuntimeError, IndexError, ValueError):
-            return None
-
-
-def _same(labels: Tensor, others: Tensor) -> bool:
-    return labels.shape == others.shape and torch.equal(narrow_uniform(labels), narrow_uniform(others))
-
-
-def _ruler(shape: Sequence[int], dim: int) -> Tensor:
-    view = [1] * len(shape)
-    view[dim] = shape[dim]
-    return torch.arange(shape[dim]).reshape(view).expand(shape)
-
 
 def _known(dim: int | None) -> int:
     return -1 if dim is None else dim
@@ -399,11 +326,3 @@ def _set_second(node: fx.Node, name: str, value: Any) -> None:
         node.args = (node.args[0], value, *node.args[2:])
     else:
         node.kwargs = {**node.kwargs, name: value}
-
-
-def _repeat(labels: Tensor, dim: int) -> bool:
-    """Do positions along the dimension share a label, which then does not tell them apart (pixel unshuffle)?"""
-    for other in range(labels.dim()):
-        if other != dim:
-            labels = labels.narrow(other, 0, 1)
-    return bool(torch.unique(labels).numel() < labels.numel())

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from smcp_fx.errors import InputError
 
 ImportanceRule = Literal["abs_of_sum", "sum_of_abs"]
-MaskMode = Literal["soft", "hard", "permanent"]
+MaskMode = Literal["soft", "permanent"]
 GammaGradient = Literal["chain", "direct"]
 AllocationMethod = Literal["coupled", "paper"]
 
@@ -36,8 +36,8 @@ class PruningConfig:
     multiple: int = option(8, "keep multiples of this many channels in every layer")
     mask: MaskMode = option(
         "soft",
-        "soft: pruned channels still learn and may return; hard: they do not learn; permanent: never return",
-        ("soft", "hard", "permanent"),
+        "soft: pruned channels still learn and may return; permanent: they do neither",
+        ("soft", "permanent"),
     )
     importance: ImportanceRule = option(
         "abs_of_sum",
@@ -104,7 +104,7 @@ class PruningConfig:
             if not is_number(value) or not 0 <= value < 1:
                 raise InputError(f"{name} must be a number in [0, 1), not {value!r}")
         for name, kinds in (
-            ("mask", ("soft", "hard", "permanent")),
+            ("mask", ("soft", "permanent")),
             ("importance", ("abs_of_sum", "sum_of_abs")),
             ("gamma_gradient", ("chain", "direct")),
             ("allocation", ("coupled", "paper")),

@@ -1,4 +1,4 @@
-"""Attention of other than four dimensions, which the ONNX exporter has no translation for.
+"""Attention on other than four dimensions, which the ONNX exporter cannot translate.
 
 scaled_dot_product_attention(q, k, v)   of [batch, windows, heads, tokens, width]
 ->  the same of [batch * windows, heads, tokens, width], and back
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class FourDimensionalAttention(TorchFunctionMode):
-    """While it is entered, attention of three dimensions, or of five and more, runs on four.
+    """While entered, attention of three, five or more dimensions runs on four.
 
     Five and more stay as they are where a mask differs in the leading ones.
     """

@@ -1,7 +1,7 @@
 """The shapes of a block's parameters, inputs and outputs at any widths, from a few builds.
 
-A width enters every shape linearly, so after a few builds the others follow. Where they do not (the parts of
-a concatenation are thinned with rounding; channels are fetched by index, or split), each width is built.
+A width enters every shape linearly, so after a few builds the others follow. Where they do not (parts of a
+concatenation thinned with rounding; channels fetched by index, or split), each width is built.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHECKS = 2
 
 @dataclass(frozen=True)
 class BlockShapes:
-    """What an ONNX model of a block needs to know of it.
+    """What it takes to make an ONNX model of a block.
 
     ``structure``: what two blocks have in common when one's export serves the other. ``modules``: paths in
     the order of the graph. ``groups``: of each convolution. ``moves``: which channels are fetched, and into parts of
@@ -43,7 +43,7 @@ class BlockShapes:
     moves: tuple[tuple[int, ...], ...] = ()
 
     def numbers(self) -> list[int]:
-        """Return all sizes in a row."""
+        """Return all sizes as one flat sequence."""
         shapes = (*self.parameters.values(), *self.inputs, *self.outputs)
         return [*self.groups.values(), *(size for shape in shapes for size in shape)]
 
@@ -63,7 +63,7 @@ class BlockShapes:
 
 
 class ShapeFinder:
-    """Finds the shapes of blocks, building as rarely as it can. ``builds`` counts the builds."""
+    """Finds the shapes of blocks with as few builds as possible; ``builds`` counts them."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[object, ...], dict[Shape, BlockShapes]] = {}
@@ -82,7 +82,7 @@ class ShapeFinder:
 
 
 def _derive(seen: dict[Shape, BlockShapes], widths: Shape) -> BlockShapes | None:
-    """Return the shapes that linear functions through ``seen`` give; None where they are none, or too few."""
+    """Return the shapes by linear functions through ``seen``; None where these are too few, or not on a line."""
     if not seen:
         return None
     first = next(iter(seen.values()))
@@ -108,7 +108,7 @@ def _built(block: Block, widths: Shape) -> BlockShapes:
 
 
 def built_shapes(module: nn.Module, inputs: tuple[Tensor, ...], signature: str) -> BlockShapes:
-    """Return the shapes of a module as it is; its weights may be lost, since it is run without them."""
+    """Return the shapes of a module as it is. It is run without its weights, which may be lost."""
     structure, moves = structure_key(module, inputs, signature), moves_of(module)
     named = (*module.named_parameters(), *module.named_buffers())
     return BlockShapes(
@@ -134,9 +134,9 @@ def _output_shapes(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Shape
 
 
 def structure_key(module: nn.Module, inputs: tuple[Tensor, ...], signature: str) -> str:
-    """Return what two blocks must have in common for a template of one to serve the other.
+    """Return a key that two blocks share if a template of one serves the other.
 
-    Names do not matter: nodes and modules are numbered in the order of the graph. Nor do the sizes of split parts.
+    Names do not matter (nodes and modules are numbered in the order of the graph), nor do the sizes of split parts.
     """
     lines = ["; ".join(f"{tensor.dtype}:{tensor.dim()}" for tensor in inputs)]
     if not isinstance(module, fx.GraphModule):

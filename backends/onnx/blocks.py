@@ -1,10 +1,9 @@
 """ONNX models of a block at many widths, from one export.
 
-An export takes half a second, a latency table has hundreds of rows. Blocks of one structure (same operations and
-hyperparameters) therefore share one exported template, whose weights are resized to the widths wanted and
-filled with random numbers, and whose constants that move channels are exchanged. Where a template does not transfer
-(a channel count written into a reshape), the block is exported again: every model's output shapes are compared with
-the module's.
+An export takes half a second, and a latency table has hundreds of rows. So blocks of one structure (same operations
+and hyperparameters) share one exported template: its weights are resized to the widths wanted and filled with random
+numbers, and constants that move channels are replaced. Every model's output shapes are compared with the module's;
+where they differ (a channel count written into a reshape), the block is exported again.
 """
 
 from __future__ import annotations
@@ -31,16 +30,15 @@ if TYPE_CHECKING:
     from smcp_fx.blocks.sharing import Block
 
 _log = logging.getLogger(__name__)
-#: In these ranks the channels of a reshape's target are on this axis: (N, C), (N, C, H, W), (N, groups, C,
-#: H, W)
+#: Rank of a reshape's target -> axis of its channels: (N, C), (N, C, H, W), (N, groups, C, H, W).
 _CHANNEL_AXIS = {2: 1, 4: 1, 5: 2}
 
 
-#: What takes channels from where its second input, a constant, says.
+#: Operations whose second input, a constant, says which channels to take.
 _MOVING = ("Gather", "Split")
-#: Shapes may follow from constants of few numbers (scales of a resize), not from more.
+#: Constants with at most this many numbers may define shapes (scales of a resize).
 _SMALL = 64
-#: Parameters, inputs and outputs of what is exported together have so many numbers at most.
+#: Most numbers in the parameters, inputs and outputs of one joint export.
 _MOST_NUMBERS = 64 << 20
 _FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE}
 
@@ -58,7 +56,7 @@ class Template:
 
 
 class Templates:
-    """Makes ONNX models of modules from one export of each structure. ``exports`` counts the exports."""
+    """Makes ONNX models of modules from one export a structure; ``exports`` counts them."""
 
     def __init__(self, opset: int | None = None) -> None:
         self._opset = opset
@@ -68,7 +66,7 @@ class Templates:
     def model(
         self, shapes: BlockShapes, build: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
     ) -> onnx.ModelProto:
-        """Return a model of these shapes, all of them fixed, with random weights (those built, where it is exported).
+        """Return a model of these fixed shapes with random weights (its own weights where it is newly exported).
 
         ``build`` gives the module and example inputs that are exported where no earlier export serves. `BackendError`
         when ONNX cannot express it.
@@ -87,11 +85,11 @@ class Templates:
         return copy
 
     def lacks(self, shapes: BlockShapes) -> bool:
-        """Whether no export serves these shapes yet."""
+        """Whether these shapes still need an export."""
         return shapes.structure not in self._templates
 
     def export_together(self, wanted: Sequence[tuple[BlockShapes, nn.Module, tuple[Tensor, ...]]]) -> None:
-        """Export modules in one go. One that cannot be is exported by itself when it is asked for: that tells why."""
+        """Export modules in one go. One that fails is exported by itself when it is asked for, which says why."""
         if not wanted:
             return
         built = [(module, inputs) for _, module, inputs in wanted]
@@ -110,7 +108,7 @@ class Templates:
 
 
 class BlockModels:
-    """Makes the ONNX model of a block at given widths, random weights. ``exports`` counts the exports."""
+    """Makes ONNX models of blocks at given widths, with random weights; ``exports`` counts the exports."""
 
     def __init__(self, opset: int | None = None) -> None:
         self._templates = Templates(opset)
@@ -139,7 +137,7 @@ class BlockModels:
                     wanted, numbers = {}, 0
                 wanted[shapes.structure] = shapes, *block.build(widths)
                 numbers += size
-            except Exception as error:  # whatever a module throws; measuring the block will tell it
+            except Exception as error:  # whatever a module throws: measuring the block will report it
                 _log.debug("block %r is not exported with the others: %s", block.name, error)
         self._templates.export_together(list(wanted.values()))
 
@@ -156,7 +154,7 @@ class BlockModels:
 
 
 def _moving_nodes(model: onnx.ModelProto, moves: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
-    """Return the first outputs of the nodes that hold ``moves``; of none where they do not correspond one to one."""
+    """Return the first outputs of the nodes that hold ``moves``; none where they do not match one to one."""
     constants = {tensor.name: tensor for tensor in model.graph.initializer if len(tensor.dims) == 1}
     nodes = [
         node
@@ -198,7 +196,7 @@ def resize(template: Template, wanted: BlockShapes) -> onnx.ModelProto | None:
             continue
         if tensor.name in shapes:
             if len(shapes[tensor.name]) != len(tensor.dims) or tensor.data_type not in _FLOATS:
-                return None  # what whole numbers stand for, random ones do not
+                return None  # integers carry meaning: random ones would not do
             graph.initializer.append(_random_tensor(tensor, shapes[tensor.name]))
         elif tensor.name in reshapes:
             graph.initializer.append(_open_channels(tensor))
@@ -216,7 +214,7 @@ def resize(template: Template, wanted: BlockShapes) -> onnx.ModelProto | None:
 
 
 def _exchange_moves(graph: onnx.GraphProto, moves: dict[str, tuple[int, ...]]) -> None:
-    """Give the nodes with these first outputs constants of their own: an export has equal ones once."""
+    """Give the nodes with these first outputs constants of their own; an export shares equal ones."""
     for node in graph.node:
         if node.output[0] in moves:
             node.input[1] = f"{node.output[0]}.moves"
@@ -247,9 +245,9 @@ _POOL = np.random.default_rng(0).normal(size=1 << 17)
 
 
 def random_values(shape: Shape, dtype: Any, name: str = "") -> np.ndarray[Any, Any]:
-    """Return random numbers of ``shape``, scaled like an initialised weight; drawn from a pool, so fast.
+    """Return random numbers of ``shape``, scaled like an initialised weight, drawn quickly from a pool.
 
-    Those of another ``name`` are others: of equal ones a runtime may keep one copy.
+    Each ``name`` gets different ones: a runtime may keep a single copy of equal weights.
     """
     fan_in = int(np.prod(shape[1:])) if len(shape) > 1 else 1
     half = _POOL.size // 2
@@ -283,7 +281,7 @@ def _set_shape(value: onnx.ValueInfoProto, shape: Shape) -> None:
 
 
 def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy whose weights are inputs: shapes follow from theirs alone, and they may have hundreds of MB."""
+    """Return a copy with weights as inputs: their shapes suffice, and the values may take hundreds of MB."""
     graph, weights, constants = model.graph, list[onnx.ValueInfoProto](), list[onnx.TensorProto]()
     for tensor in graph.initializer:
         if tensor.data_type in _FLOATS and math.prod(tensor.dims) > _SMALL:
@@ -297,9 +295,9 @@ def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def consistent(model: onnx.ModelProto) -> bool:
-    """Whether the shapes that follow from the inputs and weights are those given for the outputs.
+    """Whether inputs and weights lead to the output shapes that are given, and constant indices stay in range.
 
-    And whether what is gathered by constant indices is there: they were written for other widths.
+    (The indices were written for other widths.)
     """
     declared = _without_weights(model)
     for output in declared.graph.output:

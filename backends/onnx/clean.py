@@ -1,8 +1,8 @@
-"""What the exporter leaves behind, taken out of an ONNX model.
+"""Cleans an ONNX model of what the exporter leaves behind.
 
 ReduceMean over the image axes  ->  GlobalAveragePool   (runtimes have a fast kernel for it)
 Identity, Cast to the same type, Transpose pairs that cancel  ->  nothing
-zeros padded in front of a pooling that would leave them out  ->  negative zeros, which runtimes do not fuse
+zeros padded before a pooling with another idea of padding  ->  negative zeros, which runtimes do not fuse
 nodes named after the module whose weight they hold; traces of the exporting machine dropped
 """
 
@@ -69,10 +69,10 @@ def _pool_globally(model: onnx.ModelProto) -> bool:
 
 
 def _guard_padding(model: onnx.ModelProto) -> bool:
-    """Pad with -0.0 instead of 0 in front of a pooling whose own padding means something else.
+    """Pad with -0.0 instead of 0 before a pooling whose own padding means something else.
 
-    A maximum counts zeros that were padded in front of it, but not its own padding, and so does a mean that does not
-    count its padding. ONNX Runtime (1.31) fuses Pad and pooling all the same, where the constant's bytes are zero.
+    Max pooling counts zeros that were padded before it but ignores its own padding; so does average pooling that
+    excludes its padding. ONNX Runtime (1.31) fuses Pad and pooling all the same, if the constant's bytes are zero.
     """
     graph, changed = model.graph, False
     constants, types = constant_tensors(graph), tensor_types(graph)
@@ -119,7 +119,7 @@ def _drop_no_ops(model: onnx.ModelProto) -> bool:
 def _no_op_source(
     node: onnx.NodeProto, producer: dict[str, onnx.NodeProto], types: dict[str, onnx.TypeProto.Tensor]
 ) -> str | None:
-    """Return the value that ``node`` merely passes on; None when it does something."""
+    """Return the value that ``node`` merely passes on; None if it changes it."""
     if node.op_type == "Identity":
         return str(node.input[0])
     if node.op_type == "Cast":
@@ -181,7 +181,7 @@ def _drop_unused_initializers(model: onnx.ModelProto) -> bool:
 
 
 def _name_after_modules(model: onnx.ModelProto) -> bool:
-    """A convolution or linear is named by its module's path, so that profiles read like the network."""
+    """Name convolutions and linears by their modules' paths, so that profiles read like the network."""
     weights = {tensor.name for tensor in model.graph.initializer}
     taken = {node.name for node in model.graph.node}
     changed = False

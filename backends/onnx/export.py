@@ -55,10 +55,9 @@ def export_onnx(
 
     The batch (the first axis of every input) stays open, as "batch", unless ``dynamic_batch`` is False. ``precision``
     writes weights, inputs and outputs in that type instead of the module's own. ``input_names`` and ``output_names``
-    replace those of the module's forward and the exporter's. ``metadata`` goes into the file, values that are no
-    strings as JSON. ``check`` runs the file in ONNX Runtime on random inputs of the examples' shapes, and of another
-    batch, and compares with the module. The file gets its name only after that; whatever fails, nothing is left
-    behind.
+    replace the default names. ``metadata`` goes into the file, values other than strings as JSON. ``check`` runs the
+    file in ONNX Runtime on random inputs of the examples' shapes, and of another batch, and compares with the module.
+    The file gets its name only after that: a failure leaves nothing behind.
 
     Errors: `BackendError` for an operation ONNX cannot express (named with its module), for outputs that
     differ, and for a disk that is full; `InputError` for an opset or example inputs that cannot be used, and for
@@ -105,9 +104,7 @@ def export_model_proto(
                 program, dynamo=True, opset_version=max(opset, _EXPORTER_OPSET), verbose=False
             )
         except Exception as error:
-            fixed = (
-                " With dynamic_batch=False the batch is a constant, which may do." if dynamic_batch else ""
-            )
+            fixed = " Try dynamic_batch=False, which makes the batch a constant." if dynamic_batch else ""
             raise BackendError(explain(error, program) + fixed) from error
         if exported is None:  # pragma: no cover - the dynamo exporter always returns a program
             raise BackendError("torch.onnx.export returned no program")
@@ -126,7 +123,7 @@ def export_model_proto(
 
 
 def write_model(proto: onnx.ModelProto, path: Path) -> None:
-    """Write an ONNX model; the file is whole or not there."""
+    """Write an ONNX model, whole or not at all."""
     with _replacing(path) as scratch:
         scratch.write_bytes(_serialise(proto))
 
@@ -216,7 +213,7 @@ def _serialise(proto: onnx.ModelProto) -> bytes:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Give a scratch file beside ``path`` that takes its name at the end, and is gone if anything fails."""
+    """Yield a scratch file that becomes ``path`` at the end, or is removed if anything fails."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""ONNX opset 17, which the exporter does not write: what 18 changed, changed back.
+"""ONNX opset 17, which the exporter does not write: undoes what 18 changed.
 
     ReduceMean(x, axes)        ->  ReduceMean(x), axes an attribute
     Split(x), num_outputs      ->  Split(x, sizes)
     Pad(x, pads, value, axes)  ->  Pad(x, pads of all axes, value)
     Resize, new attributes     ->  dropped where they hold their defaults
 
-onnx's own converter refuses Split and Pad. TensorRT 8 reads nothing newer than 17.
+(onnx's own converter refuses Split and Pad; TensorRT 8 reads nothing newer than 17.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FROM, TO = 18, 17
 
 
 def lower_opset(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a model of opset 18 in opset 17; `BackendError` names the operation that 17 has not."""
+    """Return a copy of a model of opset 18 in opset 17; `BackendError` names an operation that 17 lacks."""
     lowered = onnx.ModelProto()
     lowered.CopyFrom(model)
     for node in lowered.graph.node:
@@ -59,7 +59,7 @@ def _since(operation: str, opset: int) -> int:
 
 
 def _lower_reduction(node: onnx.NodeProto, graph: onnx.GraphProto) -> None:
-    if node.op_type == "ReduceSum":  # takes its axes as an input since 13
+    if node.op_type == "ReduceSum":  # its axes have been an input since 13
         return
     given = [name for name in node.input[1:] if name]
     noop = _attribute(node, "noop_with_empty_axes")
@@ -83,7 +83,7 @@ def _lower_split(node: onnx.NodeProto, graph: onnx.GraphProto) -> None:
     size = source.shape.dim[axis].dim_value if source is not None and len(source.shape.dim) else 0
     if not size:
         raise _refused(f"{node.name!r}: Split of an axis of unknown size")
-    each = -(-size // parts)  # all parts are equal, the last may be smaller
+    each = -(-size // parts)  # equal parts; the last may be smaller
     sizes = [min(each, size - each * index) for index in range(parts)]
     node.input.append(_add_constant(graph, f"{node.output[0]}_sizes", sizes))
 
@@ -134,7 +134,7 @@ def _constant(
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     found = constant_tensors(graph).get(name)
     if found is None:
-        raise _refused(f"{node.name!r}: {node.op_type} with axes or sizes that are computed")
+        raise _refused(f"{node.name!r}: {node.op_type} with computed axes or sizes")
     return np.asarray(numpy_helper.to_array(found), dtype=np.int64)
 
 

@@ -1,4 +1,4 @@
-"""An ONNX model of float32 in float16 or bfloat16: weights, inputs, outputs and all between.
+"""Casts a float32 ONNX model to float16 or bfloat16: weights, inputs, outputs and everything between.
 
 Strongly typed runtimes compute in the types of the file.
 """

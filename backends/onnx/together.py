@@ -1,6 +1,6 @@
 """Many modules in one export, and each one's model cut out of it.
 
-An export takes half a second whatever is in it, and DenseNet-121's blocks have 34 structures.
+An export takes half a second whatever its size, and DenseNet-121's blocks have 34 structures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from smcp_fx.errors import BackendError
 
 
 class SideBySide(nn.Module):
-    """Runs modules beside each other, each on ``counts`` of the inputs; returns all their outputs in a row."""
+    """Runs several modules, each on its ``counts`` of the inputs; returns all their outputs as one tuple."""
 
     def __init__(self, parts: Sequence[nn.Module], counts: Sequence[int]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class SideBySide(nn.Module):
 
 
 def path_of(index: int, path: str) -> str:
-    """Return the path in `SideBySide` of what has ``path`` in one of the modules."""
+    """Return the path in `SideBySide` of something with ``path`` in one of the modules."""
     return f"parts.{index}.{path}" if path else f"parts.{index}"
 
 
@@ -62,13 +62,13 @@ def export_side_by_side(
 def _cut_out(
     whole: onnx.ModelProto, inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[onnx.ValueInfoProto]
 ) -> onnx.ModelProto:
-    """Return what leads to these outputs as a model of its own."""
+    """Return the part that computes these outputs as a model of its own."""
     graph = whole.graph
     made_by = {name: index for index, node in enumerate(graph.node) for name in node.output}
     needed, names = set[int](), [value.name for value in outputs]
     while names:
         name = names.pop()
-        index = made_by.get(name) if name else None  # an input that is left out has none
+        index = made_by.get(name) if name else None  # an optional input may be left out
         if index is not None and index not in needed:
             needed.add(index)
             names += graph.node[index].input

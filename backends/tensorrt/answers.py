@@ -12,7 +12,7 @@ from smcp_fx.backends.base import Fingerprint
 from smcp_fx.backends.tensorrt.worker.building import BuildOptions
 from smcp_fx.backends.timing.measuring import Measurement
 
-#: What every supported TensorRT reads (8.5 nothing newer).
+#: The newest opset that every supported TensorRT reads.
 OPSET = 17
 #: How a block is timed, part of the fingerprint: rows timed otherwise are not mixed.
 BLOCK_TIMING = "cuda graph of runs in a row"
@@ -21,7 +21,7 @@ ROW_TIMING = {"repeated": True, "warmup_ms": 10.0, "budget_ms": 60.0, "max_repea
 
 
 def fingerprint_of(about: Mapping[str, Any], options: BuildOptions) -> Fingerprint:
-    """Return what latencies depend on: what the worker says of itself, and how engines are built."""
+    """Return what latencies depend on: the worker's device and versions, and how engines are built."""
     settings = {
         "compute_capability": about["compute_capability"],
         "driver": about["driver"],
@@ -37,7 +37,7 @@ def fingerprint_of(about: Mapping[str, Any], options: BuildOptions) -> Fingerpri
 
 
 def measurement(measured: Mapping[str, Any]) -> Measurement:
-    """Return the worker's measurement as this library's."""
+    """Return the worker's measurement as a `Measurement`."""
     return Measurement(
         measured["median_ms"],
         measured["q1_ms"],
@@ -48,7 +48,7 @@ def measurement(measured: Mapping[str, Any]) -> Measurement:
 
 
 def tiny_model() -> onnx.ModelProto:
-    """Return a network of one small layer: alone and in a row it tells what a run costs beside its layers."""
+    """Return a network of one small layer, for measuring what a run costs beside its layers."""
     shape, kind = [1, 8, 1, 1], onnx.TensorProto.FLOAT
     ends = [helper.make_tensor_value_info(name, kind, shape) for name in ("x", "y")]
     graph = helper.make_graph(

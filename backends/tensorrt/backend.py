@@ -1,7 +1,7 @@
 """TensorRT on an NVIDIA GPU: engines built and timed by a worker process, see `smcp_fx.backends.tensorrt.worker`.
 
-The worker may run under another Python (``worker_python``), which then needs TensorRT and this one needs not. A
-builder that crashes fails what it was building, nothing else.
+The worker may run under another Python (``worker_python``): then only that one needs TensorRT. A builder that crashes
+fails what it was building, nothing else.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class TensorRTBackend(Backend):
 
     ``precision``: "fp32", "fp16" or "bf16", checked layer by layer in every engine. ``tf32``: whether fp32 may use
     it. ``worker_python``: command of the Python that has TensorRT (default: this one); ``in_process``: no process of
-    its own. ``builders``: processes that build beside each other. ``folder``: where timing caches are kept.
-    ``check``: ask the worker at once, so that what is missing is told now. The rest: see `BuildOptions`.
+    its own. ``builders``: processes that build in parallel. ``folder``: where timing caches are kept.
+    ``check``: start the worker at once, so that whatever is missing shows now. The rest: see `BuildOptions`.
     """
 
     name: ClassVar[str] = "tensorrt"
@@ -107,7 +107,7 @@ class TensorRTBackend(Backend):
 
     @property
     def generation(self) -> int:
-        """Counts the worker's processes: engines loaded in earlier ones are gone."""
+        """Which worker process this is, counted; engines loaded in earlier ones are gone."""
         return self._worker().generation
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class TensorRTBackend(Backend):
             raise BackendError(str(error)) from error
 
     def about(self) -> dict[str, Any]:
-        """Return what TensorRT and GPU the worker has."""
+        """Return which TensorRT and GPU the worker has."""
         if self._about is None:
             self._about = self.ask("about")
         return self._about
@@ -180,7 +180,7 @@ class TensorRTBackend(Backend):
         export_model_proto(module, example_inputs, opset=OPSET, dynamic_batch=False)
 
     def open(self, path: Path | str, example_inputs: Sequence[Tensor] = ()) -> TensorRTEngine:
-        """Load an engine file that is there already; refused where it is of another device or version."""
+        """Load an existing engine file; one of another device or version is refused."""
         return TensorRTEngine(self, Path(path), to_arrays(example_inputs))
 
     def files(self, path: Path | str) -> list[Path]:
@@ -189,7 +189,7 @@ class TensorRTBackend(Backend):
         return [Path(path), engine, description(engine)]
 
     def run_overhead_ms(self) -> float | None:
-        """Return what a run costs beside its layers: of a network of one small layer, alone and in a row."""
+        """Return what a run costs beside its layers, measured on a network of one small layer, alone and in a row."""
         if self._run_ms is None:
             with self._measurable(self._written(tiny_model()), None) as key:
                 alone = self.ask("measure", key=key)["measured"]["median_ms"]
@@ -219,9 +219,9 @@ class TensorRTBackend(Backend):
             return BlockLatency(measurement(self.ask("measure", key=key, timing=timing)["measured"]))
 
     def prepare_rows(self, rows: Sequence[tuple[Block, tuple[int, ...]]]) -> None:
-        """Build the engines of these rows beside each other, where there are several builders.
+        """Build the engines of these rows in parallel, where there are several builders.
 
-        Nothing is measured meanwhile: builders time kernels on the GPU that a measurement would wait for.
+        Nothing is measured meanwhile: builders time kernels on the same GPU.
         """
         wanted = [(block, point) for block, point in rows if (block.signature, point) not in self._prebuilt]
         if self._builders < 2 or len(wanted) < 2:
@@ -295,14 +295,14 @@ class TensorRTBackend(Backend):
 def reference_outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Array]:
     """Return a module's outputs in float32 without TF32.
 
-    On the GPU where PyTorch has one: a batch of 256 takes long elsewhere.
+    Uses the GPU where PyTorch has one: a batch of 256 takes long on a CPU.
     """
     if torch.cuda.is_available():
         try:
             # cuDNN's convolutions compute in TF32 unless they are told not to.
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False, fp32_precision="ieee"):
                 return _computed(copy.deepcopy(module).cuda(), tuple(x.cuda() for x in inputs))
-        except RuntimeError:  # no memory left, or a device that is written into the graph
+        except RuntimeError:  # out of memory, or a device is written into the graph
             pass
         finally:
             torch.cuda.empty_cache()  # the builder wants the memory

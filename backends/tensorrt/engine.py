@@ -27,7 +27,7 @@ class EngineHost(Protocol):
 
 
 class TensorRTEngine(Engine):
-    """An engine file, loaded in the worker. Inputs and outputs are float32 here; the engine's types are inside."""
+    """An engine file, loaded in the worker. Inputs and outputs are float32, whatever types the engine has inside."""
 
     def __init__(self, backend: EngineHost, file: Path, example_inputs: Sequence[Array] = ()) -> None:
         self._backend, self.file = backend, Path(file)
@@ -53,7 +53,7 @@ class TensorRTEngine(Engine):
     def timer(self, inputs: Sequence[Array] | None = None) -> Timer:
         """Return a function that runs once, as a CUDA graph's replay, and returns the ms between events around it.
 
-        TensorRT's kernels take as long whatever the values are; ``inputs`` are loaded where they are given.
+        The values do not matter to TensorRT's kernels; ``inputs`` are loaded where given.
         """
         if inputs is not None:
             self.run(inputs)

@@ -15,8 +15,8 @@ def blocks_beside_layers(
     """Return ``{"blocks": [...], "other_layers": [...]}`` in ms.
 
     A layer belongs to the block whose convolution or linear it computes (ONNX nodes carry their modules' paths).
-    One that computes several blocks' is shared out by what they were predicted to take. Copies into other formats
-    and what is fused elsewhere are ``other_layers``; blocks of which no layer is told have ``measured_ms`` None.
+    A layer that computes several blocks is split among them as predicted. Copies into other formats and what is
+    fused elsewhere are ``other_layers``; blocks without a layer have ``measured_ms`` None.
     """
     home = {path: block.name for block in blocks for path in _paths(block)}
     measured: dict[str, float] = {}

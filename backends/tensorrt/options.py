@@ -1,4 +1,4 @@
-"""What command lines let users choose of TensorRT's engines; flags and help are derived from these fields."""
+"""The options of TensorRT's engines on command lines; flags and help come from these fields."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class EngineSettings:
     worker_python: str | None = option(
         None, "command of the Python that has TensorRT, where it is not this one"
     )
-    builders: int = option(1, "processes that build TensorRT's engines beside each other")
+    builders: int = option(1, "processes that build TensorRT's engines in parallel")
     tactic_sources_off: tuple[str, ...] = option(
-        (), "libraries TensorRT's builder is not to use: CUBLAS CUBLAS_LT CUDNN"
+        (), "libraries that TensorRT's builder must not use: CUBLAS CUBLAS_LT CUDNN"
     )
     version_compatible: bool = option(
         False, "TensorRT engines that later TensorRT versions run, too (from 8.6)"

@@ -1,8 +1,8 @@
 """Close a gap that the Lagrangian cannot: halve one group's counts, and solve both halves.
 
-Two choices that are far apart may cost and be worth about the same: every second group whole and the others narrow,
-or the other way round. No multiplier then proves more than what lies between the two, and listing what loses little
-takes too long. Halve one group's counts between them, and each half holds one of the two.
+Two very different choices may have about the same cost and value: every second group whole and the others narrow, or
+the other way round. No multiplier can prove a better bound than a mix of the two, and listing all choices of small
+loss takes too long. Splitting one group's counts between the two leaves each half with one of them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from smcp_fx.allocation.problem import Array
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError
 
-#: Halvings of one solve, and the share of the bound that is worth one.
+#: Most halvings of one solve, and the gap (a share of the bound) that is worth one.
 _HALVINGS, _GAP = 8, 1e-6
 
 
 @dataclass(frozen=True)
 class Node:
-    """A solved restriction: the best counts found, their value, a bound, and the group and count to part it at."""
+    """A solved restriction: the best counts found, their value, a bound, and the group and count to split at."""
 
     cost: NetworkCost
     counts: dict[str, int]
@@ -66,7 +66,7 @@ def close_gap(
                 half = solve(dataclasses.replace(node.cost, permitted=counts), part)
             except InfeasibleBudgetError:
                 continue
-            # What bounds the whole bounds its halves.
+            # A bound of the whole also holds for its halves.
             half = dataclasses.replace(half, bound=min(half.bound, node.bound))
             if half.value > best.value:
                 best = half

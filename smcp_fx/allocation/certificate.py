@@ -1,11 +1,11 @@
-"""Tighten the bound, and mostly close it, by listing every choice of small Lagrangian loss.
+"""Tighten the bound, and usually close the gap, by listing every choice of small Lagrangian loss.
 
-At a multiplier the elimination splits the relaxed cost of any choice exactly into its least value and one
-nonnegative loss a variable, given those eliminated after it. A choice within the budget that beats the
-incumbent loses at most ``budget - least - gain * incumbent`` in all. So choices are listed in the reverse
-order of elimination up to a loss: what is not listed proves a bound, and what is listed holds the optimum if
-the loss was enough. Of partial choices that look the same to the variables still to come, only those on the
-front of cost and value go on; those in which a loosened sum is not the sum it stands for are dropped.
+At a multiplier, the elimination splits the relaxed cost of any choice exactly into its least value and one
+nonnegative loss per variable, given those eliminated after it. A choice within the budget that beats the incumbent
+loses at most ``budget - least - gain * incumbent`` in all. So choices are listed in the reverse order of elimination,
+up to a loss. The unlisted ones prove a bound, and the listed ones hold the optimum if the loss was large enough. Of
+partial choices that look the same to later variables, only the Pareto front of cost and value is kept; those in which
+a loosened sum is not the sum of its parts are dropped.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from smcp_fx.allocation.elimination import Definition, EliminationOrder, Link, M
 from smcp_fx.allocation.local_search import Moves
 from smcp_fx.allocation.problem import Array, Ints
 
-#: Limits of one listing: partial choices kept, and (partial choice, option) pairs looked at, a partial choice
-#: counting as `_ROW` of them. Counts, not a clock, so that equal inputs give equal answers; half a second.
+#: Limits of one listing: partial choices kept, and pairs (partial choice, option) looked at, where a partial choice
+#: counts as `_ROW` pairs. Counts instead of seconds make equal inputs give equal answers; about half a second.
 _MAX_ROWS, _MAX_WORK, _ROW = 150_000, 40_000_000, 50
-#: Pairs looked at in one go, for the memory.
+#: Pairs looked at in one go, to limit memory.
 _CHUNK = 1 << 20
 
 
 class _TooManyError(Exception):
-    """The listing met a limit."""
+    """The listing reached a limit."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class _Step:
 
 
 def _ordered(plan: EliminationOrder, buckets: list[list[Array]]) -> list[_Step]:
-    """Return the steps so that each finds what it depends on, and few positions have to be remembered.
+    """Return the steps in an order that respects their dependencies and remembers few positions.
 
-    Any such order splits the cost into the same losses. Next is always the step that leaves the fewest
-    combinations of remembered positions: the fewer, the more partial choices can be compared. Loosened sums
-    and their parts come early, since completing one drops most partial choices.
+    Any such order splits the cost into the same losses. The next step is always the one that leaves the fewest
+    combinations of remembered positions, so that more partial choices can be compared. Loosened sums and their parts
+    come early, since completing one drops most partial choices.
     """
     steps = [
         (step, bucket, frozenset(step.scope if isinstance(step, Minimisation) else step.parts))
@@ -202,7 +202,7 @@ class _Listing:
         return np.flatnonzero(excess == 0)
 
     def _undominated(self, rows: _Rows) -> NDArray[np.intp]:
-        """Return the rows that none with the same positions beats in both cost and value."""
+        """Return the rows that no row of the same positions beats in both cost and value."""
         key, span = np.zeros(len(rows.loss), np.int64), 1
         for variable, position in rows.positions.items():
             size = len(self.grids[variable])

@@ -1,9 +1,9 @@
 """The Lagrangian bound: minimise ``multiplier * budget + max over p of V(p) - multiplier * T(p)``.
 
-Every evaluation is one exact elimination. Without loosened sums the function is convex in one variable and
-piecewise linear: the secant between the best point within the budget and the best one beyond it finds the
-least bound in finitely many steps. With them, their multipliers join in, and a bundle method with a trust
-region minimises over all at once.
+Every evaluation is one exact elimination. Without loosened sums, the function is convex and piecewise linear in one
+variable: the secant between the best point within the budget and the best one beyond it finds the least bound in
+finitely many steps. Loosened sums add multipliers, and a bundle method with a trust region minimises over all at
+once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from smcp_fx.allocation.problem import Array, Ints
 
 @dataclass(frozen=True)
 class CoupledDual:
-    """The least bound seen, the multiplier it was seen at and the points met on the way."""
+    """The least bound found, its multiplier, and the points met on the way."""
 
     bound: float
     multiplier: float
@@ -60,7 +60,7 @@ class Relaxation:
         return float(sum(v[p] for v, p in zip(self.values, positions[: self.groups], strict=True)))
 
     def rounding(self, minimum: Minimum, gain: float) -> float:
-        """Return what the rounding of the relaxed cost's sums may come to."""
+        """Return the greatest rounding error of the relaxed cost's sums."""
         return 2.0**-49 * (abs(self.budget) + abs(self.constant) + abs(minimum.value) + gain * self.most)
 
     def bound(self, minimum: Minimum, gain: float) -> float:
@@ -106,8 +106,8 @@ def secant(relaxation: Relaxation, cheapest: Ints, most: Ints, costs: tuple[floa
     return CoupledDual(best.bound, best.multiplier, best.minimum, none, (high, low, *reversed(visited)))
 
 
-#: Cells touched in one bundle: about two seconds on one thread. A count, not a clock, so that equal inputs
-#: give equal answers. Beside it, each iteration costs about as much as this many cells.
+#: Cells touched in one bundle: about two seconds on one thread. A count instead of seconds makes equal inputs give
+#: equal answers. Each iteration costs about as much again as this many cells.
 _CELLS, _OVERHEAD = 2_000_000_000, 10_000_000
 
 
@@ -177,8 +177,10 @@ class _Cuts:
         self.rights = [*self.rights, float(slope @ point) - value][-self.most :]
 
     def minimise(self, lower: Array, upper: Array) -> tuple[Array, float] | None:
-        """Return where in a box the model is least, and how little it is there; None if that fails."""
-        from scipy.optimize import linprog  # a third of a second to import, for loosened sums only
+        """Return where in a box the model is least, and its value there; None on failure."""
+        from scipy.optimize import (
+            linprog,
+        )  # imported here: it takes a third of a second, and only loosened sums need it
 
         solved = linprog(
             np.concatenate([np.zeros(self.size), [1.0]]),

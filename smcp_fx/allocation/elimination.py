@@ -1,7 +1,7 @@
-"""Minimise a sum of tables exactly by eliminating one variable after the other.
+"""Minimise a sum of tables exactly by eliminating one variable after another.
 
-An `EliminationOrder` (see `planning`) fixes the order once for a problem. Its `minimise` runs it for any unary costs,
-forth through the variables for the least value and back for where it is.
+An `EliminationOrder` (see `planning`) fixes the order for a problem. Its `minimise` takes any unary costs: a forward
+sweep over the variables finds the least value, a backward sweep where it lies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Exact true-cost deltas of changing one group, and the moves built from them.
 
-Every option of every group is priced in one pass over flat arrays: an option meets each table its group's
-count reaches, directly or through a sum.
+One pass over flat arrays prices every option of every group: an option enters each table that its group's count
+indexes, directly or through a sum.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Moves:
         self.option = np.arange(self.starts[-1]) - self.starts[self.group]
         self.values = np.concatenate([*values, np.zeros(0)])
         self.channels = np.concatenate([*(v.grid for v in variables[:groups]), np.zeros(0, np.int64)])
-        # The grid position of every integer a variable can be, all variables in one array; the last one is
-        # the second axis of tables that have one axis.
+        # The grid position of every integer that a variable can be, all variables in one array. The last entry serves
+        # as the second axis of one-dimensional tables.
         positions = [v.positions() for v in variables] + [np.zeros(1, np.int64)]
         offsets = np.concatenate([[0], np.cumsum([len(p) for p in positions])])
         self.positions = np.concatenate(positions)
@@ -79,12 +79,12 @@ class Moves:
         return totals - totals[current][self.group], self.values - self.values[current][self.group]
 
 
-#: How many of the most promising options are paired, and how many pairs are tried on the true cost.
+#: How many of the most promising options are paired, and how many pairs are tried at the true cost.
 _PAIRED, _TRIED = 400, 24
 
 
 def repair(moves: Moves, choice: Ints, budget: float) -> Ints | None:
-    """Return a choice within the budget, giving up the least value for the cost needed; None where stuck."""
+    """Return a choice within the budget that gives up little value for the cost saved; None when stuck."""
     choice = choice.copy()
     for _ in range(4 * len(moves.values) + 1):
         over = moves.cost(choice) - budget
@@ -150,7 +150,7 @@ def _best_pair(
     slack = budget - moves.cost(choice)
     ups, downs = changed[value[changed] > 0.0], changed[cost[changed] < 0.0]
     gained = np.add.outer(value[ups], value[downs])
-    # Neighbours share tables, so the sum is an estimate for them; it is re-evaluated before it is taken.
+    # Groups that share a table make the sum an estimate: it is computed exactly before the pair is taken.
     fits = np.add.outer(cost[ups], cost[downs]) <= slack
     fits &= (gained > least) & (moves.group[ups][:, None] != moves.group[downs][None, :])
     rows, columns = np.nonzero(fits)

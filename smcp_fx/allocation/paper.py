@@ -1,8 +1,8 @@
 """The paper's linearised problem, for comparison: every layer priced at its consumers' last counts.
 
 (SMCP, eq. "pruning knapsack problem" and "Skip connections".) The costs of a group's counts add up over the
-layers that read it, so the choice is a multiple-choice knapsack; its capacity holds only as long as the
-neighbours keep the counts that the layers were priced at.
+layers that read it, so the choice is a multiple-choice knapsack. Its capacity is right only while the neighbours keep
+the counts that the layers were priced at.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def linearised(
 ) -> tuple[list[Array], float]:
     """Return each group's costs at its permitted counts and the constant rest.
 
-    A layer that reads one group costs ``T_l(p, current output width)``. One that reads several (a concat)
-    is split by their current shares of its input, each plus the change that its own count alone makes; at the
-    current counts the parts add up to the layer's cost.
+    A layer that reads one group costs ``T_l(p, current output width)``. The cost of one that reads several (a concat)
+    is split by their current shares of its input, plus the change that each group's own count makes. At the current
+    counts the parts add up to the layer's cost.
 
     Raises:
         InputError: a group has no current count.
@@ -55,8 +55,8 @@ def linearised(
 def paper_choice(
     cost: NetworkCost, problem: CoupledProblem, values: list[Array], budget: float, current: Mapping[str, int]
 ) -> Ints:
-    """Return the optimal choice of the linearised problem; the cheapest one where its capacity has none."""
-    # Only this method needs the knapsack solver, and with it torch.
+    """Return the optimal choice of the linearised problem, or the cheapest one if none fits the capacity."""
+    # imported here: only this method needs the knapsack solver and torch
     from smcp_fx.knapsack import solve_knapsack
 
     costs, constant = linearised(cost, problem, current)

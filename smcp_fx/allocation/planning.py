@@ -1,9 +1,9 @@
 """The order of elimination: always the variable with the smallest product of domains next.
 
-A variable that is a sum is replaced by its two parts (a long sum by a chain of them, so that nested concats
-share their running sums). Where the tables would outgrow the limit, a sum is let loose instead: it becomes a
-free variable, tied to its parts by a `Link` whose multiplier the caller chooses, and the minimum becomes a
-lower bound. Where no sum is left to loosen, one variable gets a copy.
+A sum is replaced by its two parts (a long sum by a chain of sums, so that nested concats share their running sums).
+If the tables would outgrow the limit, a sum is loosened instead: it becomes a free variable, tied to its parts by a
+`Link` whose multiplier the caller chooses, and the minimum becomes a lower bound. When no sum is left to loosen, one
+variable gets a copy.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from smcp_fx.allocation.elimination import (
 )
 from smcp_fx.allocation.problem import Array, CoupledProblem, Ints, PriceTable, sum_grid
 
-#: The most cells that one elimination touches: about ten milliseconds and 100 MB.
+#: Most cells that one elimination touches: about ten milliseconds and 100 MB.
 MAX_CELLS = 1 << 24
 
-#: About how many minimisations a dual takes, and the cells it should touch in all: a second or two.
+#: About how many minimisations a dual takes, and the cells to touch in all: a second or two.
 _SOLVES, _SOLVES_PER_LINK, _ALL_CELLS = 13, 8, 2_200_000_000
 
 
@@ -76,7 +76,7 @@ class _Planner:
         return len(self.members) - 1
 
     def _define_sums(self) -> None:
-        """Give every sum two parts, the larger a sum that another concat needs as well where there is one."""
+        """Give every sum two parts; if possible, the larger is a sum that another concat needs as well."""
         ids = {form: v for v, form in enumerate(self.members)}
 
         def part(form: Form) -> tuple[int, int]:
@@ -168,12 +168,12 @@ class _Planner:
         self.steps.append(Minimisation(variable, order[1:], factors, tuple(views), tuple(folds), out))
 
     def loosen(self, total: int) -> None:
-        """Make a sum a free variable."""
+        """Turn a sum into a free variable."""
         self.links.append(Link(total, self.members[total]))
         self.unaries[total] = self._add_factor((total,))
 
     def split(self, variable: int) -> bool:
-        """Give some of a variable's factors a copy of it, so that each bucket stays small, if that can be."""
+        """Give some of a variable's factors a copy of it, to keep each bucket small if possible."""
         buckets: list[tuple[list[int], set[int]]] = []
         for factor in sorted(self.used[variable], key=lambda f: (-self._size(self.scopes[f]), f)):
             scope = set(self.scopes[factor])
@@ -202,8 +202,8 @@ class _Planner:
 def plan(problem: CoupledProblem, max_cells: int = MAX_CELLS) -> EliminationOrder:
     """Order the eliminations, smallest product of domains first; none touches more than ``max_cells`` cells.
 
-    Replacing a sum by its parts adds a dimension, so it is put off; by how much is tried out. Where links are
-    left, smaller limits are tried too: one link less is worth having only while a minimisation stays quick.
+    Replacing a sum by its parts adds a dimension, so it is delayed, by an amount found by trial. If links remain,
+    smaller limits are tried too: saving a link pays only while a minimisation stays quick.
     """
     if all(len(variable.members) == 1 for variable in problem.variables):
         only = _run(problem, max_cells, 1, dry=False)

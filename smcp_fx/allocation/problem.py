@@ -1,4 +1,4 @@
-"""A bound `NetworkCost` as tables: one a pair of widths, in place of one callable a layer.
+"""A `NetworkCost` as tables: one per pair of widths instead of one callable per layer.
 
 A *variable* is what indexes a table's axis: a group's count, or the sum of several groups' channels where
 they are concatenated. Widths that differ by a constant or a factor (a flatten in front of a linear layer)
@@ -8,7 +8,7 @@ share their variable, and layers with the same pair of variables share one table
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,26 +77,70 @@ def tabulate(cost: NetworkCost) -> CoupledProblem:
         InputError: a group's permitted counts are empty or not ascending, a term has more than two widths,
             or a price is not finite or not of the shape of its widths.
     """
-    groups = tuple(cost.permitted)
-    number = {name: k for k, name in enumerate(groups)}
-    variables = []
-    for k, (name, counts) in enumerate(cost.permitted.items()):
-        grid = np.asarray(counts, np.int64)
-        if grid.ndim != 1 or not len(grid) or (np.diff(grid) <= 0).any():
+    variables = _Variables(cost.permitted)
+    merged: dict[tuple[int, ...], Array] = {}
+    evaluated: dict[object, Array] = {}  # equal layers share their price and their widths' grids
+    constant = cost.constant
+    for term in cost.terms:
+        if len(term.widths) > 2:
             raise InputError(
-                f"the permitted counts of group {name!r} must be ascending integers, not {counts!r}"
+                f"cost term {term.name!r} has {len(term.widths)} widths; at most two are supported"
             )
-        variables.append(Variable(((k, 1),), grid))
-    ids = {variable.members: k for k, variable in enumerate(variables)}
+        scope, axes = variables.axes(term)
+        alike = (id(term.price), *((axis.shape, axis.tobytes()) for axis in axes))
+        if alike not in evaluated:
+            evaluated[alike] = _evaluate(term, axes)
+        costs = evaluated[alike].reshape([len(variables.all[v].grid) for v in scope])
+        if not scope:
+            constant += float(costs)
+            continue
+        if len(scope) == 2 and scope[0] > scope[1]:
+            scope, costs = scope[::-1], costs.T
+        key = tuple(scope)
+        merged[key] = merged[key] + costs if key in merged else np.ascontiguousarray(costs)
+    tables = tuple(PriceTable(scope, costs) for scope, costs in merged.items())
+    return CoupledProblem(tuple(cost.permitted), tuple(variables.all), tables, constant)
 
-    def variable_of(width: Width) -> tuple[int | None, int, int]:
+
+class _Variables:
+    """The counts of the groups, and behind them the weighted sums of counts that widths are made of."""
+
+    def __init__(self, permitted: Mapping[str, Sequence[int]]) -> None:
+        self.all: list[Variable] = []
+        for k, (name, counts) in enumerate(permitted.items()):
+            grid = np.asarray(counts, np.int64)
+            if grid.ndim != 1 or not len(grid) or (np.diff(grid) <= 0).any():
+                raise InputError(
+                    f"the permitted counts of group {name!r} must be ascending integers, not {counts!r}"
+                )
+            self.all.append(Variable(((k, 1),), grid))
+        self._number = {name: k for k, name in enumerate(permitted)}
+        self._ids = {variable.members: k for k, variable in enumerate(self.all)}
+
+    def axes(self, term: CostTerm) -> tuple[list[int], list[Ints]]:
+        """Return the term's variables, and the values of its widths, each along its variable's axis of two."""
+        scope: list[int] = []
+        axes: list[Ints] = []
+        for width in term.widths:
+            variable, factor, offset = self._of(width)
+            shape = [1, 1]
+            values = np.full(1, offset, np.int64)
+            if variable is not None:
+                values = offset + factor * self.all[variable].grid
+                if variable not in scope:
+                    scope.append(variable)
+                shape[scope.index(variable)] = len(values)
+            axes.append(values.reshape(shape))
+        return scope, axes
+
+    def _of(self, width: Width) -> tuple[int | None, int, int]:
         """Return (variable, factor, constant) of a width; groups without a choice are in the constant."""
         members: dict[int, int] = {}
         constant = width.constant
         for group, per_unit in width.groups:
-            k = number[group]
-            if len(variables[k].grid) == 1:
-                constant += per_unit * int(variables[k].grid[0])
+            k = self._number[group]
+            if len(self.all[k].grid) == 1:
+                constant += per_unit * int(self.all[k].grid[0])
             else:
                 members[k] = members.get(k, 0) + per_unit
         items = sorted((k, a) for k, a in members.items() if a != 0)
@@ -106,44 +150,10 @@ def tabulate(cost: NetworkCost) -> CoupledProblem:
         form = tuple((k, a // factor) for k, a in items)
         if len(form) == 1 and form[0][1] == -1:
             form, factor = ((form[0][0], 1),), -factor
-        if form not in ids:
-            ids[form] = len(variables)
-            variables.append(Variable(form, sum_grid([(variables[k].grid, a) for k, a in form])))
-        return ids[form], factor, constant
-
-    merged: dict[tuple[int, ...], Array] = {}
-    evaluated: dict[object, Array] = {}  # layers that are alike share their price, and their widths' grids
-    constant = cost.constant
-    for term in cost.terms:
-        if len(term.widths) > 2:
-            raise InputError(
-                f"cost term {term.name!r} has {len(term.widths)} widths; at most two are supported"
-            )
-        scope: list[int] = []
-        axes: list[Ints] = []
-        for width in term.widths:
-            variable, factor, offset = variable_of(width)
-            shape = [1, 1]
-            values = np.full(1, offset, np.int64)
-            if variable is not None:
-                values = offset + factor * variables[variable].grid
-                if variable not in scope:
-                    scope.append(variable)
-                shape[scope.index(variable)] = len(values)
-            axes.append(values.reshape(shape))
-        alike = (id(term.price), *((axis.shape, axis.tobytes()) for axis in axes))
-        if alike not in evaluated:
-            evaluated[alike] = _evaluate(term, axes)
-        costs = evaluated[alike].reshape([len(variables[v].grid) for v in scope])
-        if not scope:
-            constant += float(costs)
-            continue
-        if len(scope) == 2 and scope[0] > scope[1]:
-            scope, costs = scope[::-1], costs.T
-        key = tuple(scope)
-        merged[key] = merged[key] + costs if key in merged else np.ascontiguousarray(costs)
-    tables = tuple(PriceTable(scope, costs) for scope, costs in merged.items())
-    return CoupledProblem(groups, tuple(variables), tables, constant)
+        if form not in self._ids:
+            self._ids[form] = len(self.all)
+            self.all.append(Variable(form, sum_grid([(self.all[k].grid, a) for k, a in form])))
+        return self._ids[form], factor, constant
 
 
 def _evaluate(term: CostTerm, axes: list[Ints]) -> Array:

@@ -1,4 +1,4 @@
-"""What an allocation says about itself."""
+"""The result of an allocation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Allocation:
-    """Counts a group, their value and true cost, and how good they are known to be.
+    """Counts by group, their value and true cost, and a bound on how good any counts could be.
 
     ``bound`` is an upper bound on the value of any permitted counts within the budget, ``gap`` is
     ``(bound - value) / |bound|``. The paper's method proves none: its bound and gap are infinite.

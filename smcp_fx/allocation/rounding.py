@@ -1,9 +1,9 @@
-"""Rounding that hurts, avoided: counts for which more channels cost no more.
+"""Avoid counts at which more channels would cost no more.
 
-Runtimes work in steps of several channels, and some counts are slower than larger ones. A count is *dominated*
-when a larger permitted one of its group is as fast or faster whatever the other groups keep: no allocation
-needs it. What is dominated only beside the other groups' present counts, `grow_for_free` takes. Rows are measured to
-a few percent: a count that is hardly faster than a larger one may as well be slower, and is left out, too.
+Runtimes work in steps of several channels, and some counts are slower than larger ones. A count is *dominated* when a
+larger permitted one of its group is as fast or faster whatever the other groups keep: no allocation needs it. Counts
+that are dominated only at the other groups' present counts are left to `grow_for_free`. Rows are accurate to a few
+percent, so a count that is hardly faster than a larger one is left out as well: it may be slower.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from smcp_fx.cost_model import CostTerm, NetworkCost, Width
 
 
 def without_dominated(cost: NetworkCost, least_saving: float = 0.0) -> NetworkCost:
-    """Return the cost without the permitted counts that save nothing against a larger one of their group.
+    """Return the cost without permitted counts that save nothing compared with a larger one of their group.
 
-    ``least_saving``: drop those, too, that save at most this share of the group's blocks against the next larger one
-    that is left, on average over what the other groups may keep.
+    ``least_saving``: also drop counts that save at most this share of the cost of the group's blocks, compared with
+    the next larger one left and averaged over what the other groups may keep.
     """
     terms = _terms_of(cost)
     permitted = {group: _undominated(group, terms[group], cost, least_saving) for group in cost.permitted}
@@ -31,9 +31,9 @@ def without_dominated(cost: NetworkCost, least_saving: float = 0.0) -> NetworkCo
 
 
 def grow_for_free(cost: NetworkCost, counts: Mapping[str, int]) -> dict[str, int]:
-    """Return counts, no smaller in any group and no dearer in all, in which no larger count of one is free.
+    """Return counts grown wherever that is free: no group is smaller, and the network costs no more.
 
-    The costs of the groups' terms never rise, so neither does the network's. Groups that keep nothing still do.
+    The costs of a group's terms never rise, so neither does the network's. Groups that keep nothing stay so.
     """
     terms, found = _terms_of(cost), dict(counts)
     grown = True
@@ -52,7 +52,7 @@ def grow_for_free(cost: NetworkCost, counts: Mapping[str, int]) -> dict[str, int
 def _along(
     term: CostTerm, group: str, values: NDArray[np.int64], counts: Mapping[str, int]
 ) -> NDArray[np.float64]:
-    """Return the term's costs, [values], where the group keeps each of the values and the others what they do."""
+    """Return the term's costs, [values], with the group at each value and the other groups unchanged."""
     kept: dict[str, Any] = {**counts, group: values}
     axes = [
         np.asarray(width.constant + sum(per_unit * kept[g] for g, per_unit in width.groups)) + 0 * values
@@ -75,7 +75,7 @@ def _undominated(
     counts = cost.permitted[group]
     if not terms:
         return counts
-    # One row a count, one column a context: what the terms cost beside every choice of the other groups.
+    # Rows are counts, columns contexts: the terms' cost for every choice of the other groups.
     tables = [_contexts(group, term, cost) for term in terms]
     table = np.concatenate(tables, axis=1)
     means = np.sum([of_term.mean(axis=1) for of_term in tables], axis=0)

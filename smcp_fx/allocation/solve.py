@@ -1,4 +1,4 @@
-"""`allocate`: how many units each group keeps, for the most value within a budget of the true cost."""
+"""`allocate`: the number of units that each group keeps, for the most value within a budget of the true cost."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from smcp_fx.allocation.result import Allocation
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError, InputError
 
-#: A cost may exceed the budget by this share: the rounding of a sum of prices.
+#: A cost may exceed the budget by this share, to allow for rounding in a sum of prices.
 BUDGET_TOLERANCE = 5e-10
 
-#: A group and its last option that goes to the lower half; None where nothing is to be halved.
+#: A group and the last option of its lower half; None where there is nothing to halve.
 Split = tuple[int, int] | None
 
-#: How many of the points that the dual met are polished.
+#: How many of the dual's points are polished.
 _POLISHED = 4
 
 
@@ -42,7 +42,7 @@ def allocate(
 ) -> Allocation:
     """Choose the counts of greatest total value whose true cost T(p) is within the budget.
 
-    The answer is a function of the arguments alone; docs: Allocation says how it is found and proven.
+    The answer depends on the arguments alone; docs/explanations/allocation.md explains how it is found and proved.
 
     Args:
         values: for each group, the value of each of its ``cost.permitted`` counts.
@@ -82,7 +82,7 @@ def allocate(
         named = dict(zip(problem.groups, arrays, strict=True))
         root = _node(cost, problem, arrays, (choice, bound, split))
         better, bound = close_gap(root, named, lambda part, own: _solved(part, own, budget))
-        if better != root.counts:  # polished once more: a half ends where it was parted
+        if better != root.counts:  # polish once more: a half ends at the split
             choice = node_choice(problem, arrays, budget, cost.unit, _options(problem, better))[0]
     counts = problem.counts(choice)
     value = float(sum(v[i] for v, i in zip(arrays, choice, strict=True)))
@@ -171,13 +171,13 @@ def node_choice(
     scale = float(sum(np.abs(v).max() for v in values))
     best = _polished(moves, dual, [*starts, *dual.visited[:_POLISHED], smallest], cap, scale)
     best, bound = certify(relaxation, dual, moves, best)
-    # The first two points of the secant stand on either side of the budget; loosened sums have none.
+    # The secant's first two points lie on either side of the budget; with loosened sums there are none.
     split = None if elimination.links else _between(problem, *dual.visited[:2])
     return improve(moves, best, cap, dual.multiplier, scale), bound, split
 
 
 def _between(problem: CoupledProblem, high: Ints, low: Ints) -> Split:
-    """The group in which two points are furthest apart, for its number of options, and the last low option."""
+    """Return the group in which two points differ most, relative to its options, and the lower half's last option."""
     apart = [
         abs(int(a) - int(b)) / len(variable.grid)
         for a, b, variable in zip(high, low, problem.variables, strict=False)

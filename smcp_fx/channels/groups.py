@@ -42,6 +42,26 @@ class Group:
 
 def form_groups(trail: Trail, units: Units, multiple: int) -> tuple[list[Group], Units]:
     """Units with the same slots in the same weights form a group. Returns the units, too: unproduced ones stay."""
+    table, orphans = _slots_of(trail, units)
+    if orphans.numel():
+        units = Units(units.unit, units.why.and_also(orphans, "", "no layer produces it"))
+    found = []
+    order = {layer.path: index for index, layer in enumerate(trail.layers)}
+    for members in table.alike(units.why):
+        channels = table.of(int(members[0]))
+        pinned = tuple(sorted({why for _, why in units.why.get(int(members[0]), [])}))
+        place = min(order[path] + (side == "in") / 2 for path, side in channels if path in order)
+        found.append((place, channels, pinned, members))
+    groups: list[Group] = []
+    names: set[str] = set()
+    for _, channels, pinned, members in sorted(found, key=lambda item: item[0]):
+        groups.append(_group(channels, pinned, members, multiple, names))
+        names.add(groups[-1].name)
+    return groups, units
+
+
+def _slots_of(trail: Trail, units: Units) -> tuple[_Slots, Tensor]:
+    """Return the slots of every unit, and the free units of layers that no layer produces."""
     count = units.count
     table = _Slots(count)
     produced = torch.zeros(count, dtype=torch.bool)
@@ -68,48 +88,36 @@ def form_groups(trail: Trail, units: Units, multiple: int) -> tuple[list[Group],
     # would not know how many channels it keeps, and could be left with none.
     for name, labels in {**others, **trail.elements, **_pieces(trail)}.items():
         table.add((name, "carry"), narrow_uniform(units.of(labels)).reshape(-1), in_layers)
-    orphans = (in_layers & ~produced & ~units.why.pinned(count)).nonzero().flatten()
-    if orphans.numel():
-        units = Units(units.unit, units.why.and_also(orphans, "", "no layer produces it"))
-    found = []
-    order = {layer.path: index for index, layer in enumerate(trail.layers)}
-    for members in table.alike(units.why):
-        channels = table.of(int(members[0]))
-        pinned = tuple(sorted({why for _, why in units.why.get(int(members[0]), [])}))
-        place = min(order[path] + (side == "in") / 2 for path, side in channels if path in order)
-        found.append((place, channels, pinned, members))
-    groups: list[Group] = []
-    names: set[str] = set()
-    for _, channels, pinned, members in sorted(found, key=lambda item: item[0]):
-        consumers = tuple(path for path, side in channels if side == "in")
-        producers = tuple(path for path, side in channels if side == "out")
-        base = (
-            producers[0]
-            if producers
-            else f"input of {consumers[0]}"
-            if consumers
-            else next(iter(channels))[0]
-        )
-        name, number = base, 1
-        while name in names:
-            number += 1
-            name = f"{base}#{number}"
-        names.add(name)
-        kept_sides = {key: count for key, count in channels.items() if key[1] != "carry"}
-        size = members.numel()
-        groups.append(
-            Group(
-                name=name,
-                size=size,
-                consumers=consumers,
-                producers=producers,
-                permitted=(size,) if pinned else permitted_counts(size, kept_sides.values(), multiple),
-                pinned=pinned,
-                channels=kept_sides,
-                units=members,
-            )
-        )
-    return groups, units
+    return table, (in_layers & ~produced & ~units.why.pinned(count)).nonzero().flatten()
+
+
+def _group(
+    channels: Mapping[tuple[str, str], int],
+    pinned: tuple[str, ...],
+    members: Tensor,
+    multiple: int,
+    taken: set[str],
+) -> Group:
+    """Return a group under a name that is not ``taken``: after its first producer, else its first consumer."""
+    consumers = tuple(path for path, side in channels if side == "in")
+    producers = tuple(path for path, side in channels if side == "out")
+    base = [*producers, *(f"input of {path}" for path in consumers), *(path for path, _ in channels)][0]
+    name, number = base, 1
+    while name in taken:
+        number += 1
+        name = f"{base}#{number}"
+    kept_sides = {key: count for key, count in channels.items() if key[1] != "carry"}
+    size = members.numel()
+    return Group(
+        name=name,
+        size=size,
+        consumers=consumers,
+        producers=producers,
+        permitted=(size,) if pinned else permitted_counts(size, kept_sides.values(), multiple),
+        pinned=pinned,
+        channels=kept_sides,
+        units=members,
+    )
 
 
 def _counted(units: Tensor) -> tuple[Tensor, Tensor]:

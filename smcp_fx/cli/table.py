@@ -148,7 +148,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     console.print(f"  on {line(backend.fingerprint().describe())}")
     if error.points:
         console.print(
-            f"  {error.points} rows foretold by the others: off by {error.median:.1%} in the median, "
+            f"  {error.points} rows as predicted by the others: off by {error.median:.1%} in the median, "
             f"{error.p95:.1%} for 95 of 100"
         )
         telling = error.telling()

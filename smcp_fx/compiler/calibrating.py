@@ -11,7 +11,7 @@ from smcp_fx.calibration import RepairReport, repair
 from smcp_fx.compiler.training import accuracy
 from smcp_fx.prepare import convert
 from smcp_fx.prepared import PreparedModel
-from smcp_fx.report.schema import CalibrationFacts, RepairRow
+from smcp_fx.report.schema import CalibrationFacts, RepairRow, WorthRow
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
@@ -48,10 +48,31 @@ def repaired(prepared: PreparedModel, batches: Batches, fitted: FittedModel, dat
     return Repaired(smaller, sliced, accuracy(smaller, fitted, data), report)
 
 
-def calibration_facts(found: Repaired, images: int, labelled: bool, dense: float) -> CalibrationFacts:
+def calibration_facts(
+    found: Repaired, prepared: PreparedModel, images: int, labelled: bool, dense: float
+) -> CalibrationFacts:
     """Return what the report says of it."""
     names = ("path", "before", "after", "repaired", "positions", "inputs", "left")
-    rows = [RepairRow(**{name: getattr(layer, name) for name in names}) for layer in found.report.layers]
     return CalibrationFacts(
-        images, labelled, dense, found.sliced, found.repaired, len(found.report.norms), tuple(rows)
+        images=images,
+        labels=labelled,
+        dense=dense,
+        sliced=found.sliced,
+        repaired=found.repaired,
+        norms=len(found.report.norms),
+        layers=tuple(
+            RepairRow(**{name: getattr(layer, name) for name in names}) for layer in found.report.layers
+        ),
+        worth=_worth(prepared),
     )
+
+
+def _worth(prepared: PreparedModel) -> tuple[WorthRow, ...]:
+    """Return each group's rises of the loss at its permitted counts."""
+    pruner = prepared.pruner
+    rows = []
+    for name, rises in (pruner.rises or {}).items():
+        kept = pruner.counts[name]
+        counts = tuple(sorted({*pruner.cost.permitted[name], kept}))
+        rows.append(WorthRow(name, len(rises) - 1, kept, counts, tuple(float(rises[c]) for c in counts)))
+    return tuple(rows)

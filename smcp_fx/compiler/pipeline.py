@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from smcp_fx.backends import Backend, RelativeLatency, compare, get_backend
+from smcp_fx.backends import Backend, compare, get_backend
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine
 from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
 from smcp_fx.calibration import gather_importance, recalibrate
@@ -21,13 +21,13 @@ from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.compiler.judging import dense_accuracy, note_guesses
 from smcp_fx.compiler.measuring import Corrector, accuracy_of
 from smcp_fx.compiler.pricing import asked_fraction, chosen_cost, dense_latency
-from smcp_fx.compiler.reporting import Measured, build_report
-from smcp_fx.compiler.saving import WEIGHTS, why_unsavable
+from smcp_fx.compiler.reporting import Measured, build_report, target_row
+from smcp_fx.compiler.saving import WEIGHTS, Saver
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.telling import Teller
 from smcp_fx.compiler.training import is_guessing, training_loop, usable_device
 from smcp_fx.config import PruningConfig
-from smcp_fx.errors import CheckpointError, TraceError
+from smcp_fx.errors import TraceError
 from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.latency.progress import duration
@@ -35,7 +35,6 @@ from smcp_fx.prepare import PreparedModel, convert, converted_full, prepare
 from smcp_fx.pruning.solve import Solve
 from smcp_fx.report import Report, summary_table, target_table, write_report
 from smcp_fx.report.schema import TargetRow
-from smcp_fx.serialization.saving import save
 from smcp_fx.texts import amount
 from smcp_fx.training import Epoch, TrainingLoop
 from smcp_fx.zoo.data import ImageData, load_data
@@ -65,9 +64,9 @@ class _Compilation:
         self.settings = settings
         self.config = config
         self.tell = Teller(console)
+        self.saver = Saver(settings, self.tell)
         self.folder = RunFolder(settings, as_record(settings, config))
         self.base = Path.cwd()  # where relative paths begin, whatever a factory of data or models changes
-        self.unsaved = ""  # why the weights' own file cannot be written
         self.device = torch.device("cpu")  # that the model is trained on
         self._dense_accuracy = 1.0  # until it is known
         self._told: MeasureReport | None = None  # up to the last solve
@@ -140,7 +139,7 @@ class _Compilation:
             fraction = corrector.fraction
         with self.tell.stage("emitting"):
             smaller = smaller.cpu()
-            self._save(smaller, prepared, folder / WEIGHTS)
+            self.saver.save(smaller, prepared, folder / WEIGHTS)
             pruned = backend.compile(smaller, inputs, pruned_path)
         with self.tell.stage("measuring dense and pruned in turns"):
             measured = compare(dense, pruned)
@@ -156,7 +155,7 @@ class _Compilation:
             notes=self.tell.notes,
         )  # fmt: skip
         if settings.targets:
-            last = self._point(prepared, measured, accuracies[1], report.files["pruned"])
+            last = target_row(prepared, measured, accuracies[1], report.files["pruned"])
             without["targets"] = (*without["targets"], last)
         report = replace(report, **without)
         network_latency = latency_of(prepared.pruner.cost)
@@ -193,7 +192,7 @@ class _Compilation:
         full = converted_full(trial)
         with self.tell.stage("trying the export"):
             backend.try_export(full, inputs)
-        self._note_unsaved(why_unsavable(full))
+        self.saver.try_on(full)
 
     def _check_table(
         self,
@@ -218,22 +217,14 @@ class _Compilation:
         settings = self.settings
         if not self._trains_dense(fitted):
             return []
+        epochs, rate = settings.dense_epochs, settings.rate
         loop = training_loop(
-            fitted.model,
-            fitted,
-            data,
-            epochs=settings.dense_epochs,
-            batch=settings.train_batch,
-            lr=settings.rate,
-            weight_decay=settings.weight_decay,
-            seed=settings.seed,
-            checkpoint=settings.folder / "state" / "dense.safetensors",
-            mixed=settings.amp,
+            fitted.model, fitted, data, settings, "dense", epochs=epochs, lr=rate, seed=settings.seed
         )
         if settings.resume:
             loop.load()
         with self.tell.stage("training the dense model"), self.tell.bar("training the dense model") as tick:
-            loop.run(stepped=tick, finished=lambda e: self.tell.epoch(e, settings.dense_epochs))
+            loop.run(stepped=tick, finished=lambda e: self.tell.epoch(e, epochs))
         self._dense_accuracy = loop.results[-1].values["accuracy"]
         self.tell.say(f"dense test accuracy {self._dense_accuracy:.2%}")
         return loop.results
@@ -281,18 +272,8 @@ class _Compilation:
     ) -> TrainingLoop:
         settings = self.settings
         prepared.pruner.check_target()
-        loop = training_loop(
-            prepared,
-            fitted,
-            data,
-            epochs=settings.epochs,
-            batch=settings.train_batch,
-            lr=settings.rate * 2 / 3,
-            weight_decay=settings.weight_decay,
-            seed=settings.seed + 1,
-            checkpoint=settings.folder / "state" / "pruning.safetensors",
-            mixed=settings.amp,
-        )
+        epochs, rate, seed = settings.epochs, settings.rate * 2 / 3, settings.seed + 1
+        loop = training_loop(prepared, fitted, data, settings, "pruning", epochs=epochs, lr=rate, seed=seed)
         if settings.resume and loop.load():
             corrector.resume(loop.step)
 
@@ -362,7 +343,7 @@ class _Compilation:
             )
             if target != targets[-1]:
                 points.append(self._emitted(prepared, found, corrector, target))
-        facts = calibration_facts(found, images, data.labelled, self._dense_accuracy)
+        facts = calibration_facts(found, prepared, images, data.labelled, self._dense_accuracy)
         told = {"calibration": facts, "agreement": not data.labelled, "targets": tuple(points)}
         return found.network, corrector, told | ({"target": f"{targets[-1]:g}"} if settings.targets else {})
 
@@ -372,28 +353,13 @@ class _Compilation:
         """Write the network of one of several targets, measure it, and return its point of the curve."""
         path = self.settings.folder / f"pruned-{target:g}.onnx"
         network = found.network.cpu()
-        self._save(network, prepared, path.with_suffix(".safetensors"))
+        self.saver.save(network, prepared, path.with_suffix(".safetensors"))
         with (
             self.tell.stage("emitting"),
             corrector.backend.compile(network, corrector.inputs, path) as engine,
         ):
             measured = compare(corrector.dense, engine)
-        return self._point(prepared, measured, found.repaired, path.name)
-
-    def _point(
-        self, prepared: PreparedModel, measured: RelativeLatency, accuracy: float, file: str
-    ) -> TargetRow:
-        pruner = prepared.pruner
-        return TargetRow(
-            target=pruner.target / pruner.full_cost,
-            cost=pruner.present_cost / pruner.full_cost,
-            measured=measured.fraction,
-            latency_ms=measured.pruned.median_ms,
-            accuracy=accuracy,
-            params=int(prepared.plan.parameters.cost(pruner.counts)),
-            flops=prepared.plan.flops.cost(pruner.counts),
-            file=file,
-        )
+        return target_row(prepared, measured, found.repaired, path.name)
 
     def _recalibrate(self, smaller: nn.Module, fitted: FittedModel, data: ImageData) -> None:
         """Estimate batch norms anew: averages of a small momentum (MobileNetV3's) are far behind the weights."""
@@ -402,22 +368,3 @@ class _Compilation:
             batch = self.settings.train_batch
             batches = data.epoch(batch, self.settings.seed, fitted.channels, fitted.size)
             recalibrate(smaller, itertools.islice(batches, max(1, _STATISTICS_IMAGES // batch)))
-
-    def _save(self, smaller: torch.nn.Module, prepared: PreparedModel, path: Path) -> None:
-        """Save the network's weights; where it cannot be, its ONNX file is all the same, and the report says so."""
-        metadata = {
-            "model": self.settings.model,
-            "target": self.settings.target,
-            "kept": prepared.pruner.counts,
-        }
-        try:
-            save(smaller, path, metadata=metadata)
-        except CheckpointError as error:
-            self._note_unsaved(str(error))
-            for old in (path, path.with_suffix(".json")):  # of a run that this one replaces
-                old.unlink(missing_ok=True)
-
-    def _note_unsaved(self, why: str) -> None:
-        if why and not self.unsaved:
-            self.unsaved = why
-            self.tell.note(f"the weights get no file of their own ({WEIGHTS}), only the ONNX file: {why}")

@@ -31,6 +31,7 @@ from smcp_fx.report.schema import (
     Side,
     SolveRow,
     TableFacts,
+    TargetRow,
 )
 from smcp_fx.summaries import kept_widths
 from smcp_fx.training import Epoch
@@ -106,6 +107,21 @@ def build_report(
             **_engine_files(backend, settings),
         },
         notes=tuple(notes),
+    )
+
+
+def target_row(prepared: PreparedModel, measured: RelativeLatency, accuracy: float, file: str) -> TargetRow:
+    """Return the present network's point on the curve of several targets."""
+    pruner = prepared.pruner
+    return TargetRow(
+        target=pruner.target / pruner.full_cost,
+        cost=pruner.present_cost / pruner.full_cost,
+        measured=measured.fraction,
+        latency_ms=measured.pruned.median_ms,
+        accuracy=accuracy,
+        params=int(prepared.plan.parameters.cost(pruner.counts)),
+        flops=prepared.plan.flops.cost(pruner.counts),
+        file=file,
     )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from smcp_fx.calibration.batches import device_of
+from smcp_fx.compiler.settings import CompileSettings
 from smcp_fx.errors import InputError
 from smcp_fx.training import TrainingLoop
 from smcp_fx.zoo.data import ImageData
@@ -23,24 +23,26 @@ def training_loop(
     network: nn.Module,
     fitted: FittedModel,
     data: ImageData,
+    settings: CompileSettings,
+    phase: str,
     *,
     epochs: float,
-    batch: int,
     lr: float,
-    weight_decay: float,
     seed: int,
-    checkpoint: Path,
-    mixed: bool = False,
 ) -> TrainingLoop:
-    """Return the loop that trains ``network``, the fitted model or its prepared form, on the data, where it is.
+    """Return the loop that trains ``network``, the fitted model or its prepared form, on the device it is on.
 
-    Its epochs hold the accuracy on the test images, as a share, under ``accuracy``.
+    It keeps its checkpoint under the name of the ``phase``. Its epochs hold the accuracy on the test images, a share.
     """
+    batch = settings.train_batch
     steps_per_epoch = data.steps_per_epoch(batch)
     total_steps = max(1, round(epochs * steps_per_epoch))
     decayed = [p for p in network.parameters() if p.dim() > 1]
     plain = [p for p in network.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     return TrainingLoop(
         network,
         torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True),
@@ -50,10 +52,10 @@ def training_loop(
         evaluate=lambda _: {"accuracy": accuracy(network, fitted, data)},
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
-        checkpoint=checkpoint,
+        checkpoint=settings.folder / "state" / f"{phase}.safetensors",
         seed=seed,
         device=device_of(network),
-        mixed=mixed,
+        mixed=settings.amp,
         advice=f"Try a smaller learning rate than {lr} (--lr)",
     )
 

@@ -57,7 +57,7 @@ def absolute_target(target: float | str, full: float, unit: str) -> float:
             value = -1.0
         if not 0 < value <= 1:
             raise InputError(
-                f"target {target!r} is no share of the unpruned cost: give more than 0 and at most 100 %"
+                f"target {target!r} is not a share of the unpruned cost: give more than 0 and at most 100 %"
             )
         return value * full
     if isinstance(target, str):
@@ -76,7 +76,7 @@ def absolute_target(target: float | str, full: float, unit: str) -> float:
     else:
         if not is_number(target) or not 0 < target <= 1:
             raise InputError(
-                f"target {target!r} is no fraction of the unpruned cost in (0, 1]; give one, or an absolute cost "
+                f"target {target!r} is not a fraction of the unpruned cost in (0, 1]; give one, or an absolute cost "
                 f"with its unit ({unit})"
             )
         value = float(target) * full

@@ -25,14 +25,14 @@ from smcp_fx.tracing.tracer import Traced
 class FlopsCost:
     """Multiply-adds of one image in eval mode: convolutions, linears, products of tensors, and what is opaque.
 
-    What the channel graph has no layers for costs what a run on the example inputs took, whatever the counts are:
-    modules called as they are (``leaves=``, `nn.TransformerEncoder`, `nn.LSTM`), and, of a model traced in parts, the
-    Python around them. Where that depends on the data (a detector's head runs once a proposal) so does the count: it
-    is that of these inputs, with the weights that the model had.
+    Anything without a layer in the channel graph has a fixed cost: what it took in a run on the example inputs. This
+    concerns modules called as they are (``leaves=``, `nn.TransformerEncoder`, `nn.LSTM`) and the Python around the
+    parts of a model traced in parts. If that work depends on the data (a detector's head runs once a proposal), the
+    count is that of these inputs and the weights at the time.
     """
 
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
-        """Bind to a network."""
+        """Return the cost of one network."""
         images = _images(traced, channels)
         positions: dict[tuple[str, tuple[Width, ...]], float] = defaultdict(float)
         nodes: dict[str, list[str]] = defaultdict(list)
@@ -54,14 +54,14 @@ class FlopsCost:
 
 
 def _weight_widths(channels: ChannelGraph, layer: Layer) -> tuple[Width, ...]:
-    """Kept slots of the weight's channel dimensions: their product times the kernel is the kept weight."""
+    """Return the kept slots of the weight's channel dimensions; times the kernel they give the kept weight."""
     if layer.kind == "depthwise":
         return (channels.width(layer.out_labels),)
     return channels.width(layer.in_labels), channels.width(layer.out_labels)
 
 
 def _images(traced: Traced, channels: ChannelGraph) -> int:
-    """The images of the example run. A layer's own batch may be another: windows, boxes, positions."""
+    """Return the images of the example run. A layer's own batch may be windows, boxes or positions instead."""
     first = channels.layers[0] if channels.layers else None
     if first is not None and first.images != first.in_shape[0]:
         return 1  # its input has no batch
@@ -71,10 +71,10 @@ def _images(traced: Traced, channels: ChannelGraph) -> int:
 def _products(
     traced: Traced, channels: ChannelGraph, layers: Collection[str]
 ) -> Iterator[tuple[str, int, Width, int]]:
-    """What nodes beside ``layers`` compute: (node, multiply-adds, the width they are in proportion to, all of it).
+    """Yield what computes beside ``layers``: (node, multiply-adds, the width these scale with, that width in full).
 
-    A product of tensors that sums over channels is in proportion to what is left of these, another one to what is
-    left of its result; in attention the scores are to what is left of the queries.
+    A product of tensors that sums over channels scales with the channels kept, any other with those kept of its
+    result. In attention, the scores scale with what is kept of the queries.
     """
     summed = {mix.node: mix.labels.reshape(-1) for mix in channels.trail.mixes}
     nodes = {node.name: node for node in traced.module.graph.nodes}
@@ -99,7 +99,7 @@ def _argument(node: fx.Node, place: int, name: str) -> fx.Node:
 
 
 def _left(channels: ChannelGraph, node: str) -> tuple[Width, int]:
-    """What is left of a node's tensor: a width, and all of it; 1 of 1 where all of it stays."""
+    """Return the kept width of a node's tensor and its full width; 1 and 1 where nothing can go."""
     labels = channels.trail.labels.get(node)
     if not isinstance(labels, Tensor):
         return Width(1), 1
@@ -111,7 +111,7 @@ def _left(channels: ChannelGraph, node: str) -> tuple[Width, int]:
 
 
 def _positions(layer: Layer, images: int) -> float:
-    """Multiply-adds a weight takes part in, for one image, times the weight's elements a channel pair."""
+    """Return the multiply-adds of one image for each pair of channels (each channel, if depthwise)."""
     dims = {layer.out_dim} if layer.kind == "depthwise" else {layer.in_dim, layer.out_dim}
     kernel = prod(size for dim, size in enumerate(layer.weight_shape) if dim not in dims)
     shape = layer.in_shape if layer.transposed else layer.out_shape

@@ -19,7 +19,7 @@ class ParamsCost:
     """Parameters of the whole network (buffers not counted), computed weights as `convert` leaves them."""
 
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
-        """Bind to a network."""
+        """Return the cost of one network."""
         terms = []
         readers = _readers(traced) if channels.branches is not None else {}
         for name, shape in _shapes(traced, channels).items():

@@ -1,4 +1,4 @@
-"""Terms of a network's cost: what costs in proportion to widths, and what goes with a branch."""
+"""Terms of a network's cost: some scale with widths, some go with a branch."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def proportional(factor: float) -> Price:
 
 
 def without_branch(channels: ChannelGraph, nodes: Collection[str], term: CostTerm) -> CostTerm:
-    """The term, and nothing where these nodes are of no use since a group keeps nothing (layer pruning).
+    """Return the term, made 0 where a group keeps nothing and these nodes become useless (layer pruning).
 
-    Left as it is where it says so itself, and where it depends on two widths already.
+    A term of two free widths, or one that is 0 by its own width then, stays as it is.
     """
     free = tuple(width for width in term.widths if width.groups)
     if channels.branches is None or len(free) > 1:

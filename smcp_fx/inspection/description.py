@@ -1,4 +1,4 @@
-"""What there is to tell of a network's channel graph, as plain values."""
+"""A network's channel graph described in plain values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smcp_fx.tracing.example_inputs import default_inputs, first_convolution, sh
 from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.zoo.models import build_model, example_images
 
-#: Image sides tried before the smallest that works: what the known architectures were made for.
+#: Image sides that known architectures were made for, tried before the smallest that works.
 _SIDES = {1: (224,), 2: (224, 299), 3: (112,)}
 
 
@@ -132,7 +132,7 @@ def group_record(group: Group) -> dict[str, Any]:
 
 
 def pinned_summary(channels: ChannelGraph) -> list[tuple[str, int, int]]:
-    """Return (reason, groups, units) for every reason why units must stay, the most units first."""
+    """Return (reason, groups, units) for each reason why units must stay, most units first."""
     groups: Counter[str] = Counter()
     units: Counter[str] = Counter()
     for group in channels.groups:

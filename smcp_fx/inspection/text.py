@@ -15,7 +15,7 @@ from smcp_fx.channels.trail import Layer
 from smcp_fx.errors import InputError
 from smcp_fx.inspection.description import Inspection, groups_of, pinned_summary, unique_layers
 
-#: The deepest level with at most this many lines is the one shown.
+#: The deepest level with at most this many lines is shown.
 READABLE_LINES = 60
 _MOST = 6  # names in a list
 
@@ -36,7 +36,7 @@ class _Module:
             yield from child.every()
 
     def lines(self, depth: int) -> int:
-        """How many lines it takes when it is shown ``depth`` levels down."""
+        """Return how many lines it takes, shown ``depth`` levels down."""
         if depth <= 0:
             return 1
         return 1 + len(self.groups) + sum(child.lines(depth - 1) for child in self.children.values())
@@ -142,7 +142,7 @@ def _pins(channels: ChannelGraph) -> Text:
 
 
 def group_text(channels: ChannelGraph, name: str) -> Text:
-    """Return all there is to say of one group; `InputError` for a name that is none."""
+    """Return everything about one group; `InputError` for an unknown name."""
     group = channels[name]
     text = Text(group.name, style="bold")
     text.append(f"\n{group.size} units", style="not bold")
@@ -167,7 +167,7 @@ def group_text(channels: ChannelGraph, name: str) -> Text:
 def module_text(channels: ChannelGraph, path: str) -> Text:
     """Return the layers at or below a module: their shapes, and the groups on each side.
 
-    Raises `InputError` for a module that is no convolution or linear and holds none.
+    Raises `InputError` for a module without convolutions or linears.
     """
     return Text("\n").join(_layer_text(channels, layer) for layer in layers_of(channels, path))
 
@@ -178,7 +178,7 @@ def layers_of(channels: ChannelGraph, path: str) -> list[Layer]:
     if not found:
         near = [layer.path for layer in unique_layers(channels)]
         raise InputError(
-            f"{path!r} is no convolution or linear of this network, and holds none; it has {names(near)}"
+            f"{path!r} is not a convolution or linear of this network and holds none; there are {names(near)}"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""The handful of array operations the knapsack solver needs, on NumPy and on a torch device.
+"""The few array operations that the knapsack solver needs, on NumPy and on a torch device.
 
 Everything else (arithmetic, comparisons, indexing, ``sum``, ``min``, ``max``, ``argmax``) is spelled the same
 for both. The CPU uses NumPy: on the few hundred to few thousand elements a solve works on, its operations

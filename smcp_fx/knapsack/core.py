@@ -1,4 +1,4 @@
-"""What is left of an instance once hopeless options are gone, in exact integers, and its greedy fillings."""
+"""The core: what is left of an instance without hopeless options, in exact integers; and greedy fillings of it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Core:
     indices into the instance. Groups with a single option left are not listed but ``settled``: their flat
     indices, and their value, count towards every choice of the core.
 
-    Costs on no grid are rounded. ``room`` is then larger by what rounding can add up to, so that no fitting choice is
-    shut out. ``safe_room`` is smaller by as much, so that every choice within it fits.
+    Costs that fit no grid are rounded. ``room`` is then larger by the greatest rounding error, so that it admits
+    every fitting choice, and ``safe_room`` smaller, so that every choice within it fits.
     """
 
     groups: Groups
@@ -96,7 +96,7 @@ def build_core(problem: KnapsackProblem, base: Array, kept: Array) -> Core:
 
 
 def fill_ties(core: Core, tied: Array) -> Array:
-    """Choose among the options ``tied`` (a mask, one at least a group), between which the bound is blind.
+    """Choose among the options ``tied`` (a mask, at least one per group), which the bound cannot tell apart.
 
     Starts from the cheapest and takes the dearest of as many groups, in order, as fit.
     """
@@ -124,7 +124,7 @@ def fill_greedily(core: Core, chosen: Array, by_ratio: bool) -> Array:
             break
         score = values[fitting]
         if by_ratio:
-            # A move that costs nothing comes first: any positive cost is at least one step.
+            # Free moves come first: any positive cost is at least one step.
             price = costs[fitting]
             score = score / ops.where(price > 0, price, 1e-30)
         best = fitting[score.argmax()]

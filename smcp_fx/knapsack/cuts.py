@@ -1,13 +1,13 @@
 """Bounds for capacities that lie between clusters of reachable costs.
 
-If costs cluster around multiples of some d and the capacity lies between two of them, the Lagrangian bound
-pays for capacity nothing can use, and every option looks promising. Exactly one option a group is taken, so
+If costs cluster around multiples of some d and the capacity lies between two of them, the Lagrangian bound counts
+capacity that no choice can use, and every option looks promising. Exactly one option a group is taken, so
 for any shifts s_g and any d > 0 each fitting choice also satisfies
 
     sum over groups of floor((c_i + s_g) / d)  <=  floor((C + sum of s_g) / d)
 
-(a Chvátal-Gomory rounding of the capacity). The shifts here put the widest gap between a group's residues
-modulo d at the wrap-around, so that a cluster is never torn apart.
+(a Chvátal-Gomory rounding of the capacity). The shifts put the widest gap between a group's residues modulo d at the
+wrap-around, so that no cluster is split.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from smcp_fx.knapsack.dual import KnapsackDual, solve_dual
 #: Spacings tried: this many quantiles of the differences between neighbouring costs of a group.
 _SPACINGS = 16
 
-#: So many of them, those of the tightest bounds at the capacity's own multiplier, get a multiplier of their own.
+#: How many of them get a multiplier of their own: those with the tightest bounds at the capacity's multiplier.
 _FINALISTS = 3
 
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from smcp_fx.knapsack.arrays import Array, ArrayOps
 
-#: Instances of more options than this drop, after this many cuts, what no multiplier left can choose.
+#: Above this many options, and after this many cuts, options that no remaining multiplier can choose are dropped.
 _NARROW_FROM, _NARROW_AFTER = 1 << 14, 3
 
-#: Secant cuts end by themselves (7 to 18 on networks); past this many the bound is merely a little looser.
+#: Most secant cuts. They end by themselves (7 to 18 on networks); stopping early only loosens the bound a little.
 _MAX_PASSES = 64
 
 
@@ -90,7 +90,7 @@ def solve_dual(groups: Groups, values: Array, costs: Array, capacity: float) -> 
     _, under = groups.cheapest(values, costs)
     over_value, over_cost = float(top.sum()), float(costs[over].sum())
     under_value, under_cost = float(values[under].sum()), float(costs[under].sum())
-    # The options among which the multiplier is still sought, and where each stands among all.
+    # The options still in play, and their places among all.
     sought = _Sought(groups, values, costs, None)
     best, multiplier = float("inf"), 0.0
     for number in range(_MAX_PASSES):
@@ -139,7 +139,7 @@ def _narrow(groups: Groups, values: Array, costs: Array, under: Array, over: Arr
     ends = ops.where(costs[over] > costs[under], costs[over] - costs[under], np.inf)
     crossing = (values[over] - values[under]) / ends
     level = values[under] - crossing * costs[under]
-    # Rounding may cost an option here: the bound is then a little looser, never wrong.
+    # Rounding may drop an option here, which loosens the bound a little but never makes it wrong.
     mask = values - crossing[groups.group] * costs >= level[groups.group]
     mask[under] = True
     mask[over] = True

@@ -1,4 +1,4 @@
-"""From what the user passes to arrays: checks, and grids on which sums are exact."""
+"""The user's arguments, checked and put on grids on which sums are exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LARGEST_SUM = 2.0**60
 #: Sums of values and of costs stay below this, far from overflow.
 _LARGEST_TOTAL = 1e300
 
-#: Values this much smaller than the greatest difference (times groups) would drown in its rounding.
+#: Values this much smaller than the greatest difference (times groups) would be lost to rounding.
 _CONTRAST = 2.0**-20
 
 #: Decimal grids 1, 0.1, ... are tried down to this many digits before a grid of powers of two is taken.
@@ -73,7 +73,7 @@ class Grid:
 def read_problem(
     values: Sequence[Any], costs: Sequence[Any], capacity: float, device: str | torch.device
 ) -> KnapsackProblem:
-    """Check the arguments and bring them to ``device``, each side in one transfer.
+    """Check the arguments and move them to ``device``, one transfer for values and one for costs.
 
     Raises:
         InputError: shapes that do not fit, no group, a group without options, numbers that are not finite.
@@ -139,7 +139,7 @@ def quantise(ops: ArrayOps, x: Array, group_count: int) -> Grid:
     probe = np.asarray(ops.host(x[:64]))
     for digits in range(_MOST_DIGITS + 1):
         scale = 10.0**digits
-        # Beyond 2^53 products are rounded, and the check would take neighbours for the number itself.
+        # Beyond 2^53, products are rounded, and a neighbour would pass for the number itself.
         if largest * scale > 2.0**53 or reach * scale > _LARGEST_SUM:
             break
         if not (np.rint(probe * scale) / scale == probe).all():

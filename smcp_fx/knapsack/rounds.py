@@ -1,4 +1,4 @@
-"""The core solved: greedy fillings, then searches whose loss budget and size grow until nothing is open."""
+"""Solve the core: greedy fillings, then searches whose loss budget and size grow until the optimum is proved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smcp_fx.knapsack.cuts import best_rounding_cut
 from smcp_fx.knapsack.dual import KnapsackDual, solve_dual
 from smcp_fx.knapsack.search import BYTES_PER_STATE, BYTES_PER_STEP, Effort, search
 
-#: Partial choices a half may hold, level by level; the next is tried when one has nothing left to give.
+#: Most partial choices a half may hold, level by level; the next level is tried when one yields nothing more.
 _LEVELS = tuple(1 << bits for bits in (12, 15, 17, 19, 21, 23))
 
 #: The first budget admits this many options beyond one a group; later ones grow by the factor.
@@ -22,7 +22,7 @@ _FIRST_OPTIONS, _GROWTH = 24, 3.0
 #: A budget that falls short of what is open by less than this factor is raised to it.
 _NEARLY = 1.5
 
-#: Once this many partial choices a half did not settle it, a gap this small (relative) is left open.
+#: If this many partial choices a half do not settle it, a relative gap this small is left open.
 _PATIENT_LEVEL, _SMALL_GAP = 1 << 17, 1e-9
 
 
@@ -63,7 +63,7 @@ class _Solver:
         self.adopt(dual, core.costs)
 
     def adopt(self, dual: KnapsackDual, costs: Array) -> None:
-        """Search by the losses of this bound, got with ``costs``, from now on."""
+        """From now on, search by the losses of this bound, which rests on ``costs``."""
         self.dual = dual
         largest = float(abs(self.core.values).max()) + dual.multiplier * float(abs(costs).max())
         self.noise = 2.0**-50 * (self.core.groups.count + 8) * largest
@@ -75,12 +75,12 @@ class _Solver:
 
     @property
     def still_open(self) -> float:
-        """The most a choice better than the incumbent can lose; values are integers, so it gains one."""
+        """The most that a choice better than the incumbent can lose; values are integers, so it gains one."""
         return self.dual.bound + self.noise - (self.value + 1)
 
     @property
     def settled(self) -> bool:
-        """Whether no choice can be better than the incumbent."""
+        """Whether the incumbent is proved best."""
         return self.still_open < 0 or self.proven > self.still_open
 
     def fill(self) -> None:
@@ -120,7 +120,7 @@ class _Solver:
             self.dual = replace(self.dual, loss=self.dual.loss[listed])
 
     def prove(self, scale: float, deadline: float, memory_limit: float) -> None:
-        """Search level by level, until no choice better than the incumbent can exist or the means run out."""
+        """Search level by level, until the incumbent is proved best or time or memory run out."""
         most = int(memory_limit // (BYTES_PER_STATE + BYTES_PER_STEP * self.core.groups.count))
         for level in _LEVELS:
             self.climb(min(level, most), deadline)
@@ -147,7 +147,7 @@ class _Solver:
                 break
 
     def cut(self) -> None:
-        """Go over to a rounding cut if its bound is better than what is proven."""
+        """Switch to a rounding cut if its bound is better than the one proved so far."""
         cut = best_rounding_cut(self.core, self.dual.multiplier)
         if cut is None:
             return

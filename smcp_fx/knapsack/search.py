@@ -4,7 +4,7 @@ Every option has a non-negative loss against a bound (`smcp_fx.knapsack.dual`). 
 most the budget are formed:
 
 1. The groups are split into two halves, and each half's partial choices are extended group by group.
-2. Partial choices go that lose too much, or that cost more than another and are worth no more.
+2. Partial choices are dropped if they lose too much, or cost more than another and are worth no more.
 3. Each partial choice of one half finds its best partner in the other by binary search.
 """
 
@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 from smcp_fx.knapsack.arrays import Array, ArrayOps
 from smcp_fx.knapsack.core import Core
 
-#: Bytes an extension needs for each partial choice it looks at, and bytes each group keeps for the way back.
+#: Bytes per partial choice that an extension looks at, and that each group keeps for backtracking.
 BYTES_PER_STATE, BYTES_PER_STEP = 160, 8
 
-#: Seconds an extension takes for each partial choice, on a slow core: one that would end late is not begun.
+#: Seconds per partial choice of an extension, on a slow core: one that would end too late is not started.
 _SECONDS_PER_STATE = 3e-7
 
 
 #: An option that loses a share x of the budget counts exp(-_DECAY * x) when the halves are balanced.
 _DECAY = 4.0
 
-#: A group's options: from, to.
+#: A group's options: first, and one past the last.
 Span = tuple[int, int]
 
 
@@ -76,7 +76,7 @@ def search(core: Core, loss: Array, budget: float, effort: Effort, seed: int) ->
     sub = core.restrict(kept)
     loss = loss[kept]
     starts = ops.host(sub.groups.starts).tolist()
-    # No groups are left when all are settled: then there is one choice, the empty one.
+    # With all groups settled, one choice is left: the empty one.
     spans = list(zip(starts, [*starts, len(kept)][1:], strict=True))
     fixed = [a for a, b in spans if b - a == 1]
     spans = [span for span in spans if span[1] - span[0] > 1]

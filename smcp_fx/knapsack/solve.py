@@ -21,9 +21,9 @@ from smcp_fx.knapsack.rounds import RoundsOutcome, solve_core
 class KnapsackSolution:
     """One option a group, and what is known about the best.
 
-    ``choices[g]`` is the option taken of group g; ``value`` and ``cost`` are the correctly rounded sums over
-    them. No fitting choice has a value above ``bound`` (to float64's rounding of the values), and ``optimal``
-    says that ``value`` reaches it. ``seconds`` is the wall-clock time of the solve.
+    ``choices[g]`` is the option taken of group g; ``value`` and ``cost`` are the correctly rounded sums over them. No
+    fitting choice has a value above ``bound`` (up to float64's rounding), and ``optimal`` says that ``value`` reaches
+    it. ``seconds`` is the wall-clock time of the solve.
     """
 
     choices: tuple[int, ...]
@@ -45,12 +45,12 @@ def solve_knapsack(
 ) -> KnapsackSolution:
     """Take one option of each group: total cost within ``capacity``, total value as large as possible.
 
-    ``values[g]`` and ``costs[g]`` are 1-D, of one length, with one entry for each option of group g, in any
-    order and of any sign; computed in float64 on ``device``. A choice fits if
-    ``fsum(costs) <= capacity + 1e-12 * max(1, abs(capacity))``. The answer is a function of the arguments
-    alone, unless ``time_limit`` (seconds) is reached; past it, or past ``memory_limit`` (bytes for partial
-    choices), the best choice found is returned with the bound proved so far. Solves the multiple-choice
-    knapsack of SMCP, "Multiple-choice knapsack problem"; how is said in docs: Allocation.
+    ``values[g]`` and ``costs[g]`` are 1-D, of one length, with one entry for each option of group g, in any order and
+    of any sign; computed in float64 on ``device``. A choice fits if ``fsum(costs) <= capacity + 1e-12 * max(1,
+    abs(capacity))``. The answer is a function of the arguments alone, unless ``time_limit`` (seconds) is reached.
+    Past it, or past ``memory_limit`` (bytes for partial choices), the best choice so far is returned with the bound
+    proved so far. This is SMCP's "Multiple-choice knapsack problem"; docs/explanations/allocation.md explains the
+    method.
 
     Raises:
         InputError: arrays that do not fit together, a group without options, numbers that are not finite.
@@ -79,7 +79,7 @@ def _solve(
     base = dual.under
     base_value, base_cost = problem.evaluate(base)
     if base_cost > problem.limit:
-        # Plain sums of 10,000 costs may round the other way than fsum: the cheapest choice surely fits.
+        # Plain sums of 10,000 costs may round differently than fsum: count the cheapest choice as fitting.
         _, base = groups.cheapest(problem.worth, problem.costs)
         base_value, base_cost = problem.evaluate(base)
     if dual.multiplier == 0.0 and float(dual.loss[base].max()) == 0.0:
@@ -98,7 +98,7 @@ def _solve(
 
 
 def _apply(problem: KnapsackProblem, base: Array, outcome: RoundsOutcome) -> tuple[Array, float, float]:
-    """Return the base with the core's options in it (flat indices), its value and its cost."""
+    """Return the base with the core's options put in (flat indices), its value and its cost."""
     picked = problem.groups.ops.ints(base)
     picked[problem.groups.group[outcome.options]] = outcome.options
     return picked, *problem.evaluate(picked)
@@ -107,7 +107,7 @@ def _apply(problem: KnapsackProblem, base: Array, outcome: RoundsOutcome) -> tup
 def _promising(problem: KnapsackProblem, dual: KnapsackDual, base: Array, base_value: float) -> Array:
     """Return the options (flat, ascending) that can be in a choice better than the base and its best swap.
 
-    Losses are compared with a margin for their rounding, which only ever keeps an option too many.
+    Losses are compared with a margin for rounding, which can only keep too many options.
     """
     ops, group = problem.groups.ops, problem.groups.group
     size = problem.largest_value + dual.multiplier * (problem.largest_cost + abs(problem.limit))

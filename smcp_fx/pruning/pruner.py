@@ -17,13 +17,15 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.config import PruningConfig, is_number
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.costs.binding import absolute_target
-from smcp_fx.errors import CheckpointError, InfeasibleBudgetError, InputError, TrainingError
+from smcp_fx.errors import CheckpointError, InfeasibleBudgetError, InputError
 from smcp_fx.pruning import ranks
+from smcp_fx.pruning.agreeing import agree
 from smcp_fx.pruning.explanations import no_importance, out_of_reach
 from smcp_fx.pruning.gradients import all_finite, loss_scale, norm
 from smcp_fx.pruning.importance import TaylorImportance
 from smcp_fx.pruning.loop_watch import LoopWatch
 from smcp_fx.pruning.observers import Observer
+from smcp_fx.pruning.scores import scores
 from smcp_fx.pruning.selection import Choice, Selector
 from smcp_fx.pruning.solve import Solve
 from smcp_fx.pruning.solve_watch import SolveWatch
@@ -261,6 +263,11 @@ class Pruner:
         vector = self._scores()
         return {g.name: self._state.of_group(vector, g.name) for g in self._channels.groups if g.free}
 
+    def _scores(self) -> Tensor:
+        schedule = self.schedule
+        arrived = schedule is not None and int(self._state.steps) >= schedule.ramp_end
+        return scores(self._state, self.config, arrived)
+
     @property
     def counts(self) -> dict[str, int]:
         """Units kept, by free group."""
@@ -272,48 +279,18 @@ class Pruner:
         counts = self.counts
         return self.cost.at(counts).cost(counts)
 
-    def _scores(self) -> Tensor:
-        """Momentum average since the last solve, blended with what was known before it.
-
-        Each is a share of its sum, so that solves count alike whatever the loss (and its gradients) were. Units
-        of a group that has been narrowed look more important for it, those it keeps and those it does not: what
-        was gathered at a share r of the group's units counts r ** width_exponent.
-        """
-        state = self._state
-        gathers = int(state.gathers)
-        if gathers == 0:
-            return state.remembered.clone()
-        shares = self._shares_kept()
-        gathered = state.gathered * shares**self.config.width_exponent
-        fresh = gathered / gathered.sum().clamp(min=torch.finfo(torch.float32).tiny)
-        if self.config.memory:
-            # Gradients do not reach a branch that was removed: what was known of it is kept.
-            fresh = torch.where(shares > 0, fresh, state.remembered)
-        solves = int(state.solves)
-        memory = min(self.config.memory, solves / (solves + 1))  # a plain mean until the memory is full,
-        if self.schedule is not None and int(state.steps) >= self.schedule.ramp_end and solves:
-            memory = self.config.memory  # or until the target has arrived
-        return memory * state.remembered + (1 - memory) * fresh
-
-    def _shares_kept(self) -> Tensor:
-        """For every free unit, [units], the share of its group that is kept."""
-        shares = torch.empty_like(self._state.gathered)
-        for name, mask in self._state.free_masks().items():
-            self._state.of_group(shares, name).fill_(mask.to(shares.dtype).mean())
-        return shares
-
     def _solve(self, target: float, step: int, scale: Tensor | float | None = None) -> Solve:
         began = time.perf_counter()
         state = self._state
-        scores = ranks.broadcast(self._scores())
+        importance = ranks.broadcast(self._scores())
         before = state.keep.clone()
-        found = self._chosen(scores, target, step)
+        found = agree(state.keep, importance, lambda: self._choose(importance, target, step))
         state.refresh()
         if self.config.mask == "permanent":
             self._zero_pruned()
         masks = ranks.digest([state.layer_mask(layer) for layer in self._importance.layers])
         ranks.check_same(masks, "masks", state.keep.device)
-        total = float(scores.sum())
+        total = float(importance.sum())
         changed = before != state.keep
         record = Solve(
             step=step,
@@ -336,53 +313,24 @@ class Pruner:
         self._solve_watch.solved(record, gathers, any_importance, scale is not None, moving)
         self.history.append(record)
         state.flipped.copy_(changed)
-        state.remembered.copy_(scores)
+        state.remembered.copy_(importance)
         state.forget()
         state.solves += 1
         for observer in self.observers:
             observer.solved(record)
         return record
 
-    def _chosen(self, scores: Tensor, target: float, step: int) -> dict[str, float]:
-        """Let rank 0 choose; then every rank's ``keep`` is its choice. Returns its cost, importance and bound."""
-        state = self._state
-        failure: Exception | None = None
-        message: dict[str, Any] = {}
-        if ranks.rank() == 0:
-            try:
-                choice = self._choose(scores, target, step)
-                state.keep.copy_(choice.keep)
-                allocation = choice.allocation
-                kept = float(scores[choice.keep].sum())
-                beyond = max(allocation.bound - choice.worth, 0.0)
-                message = {"cost": allocation.cost, "importance": kept, "bound": kept + beyond}
-            except Exception as error:
-                failure = error
-                message = {"error": str(error)}
-                if isinstance(error, InfeasibleBudgetError):
-                    message |= {"smallest": error.smallest, "budget": error.budget}
-        message = ranks.broadcast_json(message, state.keep.device)
-        if failure is not None:
-            raise failure
-        if "smallest" in message:
-            smallest, budget = message["smallest"], message["budget"]
-            raise InfeasibleBudgetError(message["error"], smallest=smallest, budget=budget)
-        if "error" in message:
-            raise TrainingError(f"rank 0 could not solve for the masks: {message['error']}")
-        ranks.broadcast(state.keep)
-        return message
-
-    def _choose(self, scores: Tensor, target: float, step: int) -> Choice:
-        if not bool((scores > 0).any()):
+    def _choose(self, importance: Tensor, target: float, step: int) -> Choice:
+        if not bool((importance > 0).any()):
             raise no_importance(int(self._state.skipped), int(self._state.gathers))
         worth = (
-            Worth(scores, self._state, self.config.width_exponent)
+            Worth(importance, self._state, self.config.width_exponent)
             if self.rises is None
-            else KnownWorth(scores, self._state, self.rises)
+            else KnownWorth(importance, self._state, self.rises)
         )
         permanent = self.config.mask == "permanent"
         if permanent:
-            scores = torch.where(self._state.keep, scores, torch.zeros_like(scores))
+            importance = torch.where(self._state.keep, importance, torch.zeros_like(importance))
         cost = self.cost.at(self.counts)
         moving = self._moving(step)
         found: list[Choice] = []
@@ -391,7 +339,7 @@ class Pruner:
                 cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
             try:
                 scheduled = self.schedule is not None
-                choice = self._selector.settled(scores, cost, target, moving, worth, scheduled)
+                choice = self._selector.settled(importance, cost, target, moving, worth, scheduled)
             except InfeasibleBudgetError as error:
                 if found:
                     break

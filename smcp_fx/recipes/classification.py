@@ -1,4 +1,4 @@
-"""Classifying: ImageNet's task, its data, loss and accuracies."""
+"""Classification: ImageNet's task with its data, loss and accuracies."""
 
 from __future__ import annotations
 

@@ -78,14 +78,14 @@ class VOCImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
 
 
 def _objects(objects: Sequence[dict[str, Any]]) -> tuple[list[list[float]], list[int], list[bool]]:
-    """Corners in pixels from 0 (the files count from 1, the last one included), labels, and what is difficult."""
+    """Return corners in pixels from 0 (the files count from 1, end included), labels, and difficult flags."""
     corners, labels, difficult = [], [], []
     for entry in objects:
         left, top, right, bottom = (float(entry["bndbox"][k]) for k in ("xmin", "ymin", "xmax", "ymax"))
         if not (left <= right and top <= bottom):
             raise ValueError(f"a box from ({left}, {top}) to ({right}, {bottom})")
         if entry["name"] not in CLASSES:
-            raise ValueError(f"an object {entry['name']!r}, which is no class of PASCAL VOC")
+            raise ValueError(f"an object {entry['name']!r}, which is not a class of PASCAL VOC")
         corners.append([left - 1, top - 1, right, bottom])
         labels.append(CLASSES.index(entry["name"]) + 1)
         difficult.append(entry.get("difficult", "0") == "1")
@@ -103,7 +103,7 @@ def _plain(size: int) -> v2.Transform:
 
 
 def _augmentation(size: int) -> v2.Transform:
-    """Colours, zooming out, crops by overlap, mirroring: Liu et al., section 2.2 and 3.6."""
+    """Return the transform: colours, zooming out, crops by overlap, mirroring (Liu et al., 2.2 and 3.6)."""
     grey = {tv_tensors.Image: [round(255 * mean) for mean in _MEAN], "others": 0}
     return v2.Compose(
         [
@@ -150,8 +150,8 @@ class Detection:
 class MeanAveragePrecision:
     """VOC2007's: matches from an overlap of 0.5, precision averaged at the recalls 0, 0.1, ... 1.
 
-    By torchmetrics, which counts as COCO does with other thresholds. Objects marked difficult are neither to be
-    found nor wrong to find: they go in as COCO's crowds, whose overlap is a share of the detection alone.
+    Computed by torchmetrics, which counts like COCO, with other thresholds. Objects marked difficult count neither
+    way: they go in as COCO's crowds, whose overlap is a share of the detection alone.
     """
 
     def __init__(self, priors: Tensor) -> None:
@@ -168,11 +168,11 @@ class MeanAveragePrecision:
         self._priors = priors
 
     def update(self, outputs: tuple[Tensor, Tensor], targets: list[dict[str, Tensor]]) -> None:
-        """Take the outputs of a batch in."""
+        """Add the outputs of a batch."""
         self.add(detections(*outputs, self._priors), targets)
 
     def add(self, found: list[dict[str, Tensor]], targets: list[dict[str, Tensor]]) -> None:
-        """Take boxes, labels and scores in, image by image."""
+        """Add boxes, labels and scores, image by image."""
         truth = [
             {"boxes": t["boxes"], "labels": t["labels"], "iscrowd": t["difficult"].long()} for t in targets
         ]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from smcp_fx.zoo.boxes import match
 
-#: Background priors that count for each one that holds an object: those the network gets most wrong.
+#: Background priors that count per prior with an object: those the network gets most wrong.
 NEGATIVES = 3
 
 
@@ -19,9 +19,9 @@ def multibox_loss(
 ) -> Tensor:
     """Return the loss of a batch, divided by the number of priors that hold an object.
 
-    Offsets [N, priors, 4], class scores [N, priors, classes] with class 0 background, an image's true ``boxes``
-    [n, 4] (corners) and ``labels`` [n] in each target, priors [priors, 4] (centres). A batch without objects has
-    no priors to weigh backgrounds against: its loss is 0.
+    Offsets [N, priors, 4], class scores [N, priors, classes] with class 0 background, an image's true ``boxes`` [n,
+    4] (corners) and ``labels`` [n] in each target, priors [priors, 4] (centres). The loss of a batch without objects
+    is 0.
     """
     pairs = [match(target["boxes"], target["labels"], priors) for target in targets]
     wanted, labels = (torch.stack(part) for part in zip(*pairs, strict=True))

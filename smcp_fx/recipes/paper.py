@@ -139,7 +139,7 @@ TABLES: dict[str, PaperTable] = {
         ),
         flops_unit=1e6,
     ),
-    # The paper shows detection as a picture (figure 2, right); these are the figures of its text.
+    # The paper shows detection as a plot (figure 2, right); these figures are from its text.
     "voc": PaperTable(
         "Section 4.2: SSD512-RN50 on PASCAL VOC 07+12, against SSD300-RN50",
         ("mAP_gain", "fps_gain", "speedup"),

@@ -1,4 +1,4 @@
-"""The plan of a run: what will be done at every epoch, to which channels, and what should come of it."""
+"""The plan of a run: what happens at every epoch, to which channels, and the expected result."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.rounds import measure_for_targets
 from smcp_fx.prepared import PreparedModel
+from smcp_fx.pruning.pruner import Pruner
 from smcp_fx.recipes.recipe import Recipe
 from smcp_fx.recipes.timeline import Timeline
 from smcp_fx.report.formats import count, percent
 from smcp_fx.texts import amount
 
-#: Epochs are listed one by one up to this many, else every so many of them and where something begins.
+#: Most epochs listed one by one; of longer runs, a regular selection and those where a phase begins.
 _LINES = 100
-#: For how many of the targets the cost of an allocation is computed.
+#: How many targets along the ramp get a forecast.
 _EXPECTED = 6
 
 
 @dataclass(frozen=True)
 class Expected:
-    """An example of what a target comes to: ``share`` of the channels kept, and its costs."""
+    """The forecast for one target: ``share`` of the channels kept, and the costs."""
 
     target: float
     share: float
@@ -59,7 +60,7 @@ def expected(prepared: PreparedModel, targets: list[float]) -> list[Expected]:
 
 
 def phase(timeline: Timeline, step: int) -> str:
-    """What happens to the masks at an optimiser step."""
+    """Return what happens to the masks at an optimiser step."""
     schedule = timeline.schedule
     if step < schedule.first_step:
         return "warm-up"
@@ -69,7 +70,7 @@ def phase(timeline: Timeline, step: int) -> str:
 
 
 def listed_epochs(timeline: Timeline) -> Iterator[int]:
-    """Epochs (from 0) that a plan lists: all, or every so many and those where something begins."""
+    """Return the epochs (from 0) that a plan lists: all, or a regular selection and those where a phase begins."""
     schedule = timeline.schedule
     epochs = math.ceil(schedule.epochs)
     stride = -(-epochs // _LINES)
@@ -101,11 +102,10 @@ def print_plan(
     prepared: PreparedModel, timeline: Timeline, cost: str | LatencyCost, console: Console
 ) -> None:
     """Print the whole plan of a pruning run; `InfeasibleBudgetError` where its target is out of reach."""
-    pruner, schedule, channels = prepared.pruner, timeline.schedule, prepared.channels
-    if (
-        latency := latency_of(pruner.cost)
-    ) is not None:  # a table that is carried elsewhere cannot be asked there
-        measure_for_targets(latency, (pruner.target / pruner.full_cost,))
+    pruner, schedule = prepared.pruner, timeline.schedule
+    priced = latency_of(pruner.cost)
+    if priced is not None:  # a table that is carried elsewhere cannot be asked there
+        measure_for_targets(priced, (pruner.target / pruner.full_cost,))
     unit, full, final = pruner.cost.unit, pruner.full_cost, pruner.target
     _print_run(timeline, console)
     _say(
@@ -123,6 +123,13 @@ def print_plan(
         console,
         f"Target       {percent(timeline.recipe.pruning.target, trim=True)} of it: {_cost(final, unit)}",
     )
+    _print_groups(prepared, console)
+    _print_epochs(timeline, pruner, console)
+    _print_forecast(prepared, timeline, console)
+
+
+def _print_groups(prepared: PreparedModel, console: Console) -> None:
+    channels = prepared.channels
     free = [group for group in channels.groups if group.free]
     _say(
         console,
@@ -139,24 +146,33 @@ def print_plan(
         )
         groups.add_row(group.name, str(group.size), shown)
     _say(console, groups)
+
+
+def _print_epochs(timeline: Timeline, pruner: Pruner, console: Console) -> None:
+    schedule, unit, full = timeline.schedule, pruner.cost.unit, pruner.full_cost
     lines = _table("epoch", "masks", "learning rate", "target", "", "solves")
     for epoch in listed_epochs(timeline):
         start = epoch * schedule.steps_per_epoch
         end = min(start + schedule.steps_per_epoch, schedule.total_steps)
-        aim = schedule.target(end, full, final)
+        aim = schedule.target(end, full, pruner.target)
         solves = timeline.solves_until(end) - timeline.solves_until(start)
         lines.add_row(
             str(epoch + 1), phase(timeline, start), f"{timeline.rate(start):.3g}", percent(aim / full),
             _cost(aim, unit), str(solves),
         )  # fmt: skip
     _say(console, lines)
+
+
+def _print_forecast(prepared: PreparedModel, timeline: Timeline, console: Console) -> None:
+    pruner, schedule = prepared.pruner, timeline.schedule
+    unit, full = pruner.cost.unit, pruner.full_cost
     _say(
         console,
-        "What the targets come to where importances fall evenly to 0 in every group (an example; the widths of a run "
+        "What the targets mean if importances fall evenly to 0 in every group (an example; the widths of a run "
         "follow its importances):",
     )
     steps = np.linspace(schedule.first_step, schedule.ramp_end, _EXPECTED)
-    ways = list(dict.fromkeys(schedule.target(round(step), full, final) for step in steps))
+    ways = list(dict.fromkeys(schedule.target(round(step), full, pruner.target) for step in steps))
     latency = unit == "ms"
     found = expected(prepared, ways)
     if not found or found[-1].target != ways[-1]:

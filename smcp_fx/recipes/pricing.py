@@ -1,4 +1,4 @@
-"""What a recipe's target is a fraction of: the latency that a table knows, or FLOPs."""
+"""The cost that a recipe's target is a fraction of: the latency by a table, or FLOPs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from smcp_fx.recipes.settings import RunSettings
 def recipe_cost(recipe: Recipe, settings: RunSettings, ranks: int) -> str | LatencyCost:
     """Return what `smcp_fx.prepare` takes as a cost: "flops", "params", or the latency of ``settings.table``.
 
-    Rows of this device and runtime are measured where they are missing, by one process alone. Rows of another
-    device are taken as they are: a network is often trained elsewhere than where it is to run.
+    Missing rows of this device and runtime are measured, by one process alone. Rows of another device are taken as
+    they are: a network is often trained on one device and deployed on another.
 
-    Raises `InputError` for a latency without a table, `TableError` for one that does not have what is needed.
+    Raises `InputError` for a latency without a table, `TableError` for one that lacks rows.
     """
     if settings.cost != "latency":
         if settings.table is not None:
@@ -34,7 +34,7 @@ def recipe_cost(recipe: Recipe, settings: RunSettings, ranks: int) -> str | Late
         )
     if ranks > 1 and not Path(settings.table).is_file():
         raise TableError(
-            f"there is no latency table {settings.table}, and one is not measured on several ranks: run smcp-train "
+            f"there is no latency table {settings.table}, and several ranks cannot measure one: run smcp-train "
             f"{recipe.name} --dry-run --table FILE first"
         )
     table = LatencyTable(settings.table)

@@ -1,4 +1,4 @@
-"""The processes of a run: torchrun's ranks, each with its device."""
+"""The processes of a run: torchrun's ranks, each on its device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from smcp_fx.errors import InputError
 
 
 def world() -> int:
-    """How many ranks torchrun has started; 1 without it."""
+    """Return how many ranks torchrun has started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def joined(device: str) -> Iterator[torch.device]:
-    """Join the other ranks, where there are any, and give this one its device ("auto": a GPU where there is one)."""
+    """Join the other ranks, if any, and give this one its device ("auto": a GPU if there is one)."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda, and PyTorch sees no GPU here; train with --device cpu")
+        raise InputError("--device cuda: PyTorch sees no GPU here; train with --device cpu")
     cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     own = torch.device("cpu")
     if cuda:

@@ -1,7 +1,7 @@
 """A recipe: one experiment of the paper as a file of settings, read into frozen dataclasses.
 
-A file in ``catalogue/`` names a ``base`` (``catalogue/bases/``) that it changes; a user's own file may, too. What
-a file says is checked field by field: names, types and ranges.
+A file in ``catalogue/``, or a user's own, names a ``base`` (``catalogue/bases/``) that it changes. Every field is
+checked: name, type and range.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-#: No number of a recipe is larger.
+#: Largest number a recipe may hold.
 _LARGEST = 1e12
 _CATALOGUE = Path(__file__).parent / "catalogue"
 
 
 @dataclass(frozen=True)
 class Training:
-    """How the network is trained; whatever is counted in epochs shrinks with ``--fraction``.
+    """How the network is trained; everything counted in epochs shrinks with ``--fraction``.
 
     ``batch`` is of each rank. ``rate`` is the learning rate for ``rate_batch`` images in all, and grows with the
-    total batch; it rises over ``rate_warmup`` epochs. ``rate_decay``: "cosine" to 0, or "steps", where
-    ``rate_steps`` lists (epoch, what the rate is multiplied by from there on). ``bias_rate``: what biases' rates
-    are multiplied by. ``evaluate_every``: epochs between two evaluations.
+    total batch; it rises over ``rate_warmup`` epochs. ``rate_decay``: "cosine" to 0, or "steps", where ``rate_steps``
+    lists (epoch, factor from then on). ``bias_rate``: factor for the rates of biases. ``evaluate_every``: epochs
+    between two evaluations.
     """
 
     epochs: float
@@ -90,7 +90,7 @@ class Pruning:
 
 @dataclass(frozen=True)
 class Latency:
-    """What the target is a latency of: a network run on ``batch`` images."""
+    """The latency that is the target: of a run on ``batch`` images."""
 
     batch: int
 
@@ -100,7 +100,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One experiment. ``name`` is the file's; ``row`` the paper's row that it is for ("resnet50/SMCP-30%").
+    """One experiment. ``name`` is the file's, ``row`` the paper's row that it reproduces ("resnet50/SMCP-30%").
 
     ``weights``: what pruning starts from, "torchvision:NAME", "none" (random), or "file", to be given by
     ``--weights``; ``dense_weights``: what the unpruned network starts from where it is trained here.
@@ -163,15 +163,15 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _merged(path: Path) -> dict[str, Any]:
-    """A file's tables, over those of its base."""
+    """Return a file's tables, laid over those of its base."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
-        raise InputError(f"the recipe {path} is no TOML: it is nested too deep") from None
+        raise InputError(f"the recipe {path} is not TOML: it is nested too deep") from None
     except OSError as error:
         raise InputError(f"the recipe {path} cannot be read: {error}") from error
-    except ValueError as error:  # TOML's errors are such, and those of text and of numbers of too many digits
-        raise InputError(f"the recipe {path} is no TOML: {error}") from error
+    except ValueError as error:  # TOML's own errors, bad text, numbers of too many digits
+        raise InputError(f"the recipe {path} is not TOML: {error}") from error
     base = values.pop("base", None)
     if base is None:
         return values
@@ -202,12 +202,12 @@ def _override(values: dict[str, Any], text: str) -> None:
     for part in path[:-1]:
         inner = inner.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise InputError(f"--set {text!r}: {part!r} is no table of the recipe")
+            raise InputError(f"--set {text!r}: {part!r} is not a table of the recipe")
     inner[path[-1]] = parsed
 
 
 def _built(kind: Any, values: Mapping[str, Any], where: str, prefix: str) -> Any:
-    """A dataclass from a table, every field checked."""
+    """Return a dataclass made from a table, every field checked."""
     hints = typing.get_type_hints(kind)
     known = {entry.name: entry for entry in fields(kind)}
     for key in values:

@@ -1,6 +1,6 @@
-"""The record of a run: a JSON file that says what was done, on what, and what came of it.
+"""The record of a run: a JSON file with settings, environment and results.
 
-`smcp_fx.recipes.reproduce` reads such files; a record of a scaled-down or changed recipe says so and fills no row.
+`smcp_fx.recipes.reproduce` reads such files. Records of scaled-down or changed recipes are marked, and fill no row.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Record:
 
     @classmethod
     def of_run(cls, **values: Any) -> Record:
-        """A record with the present environment."""
+        """Return a record with the present environment."""
         return cls(environment=environment(), **values)
 
 
 def environment() -> dict[str, str]:
-    """Versions, and what the machine is."""
+    """Return versions and a description of the machine."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {**library_versions(), "machine": platform.machine(), "gpu": gpu}
 
@@ -95,16 +95,16 @@ def _record(content: dict[str, Any], path: Path) -> Record:
 
 def figures_of(path: Path) -> dict[str, float]:
     """Return the figures by name that a JSON file holds; `InputError` where it holds something else."""
-    found = read_json(path, InputError, "delete it, and go on without")
+    found = read_json(path, InputError, "delete it and go on without it")
     try:
         _numbers([found])
     except ValueError as error:
-        raise InputError(f"{path} is damaged: {error}; delete it, and go on without") from error
+        raise InputError(f"{path} is damaged: {error}; delete it and go on without it") from error
     return dict(found)
 
 
 def _typed(record: Record) -> None:
-    """Raise `ValueError` where a field is of another type than it is printed and reckoned as."""
+    """Raise `ValueError` for a field of the wrong type."""
     kinds: dict[Any, tuple[str, ...]] = {
         str: ("row", "cost", "weights", "device"),
         bool: ("complete",),

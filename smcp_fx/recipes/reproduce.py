@@ -1,7 +1,7 @@
 """The paper's tables beside what was run here: `print_table`.
 
-Our figures come from records (`smcp_fx.recipes.record`) of whole recipes, and of the knapsack benchmark, alone;
-where there is none stands "not run".
+Our figures come only from records (`smcp_fx.recipes.record`) of whole recipes and of the knapsack benchmark; without
+a record, the table says "not run".
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DIGITS = {
 def our_figures(name: str, table: PaperTable, row: PaperRow, records: Sequence[Record]) -> dict[str, float]:
     """Return what was measured here for a row, by column; columns that no complete record has are missing.
 
-    Frames per second are held against those of the same device and runtime alone.
+    Frames per second are compared only with those of the same device and runtime.
     """
     values, dense, device = _values(name, row.method, records)
     found = {column: values[column] for column in table.columns if column in values}
@@ -58,7 +58,7 @@ def our_figures(name: str, table: PaperTable, row: PaperRow, records: Sequence[R
 def _values(
     name: str, method: str, records: Sequence[Record]
 ) -> tuple[dict[str, float], dict[str, float], str]:
-    """The last complete record's figures of a method, of the unpruned network beside it, and their device."""
+    """Return the figures of a method's last complete record, those of the unpruned network, and their device."""
     for record in reversed(records):
         if record.complete and record.row == f"{name}/{method}":
             return record.values, record.dense, record.device
@@ -105,7 +105,7 @@ def _where(record: Record) -> str:
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of cells as text, the first column to the left; never folded, since tables go into files."""
+    """Return the lines as aligned text, first column to the left; never folded, since tables go into files."""
     widths = [max(map(len, column)) for column in zip(*(line for line in lines if line), strict=True)]
     return [
         "  ".join(

@@ -85,7 +85,7 @@ class _Training:
         self.runtime: Backend | None = None  # that times what comes out
 
     def plan(self) -> None:
-        """Print what a run would do."""
+        """Print the plan of the run."""
         settings, recipe = self.settings, self.recipe
         if not self.dense:
             self.cost = recipe_cost(recipe, settings, world())
@@ -101,7 +101,7 @@ class _Training:
         print_plan(prepared, timeline, self.cost, self.console)
 
     def go(self) -> Record:
-        """Do it; one run at a time has the folder."""
+        """Run; the folder is held against other runs."""
         with ExitStack() as self.held:
             return self._go()
 
@@ -148,7 +148,7 @@ class _Training:
     # ---- before training --------------------------------------------------------------------------------
 
     def _open_folder(self) -> None:
-        """Make --out, or find the run in it that goes on."""
+        """Make --out, or check the run in it that is to be resumed."""
         if ranks.rank():
             return
         folder = self.settings.folder
@@ -158,7 +158,7 @@ class _Training:
         if file.exists():
             if not self.settings.resume:
                 raise CheckpointError(
-                    f"{folder} holds a run: go on with it by --resume, or give another --out"
+                    f"{folder} holds a run: continue it with --resume, or give another --out"
                 )
             advice = "give another --out and start afresh"
             before = read_json(file, CheckpointError, advice)
@@ -186,7 +186,7 @@ class _Training:
         return asked
 
     def _placed(self, network: nn.Module) -> nn.Module:
-        """The network on its device, in the layout and with the batch norms that training wants there."""
+        """Return the network on its device, in the layout and with the batch norms that suit training there."""
         training = self.recipe.training
         network = network.to(self.device)
         if self.device.type != "cuda":
@@ -209,16 +209,16 @@ class _Training:
         )
 
     def _images(self, network: nn.Module) -> Tensor:
-        """Example images: as many as the latency is of, else two."""
+        """Return example images: as many as the latency's batch, else two."""
         batch = self.recipe.latency.batch if isinstance(self.cost, LatencyCost) else 2
         where = next(network.parameters()).device
         return torch.randn(batch, 3, self.recipe.size, self.recipe.size, device=where)
 
     def _start(self, loop: TrainingLoop, batches: Batches) -> dict[str, float]:
-        """Take the checkpoint up where there is one; return what the unpruned network is like."""
+        """Resume from the checkpoint, if there is one; return the unpruned network's figures."""
         file = self.settings.folder / "dense.json"
         if self.settings.resume and loop.load():
-            self._say(f"Going on behind step {loop.step} of {loop.total_steps}.")
+            self._say(f"Continuing after step {loop.step} of {loop.total_steps}.")
             return figures_of(file) if file.exists() else {}
         if self.dense or self.settings.weights == "none":
             return {}
@@ -238,7 +238,7 @@ class _Training:
     # ---- after training ---------------------------------------------------------------------------------
 
     def _finish(self, trained: nn.Module, batches: Batches) -> tuple[dict[str, float], dict[str, float]]:
-        """Write the network that came out; return what it is like, and what was measured of the unpruned one."""
+        """Write the resulting network; return its figures and those measured of the unpruned one."""
         folder = self.settings.folder
         if not isinstance(trained, PreparedModel):
             values = evaluate(trained, batches, self.device)
@@ -264,7 +264,7 @@ class _Training:
         return values, dense
 
     def _measure(self, networks: dict[str, tuple[nn.Module, dict[str, float]]]) -> None:
-        """Emit and time networks in turns, where the table's device is this one; their figures get the latency."""
+        """Emit the networks and time them in turns, if the table is of this device; their figures get latencies."""
         if self.runtime is None:
             return
         batch, size = self.recipe.latency.batch, self.recipe.size
@@ -316,7 +316,7 @@ class _Training:
         )
 
     def _device(self) -> str:
-        """What the latencies are of."""
+        """Return a description of what the latencies belong to."""
         if isinstance(self.cost, LatencyCost):
             return self.cost.fingerprint.describe()
         return self.runtime.fingerprint().describe() if self.runtime is not None else ""
@@ -346,12 +346,12 @@ class _Training:
 
 
 def _plain(network: nn.Module) -> nn.Module:
-    """The network in eval mode, where and as the backends take it."""
+    """Return the network in eval mode, on the CPU and in the layout that backends take."""
     return network.cpu().to(memory_format=torch.contiguous_format).eval()
 
 
 def _listed(values: dict[str, float]) -> str:
-    """Percentages by name."""
+    """Return percentages by name, as text."""
     return (
         ", ".join(
             f"{name} {value:.2f} %" for name, value in values.items() if name in ("top1", "top5", "mAP")

@@ -1,4 +1,4 @@
-"""What a run of a recipe is asked for; the command line derives its flags from these fields."""
+"""The settings of a recipe's run; the command line derives its flags from these fields."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class RunSettings:
         None,
         "weights to start from (.safetensors, or .pt without code), or none; default: what the recipe says",
     )
-    dense: bool = option(False, "train the unpruned network: the baseline where none can be had")
+    dense: bool = option(False, "train the unpruned network: the baseline, if there is none")
     cost: str = option("latency", "what the target is a fraction of", ("latency", "flops", "params"))
     table: str | None = option(None, "latency table of the device that the network is for")
     backend: str = option("onnxruntime", "runtime that the table's rows are of")
     backend_device: str | None = option(None, "device of that runtime, such as cuda (default: its own)")
     threads: int = option(1, "threads of that runtime")
     fingerprint: str | None = option(
-        None, "key of the rows to use, where --table has several (smcp-table show)"
+        None, "key of the rows to use, if --table holds several (smcp-table show)"
     )
     fraction: float = option(
         1.0, "share of the recipe's epochs to run, schedule and learning rates with them"
@@ -39,7 +39,7 @@ class RunSettings:
     seed: int = option(0, "seed of everything random")
     workers: int = option(4, "processes a rank that read images")
     device: str = option("auto", "where to train", ("auto", "cpu", "cuda"))
-    ranks: int | None = option(None, "plan a dry run for this many ranks; a real run has torchrun's")
+    ranks: int | None = option(None, "plan a dry run for this many ranks; a real run uses torchrun's")
     dry_run: bool = option(False, "print the whole plan and train nothing")
 
     def __post_init__(self) -> None:

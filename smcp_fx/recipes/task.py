@@ -1,4 +1,4 @@
-"""What a task is: the data, the loss, and how good a network is."""
+"""A task: its data, its loss, and the measure of a network's quality."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from smcp_fx.errors import InputError
 
 
 class Meter(Protocol):
-    """Gathers outputs over a test set (on all ranks) and says how good they were."""
+    """Gathers outputs over a test set (on all ranks) and scores them."""
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Take a batch in."""
+        """Add a batch."""
         ...
 
     def compute(self) -> dict[str, float]:
-        """Return percentages by name, the one to look at first."""
+        """Return percentages by name, the main one first."""
         ...
 
 
@@ -45,7 +45,7 @@ class Task(Protocol):
 
 
 def torchmetrics() -> Any:
-    """The package, or an `InputError` that says how to get it."""
+    """Return the package, or raise an `InputError` that says how to get it."""
     try:
         import torchmetrics as package
     except ModuleNotFoundError as error:

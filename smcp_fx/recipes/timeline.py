@@ -1,4 +1,4 @@
-"""A recipe's time on given data and ranks: its steps, its pruning schedule, its learning rates."""
+"""A recipe laid out on given data and ranks: steps, pruning schedule, learning rates."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Timeline:
     def of(cls, recipe: Recipe, images: int, ranks: int, fraction: float) -> Timeline:
         """Lay out a recipe for ``images`` training images on ``ranks`` processes.
 
-        ``fraction`` shrinks all that is counted in epochs, and the steps between two solves (to one at least);
-        batch, network and number of solves stay. The last, smaller batch of an epoch is left out.
+        ``fraction`` shrinks everything counted in epochs, and the steps between two solves (at least one). Batch,
+        network and number of solves stay. The last, smaller batch of an epoch is dropped.
         """
         if not 0 < fraction <= 1:
             raise InputError(f"--fraction must be in (0, 1], not {fraction}")
@@ -50,16 +50,16 @@ class Timeline:
 
     @property
     def total_batch(self) -> int:
-        """Images a step, of all ranks."""
+        """Images per step, over all ranks."""
         return self.recipe.training.batch * self.ranks
 
     @property
     def solves(self) -> int:
-        """How often masks are solved for."""
+        """The number of solves."""
         return self.solves_until(self.schedule.total_steps)
 
     def solves_until(self, step: int) -> int:
-        """How often masks are solved for up to optimiser step ``step``."""
+        """Return the number of solves up to optimiser step ``step``."""
         first, last = self.schedule.first_step, self.schedule.last_step
         if step <= first:
             return 0
@@ -87,7 +87,7 @@ class Timeline:
         return rate
 
     def evaluated(self, step: int) -> bool:
-        """Tell whether the network is evaluated after ``step`` steps: every so often, at an epoch's end."""
+        """Return whether the network is evaluated after ``step`` steps; always at an epoch's end."""
         each, every = self.schedule.steps_per_epoch, self.recipe.training.evaluate_every * self.fraction
         if step % each:
             return False

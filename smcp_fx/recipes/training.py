@@ -1,4 +1,4 @@
-"""How recipes train: SGD along a timeline, on the batches of a task, with this rank's share of them."""
+"""How recipes train: SGD along a timeline, on this rank's share of a task's batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def training_loop(
 ) -> TrainingLoop:
     """Return the loop that trains ``network``, prepared or plain, along a timeline.
 
-    ``batch_norms``: names of the parameters of batch norms, which have their own weight decay.
+    ``batch_norms``: names of batch norms' parameters, whose weight decay is a setting of its own.
     """
     training, schedule = timeline.recipe.training, timeline.schedule
     groups = parameter_groups(network, training, batch_norms)
@@ -68,13 +68,13 @@ class Batches:
         self._train = self._loader(task.train, self._sampler)
 
     def epoch(self, epoch: int, seed: int) -> Iterable[tuple[Any, Any]]:
-        """The training batches of an epoch, shuffled alike on all ranks; ``seed`` is for what augments them."""
+        """Yield the training batches of an epoch, shuffled alike on all ranks; ``seed`` is for augmentation."""
         self._sampler.set_epoch(epoch)
         self._draws.manual_seed(seed)
         return self._train
 
     def tests(self) -> Iterable[tuple[Any, Any]]:
-        """This rank's share of the test set: every image is on one rank."""
+        """Yield this rank's share of the test set; every image is on exactly one rank."""
         size = len(self.task.test)  # type: ignore[arg-type]
         return self._loader(Subset(self.task.test, range(ranks.rank(), size, self._ranks)))
 
@@ -89,7 +89,7 @@ class Batches:
 
 @torch.no_grad()
 def evaluate(network: nn.Module, batches: Batches, device: torch.device) -> dict[str, float]:
-    """Return how good a network is on the test set, of all ranks: percentages by name. Its mode is kept."""
+    """Return a network's percentages by name on the test set, over all ranks. Its mode is kept."""
     meter = batches.task.meter(device)
     training = network.training
     network.eval()
@@ -102,7 +102,7 @@ def evaluate(network: nn.Module, batches: Batches, device: torch.device) -> dict
 
 
 def batch_norm_parameters(network: nn.Module) -> frozenset[str]:
-    """Names of the parameters of batch norms."""
+    """Return the names of batch norms' parameters."""
     return frozenset(
         f"{path}.{name}"
         for path, module in network.named_modules()
@@ -114,7 +114,7 @@ def batch_norm_parameters(network: nn.Module) -> frozenset[str]:
 def parameter_groups(
     network: nn.Module, training: Training, batch_norms: frozenset[str]
 ) -> list[dict[str, Any]]:
-    """Group parameters by weight decay (batch norms have their own rule) and learning rate (biases have)."""
+    """Group parameters by weight decay (own rule for batch norms) and learning rate (own factor for biases)."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in network.named_parameters():
         decay = 0.0 if name in batch_norms and not training.batch_norm_decay else training.weight_decay

@@ -1,4 +1,4 @@
-"""Where a recipe's network starts: torchvision's weights, a file, or chance."""
+"""The weights that a recipe's network starts from: torchvision's, a file's, or random ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from smcp_fx.zoo.weights import load_weights, read_weights
 def starting_network(recipe: Recipe, classes: int, given: str | None, dense: bool) -> nn.Module:
     """Build a recipe's network with the weights it starts from.
 
-    ``given``: a file, or "none" for random weights; None for what the recipe says. ``dense``: the unpruned network
-    is to be trained. Raises `InputError` where a file must be given or torchvision's weights cannot be had,
-    `CheckpointError` where weights do not fit.
+    ``given``: a file, or "none" for random weights; None for the recipe's own. ``dense``: train the unpruned network.
+    Raises `InputError` where a file must be given or torchvision's weights cannot be had, `CheckpointError` where
+    weights do not fit.
     """
     check_given(recipe, given, dense)
     source = given or (recipe.dense_weights if dense else recipe.weights)

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.errors import TraceError
 from smcp_fx.regions.finding import Region, Split
 from smcp_fx.regions.running import CALL, Joined, sharing
-from smcp_fx.regions.wiring import observe
+from smcp_fx.regions.wiring import Passage, Wiring, observe
 from smcp_fx.tracing.contexts import pin_layers
 from smcp_fx.tracing.example_runs import images_in, record, run_eager, same_values
 from smcp_fx.tracing.modes import with_branches
@@ -33,39 +33,74 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
         if not rest:
             raise TraceError(f"{split.stopped['']} Of {', '.join(sorted(wiring.bared))}, {why}.")
         return join_regions(model, inputs, Split(rest, stopped))
-    graph = fx.Graph()
-    ends: list[list[Any]] = []
-    given: list[Tensor] = []
-    names: list[tuple[str, ...]] = []
-    entering: list[list[tuple[str, int]]] = []
-    last: fx.Node | None = None
-    for number, (call, sources) in enumerate(zip(wiring.calls, wiring.sources, strict=True)):
-        starts: list[fx.Node] = []
-        entering.append([])
-        for place, source in enumerate(sources):
-            if source.call is not None:
-                starts.append(ends[source.call][source.place])
-                continue
-            with graph.inserting_after(last):  # numbers: a module's name may be no identifier
-                start = graph.placeholder(f"call_{number}_{place}")
-            last = start
-            start.meta[ORIGIN] = f"comes into region {call.region.path!r} from code that was not traced"
-            starts.append(start)
-            entering[-1].append((start.name, place))
-            given.append(call.copies[place])
-        names.append(tuple(start.name for start in starts))
-        ends.append(_copy(graph, call.region, starts, number))
-    end = graph.output(tuple(tuple(tensors) for tensors in ends))
-    end.meta[ORIGIN] = "leaves the traced regions for code that was not traced"
-    graph.lint()
-    with_branches(graph)
+    graph = _Graph(wiring)
     frozen = {number for number, call in enumerate(wiring.calls) if call.region.path in wiring.frozen}
-    pin_layers(model, [node for node in graph.nodes if node.meta.get(CALL) in frozen])
-    module = sharing(model, graph)
-    found, values, work = record(module, tuple(given))
+    pin_layers(model, [node for node in graph.graph.nodes if node.meta.get(CALL) in frozen])
+    module = sharing(model, graph.graph)
+    found, values, work = record(module, tuple(graph.given))
     with MultiplyAdds() as counted:
         run_eager(model, inputs)
-    passed_on, index = [], 0
+    graph.end.meta[PASSED_ON] = _passed_on(wiring, found)
+    first = {call.region.path: number for number, call in reversed(list(enumerate(wiring.calls)))}
+    regions = tuple(region for region in split.regions if region.path in first)
+    numbers = tuple(first[region.path] for region in regions)
+    joined = Joined(
+        regions,
+        numbers,
+        tuple(wiring.sources[number] for number in numbers),
+        tuple(graph.names[number] for number in numbers),
+        split.stopped,
+        tuple((call.region.path, tuple(own)) for call, own in zip(wiring.calls, graph.entering, strict=True)),
+    )
+    said = dict.fromkeys(sentence for region in regions for sentence in region.assumptions)
+    outside = max(counted.total - sum(work.values()), 0)
+    images, given = images_in(inputs), tuple(graph.given)
+    return Traced(module, values, tuple(said), work, images, outside, given=given), joined
+
+
+class _Graph:
+    """The graph of all calls. What untraced code passes in becomes an input, what it reads an output.
+
+    ``given``: the tensors of its inputs; ``names``: by call, the nodes of its arguments; ``entering``: by call, its
+    arguments that are inputs of the graph, with their places.
+    """
+
+    def __init__(self, wiring: Wiring) -> None:
+        self.graph = fx.Graph()
+        self.given: list[Tensor] = []
+        self.names: list[tuple[str, ...]] = []
+        self.entering: list[list[tuple[str, int]]] = []
+        self._last: fx.Node | None = None
+        ends: list[list[Any]] = []
+        for number, (call, sources) in enumerate(zip(wiring.calls, wiring.sources, strict=True)):
+            self.entering.append([])
+            starts = [
+                ends[source.call][source.place]
+                if source.call is not None
+                else self._input(number, place, call)
+                for place, source in enumerate(sources)
+            ]
+            self.names.append(tuple(start.name for start in starts))
+            ends.append(_copy(self.graph, call.region, starts, number))
+        self.end = self.graph.output(tuple(tuple(tensors) for tensors in ends))
+        self.end.meta[ORIGIN] = "leaves the traced regions for code that was not traced"
+        self.graph.lint()
+        with_branches(self.graph)
+
+    def _input(self, number: int, place: int, call: Passage) -> fx.Node:
+        """Return a new input for an argument of the call, which untraced code passes."""
+        with self.graph.inserting_after(self._last):  # by numbers: a module's name may be no identifier
+            start = self._last = self.graph.placeholder(f"call_{number}_{place}")
+        start.meta[ORIGIN] = f"comes into region {call.region.path!r} from code that was not traced"
+        self.entering[-1].append((start.name, place))
+        self.given.append(call.copies[place])
+        return start
+
+
+def _passed_on(wiring: Wiring, found: Any) -> tuple[int, ...]:
+    """Return which outputs of the graph are only passed on; `TraceError` where any is not what the calls gave."""
+    passed_on: list[int] = []
+    index = 0
     for number, call in enumerate(wiring.calls):
         results = [leaf for leaf in pytree.tree_leaves(found[number]) if isinstance(leaf, Tensor)]
         if not same_values(call.output_copies, results):
@@ -75,22 +110,7 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
             )
         passed_on += [index + place for place in range(len(results)) if place not in wiring.read[number]]
         index += len(results)
-    end.meta[PASSED_ON] = tuple(passed_on)
-    first = {call.region.path: number for number, call in reversed(list(enumerate(wiring.calls)))}
-    regions = tuple(region for region in split.regions if region.path in first)
-    numbers = tuple(first[region.path] for region in regions)
-    joined = Joined(
-        regions,
-        numbers,
-        tuple(wiring.sources[number] for number in numbers),
-        tuple(names[number] for number in numbers),
-        split.stopped,
-        tuple((call.region.path, tuple(own)) for call, own in zip(wiring.calls, entering, strict=True)),
-    )
-    said = dict.fromkeys(sentence for region in regions for sentence in region.assumptions)
-    outside = max(counted.total - sum(work.values()), 0)
-    images = images_in(inputs)
-    return Traced(module, values, tuple(said), work, images, outside, given=tuple(given)), joined
+    return tuple(passed_on)
 
 
 def _copy(graph: fx.Graph, region: Region, starts: list[fx.Node], number: int) -> list[Any]:

@@ -219,10 +219,15 @@ def _run(
 
     def run(*given: Any) -> Any:
         model.train(training)
-        with torch.set_grad_enabled(gradients), Checkpoints(every=True):
+        with (
+            torch.set_grad_enabled(gradients),
+            Checkpoints(every=True),
+            _Functions(watcher),
+            _Operators(watcher),
+        ):
             return model(*given)
 
-    with watched(modules, enter, leave), _Functions(watcher), _Operators(watcher):
+    with watched(modules, enter, leave):
         result = run_eager(model, inputs, run)
     watcher.touch(result)
     return calls, watcher

@@ -82,7 +82,7 @@ def channel_bars(layers: Sequence[LayerRow]) -> Markup | None:
 def block_bars(blocks: Sequence[BlockRow], wide: float = _WIDE) -> Markup | None:
     """Return the latency of each block, dense in grey and pruned in blue; None without blocks.
 
-    Beyond forty blocks the ones that cost most are drawn, and the sum of the others is told.
+    Of more than forty blocks, the slowest are drawn and the others summed up.
     """
     if not blocks:
         return None

@@ -1,9 +1,9 @@
 """Lay the channel graph out: layers down the page in the order they run, groups as lanes beside them.
 
-A lane runs from the first layer that writes a group's channels to the last that reads them; where it crosses
-a layer's row, a mark says whether that layer writes, reads or carries them. A big network is laid out once for
-every depth of its module tree, modules below that depth folded into one row; groups that a folded row holds
-whole vanish into it, groups that join the same rows share a lane. Positions are whole rows and columns here.
+A lane runs from the first layer that writes a group's channels to the last that reads them. Where it crosses a row, a
+mark says whether that layer writes, reads or carries them. A big network gets a layout for every depth of its module
+tree, with deeper modules folded into one row: groups inside a folded row vanish, and groups that join the same rows
+share a lane. Positions are whole rows and columns.
 """
 
 from __future__ import annotations

@@ -45,7 +45,19 @@ def draw_channel_graph(
         drawing = _draw_level(level, groups, expandable=not every)
         drawings.append(element("div", drawing, class_=f"level level-{index}"))
     bar = element("fieldset", element("legend", "Modules shown"), *choices, class_="tabs")
-    zoom = element(
+    body = element("div", element("div", *drawings, class_="scroll"), _panel(), class_="cg-body")
+    return element(
+        "div",
+        element("div", bar, _zoom_buttons(), _search(), class_="cg-bar"),
+        _legend(any("kept" in group for group in groups)),
+        body,
+        element("script", Markup(_data(groups, layers)), type="application/json", id="cg-data"),
+        class_="cg",
+    )
+
+
+def _zoom_buttons() -> Markup:
+    return element(
         "div",
         *(
             element("button", sign, type="button", data_zoom=name, aria_label=name, title=f"{name} ({keys})")
@@ -55,32 +67,29 @@ def draw_channel_graph(
         role="group",
         aria_label="Zoom",
     )
-    search = element(
+
+
+def _search() -> Markup:
+    return element(
         "label",
         element("span", "Find a layer, a group or a reason"),
         element("input", type="search", id="cg-search", autocomplete="off", spellcheck="false"),
         element("output", "", id="cg-found", aria_live="polite"),
         class_="search js-only",
     )
-    panel = element(
+
+
+def _panel() -> Markup:
+    return element(
         "aside",
         element(
             "p",
-            "Point at a group or a layer to see its members, its shapes and what would go with it; click to hold it. "
+            "Point at a group or a layer to see its members, its shapes and what would go with it; click to keep it. "
             "A box with a plus opens its module. Drag to move, Ctrl and the wheel to zoom.",
         ),
         id="cg-panel",
         class_="panel js-only",
         aria_live="polite",
-    )
-    body = element("div", element("div", *drawings, class_="scroll"), panel, class_="cg-body")
-    return element(
-        "div",
-        element("div", bar, zoom, search, class_="cg-bar"),
-        _legend(any("kept" in group for group in groups)),
-        body,
-        element("script", Markup(_data(groups, layers)), type="application/json", id="cg-data"),
-        class_="cg",
     )
 
 

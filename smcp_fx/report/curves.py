@@ -21,7 +21,7 @@ def dense_cost(report: Report) -> float | None:
 
 
 def solve_curves(report: Report) -> Markup | None:
-    """Return the target and the cost reached at each solve, over the share of units whose mask changed."""
+    """Return the curves of target and cost at each solve, above the share of units whose mask changed."""
     solves = report.solves
     if not solves:
         return None
@@ -143,7 +143,7 @@ def validation_pairs(validation: Sequence[EngineRow]) -> list[tuple[str, float, 
 
 
 def _point_names(pairs: Sequence[tuple[str, float, float]], panel: Panel) -> list[Markup]:
-    """Name the points at their lower right, each moved down until it is clear of those above it."""
+    """Name the points at their lower right, each name moved down until it is clear of those above."""
     drawn: list[Markup] = []
     taken: list[tuple[float, float, float]] = []
     for name, predicted, measured in sorted(pairs, key=lambda pair: -pair[2]):
@@ -164,7 +164,7 @@ def _point_names(pairs: Sequence[tuple[str, float, float]], panel: Panel) -> lis
 
 
 def _floor(accuracies: Sequence[float]) -> float:
-    """Return where the accuracy axis starts: below nine tenths of the epochs; the first ones lie on it."""
+    """Return where the accuracy axis starts: below nine tenths of the epochs. The worst lie on the axis."""
     ordered = sorted(accuracies)
     usual = ordered[len(ordered) // 10] if ordered else 0.0
     return next((floor for floor in (90.0, 80.0, 60.0) if usual >= floor + 2), 0.0)

@@ -1,4 +1,4 @@
-"""Numbers as people read them. None, and what is not finite, is "not measured"."""
+"""Numbers as people read them. None and numbers that are not finite become "not measured"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def number(value: Any) -> float | None:
-    """Return a finite float, or None for whatever is not one."""
+    """Return a finite float, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         return None
     return float(value)

@@ -13,14 +13,14 @@ from smcp_fx.texts import significant
 _WIDTH, _SIDE = 360.0, 260.0
 #: A picture has at most this many cells a side; finer grids are thinned evenly, ends kept.
 _CELLS = 32
-#: Lightness of the least and of the dearest cell; the colours of `style.css` cannot be mixed in an SVG.
+#: Lightness of the cheapest and the dearest cell; an SVG cannot mix the colours of `style.css`.
 _SCALE = ("#eef4fd", "#9cc2f5", "#4a86d8", "#1d5fc4", "#0b2f6b")
 
 
 def heat_map(block: SurfaceRow) -> Markup | None:
     """Return one block's picture; None without a latency.
 
-    Colour is the latency a channel pair, in steps of equal ratio: what runs well is of one colour, and a
+    Colour is the latency per pair of channels, in steps of equal ratio. Efficient regions have one colour, and a
     cliff is an edge.
     """
     axes = block.axes
@@ -35,7 +35,7 @@ def heat_map(block: SurfaceRow) -> Markup | None:
         [ms / (x * y) for ms, y in zip(line, ys, strict=True)] for line, x in zip(values, xs, strict=True)
     ]
     ordered = sorted(v for line in pair for v in line)
-    # A few narrow widths are dearer by orders of magnitude; they share the darkest colour.
+    # A few narrow widths cost orders of magnitude more; they share the darkest colour.
     low, high = ordered[len(ordered) // 50], ordered[-1 - len(ordered) // 8]
     panel = Panel(52, 40, _SIDE, _SIDE, (0, len(xs)), (0, len(ys)))
     wide, tall = panel.width / len(xs), panel.height / len(ys)
@@ -122,7 +122,7 @@ def _curve(block: SurfaceRow, axis: Axis) -> Markup | None:
 def _marks(
     block: SurfaceRow, panel: Panel, xs: Sequence[int], ys: Sequence[int], wide: float, tall: float
 ) -> list[Markup]:
-    """Dots where the surface rests on measurements, and a frame around what was chosen."""
+    """Return dots at the measured widths and a frame around the chosen one."""
     drawn = []
     for x, y in block.measured:
         if x in xs and y in ys:

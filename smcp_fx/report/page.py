@@ -13,7 +13,7 @@ from smcp_fx.report.curves import solve_curves, training_curves, validation_pair
 from smcp_fx.report.formats import MISSING, milliseconds, number, percent, relative_change
 from smcp_fx.report.heat_map import heat_map
 from smcp_fx.report.provenance import provenance
-from smcp_fx.report.schema import Report, SolveRow
+from smcp_fx.report.schema import Report, SolveRow, WorthRow
 from smcp_fx.report.summary import comparison, headline, model_name, target_line, unsteady_line
 from smcp_fx.report.svg import Markup, element, join
 from smcp_fx.report.without_training import (
@@ -23,6 +23,7 @@ from smcp_fx.report.without_training import (
     target_head,
     target_rows,
 )
+from smcp_fx.report.worth_curves import NARROW_ACROSS, PANELS, worth_curves
 from smcp_fx.texts import significant
 
 # The browser itself is told to fetch nothing.
@@ -97,7 +98,7 @@ def _header(report: Report) -> Markup:
 
 
 def _both(wide: Markup | None, narrow: Markup | None) -> Markup | None:
-    """The picture for a screen, and the one for a telephone: the page shows the one that fits."""
+    """Return the pictures for a screen and for a telephone; the page shows the one that fits."""
     return None if wide is None or narrow is None else element("div", wide, narrow, class_="fitting")
 
 
@@ -156,7 +157,7 @@ def _blocks(report: Report) -> Markup:
     )
     return _figure(
         "Latency by block",
-        "What the latency table says each fused block takes: dense in grey, pruned in blue.",
+        "Latency of each fused block by the table: dense in grey, pruned in blue.",
         _both(block_bars(report.blocks), block_bars(report.blocks, NARROW)),
         _numbers(("block", "dense", "pruned", "change"), rows),
     )
@@ -199,7 +200,7 @@ def _validation(report: Report) -> Markup:
     )
     return _figure(
         "Predicted against measured latency",
-        "Each point is an engine: on the line, the table foretold what was measured.",
+        "Each point is an engine. On the line, the prediction from the table was exact.",
         validation_scatter(report.validation),
         _numbers(("engine", "predicted", "measured", "measured over predicted"), rows),
     )
@@ -226,7 +227,27 @@ def _without_training(report: Report) -> list[Markup]:
         drawn.append(
             _figure("Repaired layers", repair_words(report, report.calibration), repair_bars(layers), table)
         )
+        if report.calibration.worth:
+            drawn.append(_worth(report.calibration.worth))
     return drawn
+
+
+def _worth(groups: Sequence[WorthRow]) -> Markup:
+    words = (
+        "How far the loss rises, by estimate, where a group keeps only its best channels and the layers that read "
+        "them are fitted anew. Dots are what was chosen; together they are 100 %. Where a curve is flat, channels "
+        "cost nothing."
+    )
+    if len(groups) > PANELS:
+        words += f" The first {PANELS} of {len(groups)} groups."
+    rows = [
+        (group.name, group.kept, group.size, *map(significant, pair))
+        for group in groups
+        for pair in zip(group.counts, group.rises, strict=True)
+    ]
+    head = ("group", "chosen", "of", "kept", "rise of the loss")
+    drawing = _both(worth_curves(groups), worth_curves(groups, NARROW_ACROSS))
+    return _figure("What channels are worth", words, drawing, _numbers(head, rows))
 
 
 def _surfaces(report: Report) -> list[Markup]:
@@ -244,8 +265,8 @@ def _surfaces(report: Report) -> list[Markup]:
     if not drawn:
         return []
     words = (
-        "What the table holds of the blocks that take longest, over the channels they may keep. Colour is the time a "
-        "channel pair takes: an edge is a cliff of the runtime. White dots were measured, the rest is interpolated; "
+        "The table's latencies of the slowest blocks, over the channels they may keep. Colour is the time per "
+        "pair of channels: an edge is a cliff of the runtime. White dots were measured, the rest is interpolated; "
         "the frame is what was kept."
     )
     title = element("figcaption", element("h2", "Latency by channels"), element("p", words))
@@ -259,14 +280,15 @@ def _loss(value: Any) -> str:
 
 def _solves_words(solves: Sequence[SolveRow]) -> str:
     if not solves:
-        return "When masks were solved for, what they cost, and how many changed."
+        return "When masks were chosen, what they cost, and how many changed."
     pairs = [(number(solve.importance_kept), number(solve.bound)) for solve in solves]
     ratios = [kept / bound for kept, bound in pairs if kept is not None and bound]
-    words = f"{len(solves)} solves. Above, the target's ramp and what each solve costs; below, the masks it changed."
+    words = (
+        f"{len(solves)} choices of masks. Above: the falling target and the cost of each choice. Below: the masks "
+        "it changed."
+    )
     if ratios:
-        words += (
-            f" Each kept at least {percent(min(ratios))} of the most that any choice within its target could."
-        )
+        words += f" Each kept at least {percent(min(ratios))} of the importance that the best possible choice would."
     return words
 
 

@@ -1,4 +1,4 @@
-"""The page's last part: what measured where and when, with which versions, and how sure it is."""
+"""The page's last part: what was measured where, when, with which versions, and how certain it is."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _certainty(report: Report) -> list[tuple[str, str]]:
     points = number(table.held_out_points)
     rows.append(
         (
-            "how far rows foretell each other",
+            "how far rows are from what others predict",
             f"median {percent(table.held_out_median)}, 95th percentile {percent(table.held_out_p95)}, "
             f"of {count(points)} points"
             if points
@@ -73,7 +73,7 @@ def _rows_taken(table: TableFacts) -> str:
     """What measuring rows took, as far as it is known."""
     if number(table.seconds) is None:
         return ""
-    return f"; {table.seconds:.0f} s, {count(table.for_solves)} of them for solves, {count(table.repeated)} times again"
+    return f" in {table.seconds:.0f} s: {count(table.for_solves)} for solves; {count(table.repeated)} repetitions"
 
 
 def _described(fingerprint: Mapping[str, Any]) -> str:

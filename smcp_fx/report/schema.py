@@ -1,4 +1,4 @@
-"""What a report holds: the fields of `report.json`, as dataclasses. None is what was not measured."""
+"""The fields of `report.json`, as dataclasses. None stands for what was not measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORMAT = 1
 
 
 def told(help: str, default: Any = None) -> Any:
-    """A field that carries what it means, for the documentation; an empty dict or tuple is made for each report."""
+    """A field that carries its meaning for the documentation; defaults are made anew for each report."""
     if isinstance(default, dict):
         return field(default_factory=dict, metadata={"help": help})
     return field(default=default, metadata={"help": help})
@@ -26,7 +26,9 @@ class Side:
     latency_q1_ms: float | None = told("lower quartile")
     latency_q3_ms: float | None = told("upper quartile")
     latency_stable: bool | None = told("whether the timings agreed well enough to be sure of")
-    predicted_ms: float | None = told("what the latency table says; null where the target is no latency")
+    predicted_ms: float | None = told(
+        "prediction of the latency table; null where the target is not a latency"
+    )
     params: int | None = told("parameters")
     flops: float | None = told("multiply-adds per input")
 
@@ -63,7 +65,7 @@ class SolveRow:
 
     step: int = told("the optimiser step", 0)
     epoch: float = told("the same in epochs of pruning", 0.0)
-    target: float = told("the cost that was asked for then, in the unit of `cost`", 0.0)
+    target: float = told("the cost asked for at that step, in the unit of `cost`", 0.0)
     cost: float = told("the cost of what was chosen", 0.0)
     importance_kept: float | None = told("share of the importance that was kept")
     bound: float | None = told("the most that any choice within the target keeps")
@@ -79,12 +81,12 @@ class EpochRow:
     epoch: int = told("its number, from 1 in each phase", 0)
     phase: str = told("`dense` or `prune`", "training")
     loss: float | None = told("mean training loss")
-    accuracy: float | None = told("share of the test images that the model gets right behind it")
+    accuracy: float | None = told("share of the test images that the model gets right after it")
 
 
 @dataclass(frozen=True)
 class EngineRow:
-    """An engine that was measured beside its prediction."""
+    """An engine: predicted and measured."""
 
     name: str = told("`dense`, `emitted`, or which masks were tried", "")
     predicted_ms: float | None = told("what the table says")
@@ -93,7 +95,7 @@ class EngineRow:
 
 @dataclass(frozen=True)
 class BlockRow:
-    """A fused block, as the latency table has it."""
+    """A fused block, priced by the latency table."""
 
     name: str = told("its name", "")
     dense_ms: float | None = told("in the dense network")
@@ -134,11 +136,11 @@ class TableFacts:
     repeated: int | None = told("measurements of rows that had been unsteady, slow or unlike the others")
     reused: int | None = told("rows that were there")
     unstable: int | None = told("rows in use whose samples did not agree")
-    held_out_points: int | None = told("rows that the others of their block were asked to foretell")
+    held_out_points: int | None = told("rows that the others of their block were asked to predict")
     held_out_median: float | None = told("its relative error there, median")
     held_out_p95: float | None = told("95th percentile")
     fingerprint: Mapping[str, Any] = told("device, runtime and settings of the rows", {})
-    foreign: bool = told("whether that is another device or runtime than this one", False)
+    foreign: bool = told("whether the rows are of another device or runtime than this one", False)
     residency: Mapping[str, Any] = told("how rows with weights in cache and from memory are weighed", {})
 
 
@@ -158,17 +160,31 @@ class TargetRow:
 
 @dataclass(frozen=True)
 class RepairRow:
-    """A layer that was repaired, or why it was not."""
+    """A layer, repaired or left as it was, and why."""
 
     path: str = told("path of its module", "")
     before: float = told(
         "error of its outputs on images held out, as a share of their spread, as sliced", 0.0
     )
     after: float = told("the same as repaired", 0.0)
-    repaired: bool = told("whether that was better, and its weights were changed", False)
+    repaired: bool = told("whether the repair was better and the weights were changed", False)
     positions: int = told("output positions it was fitted to", 0)
     inputs: int = told("weights of each output", 0)
     left: str = told("why it was not looked at", "")
+
+
+@dataclass(frozen=True)
+class WorthRow:
+    """What a group's units are worth: how far the loss rises where only the best of them are kept."""
+
+    name: str = told("the group", "")
+    size: int = told("its units", 0)
+    kept: int = told("those kept", 0)
+    counts: tuple[int, ...] = told("how many are kept, ascending", ())
+    rises: tuple[float, ...] = told(
+        "estimate of the loss's rise at each count, its readers fitted anew; to compare, not to add to a loss",
+        (),
+    )
 
 
 @dataclass(frozen=True)
@@ -182,11 +198,12 @@ class CalibrationFacts:
     repaired: float | None = told("accuracy as it was repaired")
     norms: int = told("batch norms whose statistics were set", 0)
     layers: tuple[RepairRow, ...] = told("the layers in the order they run", ())
+    worth: tuple[WorthRow, ...] = told("the free groups; empty where the loss was not known", ())
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that a compile run came to."""
+    """The result of a compile run."""
 
     format: int = told("version of these fields", FORMAT)
     model: str = told("the model as it was named", "")
@@ -201,7 +218,7 @@ class Report:
     measured_fraction_q3: float | None = told("upper quartile of the rounds")
     measured_fraction_error: float | None = told("standard error of the median")
     measured_rounds: int | None = told("rounds in which both were measured in turns")
-    correction: float | None = told("factor between table and engine that the last masks were chosen with")
+    correction: float | None = told("measured over predicted latency, by which the last target was corrected")
     cost: str = told("unit of the target: `ms`, `FLOPs` (multiply-adds) or `parameters`", "ms")
     batch: int | None = told("images that a latency is of")
     epochs: float | None = told("epochs of pruning")
@@ -216,16 +233,16 @@ class Report:
     solves: tuple[SolveRow, ...] = told("each choice of masks", ())
     training: tuple[EpochRow, ...] = told("epochs, of the dense training first", ())
     agreement: bool = told(
-        "whether accuracies are agreement with the dense network, as there are no labels", False
+        "whether accuracies are agreement with the dense network, for lack of labels", False
     )
     calibration: CalibrationFacts | None = told("without training: what was repaired; else null")
     targets: tuple[TargetRow, ...] = told("the trade-off curve, where one was asked for", ())
     validation: tuple[EngineRow, ...] = told("predicted beside measured latency", ())
-    blocks: tuple[BlockRow, ...] = told("latency by block; empty where the target is no latency", ())
-    surfaces: tuple[SurfaceRow, ...] = told("latency over channels, of the blocks that take longest", ())
-    table: TableFacts | None = told("the latency table; null where the target is no latency")
+    blocks: tuple[BlockRow, ...] = told("latency by block; empty where the target is not a latency", ())
+    surfaces: tuple[SurfaceRow, ...] = told("latency over channels, of the slowest blocks", ())
+    table: TableFacts | None = told("the latency table; null where the target is not a latency")
     engine_layers: Mapping[str, Any] | None = told(
-        "TensorRT's own times by block and layer, where it tells them"
+        "TensorRT's own times by block and layer, where there are any"
     )
     files: Mapping[str, str] = told("names of the files in the folder, by what they are", {})
     notes: tuple[str, ...] = told("what was noticed", ())

@@ -1,4 +1,4 @@
-"""What a compile run reached, in one sentence and one table."""
+"""The result of a compile run in one sentence and one table."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def comparison(report: Report) -> list[SummaryRow]:
 def target_line(report: Report) -> str:
     """Return target, predicted and measured fraction, and on what was measured, in one line.
 
-    Where the table is another device's, the prediction is for that one, and what was measured is not.
+    With a table of another device, the prediction is for that device, and the measurement for this one.
     """
     table = report.table or TableFacts()
     device = table.fingerprint.get("device") or "another device"

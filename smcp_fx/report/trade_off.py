@@ -1,6 +1,6 @@
 """Pictures that compare methods: accuracy over measured speed-up, and the channels each keeps in every layer.
 
-They stand alone, as SVG files with their style inside, and follow the reader's light or dark scheme.
+They are complete SVG files with their own style, and follow the reader's light or dark scheme.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from smcp_fx.report.svg import Markup, Panel, dot, element, line, path, picture,
 _WIDTH = 760.0
 _LETTER = 6.6  # a letter's mean advance, in pixels
 _PITCH = 17.0  # between two lines of a key
-#: Colours that stay apart for most eyes, light and dark scheme; beyond them, methods share colours, not marks.
+#: Colours most people can tell apart, in light and dark scheme. Further methods repeat colours, not marks.
 _COLOURS = (
     ("#1d5fc4", "#74abff"),
     ("#b4490a", "#f19a55"),

@@ -1,4 +1,4 @@
-"""What a run without training adds to the report: what targets cost, and what the repair did to each layer."""
+"""The report of a run without training: the trade-off curve, and what the repair did to each layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTH, _LETTER, _STEP = 560.0, 6.9, 22.0
 
 
 def measure_word(report: Report) -> str:
-    """Return what is told of how good a network is."""
+    """Return the name of the quality measured: accuracy or agreement."""
     return "agreement with the dense network" if report.agreement else "accuracy"
 
 
@@ -104,12 +104,12 @@ def repair_bars(layers: Sequence[RepairRow]) -> Markup | None:
 
 
 def repair_words(report: Report, found: CalibrationFacts) -> str:
-    """Return the three accuracies, and how many layers were repaired."""
+    """Return the three accuracies and the number of repaired layers in words."""
     accuracies = [percent(value) for value in (found.dense, found.sliced, found.repaired)]
     stages = "dense {}, sliced {}, repaired {}".format(*accuracies)
     done, labels = sum(layer.repaired for layer in found.layers), "with" if found.labels else "without"
     return (
         f"{measure_word(report).capitalize()}: {stages}. {done} of {len(found.layers)} layers were fitted to what "
         f"the dense network computes on {found.images} images {labels} labels, and {found.norms} batch norms "
-        "set. A layer that did not come nearer on images held out stays as it was."
+        "set. A layer that did not improve on held-out images stays as it was."
     )

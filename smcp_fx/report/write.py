@@ -1,4 +1,4 @@
-"""Write a report's two files, both whole or neither."""
+"""Write both files of a report, or neither."""
 
 from __future__ import annotations
 

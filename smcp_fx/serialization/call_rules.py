@@ -1,9 +1,8 @@
-"""What a graph of a saved model may ask of which value: methods of tensors are called on tensors alone.
+"""Which values a saved model's graph may call which methods of: tensor methods only on tensors.
 
-The generated code calls a method by its name, so the name alone does not say whose method runs. Each node is
-therefore given a kind: ``tensor`` (a tensor, or several, or a number made from one), ``input`` (what the model is
-called with), ``size``, ``device``, ``dtype``, ``range`` (of a dtype), or ``plain`` (numbers, strings, tuples and
-lists of the file's own).
+Generated code calls methods by name, which does not say whose method runs. So each node gets a kind: ``tensor`` (a
+tensor, or several, or a number made from one), ``input`` (what the model is called with), ``size``, ``device``,
+``dtype``, ``range`` (of a dtype), or ``plain`` (numbers, strings, tuples and lists of the file's own).
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from smcp_fx.serialization.safe_operations import ATTRIBUTES, DICT_METHODS, SIZE
 
 _OF_TENSORS = ("tensor", "input")
 _SIZES = ("size", "stride")
-#: Operators that a string may be an operand of; the others format, repeat or join it.
+#: Operators allowed on strings; the others format, repeat or join them.
 _WITH_STRINGS = ("contains", "eq", "getitem", "is_", "is_not", "ne", "setitem")
-#: Operators that make of two constants something of any size, and how large a constant may be.
+#: Operators that make two constants into something of any size, and the largest constant they may have.
 _GROWING, _LARGEST = ("lshift", "mul", "imul", "pow", "ipow"), 1 << 16
 
 
 def check_calls(graph: fx.Graph, root: nn.Module, names: dict[fx.Node, str]) -> None:
-    """Raise `CheckpointError` for a call that is none of an operation on tensors, sizes and numbers.
+    """Raise `CheckpointError` for a call that is not an operation on tensors, sizes and numbers.
 
     ``names`` holds the saved name of each node's function.
     """
@@ -56,7 +55,7 @@ def _kind(node: fx.Node, function: str, root: nn.Module, kinds: dict[fx.Node, st
         return "plain"
     if node.op == "call_function" and space.startswith("torch") and not space.startswith("torchvision"):
         return "tensor"
-    # Modules and leaf functions may hand back what they were given (`nn.Identity`).
+    # Modules and leaf functions may return their argument (`nn.Identity`).
     return "tensor" if given in _OF_TENSORS else "plain"
 
 
@@ -81,7 +80,9 @@ def _method(node: fx.Node, given: str) -> str:
             node,
             f"the method {name!r} is not one that a saved model may call; write it with tensor operations",
         )
-    raise _refused(node, f"the method {name!r} would be called on what is no tensor; use a function of torch")
+    raise _refused(
+        node, f"the method {name!r} would be called on something other than a tensor; use a function of torch"
+    )
 
 
 def _attribute(node: fx.Node, given: str) -> str:
@@ -121,7 +122,7 @@ def _refused(node: fx.Node, why: str) -> CheckpointError:
 
 
 def describe(node: fx.Node) -> str:
-    """Name a node, and the module whose forward made it where that is known."""
+    """Name a node, and the module whose forward made it, if known."""
     stack = node.meta.get("nn_module_stack")
     path = list(stack.values())[-1][0] if stack else ""
     return f"node {node.name!r} (in module {path!r})" if path else f"node {node.name!r}"

@@ -1,4 +1,4 @@
-"""The graph module that `convert` and `load` return: one that every process can unpickle, and that stays right."""
+"""The graph module that `convert` and `load` return, which any process can unpickle correctly."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.fx.graph_module import _CodeOnlyModule
 from smcp_fx.tracing.graph_pickle import listed, rebuilt
 from smcp_fx.tracing.names import holds_unfit_names
 
-#: What a graph module keeps beside what every module has: its code and graph.
+#: Attributes of a graph module beyond those of every module: its code and graph.
 _OF_THE_GRAPH = vars(fx.GraphModule(nn.Module(), fx.Graph())).keys() - vars(nn.Module()).keys()
 
 
 class ConvertedModule(fx.GraphModule):
-    """A `GraphModule` that pickles as a plain one, without this library, wherever that gives the same graph.
+    """A `GraphModule` that pickles as a plain one, without this library, if that gives the same graph.
 
-    `torch.fx` pickles a graph as its code, and traces the code again when it is loaded. Tracing freezes what the
-    code asks of a module (`self.head.training`) and fails at questions asked of values (`not flag`). A graph that
-    does not come back the same is pickled node by node, and needs this library to be loaded.
+    `torch.fx` pickles a graph as code and traces that code again on loading. Tracing freezes what the code asks of a
+    module (`self.head.training`) and fails where it asks about values (`not flag`). A graph that would not come back
+    the same is pickled node by node; loading it needs this library.
     """
 
     def widths(self) -> dict[str, tuple[int, int]]:
-        """How many input and output channels each module of ``kept`` has."""
+        """Return the number of input and output channels of each module of ``kept``."""
         kept: dict[str, tuple[list[int], list[int]]] = vars(self)[
             "kept"
         ]  # TorchScript reads a class's annotations
@@ -31,7 +31,7 @@ class ConvertedModule(fx.GraphModule):
 
     def __reduce__(self) -> Any:
         """Errors: `CheckpointError` for a graph that calls what no module holds by name."""
-        self._tracer_cls = None  # the default one, whose constructor needs no arguments
+        self._tracer_cls = None  # the default tracer, whose constructor needs no arguments
         self._graphmodule_cls_name = type(self).__name__
         self.__dict__.pop("_tracer_extras", None)
         if retraces_the_same(self):
@@ -49,7 +49,7 @@ def _unpickled(name: str, nodes: list[tuple[Any, ...]]) -> ConvertedModule:
 
 
 def retraces_the_same(module: fx.GraphModule) -> bool:
-    """Does tracing the generated code again, as unpickling does, give the same operations in the same order?"""
+    """Whether tracing the generated code again, as unpickling does, gives the same operations in order."""
 
     class CodeOnly(_CodeOnlyModule):
         forward = type(module).forward
@@ -60,14 +60,14 @@ def retraces_the_same(module: fx.GraphModule) -> bool:
         def is_leaf_module(self, m: Any, module_qualified_name: str) -> bool:
             return True
 
-    if holds_unfit_names(module.graph):  # torch.fx would write them into its code
+    if holds_unfit_names(module.graph):  # torch.fx would write these names into its code
         return False
     try:
         traced = KeepModules().trace(code_only)
         again = fx.GraphModule(code_only, traced)
-    except Exception:  # tracing runs the graph's functions on proxies: any error tells that it cannot
+    except Exception:  # functions run on proxies may raise anything: tracing fails
         return False
-    # The constructor makes anew what holds the modules: buffers outside the state dict and modes may change.
+    # The constructor rebuilds the containers: buffers outside the state dict and modes may change.
     modes, modes_again = (
         {name: part.training for name, part in one.named_modules() if name} for one in (module, again)
     )

@@ -1,6 +1,6 @@
-"""Graphs as JSON. Functions are looked up in closed lists; nothing is evaluated or imported by a made-up name.
+"""Graphs as JSON. Functions are looked up in closed lists; no name from a file is evaluated or imported.
 
-Because a `GraphModule` generates Python code from its graph, every name that ends up in that code is checked.
+A `GraphModule` generates Python code from its graph, so every name that ends up in that code is checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def function_name(function: Any, where: str) -> str:
     """Return the name a function is saved under; `CheckpointError` for one that is not on the list."""
     try:
         name = function_names().get(function)
-    except TypeError:  # what cannot be hashed
+    except TypeError:  # not hashable
         name = None
     if name is not None:
         return name
@@ -43,7 +43,7 @@ def function_name(function: Any, where: str) -> str:
 
 
 def find_function(name: Any, where: str) -> Callable[..., Any]:
-    """Return the function of a saved name; `CheckpointError` for everything that is not on the list."""
+    """Return the function of a saved name; `CheckpointError` for one that is not on the list."""
     found = functions().get(name) if isinstance(name, str) else None
     if found is not None:
         return found
@@ -74,7 +74,7 @@ def encode_graph(graph: fx.Graph) -> list[dict[str, Any]]:
 
 
 def _generates_its_code(graph: fx.Graph) -> bool:
-    """Can the code be generated again from the nodes alone?"""
+    """Whether the code can be generated from the nodes alone."""
     return type(graph._codegen) in (fx.graph.CodeGen, ModeCodeGen)
 
 
@@ -101,7 +101,7 @@ def _encode_node(node: fx.Node) -> dict[str, Any]:
 
 
 def _check_target(op: str, target: str, where: str) -> None:
-    """What holds of every node that is written or read; what it may be called on, `call_rules` says."""
+    """Check a node that is written or read. (`call_rules` checks what it may be called on.)"""
     if op == "placeholder":
         check_argument(target.removeprefix("*").removeprefix("*"), where)
     elif op in ("get_attr", "call_module"):
@@ -143,7 +143,7 @@ def decode_graph(nodes: list[dict[str, Any]], device: torch.device) -> fx.Graph:
         if called is by_mode and not _is_choice(node):
             raise CheckpointError(f"{where}: it does not choose between two values by a module's mode")
         if op == "call_function" and target not in functions():
-            node.meta["is_wrapped"] = True  # a leaf when the loaded model is traced again, too
+            node.meta["is_wrapped"] = True  # so that it stays a leaf when the loaded model is traced again
         known[name] = node
     if [data["op"] for data in nodes].count("output") != 1 or nodes[-1]["op"] != "output":
         raise CheckpointError(
@@ -153,7 +153,7 @@ def decode_graph(nodes: list[dict[str, Any]], device: torch.device) -> fx.Graph:
 
 
 def _is_choice(node: fx.Node) -> bool:
-    """`by_mode(flag, evaluated, trained)`, whose generated code names the flag."""
+    """Whether a node is `by_mode(flag, evaluated, trained)`, whose generated code names the flag."""
     flag = node.args[0] if len(node.args) == 3 and not node.kwargs else None
     return (
         isinstance(flag, fx.Node) and flag.op == "get_attr" and str(flag.target).split(".")[-1] == "training"
@@ -161,12 +161,12 @@ def _is_choice(node: fx.Node) -> bool:
 
 
 def saved_function_names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The name under which the function of each node is saved; `CheckpointError` names what has none."""
+    """Return the name under which each node's function is saved; `CheckpointError` for one without a name."""
     return {
         node: function_name(node.target, describe(node)) for node in graph.nodes if node.op == "call_function"
     }
 
 
 def read_values(graph: fx.Graph) -> set[str]:
-    """The paths of what the graph reads from its modules: tensors, flags, numbers."""
+    """Return the paths that the graph reads from its modules: tensors, flags, numbers."""
     return {str(node.target) for node in graph.nodes if node.op == "get_attr"}

@@ -26,16 +26,16 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-#: What every module carries besides its own attributes; `torch.compile` leaves the last one.
+#: What every module carries beside its own attributes; the last one is left by `torch.compile`.
 MODULE_FIELDS = {*vars(nn.Module()), "_compiled_call_impl"}
-#: Modules with what is in them, counted at every path that leads to them.
+#: Most modules, counted at every path that leads to them.
 _MOST_MODULES = 100_000
 
 
 def encode_modules(root: fx.GraphModule, read: set[str], tensors: TensorWriter) -> list[dict[str, Any]]:
-    """Every module in order, parents before children; a module at a second path refers to the first.
+    """Return every module in order, parents before children; a module at a second path refers to the first.
 
-    Attributes that are neither its class's nor among the paths that the graph reads are left out.
+    Attributes that neither its class defines nor the graph reads are left out.
     """
     entries: list[dict[str, Any]] = []
     seen: dict[int, str] = {}
@@ -103,7 +103,7 @@ def _encode_module(
 def decode_modules(entries: list[dict[str, Any]], read: set[str], tensors: Mapping[str, Tensor]) -> nn.Module:
     """Inverse of `encode_modules`; no constructor runs. `CheckpointError` names the module that does not fit."""
     modules: dict[str, nn.Module] = {}
-    within: list[str] = []  # the paths whose children may still come
+    within: list[str] = []  # paths that may still get children
     sizes: dict[int, int] = {}
 
     def leave(path: str) -> None:
@@ -123,7 +123,7 @@ def decode_modules(entries: list[dict[str, Any]], read: set[str], tensors: Mappi
         while path and within and within[-1] != parent:
             leave(within.pop())
         if path in modules or bool(path) != bool(within):
-            raise CheckpointError(f"{where} comes twice in the manifest, or not behind the module it is in")
+            raise CheckpointError(f"{where} comes twice in the manifest, or not after its parent module")
         if "same_as" in entry:
             same = entry["same_as"]
             module = None if same is None else modules[same]
@@ -164,7 +164,7 @@ def _decode_module(
     for name, reference in entry["parameters"].items():
         parameter = None if reference is None else tensors[reference]
         if not (parameter is None or isinstance(parameter, nn.Parameter)):
-            raise CheckpointError(f"{where}: {name!r} should be a parameter and is a buffer in the manifest")
+            raise CheckpointError(f"{where}: {name!r} should be a parameter, but is a buffer in the manifest")
         module._parameters[_check_name(name, where)] = parameter
     for name, (reference, persistent) in entry["buffers"].items():
         buffer = None if reference is None else tensors[reference]
@@ -176,14 +176,14 @@ def _decode_module(
 
 
 def _check_name(name: Any, where: str) -> str:
-    """A name in a module's own tables: one path atom that hides nothing every module has."""
+    """Check a name in a module's own tables: one path atom that hides no attribute of `nn.Module`."""
     if "." in check_path(name, where) or name in MODULE_FIELDS:
         raise CheckpointError(f"{where}: {name!r} is not a name that a saved model may use")
     return str(name)
 
 
 def check_targets(root: nn.Module, graph: fx.Graph) -> None:
-    """Every module the graph calls and every value it reads is there; what it calls is on the closed lists."""
+    """Check that every module called and every value read exists, and that calls are on the closed lists."""
     for node in graph.nodes:
         if node.op not in ("get_attr", "call_module"):
             continue

@@ -1,6 +1,6 @@
-"""Of which shapes a layer's tensors must be for what its attributes tell.
+"""The shapes that a layer's attributes require of its tensors.
 
-PyTorch's kernels trust the attributes: an LSTM of hidden size 0 with weights of 16 rows ends the process.
+PyTorch's kernels trust the attributes: an LSTM of hidden size 0 with weights of 16 rows crashes the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _GATES = {"LSTM": 4, "GRU": 3, "LSTMCell": 4, "GRUCell": 3}
 
 
 def check_shapes(module: nn.Module, where: str) -> None:
-    """Raise `CheckpointError` where a module's attributes tell of other sizes than its tensors have."""
+    """Raise `CheckpointError` where a module's tensors do not have the shapes that its attributes require."""
     expected = next((shapes(module) for kind, shapes in _SHAPES.items() if isinstance(module, kind)), {})
     for name, shape in expected.items():
         tensor = module._parameters.get(name, module._buffers.get(name))

@@ -1,4 +1,4 @@
-"""The closed list of module classes that a saved model may hold, and of each the attributes and their types."""
+"""The closed list of module classes that a saved model may hold, with their attributes and types."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ _SPECIFICATIONS: dict[str, list[tuple[str, str]]] = {
 
 @lru_cache(maxsize=1)
 def specifications() -> dict[str, dict[str, tuple[str, ...]]]:
-    """The types of the attributes of each class, by the class's full name."""
+    """Return the attribute types of each class, by its full name."""
     found: dict[str, dict[str, tuple[str, ...]]] = {}
     for module, rows in _SPECIFICATIONS.items():
         for names, text in rows:
@@ -192,7 +192,7 @@ def class_name(module: nn.Module, where: str) -> str:
 
 
 def find_class(name: Any, where: str) -> type[nn.Module]:
-    """Return the module class of a saved name; `CheckpointError` for everything that is not on the list."""
+    """Return the module class of a saved name; `CheckpointError` for one that is not on the list."""
     if isinstance(name, str) and name in specifications():
         module, _, attribute = name.rpartition(".")
         found = vars(importlib.import_module(module)).get(attribute)
@@ -205,7 +205,7 @@ def find_class(name: Any, where: str) -> type[nn.Module]:
 
 
 def attribute_names(name: str) -> dict[str, bool]:
-    """The attributes of a class of the list, and whether each must be there."""
+    """Return the attributes of a listed class, and whether each is required."""
     return {attribute.rstrip("?"): not attribute.endswith("?") for attribute in specifications()[name]}
 
 
@@ -227,7 +227,7 @@ def check_attributes(name: str, attributes: Mapping[str, Any], where: str) -> No
 
 
 def _told(value: Any) -> str:
-    """The value as a message shows it, without the numbers of tensors: PyTorch imports modules to print them."""
+    """Return a value as messages show it, tensors without their numbers: printing them imports modules."""
     if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
         return f"a {type(value).__name__} of tensors" if not isinstance(value, Tensor) else "a tensor"
     return ascii(str(value)[:80])

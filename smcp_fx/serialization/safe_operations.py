@@ -1,7 +1,7 @@
-"""The closed lists of what a saved model may call and read: operations on tensors and numbers, by name.
+"""Closed lists of what a saved model may call and read: operations on tensors and numbers, by name.
 
-What is not here cannot be reached from a file: no function that calls what it is given, opens files, reads raw
-memory or imports, and no method of anything but tensors and their sizes.
+A file cannot reach anything else. The lists hold no function that calls its arguments, opens files, reads raw memory
+or imports, and only methods of tensors and their sizes.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ _FUNCTIONS: dict[ModuleType, str] = {
         "setitem sub truediv truth xor"
     ),
 }
-#: With and without a final underscore, where the tensor has both.
+#: With and without a final underscore, if tensors have both.
 _METHODS = (
     "abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv addr adjoint all allclose amax amin "
     "aminmax angle any arccos arccosh arcsin arcsinh arctan arctan2 arctanh argmax argmin argsort "
@@ -148,7 +148,7 @@ _METHODS = (
 _IN_PLACE_METHODS = (
     "cauchy copy exponential fill fill_diagonal geometric log_normal normal random uniform zero "
 )
-#: Read with `getattr`, and the kind of what comes back (see `smcp_fx.serialization.call_rules`).
+#: Attributes read with `getattr`, and the kind of the result (see `smcp_fx.serialization.call_rules`).
 TENSOR_ATTRIBUTES = {
     **dict.fromkeys("H T imag mH mT real data".split(), "tensor"),
     **dict.fromkeys(
@@ -172,10 +172,10 @@ ATTRIBUTES = {
     "dtype": dict.fromkeys(("is_complex", "is_floating_point", "itemsize"), "plain"),
     "range": dict.fromkeys("bits eps max min resolution smallest_normal tiny".split(), "plain"),
 }
-#: Methods of what is no tensor: of `torch.Size`, and of a dict that the model is called with.
+#: Methods of other values than tensors: `torch.Size`, and dicts that the model is called with.
 SIZE_METHODS = frozenset(("count", "index", "numel"))
 DICT_METHODS = frozenset(("get", "items", "keys", "values"))
-#: Functions of libraries that declare them leaves of tracing, by the module they are defined in.
+#: Functions that libraries declare as leaves of tracing, by the module that defines them.
 LEAF_FUNCTIONS = {
     "timm.layers.attention": "maybe_add_mask resolve_self_attn_mask",
     "timm.layers.pos_embed": "resample_abs_pos_embed resample_abs_pos_embed_nhwc",
@@ -228,7 +228,7 @@ _OTHERS: dict[str, Callable[..., Any]] = {
 
 @lru_cache(maxsize=1)
 def functions() -> dict[str, Callable[..., Any]]:
-    """Every function that a graph may call, by name; those that this torch has."""
+    """Return every function that a graph may call, by name, as far as this torch has them."""
     found: dict[str, Callable[..., Any]] = dict(_OTHERS)
     for space, names in _FUNCTIONS.items():
         for name in names.split():
@@ -240,13 +240,13 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 @lru_cache(maxsize=1)
 def function_names() -> dict[Callable[..., Any], str]:
-    """The inverse of `functions`: the first name of each."""
+    """Return the inverse of `functions`, with the first name of each."""
     return {function: name for name, function in reversed(list(functions().items()))}
 
 
 @lru_cache(maxsize=1)
 def tensor_methods() -> frozenset[str]:
-    """Every method of a tensor that a graph may call; those that this torch has."""
+    """Return every tensor method that a graph may call, as far as this torch has them."""
     names = [spelling for name in _METHODS.split() for spelling in (name, f"{name}_")]
     names += [f"{name}_" for name in _IN_PLACE_METHODS.split()]
     return frozenset(name for name in names if callable(getattr(torch.Tensor, name, None)))

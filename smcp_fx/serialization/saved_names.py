@@ -1,4 +1,4 @@
-"""Names that may stand in a saved model: ASCII only, since Python folds other letters to ASCII in code."""
+"""Names allowed in a saved model: ASCII only, since Python folds other letters to ASCII in code."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from smcp_fx.errors import CheckpointError
 
 _IDENTIFIER = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_]{0,499}")
-#: Between two quotes in generated code: no quote, backslash, line break or dot.
+#: Text between two quotes in generated code: no quote, backslash, line break or dot.
 _PATH_ATOM = re.compile(r"(?!__)[A-Za-z0-9_ !#$%&()*+,/:;<=>?@\[\]^`{|}~-]{1,500}")
-#: What generated code itself refers to; an argument of that name would take its place.
+#: Names that generated code itself refers to; an argument of that name would shadow them.
 _TAKEN = frozenset(
     "NoneType builtins device fx_pytree getattr inf math nan operator pytree self slice timm torch "
     "torchvision".split()
@@ -19,7 +19,7 @@ _TAKEN = frozenset(
 
 
 def is_identifier(name: Any) -> bool:
-    """May the name stand in generated code?"""
+    """Whether the name may stand in generated code."""
     return isinstance(name, str) and bool(_IDENTIFIER.fullmatch(name)) and not keyword.iskeyword(name)
 
 
@@ -34,7 +34,7 @@ def check_identifier(name: Any, where: str) -> str:
 
 
 def check_argument(name: Any, where: str) -> str:
-    """`check_identifier` for an argument of the model."""
+    """Like `check_identifier`, for an argument of the model."""
     if name in _TAKEN:
         raise CheckpointError(
             f"{where}: the generated code needs the name {name!r} itself; rename the argument"

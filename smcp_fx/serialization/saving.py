@@ -1,10 +1,10 @@
-"""Save a converted model as two files, tensors and manifest, and load it without the class it came from.
+"""Save a converted model as two files, tensors and manifest, and load it without its original class.
 
-    pruned.safetensors   every tensor once, also what several modules share
+    pruned.safetensors   every tensor once, shared ones included
     pruned.json          the graph, the leaf modules' classes and attributes, the tensor file's sha256 and its own
 
-No code is stored and none is evaluated on loading. What a file may name are the functions, tensor methods and
-attributes of `safe_operations` and the module classes of `safe_modules`; both lists are closed.
+No code is stored, and loading evaluates none. A file may name only the functions, tensor methods and attributes of
+`safe_operations` and the module classes of `safe_modules`: closed lists.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from smcp_fx.tracing.wrapping import is_prepared
 FORMAT = "smcp_fx.model"
 FORMAT_VERSION = 2
 _SUFFIX = ".safetensors"
-#: More than any network's: 200,000 nodes of 300 characters each.
+#: Larger than any network's manifest: 200,000 nodes of 300 characters each.
 _MANIFEST_BYTES = 1 << 26
-#: The manifest's last line: the sha256 of all that stands before it.
+#: The manifest's last line: the sha256 of everything before it.
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
-#: What reading a manifest of wrong content may raise.
+#: Errors that a manifest of wrong content may raise.
 _OF_WRONG_CONTENT = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, OSError),
     *(RecursionError, RuntimeError, SafetensorError, SyntaxError, TypeError, ValueError),
@@ -55,13 +55,13 @@ _SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] | None = None) -> Path:
     """Write a converted model to ``path`` (``*.safetensors``) and its manifest beside it (``*.json``).
 
-    ``metadata`` (kept counts, target, source: anything JSON can hold) goes into the manifest, and
-    `read_metadata` returns it. Both files are written in full beside their places before they are renamed.
-    The same model gives the same bytes. Attributes of modules that neither their class nor the graph reads are
-    left out. Returns the path of the tensor file.
+    ``metadata`` (kept counts, target, source: anything JSON can hold) goes into the manifest, and `read_metadata`
+    returns it. Both files are written in full under temporary names, then renamed. The same model gives the same
+    bytes. Attributes that neither a module's class nor the graph reads are left out. Returns the path of the tensor
+    file.
 
-    A file holds no classes of outputs: a named tuple becomes a tuple when the model is loaded, a dataclass or a
-    `ModelOutput` a dict; a `UserWarning` says so. `OrderedDict` stays.
+    A file holds no classes of outputs: the loaded model returns a tuple for a named tuple and a dict for a dataclass
+    or `ModelOutput`, as a `UserWarning` says. `OrderedDict` stays.
 
     Errors: `InputError` for arguments of the wrong kind; `CheckpointError` for a node or module that a file
     cannot hold (both named), and when writing fails.
@@ -111,7 +111,7 @@ def load(path: Path | str, map_location: str | torch.device = "cpu") -> fx.Graph
 
 
 def check_savable(converted: nn.Module) -> None:
-    """Raise what `save` would raise for a model because of what it consists of; nothing is written."""
+    """Raise what `save` would raise for this kind of model; write nothing."""
     _encoded(converted, {}, TensorWriter())
 
 
@@ -119,7 +119,7 @@ def _contents(converted: nn.Module, metadata: Mapping[str, Any]) -> tuple[bytes,
     tensors = TensorWriter()
     manifest = _encoded(converted, metadata, tensors)
     try:
-        # One entry only: safetensors writes several in an order that changes from run to run.
+        # Only one entry: safetensors writes several in an order that varies.
         content = safetensors.torch.save(tensors.stored, {"format": "pt"})
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the tensors cannot be written as safetensors: {error}") from error
@@ -127,7 +127,7 @@ def _contents(converted: nn.Module, metadata: Mapping[str, Any]) -> tuple[bytes,
     text = render(manifest)
     if len(text) > _MANIFEST_BYTES:
         raise CheckpointError(
-            f"its manifest would be of {len(text)} bytes, more than the {_MANIFEST_BYTES} that are read: keep the "
+            f"its manifest would have {len(text)} bytes, more than the {_MANIFEST_BYTES} that load reads: keep the "
             "metadata short"
         )
     return content, text
@@ -155,13 +155,13 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
         "tensors": tensors.entries,
     }
     check_targets(converted, graph)
-    try:  # what could not be loaded is told here
+    try:  # refuse here what could not be loaded
         _assembled(manifest, tensors.stored, torch.device("meta"))
     except CheckpointError:
         raise
     except _OF_WRONG_CONTENT as error:
         raise CheckpointError(
-            f"the model is not as its layers' attributes say: {type(error).__name__}: {error}"
+            f"the model does not match its layers' attributes: {type(error).__name__}: {error}"
         ) from error
     return manifest
 
@@ -175,7 +175,7 @@ def _assembled(
     )
     check_targets(root, graph)
     module = ConvertedModule(root, graph, class_name=check_identifier(manifest["class"], "the model's class"))
-    # The constructor copies what the graph refers to; the saved order, and what it does not use, count too.
+    # The constructor copies only what the graph refers to, in its own order: restore the rest.
     for name, value in vars(root).items():
         if name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training"):
             vars(module)[name] = value
@@ -185,7 +185,7 @@ def _assembled(
         or not all(type(name) is str for name in attributes)
         or not is_plain(attributes)
     ):
-        raise CheckpointError("the model's attributes are no plain values by name")
+        raise CheckpointError("the model's attributes are not plain values by name")
     carry(module, attributes)
     return module
 
@@ -203,7 +203,7 @@ def _manifest_path(path: Path) -> Path:
 
 
 def render(manifest: Mapping[str, Any]) -> bytes:
-    """JSON with one line a node, module and tensor, to be compared line by line, and the sha256 of it all."""
+    """Return the JSON, one line per node, module and tensor so that diffs are readable, and its sha256."""
     lines = []
     for key, value in manifest.items():
         if key == "sha256":
@@ -260,7 +260,7 @@ def _parsed(content: bytes, manifest_path: Path) -> dict[str, Any]:
     sealed, last = content[:-_SEAL_BYTES], _SEAL.fullmatch(content[-_SEAL_BYTES:])
     if last is None or last[1].decode() != hashlib.sha256(sealed).hexdigest():
         raise CheckpointError(
-            f"{manifest_path} is damaged (its sha256 differs): it was changed since it was written. Copy it again, "
+            f"{manifest_path} is damaged (its sha256 differs): it was changed after it was written. Copy it again, "
             "or save the model again"
         )
     return manifest
@@ -284,13 +284,13 @@ def _check_tensor_file(path: Path, manifest: Mapping[str, Any]) -> None:
     if hasher.hexdigest() != digest:
         raise CheckpointError(
             f"{path} is not the file that {_manifest_path(path)} describes (its sha256 differs): the two come "
-            "from different saves, or the file was changed. Put together what one smcp_fx.save wrote, or save again."
+            "from different saves, or the file was changed. Use the two files of one smcp_fx.save, or save again."
         )
 
 
 @contextlib.contextmanager
 def _damaged(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
-    """Turn whatever a manifest of the right version but with wrong content leads to into one clear error."""
+    """Turn any error from a manifest with wrong content into one clear error."""
     try:
         yield
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Texts that are whole or not there, written beside their places and renamed; and JSON from other hands."""
+"""Text files written whole or not at all, and JSON from untrusted sources."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from smcp_fx.errors import InputError, SmcpError
 if sys.platform != "win32":
     import fcntl
 
-#: What file systems say that have no locks.
+#: Errors of file systems without locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
-#: So many characters of JSON there must be for each list and object, since empty ones take twenty times their text.
-#: The value codec writes no fewer: {"list": []}.
+#: Least characters of JSON per list or object: empty ones take twenty times their text in memory. The value codec
+#: never writes fewer: {"list": []}.
 _CHARACTERS_A_CONTAINER = 6
 
 
 def write_texts(texts: Mapping[Path, str], what: str) -> None:
-    """Write all the texts or none; directories are made where they are missing.
+    """Write all the texts or none; missing directories are made.
 
-    Raises `SmcpError` when that fails; what stood there before still stands. ``what`` names the content in the
+    Raises `SmcpError` when that fails; earlier files are then untouched. ``what`` names the content in the
     message.
     """
     beside = {target: target.with_name(target.name + ".part") for target in texts}
     try:
         for target, content in texts.items():
-            if target.is_dir():  # else the renaming would fail, when others may have their names already
+            if target.is_dir():  # or a later rename would fail, after others succeeded
                 raise IsADirectoryError(errno.EISDIR, f"{target} is a directory")
             target.parent.mkdir(parents=True, exist_ok=True)
             beside[target].write_text(content, encoding="utf-8", errors="backslashreplace", newline="\n")
@@ -40,7 +40,7 @@ def write_texts(texts: Mapping[Path, str], what: str) -> None:
             os.replace(part, target)
     except OSError as error:
         for part in beside.values():
-            with contextlib.suppress(OSError):  # the first error is the one to tell
+            with contextlib.suppress(OSError):  # report the first error
                 part.unlink()
         places = ", ".join(dict.fromkeys(str(target.parent) for target in texts))
         raise SmcpError(
@@ -51,7 +51,7 @@ def write_texts(texts: Mapping[Path, str], what: str) -> None:
 
 @contextlib.contextmanager
 def locked(file: Path, told: str) -> Iterator[None]:
-    """Hold a file's lock, which ends with the process; `InputError` begins with ``told`` where another holds it."""
+    """Hold a file's lock; the `InputError` where another process holds it begins with ``told``."""
     with contextlib.ExitStack() as stack:
         try:
             held = stack.enter_context(open(file, "a+", encoding="utf-8"))
@@ -68,32 +68,32 @@ def locked(file: Path, told: str) -> Iterator[None]:
 def read_json(path: Path, error: type[SmcpError], advice: str) -> Any:
     """Return what a JSON file holds, of whatever type; its strings can be written as UTF-8.
 
-    ``error`` names the file where it is missing, no text, no JSON, cut off, nested too deep, or would take far more
-    memory than the file. ``advice`` ends the message.
+    ``error`` names the file if it is missing, not text, not JSON, cut off, nested too deep, or would take far more
+    memory than its size. ``advice`` ends the message.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as problem:
-        reason = problem.strerror if isinstance(problem, OSError) else "it is no text in UTF-8"
+        reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8 text"
         raise error(f"{path} cannot be read: {reason}; {advice}") from problem
     try:
         return parse_json(text)
     except ValueError as problem:
-        raise error(f"{path} is no JSON, or was cut off: {problem}; {advice}") from problem
+        raise error(f"{path} is not JSON, or was cut off: {problem}; {advice}") from problem
 
 
 def parse_json(text: str) -> Any:
-    """Return what JSON holds; `ValueError` as for `bounded_json`, and where a string cannot be written as UTF-8."""
+    """Return what JSON holds; `ValueError` as `bounded_json`, or if a string cannot be written as UTF-8."""
     found = bounded_json(text)
-    if "\\u" in text:  # half a pair of surrogates
+    if "\\u" in text:  # a lone surrogate
         json.dumps(found, ensure_ascii=False).encode()
     return found
 
 
 def bounded_json(text: str) -> Any:
-    """Return what JSON holds; `ValueError` where it is none, too deep, or too many lists for its length."""
+    """Return what JSON holds; `ValueError` if it is invalid, too deep, or too dense with lists."""
     if (text.count("[") + text.count("{")) * _CHARACTERS_A_CONTAINER > len(text) + 1024:
-        raise ValueError("it is made of lists and objects that hold nothing")
+        raise ValueError("it consists of empty lists and objects")
     try:
         return json.loads(text)
     except RecursionError:
@@ -101,7 +101,7 @@ def bounded_json(text: str) -> Any:
 
 
 def brief(value: Any, limit: int = 80) -> str:
-    """Return a value as a message shows it: one line, not longer than ``limit``."""
+    """Return a value as messages show it: one line of at most ``limit`` characters."""
     try:
         told = repr(value)
     except RecursionError:

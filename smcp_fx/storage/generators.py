@@ -15,7 +15,7 @@ from smcp_fx.storage.tensor_file import raw
 
 
 def capture() -> str:
-    """This process's generators as JSON."""
+    """Return the states of this process's generators as JSON."""
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state()
     state: dict[str, Any] = {

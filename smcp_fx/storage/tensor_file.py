@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: each piece of memory once, with its layout; written whole or not at all."""
+"""Tensors in safetensors files: each piece of memory once, with its layout. Files are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class TensorWriter:
         self.stored: dict[str, Tensor] = {}
         self._names: set[str] = set()
         self._named: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # ids stay valid while their objects live
+        self._kept: list[Tensor] = []  # keeps their ids from being reused
         self._memory: dict[Any, str] = {}
 
     def add(self, name: str, tensor: Tensor, where: str) -> str:
-        """Take a tensor under ``name``, or return the name under which the same object was taken before."""
+        """Add a tensor as ``name``; return its name, an earlier one if the same object was added before."""
         known = self._named.get(id(tensor))
         if known is not None:
             return known
         while name in self._names:
-            name += "_"  # tensors in lists, whose elements have no name of their own
+            name += "_"  # elements of lists have no name of their own
         if type(tensor) not in (Tensor, nn.Parameter) or (
             tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta"
         ):
@@ -66,14 +66,14 @@ def dimension_order(tensor: Tensor) -> list[int]:
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     dense = torch.empty([tensor.shape[dim] for dim in order], device="meta").stride()
-    # Views with gaps or overlaps become contiguous; their values are what counts.
+    # Views with gaps or overlaps become contiguous: only their values count.
     return order if tuple(strides[dim] for dim in order) == dense else list(range(tensor.dim()))
 
 
 def restore(
     stored: Mapping[str, Tensor], entries: list[dict[str, Any]], device: torch.device
 ) -> dict[str, Tensor]:
-    """Make the tensors of a `TensorWriter`'s ``entries`` from what it stored: shared and laid out as they were."""
+    """Return the tensors of a `TensorWriter`'s ``entries``, shared and laid out as they were."""
     if set(stored) != {entry["stored"] for entry in entries}:
         raise CheckpointError("the file holds other tensors than it lists")
     memory: dict[str, Tensor] = {}
@@ -104,7 +104,7 @@ def raw(tensor: Tensor) -> Any:
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Write all files beside their places, then rename them; leave nothing behind when something fails."""
+    """Write all files under temporary names, then rename them; leave nothing behind on failure."""
     beside = {path: path.with_name(_temporary(path, os.getpid())) for path in contents}
     try:
         for path, content in contents.items():
@@ -121,7 +121,7 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
     except OSError as error:
         raise CheckpointError(
             f"{' and '.join(str(path) for path in contents)} cannot be written: {error}. Free some space or choose a "
-            "directory that can be written to, and save again."
+            "writable directory, and save again."
         ) from error
     finally:
         for temporary in beside.values():
@@ -134,7 +134,7 @@ def _temporary(path: Path, process: int | str) -> str:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what processes of this machine left beside a file when they were killed."""
+    """Remove temporary files that killed processes of this machine left behind."""
     for leftover in path.parent.glob(_temporary(Path(glob.escape(path.name)), "*")):
         process = leftover.name.split(".")[-2]
         if re.fullmatch("[0-9]{1,9}", process) and not _runs(int(process)):
@@ -148,12 +148,12 @@ def _runs(process: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        return True  # somebody else's
+        return True  # another user's process
     return True
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the renames outlast a power cut, where the system can."""
+    """Make the renames survive a power cut, where the system allows it."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

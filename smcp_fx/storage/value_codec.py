@@ -1,4 +1,4 @@
-"""Plain values as JSON: numbers, strings, containers, dtypes, devices; nothing is evaluated on the way back."""
+"""Plain values as JSON: numbers, strings, containers, dtypes, devices. Decoding evaluates nothing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MEMORY_FORMATS = {
 }
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
-#: Of the values in a file: containers in containers, characters of a string, elements of a range, size of an integer.
+#: Limits of values in a file: depth of containers, characters of a string, elements of a range, size of an integer.
 _DEEPEST, _LONGEST, _WIDEST, _LARGEST = 32, 1 << 20, 1 << 20, 1 << 64
 
-#: Encodes what only its caller knows (nodes, tensors); None for what it does not know either.
+#: Encodes values that only the caller knows (nodes, tensors); returns None for others.
 Special = Callable[[Any], Any]
 
 
@@ -87,7 +87,7 @@ def decode_value(data: Any, where: str, special: Mapping[str, Special], depth: i
             if len(values) <= _WIDEST:
                 return values
     raise CheckpointError(
-        f"{where}: {str(data)[:80]!a} is not a value this version reads; the manifest is damaged: save the "
+        f"{where}: {str(data)[:80]!a} is not a value that this version reads; the manifest is damaged: save the "
         "model again"
     )
 

@@ -1,4 +1,4 @@
-"""The versions that a saved file depends on, as it notes them and as messages name them."""
+"""Versions of the libraries that a saved file depends on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LIBRARIES = ("smcp_fx", "torch", "torchvision", "timm", "safetensors")
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what a saved file depends on."""
+    """Return the versions that a saved file depends on."""
     versions = {"python": platform.python_version()}
     for name in _LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -21,7 +21,7 @@ def library_versions() -> dict[str, str]:
 
 
 def saved_with(manifest: Mapping[str, Any]) -> str:
-    """The versions that a manifest notes under "libraries", in brackets."""
+    """Return the versions that a manifest lists under "libraries", in brackets."""
     libraries = manifest.get("libraries")
     if not isinstance(libraries, dict):
         return "(saved with unknown versions)"

@@ -72,13 +72,25 @@ def _any_proxy(*trees: Any) -> bool:
     return any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves(trees))
 
 
+class _Applied:
+    """Applies a class; with the names by which fx writes a function down, and a pickle that refers to the class."""
+
+    def __init__(self, cls: Any) -> None:
+        self._class = cls
+        self.__name__ = self.__qualname__ = f"{cls.__name__}_apply"
+        self.__module__ = cls.__module__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._class.apply(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self._class.__qualname__}.apply>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return applied, (self._class,)
+
+
 @functools.cache
 def applied(cls: Any) -> Callable[..., Any]:
-    """The function that applies this class: one object a class, with a name that fx can write down."""
-
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        return cls.apply(*args, **kwargs)
-
-    apply.__name__ = apply.__qualname__ = f"{cls.__name__}_apply"
-    apply.__module__ = cls.__module__
-    return apply
+    """What applies this class: one object a class."""
+    return _Applied(cls)

@@ -75,7 +75,7 @@ class Contexts:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Start with gradients on, and see autocast entered and left."""
+        """See autocast entered and left."""
         kind = torch.amp.autocast_mode.autocast
         enter, leave = kind.__enter__, kind.__exit__
 
@@ -89,7 +89,7 @@ class Contexts:
                 self._entered.pop()
             return leave(context, *error)
 
-        with mock.patch.multiple(kind, __enter__=entered, __exit__=left), torch.enable_grad():
+        with mock.patch.multiple(kind, __enter__=entered, __exit__=left):
             yield
 
 

@@ -22,7 +22,7 @@ _SAME = 1e-6
 
 
 def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any] | None = None) -> Any:
-    """Run the model (or ``run``) in eval mode without gradients; modes are kept, caches that forward fills undone.
+    """Run the model (or ``run``) in eval mode without gradients; what forward changes of the model is undone.
 
     It gets copies of the inputs, into which it may write.
     """
@@ -30,13 +30,9 @@ def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any]
     inputs = pytree.tree_map(
         lambda v: copies.setdefault(id(v), v.detach().clone()) if isinstance(v, Tensor) else v, inputs
     )
-    before = Attributes(model)
-    model.eval()
-    try:
-        with torch.no_grad():
-            return (run or model)(*inputs)
-    finally:
-        before.restore(constants=False)
+    with _as_before(model), torch.no_grad():
+        model.eval()
+        return (run or model)(*inputs)
 
 
 class Recorder(ModeInterpreter):
@@ -98,12 +94,17 @@ def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[s
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Buffers, attributes that forward sets, and the random generator are left as they were."""
+    devices = sorted({buffer.device.index or 0 for buffer in module.buffers() if buffer.is_cuda})
+    with _as_before(module), torch.random.fork_rng(devices=devices):
+        yield
+
+
+@contextmanager
+def _as_before(module: nn.Module) -> Iterator[None]:
     before = Attributes(module)
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    devices = sorted({buffer.device.index or 0 for buffer in module.buffers() if buffer.is_cuda})
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     finally:
         before.restore(constants=False)
         with torch.no_grad():

@@ -17,6 +17,8 @@ from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
+from smcp_fx.tracing.contexts import same_mode
+
 _ASKED = {"requires_grad": True, "is_leaf": False}  # and whether the answer is that gradients are kept
 
 
@@ -59,7 +61,7 @@ class GradientQuestions:
         return not known.isdisjoint(self._nodes)
 
     def compare(self, without: Traced, kept: Traced) -> None:
-        """Refuse a model that computes something else where gradients are kept."""
+        """Refuse a model that computes something else where gradients are kept; else, what runs with them does."""
         left, right = (list(graph.nodes) for graph, _ in (without, kept))
         twin = dict(zip(right, left, strict=False))
         same = len(left) == len(right)
@@ -79,6 +81,8 @@ class GradientQuestions:
                 f"it computes something else where gradients are kept (asked at {self.asked[0]}), and a graph "
                 "does not ask: branch on self.training"
             )
+        for a, b in zip(left, right, strict=True):
+            same_mode(a, b)  # what was answered may have been handed to `set_grad_enabled`
 
 
 def _tuples(tree: Any) -> Any:

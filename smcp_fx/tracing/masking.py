@@ -122,7 +122,7 @@ def _batch_norm(norm: Any, weight: Tensor, x: Tensor) -> Tensor:
     return F.batch_norm(x, *statistics, weight, norm.bias, norm.training, norm.momentum, norm.eps)
 
 
-MASKS = {"soft": soft_mask, "hard": hard_mask, "permanent": hard_mask}
+MASKS = {"soft": soft_mask, "permanent": hard_mask}
 SCALES = {"chain": scale_gamma, "direct": scale_gamma_direct}
 
 

@@ -32,6 +32,7 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "equal": operator.eq, "not_equal": operator.ne,
 }  # fmt: skip
 _FLOATS = {"ceil", "floor", "trunc"}
+_PRODUCT = math.prod  # taken here, as those above: while torch.fx traces, `math` holds other functions
 
 
 class AnsweringProxy(Proxy):
@@ -194,7 +195,7 @@ class AnsweringProxy(Proxy):
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if function.__name__ == "prod" and len(args) == 1 and not kwargs:
-            return self.tracer.create_proxy("call_function", math.prod, args, {})
+            return self.tracer.create_proxy("call_function", _PRODUCT, args, {})
         return _plain(function(*self._numbers(args), **self._numbers(kwargs)))
 
     def _numbers(self, tree: Any) -> Any:

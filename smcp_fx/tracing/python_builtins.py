@@ -35,6 +35,7 @@ _TOLD = ("int", "float", "len", "isinstance")
 #: Where a type is only looked at, and a stand-in does as well.
 _LOOKS = {"isinstance", "issubclass"}
 _CACHED = functools._lru_cache_wrapper
+_TRUNCATED = math.trunc  # taken here: while torch.fx traces, `math` holds other functions
 
 
 class StandIns:
@@ -129,7 +130,7 @@ class StandIns:
     def _int(self, proxy: Proxy) -> Any:
         value = self.tracer.value(proxy.node)
         if type(value) is float:
-            return self.tracer.create_proxy("call_function", math.trunc, (proxy,), {})
+            return self.tracer.create_proxy("call_function", _TRUNCATED, (proxy,), {})
         return proxy if type(value) is int else int(proxy)  # type: ignore[call-overload]
 
     def _float(self, proxy: Proxy) -> Any:

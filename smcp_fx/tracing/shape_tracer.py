@@ -80,7 +80,13 @@ class ShapeTracer(AnsweringTracer):
     def _traced(self, root: Any, model: nn.Module, concrete_args: dict[str, Any] | None) -> fx.Graph:
         self._held = dict(held_tensors(model))
         self._sizes = Sizes(model, self.value)
-        with seen_through(), StandIns(self, model), Assignments(self._held, self.log.assigned), Checkpoints():
+        with (
+            torch.enable_grad(),  # whatever an earlier trace's forward has left
+            seen_through(),
+            StandIns(self, model),
+            Assignments(self._held, self.log.assigned),
+            Checkpoints(),
+        ):
             graph = super().trace(root, concrete_args)
         self.log.closed = True
         by_position(model, graph)

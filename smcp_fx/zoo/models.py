@@ -58,27 +58,8 @@ def load_model(
 
     Raises `InputError` where nothing fits.
     """
-    kind, _, name = spec.partition(":")
     notes: list[str] = []
-    classes = data.classes or _classes_of(weights)
-    if kind == "torchvision" and name:
-        model = _torchvision(name, classes)
-        if weights is None and data.size <= 64 and type(model).__name__ == "ResNet":
-            stem: Any = model.conv1
-            model.conv1 = nn.Conv2d(data.channels, stem.out_channels, 3, 1, 1, bias=False)
-            notes.append(
-                f"stem adapted to {data.size}x{data.size} images: 3x3 convolution of stride 1 on {data.channels} "
-                f"channel{'s' * (data.channels > 1)}"
-            )
-    elif kind == "timm" and name:
-        own = {} if weights is not None else {"in_chans": data.channels}
-        model = _create_timm(name, num_classes=classes, **own)
-    else:
-        model = _from_factory(spec, base)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InputError(
-            f"{spec}: all its parameters are frozen (requires_grad=False): nothing can be trained"
-        )
+    model, name = _classifier(spec, data, weights, base, notes)
     channels, fitting = _fit(model, spec, data, [size] if size else None)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
@@ -96,13 +77,35 @@ def load_model(
         notes += weights.notes
     return FittedModel(
         model,
-        name if kind in ("torchvision", "timm") else spec,
+        name,
         channels,
         fitting,
         tuple(notes),
         None if weights is None else weights.accuracy,
         weights is not None and weights.whole,
     )
+
+
+def _classifier(
+    spec: str, data: ImageData, weights: Weights | None, base: Path | None, notes: list[str]
+) -> tuple[nn.Module, str]:
+    """Return the model, built for the data's classes and channels, and its name; ``notes`` gets what was adapted."""
+    kind, _, name = spec.partition(":")
+    classes = data.classes or _classes_of(weights)
+    if kind == "timm" and name:
+        own = {} if weights is not None else {"in_chans": data.channels}
+        return _create_timm(name, num_classes=classes, **own), name
+    if kind != "torchvision" or not name:
+        return _from_factory(spec, base), spec
+    model = _torchvision(name, classes)
+    if weights is None and data.size <= 64 and type(model).__name__ == "ResNet":
+        stem: Any = model.conv1
+        model.conv1 = nn.Conv2d(data.channels, stem.out_channels, 3, 1, 1, bias=False)
+        notes.append(
+            f"stem adapted to {data.size}x{data.size} images: 3x3 convolution of stride 1 on {data.channels} "
+            f"channel{'s' * (data.channels > 1)}"
+        )
+    return model, name
 
 
 def _classes_of(weights: Weights | None) -> int:

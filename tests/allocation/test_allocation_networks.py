@@ -32,18 +32,19 @@ def budgets(cost: NetworkCost) -> list[float]:
         ("resnet50", 4089184256),
         ("resnet101", 7801405440),
         ("mobilenet_v2", 300774272),
-        ("efficientnet_b0", 385816672),
+        ("efficientnet_b0", 385814752),
         ("densenet121", 2834161664),
         ("googlenet", 1498376192),
     ],
 )
-def test_networks_have_their_published_multiply_accumulates(name: str, flops: int) -> None:
+def test_networks_have_the_multiply_adds_that_pytorch_counts(name: str, flops: int) -> None:
+    """By `torch.utils.flop_counter`."""
     cost = instances.network_cost(name, "flops")
     assert cost.cost(cost.full_counts) == flops
 
 
 @pytest.mark.parametrize("kind", ["flops", "latency"])
-@pytest.mark.parametrize("name", [name for name in instances.NETWORKS if name != "hardnet68"])
+@pytest.mark.parametrize("name", [name for name in instances.MODULES if name != "hardnet68"])
 def test_networks_are_solved_to_a_hundredth_percent_within_the_budget(name: str, kind: str) -> None:
     values, cost = network(name, kind)
     for budget in budgets(cost):

@@ -335,7 +335,7 @@ def test_opset_17_computes_the_same(model: onnx.ModelProto) -> None:
             helper.make_node("Resize", ["x", "", "", "z"], ["y0"], "up", antialias=1, mode="linear"),
             "'up': Resize with anti",
         ),
-        (helper.make_node("ReduceMean", ["x", "q"], ["y0"], "mean"), "'mean': ReduceMean with axes"),
+        (helper.make_node("ReduceMean", ["x", "q"], ["y0"], "mean"), "'mean': ReduceMean with computed axes"),
     ],
     ids=["Mish", "Resize", "ReduceMean"],
 )

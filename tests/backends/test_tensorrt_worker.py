@@ -434,7 +434,7 @@ def test_json_with_quotes_inside_still_gives_names_and_kinds() -> None:
         (
             "quotes:conv1",
             {"unknown": 1, "fp16": 1},
-            "of 1 convolutions and products the inspector tells no type",
+            "the inspector gives no type for 1 convolutions and products",
         ),
         ("fused", {}, "the inspector shows none of the network's 2 convolutions and products"),
     ],

@@ -36,6 +36,12 @@ def test_one_target(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert calibration["dense"] == 1 and 0 <= calibration["sliced"] <= 1
     assert calibration["repaired"] == pytest.approx(report["pruned"]["accuracy"])
     assert [layer["path"] for layer in calibration["layers"]] == ["0", "3", "8"]
+    assert calibration["worth"]
+    kept = {row["name"]: row["kept"] for row in report["groups"]}
+    for group in calibration["worth"]:
+        assert kept[group["name"]] == group["kept"] in group["counts"]
+        assert group["counts"][-1] == group["size"] and group["rises"][-1] == 0
+        assert sorted(group["rises"], reverse=True) == group["rises"]
     loaded = smcp_fx.load(work / "out" / "pruned.safetensors").eval()
     session = ort.InferenceSession(str(work / "out" / "pruned.onnx"), providers=["CPUExecutionProvider"])
     images, _ = next(load_data("imagefolder:images", images=Preprocessing(32), workers=0).tests(4, 3, 32))

@@ -31,9 +31,7 @@ def test_soft_masks_go_on_consumers_with_a_choice_and_nothing_else() -> None:
     assert len(result.report) == 2
 
 
-@pytest.mark.parametrize(
-    ("mode", "function"), [("soft", soft_mask), ("hard", hard_mask), ("permanent", hard_mask)]
-)
+@pytest.mark.parametrize(("mode", "function"), [("soft", soft_mask), ("permanent", hard_mask)])
 def test_mask_functions(mode: Any, function: Any) -> None:
     module, channels = traced(chain(8))
     InsertSoftMasks(channels, mode)(module)

@@ -164,9 +164,9 @@ def test_corollary_skip_connections() -> None:
     assert_close(importance(prepared, "abs_of_sum", "one"), norms.abs().float(), "importance")
 
 
-@pytest.mark.parametrize("mode", ["soft", "hard"])
+@pytest.mark.parametrize("mode", ["soft", "permanent"])
 def test_corollary_masks(mode: str) -> None:
-    """Equal for every channel under hard masks; under soft ones the norm of a pruned channel sees nothing."""
+    """Equal for every channel under permanent masks; under soft ones the norm of a pruned channel sees nothing."""
     prepared = backward(chain(6, 8), batch_norm_scaling=False, mask=mode)
     prepared.set_masks({"0.0": torch.arange(6) < 4})
     prepared.zero_grad()
@@ -174,7 +174,7 @@ def test_corollary_masks(mode: str) -> None:
     norm, channels = of_norm(prepared, "0.1"), terms(prepared, "1.0")
     assert_close(norm[:4], channels[:4], "gradient")
     assert float(norm[4:].abs().max()) == 0
-    if mode == "hard":
+    if mode == "permanent":
         assert float(channels[4:].abs().max()) == 0
     else:
         assert float(channels[4:].abs().min()) > 0

@@ -19,7 +19,7 @@ from smcp_fx.tracing.masking import scale_gamma_direct
 
 
 @pytest.mark.parametrize("gradient", ["chain", "direct"])
-@pytest.mark.parametrize("mask", ["soft", "hard", "permanent"])
+@pytest.mark.parametrize("mask", ["soft", "permanent"])
 def test_a_network_without_a_branch_trains(gradient: str, mask: str) -> None:
     found = prepared(Residual(), config={"gamma_gradient": gradient, "mask": mask})
     found.set_masks(nothing(found, "conv1"))

@@ -55,7 +55,7 @@ LIVES: tuple[tuple[Any, smcp_fx.Schedule | None, dict[str, Any]], ...] = (
     (concat, SCHEDULE, {"multiple": 2, "layer_pruning": True}),
     (depthwise, None, {"multiple": 4, "layer_pruning": True, "tolerance": 0.3}),
     (concat, SCHEDULE, {"multiple": 4, "mask": "permanent", "memory": 0.0}),
-    (lambda: Residual(8, 12), None, {"multiple": 3, "allocation": "paper", "mask": "hard"}),
+    (lambda: Residual(8, 12), None, {"multiple": 3, "allocation": "paper", "mask": "permanent"}),
 )
 seeds = st.integers(0, 2**16)
 

@@ -168,7 +168,7 @@ def dynamo() -> Iterator[Any]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("mask", ["soft", "hard"])
+@pytest.mark.parametrize("mask", ["soft", "permanent"])
 def test_compiled_without_graph_breaks_or_recompilation(mask: str, dynamo: Any) -> None:
     """``fullgraph`` refuses breaks; one graph serves training with all its changes of masks."""
     eager = prepared_model(mask=mask)
@@ -231,7 +231,7 @@ def test_compiled_with_inductor_the_importances_are_the_same(dynamo: Any) -> Non
 # ---- frozen layers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", ["soft", "hard"])
+@pytest.mark.parametrize("mask", ["soft", "permanent"])
 @pytest.mark.parametrize("before", [True, False], ids=["before prepare", "after prepare"])
 def test_frozen_layers_have_the_importance_they_would_have(before: bool, mask: Any) -> None:
     """Every consumer of a group is frozen; the importances equal those of the same network that learns."""
@@ -258,7 +258,7 @@ def test_frozen_layers_have_the_importance_they_would_have(before: bool, mask: A
             loss_of(prepared, part).backward()
         prepared.pruner.step()
     assert frozen.get_parameter("conv1.weight").grad is None
-    assert float(learning.smcp.gathered.min()) > 0 or mask == "hard"
+    assert float(learning.smcp.gathered.min()) > 0 or mask == "permanent"
     assert_close(frozen.smcp.gathered, learning.smcp.gathered, "accumulation")
 
 

@@ -122,7 +122,7 @@ def test_evaluations_come_every_so_many_epochs() -> None:
         ("method.mask=firm", "mask must be one of"),
         ("weights=imagenet", "weights must be"),
         ("size", "KEY=VALUE"),
-        ("size.x=3", "no table"),
+        ("size.x=3", "not a table"),
         ("training=3", "must be a table"),
         ("training.rate_steps=[[5, 0.1], [4, 0.1]]", "ascending"),
         ("training.rate_steps=[[5]]", "list of 2"),
@@ -143,7 +143,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert recipe.training == load_recipe("resnet50-30").training
     for text, message in (
         ('base = "cifar"', "there are imagenet, voc"),
-        ("a = ", "is no TOML"),
+        ("a = ", "is not TOML"),
         ('base = "imagenet"', "lacks the field network"),
     ):
         file.write_text(text)

@@ -40,7 +40,7 @@ def test_page_is_well_formed_and_tells_the_figures(real: Report) -> None:
             "The stem was adapted.",
         ),
         *(
-            "at least 98.6 % of the most",
+            "at least 98.6 % of the importance",
             "pruned.onnx",
             "790 and reused 22",
             "rows in use that are unsteady 5",

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from smcp_fx.report import Report
 from smcp_fx.report.bars import NARROW, block_bars, channel_bars, latency_bars
 from smcp_fx.report.curves import solve_curves, training_curves, validation_scatter
-from smcp_fx.report.schema import BlockRow, EngineRow, EpochRow
+from smcp_fx.report.schema import BlockRow, EngineRow, EpochRow, WorthRow
 from smcp_fx.report.svg import rounded_up, ticks
+from smcp_fx.report.worth_curves import PANELS, worth_curves
 
 
 def bars(markup: Any, class_: str) -> list[dict[str, str]]:
@@ -94,3 +95,21 @@ def test_ticks_are_round_and_inside(high: float, about: int) -> None:
     mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
     assert min(abs(mantissa - factor) for factor in (1, 2, 5)) < 1e-6
     assert high * (1 - 1e-9) <= rounded_up(high, about) <= high + step * (1 + 1e-9)
+
+
+def test_worth_is_drawn_to_one_scale() -> None:
+    """Both dots stand at the same share; the second group's rise is half of the first's."""
+    rises = ((9.0, 1.0, 0.25, 0.0), (0.75, 0.5, 0.125, 0.0))
+    groups = [WorthRow(f"group {i}", 32, 16, (8, 16, 24, 32), found) for i, found in enumerate(rises)]
+    first, second = bars(worth_curves(groups), "point")
+    (base, other), (top, _) = (
+        [float(mark["y1"]) for mark in bars(worth_curves(groups), kind)] for kind in ("baseline", "grid")
+    )
+    assert (other - float(second["cy"])) / (base - float(first["cy"])) == pytest.approx(0.5, rel=1e-2)
+    steep, flat = (curve["d"].split("L") for curve in bars(worth_curves(groups), "curve"))
+    assert len(steep) == len(flat) == 4
+    assert float(steep[0].lstrip("M").split()[1]) == pytest.approx(
+        top, abs=0.1
+    )  # cut where it leaves the panel
+    assert worth_curves([]) is None
+    assert len(bars(worth_curves(groups * PANELS), "point")) == PANELS

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from saved_models import FunctionalNetwork, SharedModules, assert_same_module, prune_and_convert, small_model
@@ -72,6 +74,60 @@ def test_pickle_leaves_nothing_out() -> None:
 
 def first(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else first(value[0])
+
+
+class WorksOutSizes(nn.Module):
+    """Sizes by functions that torch.fx exchanges while it traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = (int(x.shape[2] * 1.5), math.ceil(x.shape[3] / 2))
+        return self.second(nn.functional.interpolate(self.first(x), size=size)) / np.prod(x.shape[2:])
+
+
+def test_sizes_that_are_worked_out_are_saved_and_pickled(tmp_path: Path) -> None:
+    x, larger = torch.randn(2, 3, 8, 8), torch.randn(3, 3, 10, 14)
+    converted = prune_and_convert(WorksOutSizes(), x)
+    for other in (
+        load(save(converted, tmp_path / "model.safetensors")),
+        pickle.loads(pickle.dumps(converted)),
+    ):
+        for image in (x, larger):
+            assert torch.equal(converted.eval()(image), other.eval()(image))
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+class Reverses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.third(Reversed.apply(self.second(self.first(x))))
+        return y
+
+
+def test_functions_with_a_backward_of_their_own_pickle() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    converted = prune_and_convert(Reverses(), x)
+    other = pickle.loads(pickle.dumps(converted))
+    for module in (converted, other):
+        module(x).sum().backward()
+    for (name, one), another in zip(converted.named_parameters(), other.parameters(), strict=True):
+        assert one.grad is not None and another.grad is not None, name
+        assert torch.equal(one.grad, another.grad) and one.grad.any(), name
 
 
 def test_a_loaded_model_pickles(tmp_path: Path) -> None:

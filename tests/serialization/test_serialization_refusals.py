@@ -186,7 +186,7 @@ def _no_safetensors(path: Path) -> None:
         (_foreign_json, "not a manifest of smcp_fx.save"),
         (_not_json, "is damaged .*again"),
         (_nested_too_deep, "is damaged .*again"),
-        (_made_of_empty_lists, "lists and objects that hold nothing.*again"),
+        (_made_of_empty_lists, "empty lists and objects.*again"),
         (_other_version, r"format version 1.*reads version 2.*torch "),
         (_foreign_tensors_of_the_right_hash, "holds other tensors"),
         (_no_safetensors, "is damaged .*again"),

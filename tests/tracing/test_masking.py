@@ -124,10 +124,10 @@ def gradients(mode: Any) -> tuple[smcp_fx.PreparedModel, dict[str, Tensor]]:
 def test_in_a_network_pruned_channels_learn_under_soft_masks_only() -> None:
     """The consumer's weights learn; what produces a pruned channel gets nothing, as its input gradient is 0."""
     _, soft = gradients("soft")
-    _, hard = gradients("hard")
+    _, permanent = gradients("permanent")
     assert bool((soft["1.0.weight"][:, 4:].flatten(2).abs().amax((0, 2)) > 0).all())
-    assert float(hard["1.0.weight"][:, 4:].abs().max()) == 0
-    assert_close(soft["1.0.weight"][:, :4], hard["1.0.weight"][:, :4], "gradient")
+    assert float(permanent["1.0.weight"][:, 4:].abs().max()) == 0
+    assert_close(soft["1.0.weight"][:, :4], permanent["1.0.weight"][:, :4], "gradient")
     for name in ("0.0.weight", "0.1.weight", "0.1.bias"):
         assert float(soft[name][4:].abs().max()) == 0
-        assert_close(soft[name], hard[name], "gradient")
+        assert_close(soft[name], permanent[name], "gradient")

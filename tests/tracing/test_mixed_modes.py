@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.errors import AssumptionError
-from smcp_fx.tracing import tracer
+from smcp_fx.tracing import single_trace
+from smcp_fx.tracing.tracer import trace
 
 
 class Normed(nn.Module):
@@ -222,9 +223,9 @@ class Stage(nn.Module):
 
 def _traces(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> int:
     made = []
-    once = tracer._trace_once
-    monkeypatch.setattr(tracer, "_trace_once", lambda *a, **k: made.append(a) or once(*a, **k))
-    tracer.trace(model, (IMAGE,))
+    once = single_trace._trace_once
+    monkeypatch.setattr(single_trace, "_trace_once", lambda *a, **k: made.append(a) or once(*a, **k))
+    trace(model, (IMAGE,))
     return len(made)
 
 

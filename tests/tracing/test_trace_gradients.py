@@ -57,6 +57,27 @@ def test_another_result_where_gradients_are_kept_is_refused(wiring: Wiring) -> N
         trace(between(wiring).eval(), (torch.randn(2, 3, 8, 8),))
 
 
+def switched(s: Any, h: Tensor) -> Tensor:
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    frozen = s.part(h)
+    torch.set_grad_enabled(before)
+    return h + frozen
+
+
+def switched_off_and_on(s: Any, h: Tensor) -> Tensor:
+    torch.set_grad_enabled(False)
+    frozen = s.part(h)
+    torch.set_grad_enabled(True)
+    return h + frozen
+
+
+@pytest.mark.parametrize("wiring", [switched, switched_off_and_on])
+def test_gradients_switched_by_a_call_come_back(wiring: Wiring) -> None:
+    prepared = check_traced(between(wiring, part=conv(8, 8)))
+    assert [n.args[0].target for n in prepared.graph.nodes if n.target == "detach"] == ["part"]
+
+
 # ---- attributes ----------------------------------------------------------------------------------------
 
 

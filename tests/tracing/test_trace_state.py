@@ -64,6 +64,25 @@ def same(model: nn.Module, prepared: nn.Module, x: Tensor, frozen: str = "") -> 
         torch.testing.assert_close(other[name], value, atol=1e-4, rtol=1e-3, msg=name)
 
 
+@pytest.mark.parametrize("norm", ["batch_norm", "instance_norm"])
+def test_buffers_that_eval_mode_changes_are_as_they_were_once_prepared(norm: str) -> None:
+    """Statistics gathered in any mode: the runs of the example are no part of them."""
+
+    def between(net: nn.Module, f: Tensor) -> Tensor:
+        if norm == "batch_norm":
+            return F.batch_norm(f, net.mean, net.var, training=True)  # type: ignore[arg-type]
+        return F.instance_norm(f, net.mean, net.var)  # type: ignore[arg-type]
+
+    model = Net(between)
+    model.register_buffer("mean", torch.zeros(8))
+    model.register_buffer("var", torch.ones(8))
+    prepared = smcp_fx.prepare(model, image())
+    assert not prepared.regions and prepared.channels.free_share == 1
+    for state in (model.state_dict(), prepared.state_dict()):
+        assert not state["mean"].any() and (state["var"] == 1).all()
+    same(model, prepared, image())
+
+
 def mixup(net: nn.Module, f: Tensor) -> Tensor:
     return f + 0.3 * f[torch.randperm(f.size(0))] if net.training else f
 

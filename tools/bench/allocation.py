@@ -17,12 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from allocation_instances import NETWORKS, PRICERS, Values, network_cost, synthetic_importances, values_of
-from allocation_measured import measured_cost
+import torch
+from allocation_instances import MODULES, PRICERS, Values, network_cost, synthetic_importances, values_of
 
+import smcp_fx
 from smcp_fx.allocation import Allocation, allocate
+from smcp_fx.backends import get_backend
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.table import LatencyTable
 
 RAMP, REFINE = 20, 10
 
@@ -60,6 +64,14 @@ def changed_share(cost: NetworkCost, seed: int, before: Allocation, budget: floa
     return changed / sum(len(i) for i in importances.values())
 
 
+def measured_cost(name: str, table: Path, side: int) -> NetworkCost:
+    """The latency in ms of one of `MODULES` at 3 x side x side, around its full widths."""
+    torch.manual_seed(0)
+    with LatencyTable(table) as rows:
+        cost = LatencyCost(rows, get_backend("onnxruntime", threads=1))
+        return smcp_fx.prepare(MODULES[name]().eval(), torch.randn(1, 3, side, side), cost=cost).pruner.cost
+
+
 def measure(name: str, kind: str, cost: NetworkCost, shares: Sequence[float], seed: int, paper: bool) -> None:
     """Print one line a budget."""
     values = values_of(cost, synthetic_importances(cost, seed))
@@ -91,7 +103,7 @@ def main() -> None:
     """Parse the arguments and print the table."""
     imports = peak_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--networks", nargs="+", default=list(MODULES), choices=list(MODULES))
     parser.add_argument("--costs", nargs="+", default=list(PRICERS), choices=[*PRICERS, "measured"])
     parser.add_argument("--table", type=Path, default=Path("table.sqlite"), help="the measured latency table")
     parser.add_argument("--side", type=int, default=64, help="side of the images of measured networks")

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from tensorrt_others import Runtimes
+from tensorrt_solvers import solvers_on_gpu
 from tensorrt_verdicts import agreement, runtimes, summary, verdicts
 
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
@@ -37,7 +38,6 @@ from smcp_fx.backends import Engine, compare, get_backend  # noqa: E402
 from smcp_fx.backends.tensorrt.backend import TensorRTBackend, reference_outputs  # noqa: E402
 from smcp_fx.backends.tensorrt.layers import blocks_beside_layers  # noqa: E402
 from smcp_fx.errors import InfeasibleBudgetError, SmcpError  # noqa: E402
-from smcp_fx.knapsack import solve_knapsack  # noqa: E402
 from smcp_fx.latency.cost import LatencyCost, latency_of  # noqa: E402
 from smcp_fx.latency.filling import MeasuringProgress  # noqa: E402
 from smcp_fx.latency.network import NetworkLatency  # noqa: E402
@@ -330,29 +330,7 @@ class Bench:
         """The knapsack, and the allocator with its values on the GPU, against the CPU."""
         if self.device != "cuda":
             raise RuntimeError("PyTorch finds no GPU")
-        rng = np.random.default_rng(0)
-        values = [torch.tensor(np.sort(rng.random(64)).cumsum()) for _ in range(60)]
-        costs = [torch.tensor(np.sort(rng.integers(1, 10**6, 64)).astype(np.float64)) for _ in range(60)]
-        capacity = float(np.floor(0.4 * sum(float(c.max()) for c in costs)))
-        answers = {}
-        for device in ("cpu", "cuda"):
-            began = time.perf_counter()
-            put = ([v.to(device) for v in values], [c.to(device) for c in costs])
-            answers[device] = solve_knapsack(*put, capacity, device=device)
-            found[f"knapsack_{device}_seconds"] = time.perf_counter() - began
-        found["knapsack_same_value"] = answers["cpu"].value == answers["cuda"].value
-        found["knapsack_optimal"] = bool(answers["cuda"].optimal)
-        on_cpu = smcp_fx.prepare(copy.deepcopy(self.model).cpu(), torch.randn(2, 3, 64, 64), target=0.5)
-        on_cpu(torch.randn(2, 3, 64, 64)).square().mean().backward()
-        on_cpu.pruner.step()
-        on_gpu = smcp_fx.prepare(copy.deepcopy(self.model).cpu(), torch.randn(2, 3, 64, 64), target=0.5)
-        on_gpu.load_state_dict(on_cpu.state_dict())
-        on_gpu.to(self.device)
-        for where, prepared in (("cpu", on_cpu), ("cuda", on_gpu)):
-            began = time.perf_counter()
-            prepared.pruner.solve()
-            found[f"allocator_{where}_seconds"] = time.perf_counter() - began
-        found["allocator_same_counts"] = on_cpu.pruner.counts == on_gpu.pruner.counts
+        found |= solvers_on_gpu(self.model)
 
     def others(self, found: dict[str, Any]) -> None:
         """The dense network in fp16 in PyTorch and in ONNX Runtime, where these can."""

@@ -81,7 +81,7 @@ class BuildOptions:
 class Builder:
     """Builds engines with one TensorRT.
 
-    ``cache`` is the timing cache's content, which grows with every build; `learn` adds another one's.
+    ``cache``: content of the timing cache, which grows with every build; `learn` adds another cache's.
     """
 
     def __init__(self, trt: ModuleType, logger: Any, cache: bytes = b"") -> None:
@@ -100,7 +100,7 @@ class Builder:
             raise WorkerError(f"TensorRT {trt.__version__} cannot start: {logger.told()}") from error
 
     def build(self, onnx: Path, options: BuildOptions) -> tuple[Any, dict[str, Any]]:
-        """Return the serialised engine and what is known of its making; `WorkerError` with TensorRT's own words."""
+        """Return the serialised engine and how it was made; `WorkerError` with TensorRT's own words."""
         self._check(options)
         began, notes = time.perf_counter(), list[str]()
         plan, network = self._attempt(onnx, options, options.block)
@@ -114,7 +114,7 @@ class Builder:
         return plan, {"seconds": time.perf_counter() - began, **network, "notes": notes}
 
     def learn(self, cache: bytes) -> None:
-        """Add what another process has timed, where this TensorRT can read it."""
+        """Add what another process has timed, if this TensorRT can read it."""
         if not cache or cache == self.cache:
             return
         config = self._builder.create_builder_config()
@@ -232,7 +232,7 @@ class Builder:
                 layer.precision = wanted
 
     def _open_layouts(self, network: Any, precision: str) -> None:
-        """Let a block hand tensors on as the network's layers do, instead of copying them into the plain layout."""
+        """Let a block take and give tensors in the layout that suits it, as layers in a network do."""
         trt = self._trt
         mask = sum(1 << int(getattr(trt.TensorFormat, name)) for name in _LAYOUTS[precision])
         wanted = getattr(trt.DataType, PRECISIONS[precision])
@@ -265,7 +265,7 @@ class Builder:
 
 
 def make_logger(trt: ModuleType) -> Any:
-    """Return a logger that keeps TensorRT's warnings and errors, for messages."""
+    """Return a logger that keeps TensorRT's warnings and errors for our messages."""
 
     class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:

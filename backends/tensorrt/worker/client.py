@@ -1,4 +1,4 @@
-"""The asking side: a worker in a process of its own, that may die and is started again; or in this process."""
+"""The asking side: a worker in a process of its own, restarted when it dies; or in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Worker(Protocol):
 
 
 class InProcess:
-    """The worker in this process: a crash is this process's crash."""
+    """The worker in this process: if it crashes, so does this process."""
 
     generation = 0
 
@@ -49,7 +49,7 @@ class InProcess:
 
 
 class WorkerProcess:
-    """The worker as a process, started when it is first asked, and again after it died.
+    """The worker as a process, started at the first request and again after it died.
 
     ``command`` ends in ``--serve``. ``timeout_s``: an answer that takes longer counts as a death.
     """
@@ -79,7 +79,7 @@ class WorkerProcess:
         except queue.Empty:
             process.kill()
             raise self._death(f"gave no answer to {op!r} within {timeout_s or self.timeout_s:g} s") from None
-        except BaseException:  # interrupted: the answer that comes later must not be taken for the next one's
+        except BaseException:  # interrupted: a late answer must not be taken for the next one
             process.kill()
             self.close()
             raise
@@ -164,7 +164,7 @@ def _checked(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def archive(path: Path) -> Path:
-    """Write this package as one file that Python runs, and return its path: for other Pythons and devices."""
+    """Write this package as one runnable file, for other Pythons and devices, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:

@@ -1,4 +1,4 @@
-"""The GPU through the CUDA runtime: memory, streams, events, graphs, and what it is."""
+"""The GPU through the CUDA runtime: memory, streams, events, graphs, and what GPU it is."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Device:
         self("cudaSetDevice", index)
         self.stream = self("cudaStreamCreateWithFlags", self.api.cudaStreamNonBlocking)
         self._start, self._stop = self("cudaEventCreate"), self("cudaEventCreate")
-        # nvidia-smi counts GPUs in another order than CUDA does; a GPU that is no PCI device it knows by number.
+        # nvidia-smi orders GPUs differently than CUDA does; a GPU that is not a PCI device it knows by number.
         error, bus = (*self.api.cudaDeviceGetPCIBusId(32, index), b"")[:2]
         self._smi_id = bus.split(b"\0")[0].decode() if int(error) == 0 and bus else str(index)
 
@@ -69,7 +69,7 @@ class Device:
         self._copy(address, data.ctypes.data, data.nbytes, self.api.cudaMemcpyKind.cudaMemcpyHostToDevice)
 
     def fill(self, address: int, pool: NDArray[Any], size: int) -> None:
-        """Repeat ``pool`` over ``size`` bytes of device memory; uploading a batch takes longer than its block."""
+        """Repeat ``pool`` over ``size`` bytes of device memory; uploading a whole batch would take too long."""
         self.upload(address, pool[: max(1, size // pool.itemsize)])
         done, kind = pool.nbytes, self.api.cudaMemcpyKind.cudaMemcpyDeviceToDevice
         while done < size:

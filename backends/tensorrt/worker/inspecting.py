@@ -1,4 +1,4 @@
-"""What the engine inspector tells of an engine's layers: their types, and the ONNX nodes that each computes.
+"""What the engine inspector says about an engine's layers: their types, and the ONNX nodes that each computes.
 
 The inspector's JSON differs by version: types are "Half" or "Row major linear FP16 format", under
 "Format/Datatype" up to TensorRT 10 and under "Format" and "DataType" from 11; ONNX nodes stand in the
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Layer = dict[str, Any]
-#: What the inspector calls a type; the first that is found counts, so that BF16 is not taken for FP16.
+#: What the inspector calls a type. The first match counts, so that BF16 is not taken for FP16.
 _TYPES = (
     ("bf16", re.compile(r"bf16|bfloat16", re.I)),
     ("fp16", re.compile(r"fp16|half|float16", re.I)),
@@ -32,7 +32,7 @@ _ONNX_LAYER = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
 
 
 def parse_layers(text: str) -> list[Layer] | None:
-    """Return the layers of the inspector's JSON about an engine; None where it is no valid JSON."""
+    """Return the layers of the inspector's JSON about an engine; None where it is not valid JSON."""
     try:
         found = json.loads(text).get("Layers", [])
     except ValueError:  # quotes in a layer's metadata are not escaped
@@ -41,7 +41,7 @@ def parse_layers(text: str) -> list[Layer] | None:
 
 
 def parse_layer(text: str) -> Layer:
-    """Return one layer of the inspector's JSON; with its name and kind alone where that is no valid JSON."""
+    """Return one layer of the inspector's JSON; just its name and kind where that is not valid JSON."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -51,7 +51,7 @@ def parse_layer(text: str) -> Layer:
 
 
 def type_of(text: str) -> str | None:
-    """Return "fp32", "fp16", "bf16" ... as the inspector's words say; None when they say nothing."""
+    """Return the type that the inspector's words name: "fp32", "fp16", "bf16" ...; None when they name none."""
     return next((name for name, pattern in _TYPES if pattern.search(text)), None)
 
 
@@ -65,7 +65,7 @@ def is_product(layer: Layer) -> bool:
 
 
 def layer_type(layer: Layer) -> str | None:
-    """Return the type a layer computes in: that of its weights, else of its first input; None if not told."""
+    """Return the type a layer computes in: that of its weights, else of its first input; None if unknown."""
     weights = layer.get("Weights")
     told = type_of(str(weights.get("Type", ""))) if isinstance(weights, dict) else None
     if told is not None and told != "int":
@@ -80,7 +80,7 @@ def layer_type(layer: Layer) -> str | None:
 
 
 def count_types(layers: Iterable[Layer]) -> dict[str, int]:
-    """Return how many convolutions and matrix products compute in each type ("unknown" where it is not told)."""
+    """Count convolutions and matrix products by the type they compute in ("unknown" where none is given)."""
     return dict(Counter(layer_type(layer) or "unknown" for layer in layers if is_product(layer)))
 
 

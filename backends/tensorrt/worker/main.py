@@ -1,8 +1,8 @@
 """The worker's command line: works off a folder of requests, or answers a process that asks.
 
-FOLDER/requests.json names ONNX files and how to build and measure them; FOLDER/answers/ID.json is written for each
-as it is done, so that a run that was interrupted goes on. Building and measuring happen in a process of their
-own: where that dies, one request fails, and the next is taken up by another.
+FOLDER/requests.json names ONNX files and how to build and measure them. FOLDER/answers/ID.json is written as each is
+done, so an interrupted run goes on where it stopped. Building and measuring happen in a process of their own: if that
+dies, one request fails and a new process takes the next.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMAT = "smcp_fx tensorrt requests"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _NEEDED = {"id": str, "onnx": str, "options": dict}
 _OPTIONAL = {"engine": str, "name": str, "timing": dict, "nodes": list}
-#: Engines that each of several builders makes before they are measured: an interrupted run has lost no more.
+#: Engines that each builder makes before they are measured: an interruption loses no more than these.
 _AHEAD = 8
 _MOST_BUILDERS, _LONGEST_S = 64, 1e6
 
@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", type=int, default=0, metavar="N", help="which GPU (default: 0)")
     parser.add_argument("--lean", action="store_true", help="run engines with tensorrt_lean; builds nothing")
     parser.add_argument("--builders", type=int, default=1, metavar="N",
-                        help="processes that build beside each other; one measures (default: 1)")  # fmt: skip
+                        help="processes that build in parallel; one measures (default: 1)")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS",
                         help="give a request up after this long (default: 1800)")  # fmt: skip
     return parser
@@ -167,7 +167,7 @@ def read_requests(folder: Path) -> dict[str, Any]:
 
 
 def _wrong_with(folder: Path, job: Any) -> str:
-    """Return why something is no request; nothing where it is one. Its files must lie in the folder."""
+    """Return what is wrong with a request, or "". Its files must lie in the folder."""
     if not isinstance(job, dict) or not all(
         isinstance(job.get(name), kind) for name, kind in _NEEDED.items()
     ):
@@ -219,7 +219,7 @@ def _measure(folder: Path, job: dict[str, Any], worker: WorkerProcess, prebuilt:
 
 
 def _build_file(onnx: Path, precision: str, batch: int, worker: WorkerProcess) -> dict[str, Any]:
-    """Build the engine of an ONNX file beside it, and measure it and its layers."""
+    """Build an engine beside its ONNX file, and measure it and its layers."""
     engine, options = onnx.with_suffix(".engine"), {"precision": precision, "batch": [batch] * 3}
     cache = cache_folder()
     build = worker.ask("build", onnx=str(onnx), options=options, engine=str(engine), cache=str(cache))[
@@ -255,7 +255,7 @@ def _build(folder: Path, job: dict[str, Any], worker: WorkerProcess, key: str | 
 def _build_beside(
     folder: Path, jobs: Sequence[dict[str, Any]], workers: Sequence[WorkerProcess]
 ) -> dict[str, str]:
-    """Build all engines with all workers beside each other; return what failed, by request."""
+    """Build all engines, with all workers in parallel; return what failed, by request."""
     left, failed, lock = list(jobs), dict[str, str](), threading.Lock()
 
     def build(worker: WorkerProcess) -> None:
@@ -285,7 +285,7 @@ def _about(worker: WorkerProcess) -> dict[str, Any]:
 
 
 def _one_device(folder: Path, about: dict[str, Any]) -> None:
-    """Refuse to add answers of another device or version to those that are there."""
+    """Refuse to mix answers of different devices or versions."""
     file = folder / "device.json"
     fixed = ("tensorrt", "device", "compute_capability", "driver")
     if file.exists():

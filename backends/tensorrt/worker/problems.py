@@ -1,4 +1,4 @@
-"""What the worker says when something is missing or does not fit, and how TensorRT and CUDA are found."""
+"""How TensorRT and CUDA are found, and what the worker says when something is missing or does not fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INSTALL = (
 
 
 class WorkerError(Exception):
-    """Something that the user can change: told in one paragraph."""
+    """Something that the user can fix, explained in one paragraph."""
 
 
 class WorkerDied(WorkerError):  # noqa: N818

@@ -16,7 +16,7 @@ from .inspecting import Layer, parse_layer, parse_layers
 from .problems import WorkerError
 
 Array = NDArray[Any]
-#: TensorRT's types as numpy's; bfloat16, which numpy has not, travels as the upper half of a float32.
+#: TensorRT's types as numpy's. numpy lacks bfloat16, which travels as the upper half of a float32.
 _TYPES: dict[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": np.uint16, "INT64": np.int64, "INT32": np.int32,
     "INT8": np.int8, "UINT8": np.uint8, "BOOL": np.bool_,
@@ -55,7 +55,7 @@ class LoadedEngine:
         self._context = self._new_context()
         try:
             self._allocate(batch)
-        except BaseException:  # memory that ran out halfway: what was taken would be gone for the next engine
+        except BaseException:  # memory ran out halfway: free what was taken, for the next engine
             self.close()
             raise
 
@@ -89,7 +89,7 @@ class LoadedEngine:
         inspector, as_json = self._engine.create_engine_inspector(), self._trt.LayerInformationFormat.JSON
         inspector.execution_context = self._context
         found = parse_layers(inspector.get_engine_information(as_json))
-        if found is None:  # one layer's text is no valid JSON: only that one is lost
+        if found is None:  # one layer's text is not valid JSON: lose only that one
             count = self._engine.num_layers
             found = [parse_layer(inspector.get_layer_information(index, as_json)) for index in range(count)]
         return found
@@ -114,7 +114,7 @@ class LoadedEngine:
         return found
 
     def sample(self, repeats: int = 1, graph: bool = True, inner: int = 1) -> list[float]:
-        """Return the ms of each of ``repeats`` runs (of ``inner`` runs in a row: of one of them)."""
+        """Return the ms of each of ``repeats`` runs; where ``inner`` runs go in a row, their mean."""
         once = self._stopwatch(graph, inner)
         return [once() / inner for _ in range(repeats)]
 
@@ -218,7 +218,7 @@ class LoadedEngine:
     def _set_shape(self, context: Any, name: str, shape: tuple[int, ...]) -> None:
         if not context.set_input_shape(name, shape):
             raise WorkerError(
-                f"the engine takes no input {name!r} of shape {shape}: its batch was fixed otherwise"
+                f"the engine takes no input {name!r} of shape {shape}: it was built for another batch"
             )
 
     def _shape(self, name: str) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ class Session:
         return dict(self._about)
 
     def clocks(self) -> dict[str, Any]:
-        """The clocks now; they are never set."""
+        """The present clocks; they are only read."""
         return {"clocks": self._device.clocks()}
 
     def build(
@@ -86,12 +86,12 @@ class Session:
             types = count_types(layers)
             if types.get("unknown"):
                 made["notes"].append(
-                    f"of {types['unknown']} convolutions and products the inspector tells no type"
+                    f"the inspector gives no type for {types['unknown']} convolutions and products"
                 )
             if made["products"] and not types:
                 made["notes"].append(
                     f"the inspector shows none of the network's {made['products']} convolutions and products: what "
-                    "they compute in is not known"
+                    "they compute in is unknown"
                 )
             record = {
                 **{name: self._about[name] for name in (*_FIXED, "driver", "protocol")},
@@ -124,7 +124,7 @@ class Session:
         return {"build": record}
 
     def load(self, engine: str, key: str, batch: int | None = None) -> dict[str, Any]:
-        """Load an engine file as ``key``; refused where it is cut off, or of another device or version."""
+        """Load an engine file as ``key``; one that is cut off, or of another device or version, is refused."""
         path = Path(engine)
         if not path.is_file():
             raise WorkerError(f"there is no engine file {path}")

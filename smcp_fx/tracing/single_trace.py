@@ -1,0 +1,225 @@
+"""One trace: the model's forward run by torch.fx, with its modules in given modes."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.errors import TraceError
+from smcp_fx.tracing.attributes import Attributes
+from smcp_fx.tracing.autograd_functions import functions_kept
+from smcp_fx.tracing.buffers import Buffers, WritesBuffersError
+from smcp_fx.tracing.contexts import AutocastError, Contexts
+from smcp_fx.tracing.counts import Counters, Counts, CountsError, paths_of
+from smcp_fx.tracing.example_runs import first_line, unchanged
+from smcp_fx.tracing.mode_paths import Modes, ModeTrace
+from smcp_fx.tracing.mode_reads import ReadsOfTraining
+from smcp_fx.tracing.mode_steps import alike
+from smcp_fx.tracing.own_weights import computed_by_hooks, is_parametrised_layer, own_weight
+from smcp_fx.tracing.plain_attention import forward_of, is_plain, slow_path
+from smcp_fx.tracing.sentences import is_ours
+from smcp_fx.tracing.shape_tracer import ShapeTracer
+
+
+class _Tracer(ShapeTracer):
+    """Answers questions about shapes. Modules with hooks or parametrisations stay leaves, so that these still run.
+
+    So do those named in ``leaves``. ``stopped`` is the innermost module in which tracing failed.
+    """
+
+    def __init__(self, inputs: tuple[Any, ...], leaves: tuple[str, ...], proxy_buffers: bool) -> None:
+        super().__init__(inputs)
+        self.leaves = leaves
+        self.stopped: nn.Module | None = None
+        self.contexts = Contexts()
+        self._paths: dict[nn.Module, str] = {}
+        self._looked_into: set[nn.Module] = set()  # modules of torch that are being looked into
+        self.proxy_buffer_attributes = proxy_buffers
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace, knowing the paths of the model's modules."""
+        self._paths = {module: path for path, module in root.named_modules()}
+        return super().trace(root, concrete_args)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        changed = m._forward_hooks or m._forward_pre_hooks or nn.utils.parametrize.is_parametrized(m)
+        named = module_qualified_name in self.leaves
+        scripted = isinstance(m, torch.jit.ScriptModule)  # it has no Python to trace
+        if (changed and m not in self._looked_into) or named or scripted:
+            return True
+        return m not in self._looked_into and super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Remember where tracing stops. Modules that another thread calls meanwhile just run."""
+        if self.contexts.elsewhere:
+            return forward(*args, **kwargs)
+        outer = self.contexts.path
+        if not self._evaluating and m in self._paths:
+            self.contexts.path = self._paths[m]
+        try:
+            if not self._evaluating and is_plain(m, args, kwargs):
+                return self._call_plainly(m, forward, args, kwargs)
+            if not self._evaluating and (is_parametrised_layer(m) or computed_by_hooks(m)):
+                return self._call_computing(m, forward, args, kwargs)
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.stopped = self.stopped or m
+            raise
+        finally:
+            self.contexts.path = outer
+
+    def _call_plainly(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        first = args[0] if args else next(iter(kwargs.values()))
+        rank = self.value(first.node).dim() if isinstance(first, fx.Proxy) else first.dim()
+        self._looked_into.add(m)
+        try:
+            with slow_path():
+                return super().call_module(m, forward_of(m, forward, rank), args, kwargs)
+        finally:
+            self._looked_into.discard(m)
+
+    def _call_computing(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A layer that computes its weight: the function that it is, on what computes it."""
+        names, hooks, held = computed_by_hooks(m), dict(m._forward_pre_hooks), dict(vars(m))
+        self._looked_into.add(m)
+        try:
+            if names and not self.is_leaf_module(m, self._paths.get(m, "")):
+                owner = self.create_proxy("get_attr", self._paths[m], (), {})
+                for name in names:
+                    vars(m)[name] = self.create_proxy("call_function", own_weight, (owner, name), {})
+                m._forward_pre_hooks.clear()
+            return super().call_module(m, forward, args, kwargs)
+        finally:
+            self._looked_into.discard(m)
+            m._forward_pre_hooks.update(hooks)
+            vars(m).update({name: held[name] for name in names})
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Return an attribute: as it is to another thread, which just runs."""
+        if self.contexts.elsewhere:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Note in which contexts each node was made."""
+        node = super().create_node(*args, **kwargs)
+        if node.name == "self":  # a module's name, which the generated code means itself by
+            node._rename("self_module")
+        self.contexts.note(node)
+        return node
+
+
+#: A trace, and the numbers that its forward counts up.
+_Once = tuple[ModeTrace, Counters]
+
+
+def _set(model: nn.Module, modes: tuple[bool, Modes]) -> None:
+    model.train(modes[0])
+    for path, module in model.named_modules():
+        if path in modes[1]:
+            module.training = modes[1][path]
+
+
+def fails(model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes]) -> bool:
+    """Does the model itself fail when its modules are in these modes?"""
+    before = Attributes(model)
+    try:
+        with unchanged(model), torch.no_grad():
+            _set(model, modes)
+            model(*pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs))
+    except Exception:  # whatever a model says in modes that it was not made for
+        return True
+    finally:
+        before.restore(constants=False)
+    return False
+
+
+def trace_in_mode(
+    model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: tuple[str, ...]
+) -> ModeTrace:
+    """Trace the model in these modes.
+
+    Raises `CountsError` where its forward counts its calls, and the count changes what it does.
+    """
+    counts, before = Counts(model), Attributes(model)
+    traced = _trace_so(model, inputs, modes, leaves)
+    if counters := traced[1]:  # would a later call be traced to something else?
+        counts.put(counters)
+        try:
+            later = _trace_so(model, inputs, modes, leaves)
+            same = alike(model, traced[0].graph, later[0].graph)
+        except TraceError:
+            same = False
+        finally:
+            before.restore()
+        if not same:
+            raise CountsError(paths_of(model, counters))
+    return traced[0]
+
+
+def _trace_so(
+    model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: tuple[str, ...]
+) -> _Once:
+    try:
+        return _trace_once(model, inputs, modes, leaves, proxy_buffers=True)
+    except (WritesBuffersError, AutocastError):
+        raise
+    except TraceError:
+        if not any(True for _ in model.buffers()):
+            raise
+    # Python asks for a buffer's values, which are then fixed.
+    return _trace_once(model, inputs, modes, leaves, proxy_buffers=False)
+
+
+def _trace_once(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    modes: tuple[bool, Modes],
+    leaves: tuple[str, ...],
+    *,
+    proxy_buffers: bool,
+) -> _Once:
+    before, counts = Attributes(model), Counts(model)
+    _set(model, modes)
+    seen = {path: module.training for path, module in model.named_modules()}
+    tracer = _Tracer(inputs, leaves, proxy_buffers)
+    buffers, written = Buffers(model), set[str]()
+    reads = ReadsOfTraining(model, tracer.log.read, tracer.evaluating)
+    try:
+        with reads, tracer.contexts.watched(), functions_kept(tracer):
+            graph = tracer.trace(model)
+        written |= buffers.written_by(model, graph)
+        changed = counts.changed(model)
+    except Exception as error:
+        where = next(
+            (
+                f"{frame.filename}:{frame.lineno} ({frame.line})"
+                for frame in reversed(traceback.extract_tb(error.__traceback__))
+                if Path(torch.__file__).parent not in Path(frame.filename).parents
+                and not is_ours(frame.filename)
+            ),
+            "its forward",
+        )
+        names = {id(module): name for name, module in model.named_modules()}
+        stopped = names.get(id(tracer.stopped), "")
+        inside = f"in module {stopped!r} ({type(tracer.stopped).__name__}), " if stopped else ""
+        raise TraceError(
+            f"torch.fx cannot trace {type(model).__name__}: {first_line(error)} It stopped {inside}at {where}. "
+            "Control flow must not depend on tensors' values; move it out of forward, wrap it with "
+            "torch.fx.wrap, or name the module in prepare(..., leaves=[...])."
+        ) from error
+    finally:
+        written |= buffers.restore()
+        before.restore()
+    if written:
+        raise WritesBuffersError(written)
+    if tracer.contexts.autocast:
+        raise AutocastError(tracer.contexts.autocast)
+    counters = counts.among(changed, model, inputs, lambda: _set(model, modes)) if changed else set()
+    return ModeTrace(graph, seen, tracer.log, tracer.assumptions), counters
