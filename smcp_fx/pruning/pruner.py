@@ -341,11 +341,11 @@ class Pruner:
                 scheduled = self.schedule is not None
                 choice = self._selector.settled(importance, cost, target, moving, worth, scheduled)
             except InfeasibleBudgetError as error:
-                if found:
-                    break
-                if self.cost.learn(cost.smallest_counts, _LASTING):
+                if self.cost.learn(cost.smallest_counts, _LASTING):  # guesses may put out of reach what is not
                     cost = self.cost.at(cost.smallest_counts)
                     continue
+                if found:
+                    break
                 raise out_of_reach(
                     error, self._channels, self.cost.unit, self.full_cost, self.config.multiple
                 ) from error
