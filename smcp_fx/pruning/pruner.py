@@ -341,7 +341,9 @@ class Pruner:
                 scheduled = self.schedule is not None
                 choice = self._selector.settled(importance, cost, target, moving, worth, scheduled)
             except InfeasibleBudgetError as error:
-                if self.cost.learn(cost.smallest_counts, _LASTING):  # guesses may put out of reach what is not
+                if self.cost.learn(
+                    cost.smallest_counts, _LASTING
+                ):  # guesses may put out of reach what is not
                     cost = self.cost.at(cost.smallest_counts)
                     continue
                 if found:
