@@ -40,15 +40,17 @@ def train(accelerator: Accelerator) -> tuple[smcp_fx.PreparedModel, nn.Module]:
     loader = DataLoader(data(), BATCH, shuffle=True)
     steps = len(loader) // ACCUMULATED // accelerator.num_processes
     schedule = smcp_fx.Schedule.scaled(EPOCHS, steps)
-    prepared = smcp_fx.prepare(network(), torch.randn(2, 1, 12, 12), target=0.5, schedule=schedule)  # 1
+    image = torch.randn(2, 1, 12, 12)
+    prepared = smcp_fx.prepare(network(), image, target=0.5, schedule=schedule)  # 1
     optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(prepared, optimizer, loader)
     for _ in range(EPOCHS):
         model.train()
         for images, labels in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(nn.functional.cross_entropy(model(images), labels))
-                if accelerator.sync_gradients:  # the micro-batch after which the optimiser steps
+                loss = nn.functional.cross_entropy(model(images), labels)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:  # before the optimiser's step
                     prepared.pruner.step(accelerator.scaler)  # 2
                     accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
                 optimizer.step()

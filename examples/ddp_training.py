@@ -25,15 +25,17 @@ def main() -> nn.Module:
     sampler = DistributedSampler(data())
     batches = DataLoader(data(), BATCH, sampler=sampler)
     schedule = smcp_fx.Schedule.scaled(EPOCHS, steps_per_epoch=len(batches))
-    prepared = smcp_fx.prepare(network(), torch.randn(2, 1, 12, 12), target=0.5, schedule=schedule)
-    wrapped = nn.parallel.DistributedDataParallel(prepared.to(device))  # wrap what prepare returned
+    image = torch.randn(2, 1, 12, 12)
+    prepared = smcp_fx.prepare(network(), image, target=0.5, schedule=schedule)
+    wrapped = nn.parallel.DistributedDataParallel(prepared.to(device))
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         wrapped.train()
         for images, labels in batches:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(wrapped(images.to(device)), labels.to(device)).backward()
+            loss = nn.functional.cross_entropy(wrapped(images.to(device)), labels.to(device))
+            loss.backward()
             prepared.pruner.step()  # on every rank
             optimizer.step()
     smaller = smcp_fx.convert(prepared)

@@ -25,16 +25,17 @@ def main(folder: Path) -> nn.Module:
     batches = loader()
     # --8<-- [start:prune]
     backend = get_backend("onnxruntime", threads=1)
-    table = smcp_fx.LatencyTable(folder / "table.sqlite")  # filled by prepare; kept for the next run
+    table = smcp_fx.LatencyTable(folder / "table.sqlite")  # prepare fills it
     image = torch.randn(32, 1, 12, 12)  # the batch that the latency is of
-    dense, schedule = network(), smcp_fx.Schedule.scaled(EPOCHS, steps_per_epoch=len(batches))
+    dense = network()
+    schedule = smcp_fx.Schedule.scaled(EPOCHS, steps_per_epoch=len(batches))
     prepared = smcp_fx.prepare(
         dense,
         image,
         target=0.7,
         cost=smcp_fx.LatencyCost(table, backend),
         schedule=schedule,
-        config=smcp_fx.PruningConfig(multiple=16),  # few widths, so that a first look does not wait
+        config=smcp_fx.PruningConfig(multiple=16),  # fewer rows to measure
     )
     optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)
     for _ in range(EPOCHS):

@@ -23,7 +23,8 @@ class Classifier(lightning.LightningModule):
     def __init__(self, steps_per_epoch: int) -> None:
         super().__init__()
         schedule = smcp_fx.Schedule.scaled(EPOCHS, steps_per_epoch)
-        self.model = smcp_fx.prepare(network(), torch.randn(2, 1, 12, 12), target=0.5, schedule=schedule)
+        image = torch.randn(2, 1, 12, 12)
+        self.model = smcp_fx.prepare(network(), image, target=0.5, schedule=schedule)
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
         """Return the loss."""

@@ -20,7 +20,8 @@ def main() -> nn.Module:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batches = loader()
     schedule = smcp_fx.Schedule.scaled(EPOCHS, steps_per_epoch=len(batches))
-    prepared = smcp_fx.prepare(network(), torch.randn(2, 1, 12, 12), target=0.5, schedule=schedule)
+    image = torch.randn(2, 1, 12, 12)
+    prepared = smcp_fx.prepare(network(), image, target=0.5, schedule=schedule)
     prepared.to(device)
     optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)
     # --8<-- [start:loop]

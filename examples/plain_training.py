@@ -21,14 +21,15 @@ def main() -> nn.Module:
     # --8<-- [start:loop]
     model = network()
     schedule = smcp_fx.Schedule.scaled(EPOCHS, steps_per_epoch=len(batches))
-    prepared = smcp_fx.prepare(model, torch.randn(2, 1, 12, 12), target=0.5, schedule=schedule)  # 1
-    optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)  # of the prepared model
+    image = torch.randn(2, 1, 12, 12)
+    prepared = smcp_fx.prepare(model, image, target=0.5, schedule=schedule)  # 1
+    optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)
     for _ in range(EPOCHS):
         prepared.train()
         for images, labels in batches:
             optimizer.zero_grad()
             nn.functional.cross_entropy(prepared(images), labels).backward()
-            prepared.pruner.step()  # 2: after backward(), before clipping and optimizer.step()
+            prepared.pruner.step()  # 2: after backward(), before clipping
             optimizer.step()
     smaller = smcp_fx.convert(prepared)  # 3
     # --8<-- [end:loop]

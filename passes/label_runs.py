@@ -31,6 +31,14 @@ class LabelRuns:
             for a, b in zip(left, right, strict=True)
         )
 
+    def fits(self, node: fx.Node, expected: Tensor) -> bool:
+        """Does the rewritten node give labels of the expected shape?"""
+        try:
+            found = self._execute(node, lambda n: self.new[n.name])
+        except (RuntimeError, IndexError, ValueError):
+            return False
+        return isinstance(found, Tensor) and found.shape == expected.shape
+
     def _execute(self, node: fx.Node, environment: Callable[[fx.Node], Any]) -> Any:
         args, kwargs = known_values(fx.node.map_arg((node.args, node.kwargs), environment))
         if node.op == "call_module":

@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels.trail import ParameterRef, ParameterView
 from smcp_fx.errors import PassError
 from smcp_fx.passes.label_runs import LabelRuns, repeat
-from smcp_fx.passes.movement_rewrites import REWRITES, SIZES, numbers
+from smcp_fx.passes.movement_rewrites import REWRITES, SIZES
 from smcp_fx.passes.original_numbers import OriginalNumbers, recomputed
+from smcp_fx.passes.size_rewrites import fill, pad, set_second
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name, writes_in_place
@@ -27,6 +28,10 @@ from smcp_fx.tracing.traits import Trait, has
 
 #: Movements of a weight that say its sizes, or depend on which of them are 1.
 _SHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze"}
+
+
+#: What may spread one value over the channels.
+_SPREADS = {"expand", "expandas", "broadcastto"}
 
 
 def rewrite_graph(module: fx.GraphModule, sliced: Sliced) -> list[str]:
@@ -97,8 +102,11 @@ class _Rewriter:
             self._shuffle(node)
         elif has(operation, Trait.MOVES):
             self._move(node, operation or "")
+        elif has(operation, Trait.FILLS) and isinstance(old, Tensor) and self.sliced.axis(old) is not None:
+            self.report.append(fill(self, node, old))
         elif operation == "pad" and node.op == "call_function":
-            self._crop(node)
+            self._freeze_numbers(node)
+            self.report += pad(self, node)
         elif operation in ("layernorm", "rmsnorm"):
             self._resize_norm(node, target)
         elif operation == "groupnorm":
@@ -152,7 +160,7 @@ class _Rewriter:
         if tuple(known) != wanted:
             sizes = self.parts_of(given, node) if isinstance(given, fx.Node) else given
             pairs = zip(sizes, known, wanted, strict=True)
-            _set_second(node, "normalized_shape", tuple(s if n == w else w for s, n, w in pairs))
+            set_second(node, "normalized_shape", tuple(s if n == w else w for s, n, w in pairs))
 
     def _regroup(self, node: fx.Node, module: Any) -> None:
         """A group norm says how many groups there are: fewer where whole groups go."""
@@ -173,7 +181,7 @@ class _Rewriter:
         )
         wanted = before if labels is None or groups is None else groups * left // labels.numel()
         if known != wanted:
-            _set_second(node, "num_groups", wanted)
+            set_second(node, "num_groups", wanted)
 
     def _now(self, node: fx.Node) -> Any:
         return self.new[node.name]
@@ -225,6 +233,8 @@ class _Rewriter:
         rewrite, written = REWRITES.get(operation), (node.op, node.target, node.args, node.kwargs)
         if rewrite is not None and rewrite(self, node, before, outputs):
             self.report.append(f"{node.name}: {operation} rewritten")
+        if operation in _SPREADS and kept_in is None and self.runs.fits(node, self.sliced.slice(outputs[0])):
+            return  # one value for all channels, which the labels alone tell apart
         # The channels of a diagonal are told apart by where they are in other dimensions.
         coupled = operation == "diagonal"
         if (
@@ -294,35 +304,6 @@ class _Rewriter:
             parts.append(part)
         return parts
 
-    def _crop(self, node: fx.Node) -> None:
-        """Padding by negative amounts crops: as many channels as are kept of those cropped."""
-        self._freeze_numbers(node)
-        before = self.old[node.args[0].name] if isinstance(node.args[0], fx.Node) else None
-        amounts = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
-        found = self.sliced.axis(before) if isinstance(before, Tensor) else None
-        if found is None or not isinstance(before, Tensor) or not isinstance(amounts, (tuple, list)):
-            return
-        place = 2 * (before.dim() - 1 - found[0])
-        if place >= len(amounts):
-            return
-        first, last = numbers(self, (amounts[place], amounts[place + 1]))
-        size, kept = before.shape[found[0]], found[1]
-        new = list(amounts)
-        if first < 0:
-            new[place] = -int((kept < -first).sum())
-        if last < 0:
-            new[place + 1] = -int((kept >= size + last).sum())
-        if new != list(amounts):
-            _set_second(node, "pad", tuple(new))
-            self.report.append(f"{node.name}: crops {new[place]}, {new[place + 1]} channels")
-
 
 def _known(dim: int | None) -> int:
     return -1 if dim is None else dim
-
-
-def _set_second(node: fx.Node, name: str, value: Any) -> None:
-    if len(node.args) > 1:
-        node.args = (node.args[0], value, *node.args[2:])
-    else:
-        node.kwargs = {**node.kwargs, name: value}

@@ -43,12 +43,17 @@ def insert_product(
     readers = sorted(reads, key=place.__getitem__)
     if mark_of(readers[0]) is not None:
         return False
-    with graph.inserting_before(readers[0]):
-        original = reads[readers[0]] or graph.create_node("get_attr", weight)
-        other = graph.create_node("get_attr", f"{STATE}.{factor}")
-        product = graph.call_function(function, (original, other))
+    products: dict[fx.Node | None, fx.Node] = {}
     for reader in readers:
-        _redirect(graph, reader, reads[reader], product, kind)
+        original = reads[reader]
+        # What computes a weight runs at each call; what holds one is read once.
+        computed = original if original is not None and original.op != "get_attr" else None
+        if computed not in products:
+            with graph.inserting_before(reader):
+                source = original or graph.create_node("get_attr", weight)
+                other = graph.create_node("get_attr", f"{STATE}.{factor}")
+                products[computed] = graph.call_function(function, (source, other))
+        _redirect(graph, reader, original, products[computed], kind)
     return True
 
 

@@ -34,6 +34,7 @@ from smcp_fx.pruning import observers
 from smcp_fx.pruning.loop_watch import TrainingWarning
 from smcp_fx.schedule import Schedule
 from smcp_fx.serialization.saving import load, read_metadata, save
+from smcp_fx.training.teacher import Teacher
 
 __all__ = [
     "Allocation",
@@ -48,6 +49,7 @@ __all__ = [
     "Schedule",
     "SmcpError",
     "TableError",
+    "Teacher",
     "TrainingWarning",
     "allocate",
     "compress",

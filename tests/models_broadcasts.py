@@ -160,3 +160,14 @@ def two_gates_that_have_the_shape_together() -> nn.Module:
         return h * (1 + torch.sigmoid(channels * s.places(h).expand_as(h)))
 
     return between(wiring, channels_of=nn.Linear(8, 8), places=nn.Conv2d(8, 1, 1))
+
+
+@awkward(1.0)
+def one_value_spread_for_a_layer() -> nn.Module:
+    """As many channels as the tensor that it is spread like, and as those of what meets it later."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        gate = s.gate(h).expand(-1, 8, -1, -1).sigmoid()
+        return s.mid(s.gate(h).expand_as(h).sigmoid()) + s.mid(gate.clone() * s.other(h))
+
+    return between(wiring, gate=conv(8, 1), mid=conv(8, 8), other=conv(8, 8))

@@ -275,9 +275,9 @@ def choice_by_keyword() -> nn.Module:
     return between(lambda s, h: torch.where(condition=h > 0, input=h, other=0.1 * h))
 
 
-@awkward(0.0)
+@awkward(0.5)
 def layer_shared_with_an_attention_module() -> nn.Module:
-    """What the attention module holds stays, where it is called on its own, too."""
+    """What the attention module's own layer holds stays, where it is called on its own, too."""
 
     def wiring(s: Any, x: Tensor) -> Tensor:
         h = s.stem(x).flatten(2).transpose(1, 2)

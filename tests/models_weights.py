@@ -178,3 +178,15 @@ def weight_that_the_network_shows() -> nn.Module:
         return s.out(F.conv2d(s.stem(x), kernel, padding=1)), kernel
 
     return Net(wiring, stem=conv(3, 8), mid=conv(8, 8), out=conv(8, 4), gain=free_parameter(8, 1, 1, 1))
+
+
+@awkward(1.0)
+def layers_called_twice() -> nn.Module:
+    """Their weights are computed at each call, and are one weight."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h = s.two(F.relu(s.two(s.one(F.relu(s.one(h))))))
+        return F.conv2d(F.conv2d(h, s.kernel * 2, padding=1), s.kernel * 2, padding=1)
+
+    layers = {"one": parametrizations.weight_norm(conv(8, 8)), "two": spectral_norm(conv(8, 8))}
+    return between(wiring, kernel=free_parameter(8, 8, 3, 3), **layers)

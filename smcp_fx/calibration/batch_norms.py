@@ -1,4 +1,4 @@
-"""Batch norms' running statistics, estimated again from data."""
+"""Estimates the running statistics of batch norms again, from data."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SIGNATURE = inspect.signature(F.batch_norm)
 def recalibrate(model: nn.Module, batches: Any) -> None:
     """Estimate the running statistics of a model's batch norms again, in place.
 
-    Their means and variances become those of all the data together, as each norm meets it behind norms that use
-    the statistics of the batch; nothing else drops out or learns meanwhile. Do it after pruning, after training with
-    a small momentum, and after averaging weights.
+    Means and variances become those of all the data, as each norm sees it when the norms before it use batch
+    statistics. Dropout and other training behaviour is off meanwhile. Do this after pruning, after training with a
+    small momentum, and after averaging weights.
 
     Args:
         model: any module: plain, prepared or converted, on one device.
         batches: a tensor, or an iterable (a list, a data loader) of tensors, dicts of keyword inputs, or (inputs,
-            labels), whose labels are not looked at. Gone through once.
+            labels), whose labels are ignored. Read once.
 
-    Raises `InputError`, and leaves the model as it was, for batches that do not fit or are none, for values that are
-    not finite, and where no batch norm with running statistics is met.
+    Raises `InputError`, and leaves the model as it was, if batches do not fit or are missing, values are not finite,
+    or no batch norm has running statistics.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"recalibrate needs an nn.Module, not {type(model).__name__}")
@@ -68,7 +68,7 @@ def recalibrate(model: nn.Module, batches: Any) -> None:
 
 
 class Moments:
-    """Mean and variance of each channel over all that was added, in float64."""
+    """Mean and variance of each channel over everything added, in float64."""
 
     def __init__(self) -> None:
         self.count = 0

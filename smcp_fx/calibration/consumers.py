@@ -1,4 +1,4 @@
-"""Which nodes of a graph are plain convolutions and linears, on parameters that nothing else reads."""
+"""Finds a graph's plain convolutions and linears on parameters that nothing else reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONVOLUTIONS = {
 
 
 def consumer_of(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
-    """The layer that a node runs, where it is a plain convolution or linear on parameters of its own."""
+    """Return the layer of a node that is a plain convolution or linear on its own parameters, else None."""
     if node.op == "call_module":
         return _of_module(node, module.get_submodule(str(node.target)))
     if node.op == "call_function" and (node.target is F.linear or node.target in _CONVOLUTIONS):
@@ -28,9 +28,9 @@ def consumer_of(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
 
 
 def by_weight(module: fx.GraphModule) -> tuple[list[list[Consumer]], dict[str, str]]:
-    """The graph's layers in the order they run, those that share a weight together; and why others are left out.
+    """Return the graph's layers in the order they run, grouped by shared weight, and why others are left out.
 
-    Left out, by path, are layers whose parameters something else reads as well, or that read them in several ways.
+    Left out, by path, are layers whose parameters something else reads too, or that read them in several ways.
     """
     found: dict[int, list[Consumer]] = {}
     for node in module.graph.nodes:
@@ -136,7 +136,7 @@ def _of_function(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
 
 
 def attribute(module: nn.Module, node: Any) -> Any:
-    """What a `get_attr` node reads; None for anything else."""
+    """Return what a `get_attr` node reads; None for other nodes."""
     return held(module, str(node.target)) if isinstance(node, fx.Node) and node.op == "get_attr" else None
 
 
@@ -146,7 +146,7 @@ def _parameter(module: nn.Module, node: Any) -> nn.Parameter | None:
 
 
 def _read_elsewhere(module: fx.GraphModule, reading: dict[fx.Node, Consumer]) -> set[int]:
-    """Parameters that nodes other than these layers read, or these as something else than weight and bias."""
+    """Return parameters that other nodes read, or that these layers read other than as weight and bias."""
     found: set[int] = set()
     for node in module.graph.nodes:
         if node.op == "call_module" and node not in reading:

@@ -1,16 +1,16 @@
-"""Which of a group's channels go first, and what that costs: those that the ones left make up for best.
+"""The order in which a group's channels go, and the cost: first those that the others best make up for.
 
-Each layer that reads a group computes y = W x from its inputs. Take out the channels S, and fit what is left of W
-anew, as `repair` does. The squared errors of y, weighted by output, then add up to
+Each layer that reads a group computes y = W x from its inputs. Remove the channels S, and fit the rest of W again, as
+`repair` does. The squared errors of y, weighted by output, then add up to
 
     sum over outputs of  h w_S' (inverse(G)_SS)^-1 w_S,    G = covariance(x), and some ridge.
 
-Channels are taken out one by one, always those of the least error over all layers that read the group; the inverse
-and W follow exactly. (Optimal brain surgeon, Hassibi & Stork 1993, on whole channels of layer-wise regressions; of
-the kind of OSSCAR, Meng et al. 2024, section 3.) The weight h is half of what the loss's squared gradients by that
-output add up to in an image: then errors are rises of the loss (to second order, positions taken as independent; as
-K-FAC does, Martens & Grosse 2015), and groups compare. Where gradients are not known it is 1 / variance(y), which
-orders channels but does not compare groups. Sums of products are all that is kept of the data.
+Channels are removed one by one, always those of the least error over all layers that read the group; the inverse and
+W are updated exactly. (Optimal brain surgeon, Hassibi & Stork 1993, on whole channels of layer-wise regressions; of
+the kind of OSSCAR, Meng et al. 2024, section 3.) The weight h is half the sum, over an image, of the loss's squared
+gradients by that output. Errors are then rises of the loss (to second order, positions taken as independent, as in
+K-FAC, Martens & Grosse 2015) and comparable between groups. Without gradients, h is 1 / variance(y), which orders
+channels but does not compare groups. Of the data, only sums of products are kept.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from smcp_fx.passes.insert_soft_masks import masked_layers
 from smcp_fx.prepare import full_graph
 from smcp_fx.prepared import PreparedModel
 
-#: Output positions that are taken at least, where there are as many, and as many times a layer's inputs.
+#: Least output positions to take, if there are as many: this number, and this many times a layer's inputs.
 _ROWS, _TIMES = 20_000, 8
-#: Of the inputs' mean variance, what is added to each; and of their mean square, which rounding may lose.
+#: Added to each variance: a share of the inputs' mean variance, and a share of their mean square (lost to rounding).
 _RIDGE, _ROUNDING = 1e-3, 1e-12
-#: Of the channels still there, one in so many goes at a time, one at least.
+#: One in this many of the remaining channels goes at a time, but at least one.
 _AT_ONCE = 32
 
 
 @dataclass
 class _Reader:
-    """A layer that reads free channels; ``places`` [groups, inputs]: whose unit each column is, -1 for what stays."""
+    """A layer that reads free channels; ``places`` [groups, inputs]: each column's unit, -1 for one that stays."""
 
     consumer: Consumer
     places: Tensor
     sums: Sums
     squares: Tensor | None = (
-        None  # of the gradients by each output, [groups, outputs]: sums over positions and images
+        None  # squared gradients by each output, [groups, outputs], summed over positions and images
     )
 
 
 @dataclass(frozen=True)
 class Order:
-    """The units of a group in the order they go, [size]; the rise of the loss by how many are kept, [size + 1].
+    """The units of a group in the order they go, [size]; the rise of the loss by number kept, [size + 1].
 
     ``rises`` is None where the layers' gradients are not known.
     """
@@ -70,7 +70,7 @@ class _Part:
     """A layer's share in a group: for each unit of ``units`` [n] its ``columns`` [n, b] of the layer's inputs.
 
     ``inverse`` [groups, d, d] of the covariance, ``weight`` [groups, d, outputs], each output in its own scale. Both
-    hold zeros at what was taken out, until a quarter is and they are made smaller.
+    hold zeros at removed units, and are made smaller once a quarter is removed.
     """
 
     units: Tensor
@@ -82,7 +82,7 @@ class _Part:
         self._left = torch.ones(self.weight.shape[1], dtype=torch.bool, device=self.weight.device)
 
     def costs(self) -> Tensor:
-        """The error that each unit alone would add, [n]."""
+        """Return the error that removing each unit alone would add, [n]."""
         rows = self.weight[:, self.columns]  # [groups, n, b, outputs]
         blocks = self.inverse[:, self.columns[:, :, None], self.columns[:, None, :]]
         single = self.columns.shape[1] == 1
@@ -90,7 +90,7 @@ class _Part:
         return errors.sum((0, 2, 3))
 
     def remove(self, gone: Tensor) -> float:
-        """Take units (bool [n]) out; the others make up for them. Returns the error that this adds."""
+        """Remove units (bool [n]), let the others make up for them, and return the error added."""
         out, error = self.columns[gone].flatten(), 0.0
         self.units, self.columns = self.units[~gone], self.columns[~gone]
         if out.numel():
@@ -113,7 +113,7 @@ class _Part:
 
 
 class Elimination:
-    """Gathers what layers read over batches; then says in which order channels go."""
+    """Gathers the inputs of layers over batches, then orders channels by how dispensable they are."""
 
     def __init__(self, prepared: PreparedModel, batches: int) -> None:
         self._state = prepared.smcp
@@ -169,9 +169,7 @@ class Elimination:
         found: dict[nn.Module, list[Tensor]] = {module: [] for module in readers}
 
         def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            if (
-                output.requires_grad
-            ):  # by a hook: of what comes out here, whatever is written into it later on
+            if output.requires_grad:  # hooked here, before anything is written into the output
                 output.register_hook(found[module].append)  # type: ignore[no-untyped-call]
 
         with ExitStack() as stack, torch.enable_grad():
@@ -187,7 +185,7 @@ class Elimination:
         self._images += batch.images
 
     def order(self, group: str) -> Order | None:
-        """In which order a group's units go; None where no layer tells."""
+        """Return the order in which a group's units go; None if no layer knows."""
         places = torch.arange(self._state.keep.numel(), device=self._state.keep.device)
         mine = self._state.of_group(places, group)
         readers = [reader for reader in self._readers.values() if _columns(reader, mine) is not None]
@@ -213,7 +211,7 @@ class Elimination:
 
 
 def _columns(reader: _Reader, mine: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The units at these places that the layer reads [n], and their columns [n, b]; None: none, or unevenly many."""
+    """Return the units at these places that the layer reads [n], and their columns [n, b]; None if none or uneven."""
     if not reader.sums.count:
         return None
     places, first = reader.places.to(mine.device), int(mine[0])
@@ -225,7 +223,7 @@ def _columns(reader: _Reader, mine: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _part(reader: _Reader, mine: Tensor, images: int) -> _Part:
-    """The layer's share in a group; ``images``: whose gradients were gathered, 0 where none are known."""
+    """Return the layer's share in a group; ``images``: number with gradients, 0 if gradients are unknown."""
     found = _columns(reader, mine)
     assert found is not None
     covariance = reader.sums.centred()[0] / reader.sums.count

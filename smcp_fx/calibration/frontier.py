@@ -1,4 +1,4 @@
-"""Runs a graph node by node over all batches at once, so that what lies ahead can be changed by what arrived."""
+"""Runs a graph node by node over all batches at once, so that layers ahead can be changed by what reaches them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Frontier(ModeInterpreter):
-    """A graph in eval mode, and for each batch the values that nodes still to come will read.
+    """A graph in eval mode, and for each batch the values that later nodes will read.
 
     ``at`` is the place of the next node. No gradients are kept.
     """
@@ -38,7 +38,7 @@ class Frontier(ModeInterpreter):
         self.at = 0
 
     def advance(self, node: fx.Node, past: bool = True) -> None:
-        """Run all batches up to a node, and the node itself if ``past``; nothing where they are there already."""
+        """Run all batches up to a node, and the node itself if ``past``, unless they are there already."""
         stop = self._place[node] + past
         while self.at < stop:
             current = self.nodes[self.at]
@@ -49,7 +49,7 @@ class Frontier(ModeInterpreter):
     def ahead(
         self, index: int, nodes: set[fx.Node], read: Callable[[fx.Node, Values], T]
     ) -> dict[fx.Node, T]:
-        """What ``read(node, values)`` gives when a copy of a batch has run as far as each of ``nodes``.
+        """Return ``read(node, values)`` for each of ``nodes``, with a copy of a batch run that far.
 
         The batch itself stays where it is.
         """
@@ -63,7 +63,7 @@ class Frontier(ModeInterpreter):
         return found
 
     def join(self, batch: Batch) -> None:
-        """Take a further batch in: it runs as far as the others are."""
+        """Add another batch, and run it as far as the others."""
         self.batches.append(batch)
         self.values.append({})
         self._inputs.append(self._bound(batch))
@@ -71,7 +71,7 @@ class Frontier(ModeInterpreter):
             self._run(-1, self.values[-1], node)
 
     def still_to_hold(self, batch: Batch) -> dict[str, int]:
-        """By each node's name, the most bytes that the batch's values take at one time from there on."""
+        """Return, for each node's name, the peak bytes of the batch's values from there on."""
         values: Values = {}
         self._inputs.append(self._bound(batch))
         self.batches.append(batch)
@@ -90,7 +90,7 @@ class Frontier(ModeInterpreter):
         return {node.name: size for node, size in zip(self.nodes, most, strict=True)}
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
-        """Lists as the generated code has them: functions may write into them."""
+        """Pass lists as the generated code does: functions may write into them."""
         return plain_lists(super().fetch_args_kwargs_from_env(n))
 
     def _run(self, index: int, values: Values, node: fx.Node, keep: set[fx.Node] | None = None) -> None:
@@ -109,7 +109,7 @@ class Frontier(ModeInterpreter):
                 values.pop(dead, None)
 
     def _bound(self, batch: Batch) -> dict[fx.Node, list[Any]]:
-        """What each placeholder takes."""
+        """Return the argument of each placeholder."""
         try:
             bound = self._signature.bind(*batch.args, **batch.kwargs)
         except TypeError as error:

@@ -1,7 +1,7 @@
-"""Convolutions and linears as products of rows with a matrix: what a least-squares regression is about.
+"""Convolutions and linears as products of rows with a matrix, for least-squares regression.
 
 A row holds what one output position reads: for a convolution of ``groups`` groups, [groups, inputs of a group times
-kernel elements]. A transposed convolution is the plain one of its zero-stuffed input with the kernel turned round.
+kernel elements]. A transposed convolution is the plain one of its zero-stuffed input with the kernel flipped.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Consumer:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What uses of one weight must share to be one regression."""
+        """Return what uses of one weight must share to form one regression."""
         return self.rank, self.groups, self.transposed, tuple(self.weight.shape)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """The weight as [groups, inputs, outputs], in double precision."""
+        """Return the weight as [groups, inputs, outputs], in double precision."""
         found = weight.detach().double()
         if not self.transposed:
             return found.reshape(self.groups, -1, found[0].numel()).transpose(1, 2)
@@ -58,21 +58,21 @@ class Consumer:
         return found.flip(tuple(range(2, found.dim()))).to(self.weight)
 
     def positions(self, y: Tensor) -> tuple[int, int]:
-        """Images (the length of the first dimension), and output positions in all, of an output."""
+        """Return an output's images (length of the first dimension) and total output positions."""
         y = self._batched(y)
         channels = y.shape[1] if self.rank else y.shape[-1]
         return y.shape[0], y.numel() // channels
 
     def squares(self, y: Tensor) -> Tensor:
-        """The squares of an output-shaped tensor summed over images and positions, [groups, outputs] in float64."""
+        """Return squares of an output-shaped tensor, summed over images and positions, [groups, outputs] float64."""
         y = self._batched(y)
         last = y.movedim(1, -1) if self.rank else y
         return last.flatten(0, -2).double().square().sum(0).reshape(self.groups, -1)
 
     def rows(self, x: Tensor, y: Tensor, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The chosen positions (flat indices) of an input and an output of the layer, a chunk at a time.
+        """Yield the chosen positions (flat indices) of the layer's input and output, a chunk at a time.
 
-        Yields [positions, groups, inputs] and [positions, groups, outputs], in double precision.
+        Chunks are [positions, groups, inputs] and [positions, groups, outputs], in double precision.
         """
         x, y = self._batched(x), self._batched(y)
         if self.rank:
@@ -93,18 +93,18 @@ class Consumer:
             )
 
     def _batched(self, value: Tensor) -> Tensor:
-        """With a first dimension of images, which inputs of a single image lack."""
+        """Add a first dimension of images where it is missing."""
         return (
             value.unsqueeze(0) if value.dim() == self.rank + 1 and (self.rank or value.dim() == 1) else value
         )
 
     def _windows(self, x: Tensor, lengths: torch.Size) -> Tensor:
-        """A view [images, channels, output positions ..., kernel ...] of the padded input."""
+        """Return a view [images, channels, output positions ..., kernel ...] of the padded input."""
         kernel, pads, stride = self.weight.shape[2:], list(self.pads), self.stride
         if self.transposed:
             x = _stuffed(x, stride)
             stride = (1,) * self.rank
-            for dim in range(self.rank):  # what is cut or added at the end follows from the output
+            for dim in range(self.rank):  # the output's size decides what is cut or added at the end
                 reach = self.dilation[dim] * (kernel[dim] - 1)
                 left = reach - self.pads[2 * dim]
                 place = 2 * (self.rank - 1 - dim)
@@ -118,7 +118,7 @@ class Consumer:
 
 
 def _stuffed(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """With stride - 1 zeros between neighbours."""
+    """Insert stride - 1 zeros between neighbours."""
     lengths = [(length - 1) * s + 1 for length, s in zip(x.shape[2:], stride, strict=True)]
     found = x.new_zeros(*x.shape[:2], *lengths)
     place: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))

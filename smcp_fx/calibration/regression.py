@@ -1,4 +1,4 @@
-"""Ridge regression from sums of products: what is kept of the data does not grow with it.
+"""Ridge regression from sums of products, whose size does not grow with the data.
 
 For each use of a weight W [groups, inputs, outputs], rows x and outputs y of a part to fit and a part held out:
 
@@ -18,10 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-#: A layer with more inputs to an output is left alone: its products would not fit into memory.
+#: Layers with more inputs per output are skipped: their products would not fit into memory.
 WIDEST = 8192
 RIDGES = (1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-#: What a use may do about the mean: set its bias, leave it to the batch norm behind it, or nothing.
+#: How a use handles the mean: by its bias, by the batch norm behind it, or not at all.
 Intercept = Literal["bias", "norm", "none"]
 
 
@@ -59,16 +59,16 @@ class Sums:
         )  # fmt: skip
 
     def centred(self) -> tuple[Tensor, Tensor]:
-        """Products of x with x and with y, each less its mean."""
+        """Return products of x with x and with y, with means removed."""
         mean = (self.x / self.count).unsqueeze(-1)
         return self.xx - mean @ self.x.unsqueeze(-2), self.xy - mean @ self.y.unsqueeze(-2)
 
     def intercept(self, weight: Tensor) -> Tensor:
-        """The best b for a weight, [groups, outputs]."""
+        """Return the best b for a weight, [groups, outputs]."""
         return (self.y - _times(self.x, weight)) / self.count
 
     def error(self, weight: Tensor, intercept: Tensor | None) -> float:
-        """The sum of squared errors of x W + b, with the best b for these rows where it is None."""
+        """Return the sum of squared errors of x W + b; b is the best one if None."""
         change = (weight * (self.xx @ weight)).sum() - 2 * (weight * self.xy).sum()
         away = self.y - _times(self.x, weight)
         if intercept is None:
@@ -79,18 +79,18 @@ class Sums:
 
     @property
     def spread(self) -> float:
-        """The sum of squared distances of y from its mean."""
+        """Return the sum of squared distances of y from its mean."""
         return max(self.yy - float((self.y * self.y).sum()) / self.count, 0.0)
 
     @property
     def finite(self) -> bool:
-        """Whether all of it is numbers."""
+        """Whether all sums are finite."""
         return all(bool(torch.isfinite(t).all()) for t in (self.xx, self.xy, torch.tensor(self.yy)))
 
 
 @dataclass
 class Use:
-    """Where a weight is used: what to do about the mean, the bias there [groups, outputs], and its rows."""
+    """A use of a weight: how it handles the mean, its bias [groups, outputs], and its rows."""
 
     intercept: Intercept
     bias: Tensor | None
@@ -100,7 +100,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Solution:
-    """A weight, and each use's bias; errors on the rows held out, as shares of the outputs' spread."""
+    """A weight and each use's bias; errors on held-out rows, as shares of the outputs' spread."""
 
     weight: Tensor
     biases: tuple[Tensor | None, ...]
@@ -112,12 +112,10 @@ class Solution:
 def solve(
     uses: Sequence[Use], weight: Tensor, stored: Callable[[Tensor], Tensor], rounding: float = 1e-14
 ) -> Solution:
-    """The regression over all uses; ``stored`` says what is left of a weight in the layer's own type.
+    """Solve the regression over all uses; ``stored`` rounds a weight to the layer's own type.
 
-    An error that is not more than ``rounding`` of the outputs' squares is none.
-
-    Where the error does not fall on the rows held out, the solution is the weight and the biases as they are, with
-    ridge infinity.
+    Errors up to ``rounding`` times the outputs' squares count as zero. If the error on held-out rows does not fall,
+    the solution is the old weight and biases, with ridge infinity.
     """
     spread = sum(use.held_out.spread for use in uses) or sum(use.held_out.yy for use in uses) or 1.0
     before = _error(uses, weight, [use.bias for use in uses])
@@ -149,7 +147,7 @@ def solve(
 
 
 def _normal(uses: Sequence[Use], rows: Sequence[Sums], weight: Tensor) -> tuple[Tensor, Tensor]:
-    """X'X and what X'Y is away from X'X W0, over all uses."""
+    """Return X'X and X'Y - X'X W0, over all uses."""
     pairs = [
         (sums.xx, sums.xy) if use.intercept == "none" else sums.centred()
         for use, sums in zip(uses, rows, strict=True)
@@ -160,7 +158,7 @@ def _normal(uses: Sequence[Use], rows: Sequence[Sums], weight: Tensor) -> tuple[
 
 
 def _ridge(normal: tuple[Tensor, Tensor], weight: Tensor, ridge: float) -> Tensor | None:
-    """The weights at a ridge; None where the equations cannot be solved in double precision."""
+    """Return the weights for a ridge; None if double precision cannot solve the equations."""
     products, away = normal
     diagonal = products.diagonal(dim1=-2, dim2=-1)
     strength = ridge * diagonal.mean(-1, keepdim=True).clamp(min=torch.finfo(products.dtype).tiny ** 0.5)
@@ -184,5 +182,5 @@ def _error(uses: Sequence[Use], weight: Tensor, biases: Sequence[Tensor | None])
 
 
 def _times(x: Tensor, weight: Tensor) -> Tensor:
-    """[groups, inputs] times [groups, inputs, outputs]."""
+    """Multiply [groups, inputs] by [groups, inputs, outputs]."""
     return (x.unsqueeze(-2) @ weight).squeeze(-2)

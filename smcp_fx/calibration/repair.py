@@ -1,4 +1,4 @@
-"""Closed-form repair of a sliced network: what is left is fitted to what the whole network computed."""
+"""Closed-form repair: fits a sliced network to what the whole one computed."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from smcp_fx.prepared import PreparedModel
 from smcp_fx.regions import sharing
 from smcp_fx.tracing.wrapping import unwrapped
 
-#: What the inputs of all batches may take, in bytes: later batches are left out.
+#: Most bytes of the inputs of all batches: later batches are ignored.
 _MEMORY = 2 * 2**30
 
 
 def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairReport:
-    """Fit what is left of a sliced network to what the whole one computed, in place; no labels, no gradients.
+    """Fit a sliced network to what the whole one computed, in place, without labels or gradients.
 
-    ``smaller`` is what `convert` made of ``prepared`` as it is now. The whole network is the prepared one with every
-    channel on. A layer whose outputs do not come nearer to the whole network's on images held out stays as it was.
-    What a model traced in regions does between them stays as it is: each region is fitted to what it computes in the
-    whole model.
+    ``smaller`` is what `convert` makes of ``prepared`` in its present state. The whole network is the prepared one
+    with every channel on. A layer that does not improve on held-out images stays as it was. In a model traced in
+    parts, each region is fitted to what it computes in the whole model, and the Python between them stays as it is.
 
     Args:
         smaller: the converted model; it stays a plain one, and keeps its types and modes.
         prepared: what it was converted from.
-        batches: as for `recalibrate`; a few hundred images do. 2 GiB of activations are held at a time: of large
-            images the first layers see fewer than the last.
+        batches: as for `recalibrate`; a few hundred images suffice. At most 2 GiB of activations are held at a time,
+            so the first layers see fewer large images than the last.
 
     Raises `InputError`, and leaves ``smaller`` as it was, for batches that do not fit or are none, for activations
     that are not finite, and for models that do not belong together.

@@ -1,8 +1,8 @@
-"""Two networks side by side, a layer at a time over all batches: the smaller one is fitted to the whole.
+"""Fits the smaller network to the whole one, a layer at a time over all batches.
 
-Where a convolution or linear comes, its weights become those of a ridge regression: from what arrives there in the
-smaller network, repaired so far, to what the whole network's layer gives. Where a batch norm comes, its statistics
-change as those of what arrives differ from the whole network's, so that errors do not add up on the way.
+A convolution or linear gets the weights of a ridge regression, from its inputs in the smaller network (repaired so
+far) to the outputs of the whole network's layer. A batch norm's statistics change by the difference between its
+inputs in the two networks, so that errors do not add up.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from smcp_fx.calibration.regression import WIDEST, Use, solve
 from smcp_fx.errors import InputError
 from smcp_fx.passes.sliced_labels import Sliced
 
-#: Output positions that a regression takes at least, where there are as many, and as many times its inputs.
+#: Least output positions of a regression, if there are as many: this number, and this many times its inputs.
 _ROWS, _TIMES = 20_000, 8
-#: What the values of all batches may take at one time, in bytes.
+#: Most bytes that the values of all batches may take at a time.
 _MEMORY = 2 * 2**30
 #: One image in so many is held out.
 _FOLD = 5
@@ -32,12 +32,12 @@ _FOLD = 5
 
 @dataclass(frozen=True)
 class LayerRepair:
-    """What became of one layer (or several that share their weight: the first one's path).
+    """The repair of one layer (or of several that share a weight: the first one's path).
 
     ``before`` and ``after``: the squared error of its outputs on images held out, as a share of the outputs' spread;
-    ``after`` is that of a fit without them, behind which the layer is fitted to all.
-    ``ridge`` is the strength that was chosen, infinity where the weight stayed as it was. ``positions``: how many
-    output positions were fitted; ``inputs``: how many weights each output has. ``left``: why it was not looked at.
+    ``after`` is that of a fit without them; the final fit then uses all images.
+    ``ridge`` is the strength chosen, infinity if the weight stayed as it was. ``positions``: output positions fitted;
+    ``inputs``: weights per output. ``left``: why the layer was skipped.
     """
 
     path: str
@@ -56,7 +56,7 @@ class LayerRepair:
 
 @dataclass(frozen=True)
 class RepairReport:
-    """What `repair` did: every layer in the order they run, batch norms whose statistics it set, images it used."""
+    """What `repair` did: all layers in the order they run, batch norms that were set, images used."""
 
     layers: tuple[LayerRepair, ...]
     norms: tuple[str, ...]
@@ -93,7 +93,7 @@ class SideBySide:
         self.kept = kept
         self.images = sum(batch.images for batch in batches)
         needs = [frontier.still_to_hold(batches[0]) for frontier in (self.smaller, self.whole)]
-        #: What one image's values still take at most, in both networks together, by node.
+        #: Peak bytes of one image's values from each node on, both networks together.
         self.needs = {
             name: (size + needs[1].get(name, 0)) / batches[0].images for name, size in needs[0].items()
         }
@@ -107,7 +107,7 @@ class SideBySide:
         self.set: list[str] = []
 
     def run(self) -> RepairReport:
-        """Repair everything, in the order in which it runs."""
+        """Repair all layers in the order they run."""
         for node in self.smaller.nodes:
             if not self.smaller.runs(node):
                 continue
@@ -121,7 +121,7 @@ class SideBySide:
         return RepairReport(tuple(self.report), tuple(self.set), self.images)
 
     def _admit(self, node: fx.Node) -> None:
-        """Let as many batches join as fit into memory from here on: large images are few at first."""
+        """Add as many batches as fit into memory from here on: early layers of large images get few."""
         here = sum(batch.images for batch in self.smaller.batches)
         while self.waiting:
             here += self.waiting[-1].images
@@ -174,7 +174,7 @@ class SideBySide:
         )
 
     def _gathered(self, consumers: list[Consumer], whole: list[fx.Node]) -> dict[int, Use]:
-        """The rows of all uses, those of one bias together."""
+        """Return the rows of all uses, grouped by bias."""
         uses: dict[int, Use] = {}
         keys = [id(c.node) if c.bias is None else id(c.bias) for c in consumers]
         for consumer, key in zip(consumers, keys, strict=True):
@@ -201,7 +201,7 @@ class SideBySide:
     def _pairs(
         self, batch: int, consumers: list[Consumer], whole: list[fx.Node]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """What arrives at each use in the smaller network, and what the whole one's gives, less what went."""
+        """Return each use's inputs in the smaller network and outputs in the whole one, without removed channels."""
         self.smaller.advance(consumers[0].node, past=False)
         if len(consumers) == 1:
             self.whole.advance(whole[0])
@@ -223,17 +223,17 @@ class SideBySide:
         return Use("norm" if behind else "none", None)
 
     def _less(self, value: Tensor, name: str) -> Tensor:
-        """A value of the whole network's node without the channels that went."""
+        """Return a value of the whole network without the removed channels."""
         axis = self.kept.axis(self.kept.channels.trail.labels[name])
         return value if axis is None else value.index_select(axis[0], axis[1].to(value.device))
 
     # ---- batch norms ------------------------------------------------------------------------------------
 
     def _norm(self, norms: list[Normalisation]) -> None:
-        """Change the statistics as those of what arrives differ from the whole network's.
+        """Change the statistics by the difference between the inputs in the smaller and in the whole network.
 
-        The two are taken from the same images, so that what is particular to these cancels. The weight and the bias
-        become the whole network's, which batch-norm scales may have changed.
+        Both are taken from the same images, so that their peculiarities cancel. Weight and bias become the whole
+        network's, since batch-norm scales may have changed them.
         """
         first = norms[0]
         wholes = [self.norms_whole[norm.node.name] for norm in norms if norm.node.name in self.norms_whole]
@@ -262,7 +262,7 @@ class SideBySide:
         self.set.append(first.path)
 
     def _moments(self, frontier: Frontier, norms: list[Normalisation]) -> Moments:
-        """Of what arrives at these norms, all batches together."""
+        """Return the moments of the inputs of these norms, over all batches."""
         moments = Moments()
         sources = {norm.node: norm.input for norm in norms}
         frontier.advance(norms[0].node, past=False)

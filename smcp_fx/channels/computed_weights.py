@@ -9,14 +9,14 @@ converting replaces the function by its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from smcp_fx.channels.weight_views import LAYERS, factors, is_question, weight_view
+from smcp_fx.channels.weight_views import factors, is_layer, is_question, weight_and_bias, weight_view
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.own_weights import own_weight, owner_of
 from smcp_fx.tracing.traits import Trait, has
@@ -116,10 +116,8 @@ def _weights_of(
     use: fx.Node, constants: set[fx.Node], transparent: tuple[Callable[..., object], ...]
 ) -> list[fx.Node]:
     """What is computed and read as a weight or bias of a layer, or as the constant factor of a product."""
-    if use.op == "call_function" and use.target in LAYERS:
-        given: list[Any] = [
-            use.args[place] if len(use.args) > place else use.kwargs.get(name) for place, name in _PLACES
-        ]
+    if is_layer(use):
+        given: list[Any] = [*weight_and_bias(use)]
         most = 2
     else:
         given, most = [*factors(use)], 1
@@ -132,9 +130,6 @@ def _weights_of(
     return [one for one in found if one.op != "get_attr"] if len(found) <= most else []
 
 
-_PLACES = ((1, "weight"), (2, "bias"))
-
-
 def _described(module: fx.GraphModule, results: dict[fx.Node, Shape]) -> list[ComputedWeight]:
     ways = {result: ancestors(result) for result in results}
     every = [node for node in reversed(module.graph.nodes) if any(node in way for way in ways.values())]
@@ -144,19 +139,34 @@ def _described(module: fx.GraphModule, results: dict[fx.Node, Shape]) -> list[Co
             alone.add(node)
     reads, found = _Reads(module), []
     taken: set[str] = set()
+    names: dict[Any, str] = {}
+    known = _expressions(reversed(every))
     for result, shape in results.items():
         ordered = tuple(node for node in reversed(every) if node in ways[result])
         sources = dict.fromkeys(name for node in ordered for name in reads.of(node))
         floating = [name for name in sources if held(module, name).is_floating_point()]
         unread = frozenset(name for name in sources if not reads.outside(name, alone))
         parameters = [name for name in floating if isinstance(held(module, name), nn.Parameter)]
-        name = _name(module, result, shape, floating, unread, taken)
+        if known[result] not in names:  # what is computed twice is one weight
+            names[known[result]] = _name(module, result, shape, floating, unread, taken)
+        name = names[known[result]]
         taken.add(name)
         kept = tuple(parameters or floating)
         found.append(
             ComputedWeight(result, name, shape, ordered, frozenset(alone & ways[result]), kept, unread)
         )
     return found
+
+
+def _expressions(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """A number for each node, the same for those that compute the same of the same parameters."""
+    numbers: dict[str, int] = {}
+    known: dict[fx.Node, int] = {}
+    for node in nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{known[n]}")
+        said = f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
+        known[node] = numbers.setdefault(said, len(numbers))
+    return known
 
 
 def ancestors(node: fx.Node) -> frozenset[fx.Node]:
@@ -186,7 +196,12 @@ def _name(
     for name in ([own] if own is not None else []) + fitting:
         if name not in taken:
             return name
-    return f"{result.name}_value"
+    path: list[str] = []  # beside what it is computed from
+    for parts in zip(*(name.split(".")[:-1] for name in sources), strict=False):
+        if len(set(parts)) > 1:
+            break
+        path.append(parts[0])
+    return ".".join([*path, f"{result.name}_value"])
 
 
 class _Reads:

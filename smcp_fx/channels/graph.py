@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from smcp_fx.channels import rules_elementwise, rules_layers, rules_movement, rules_products, rules_statistics
+from smcp_fx.channels import (
+    rules_elementwise,
+    rules_layers,
+    rules_movement,
+    rules_products,
+    rules_statistics,
+    rules_windows,
+)
 from smcp_fx.channels.branches import Branches, bits
 from smcp_fx.channels.groups import Group, form_groups
 from smcp_fx.channels.propagation import Propagation, Rule
@@ -30,6 +37,7 @@ RULES: dict[str, Rule] = {
     **rules_layers.RULES,
     **rules_statistics.RULES,
     **rules_products.RULES,
+    **rules_windows.RULES,
 }
 
 
@@ -140,12 +148,12 @@ class ChannelGraph:
     def explain(self, module_path: str, channel: int, side: str = "out") -> str:
         """Say which group a layer's channel belongs to, what would go with it, and why it must stay if so.
 
-        ``side`` is "out" or "in"; raises `InputError` for a path that is no convolution or linear.
+        ``side`` is "out" or "in"; raises `InputError` for a path that is not a convolution or linear.
         """
         layer = next((la for la in self.layers if la.path == module_path), None)
         if layer is None:
             raise InputError(
-                f"{module_path!r} is no convolution or linear of this network; it has "
+                f"{module_path!r} is not a convolution or linear of this network; it has "
                 f"{', '.join(la.path for la in self.layers[:6])}, ..."
             )
         labels = layer.output_channels if side == "out" else layer.input_channels
@@ -261,7 +269,7 @@ def _exclude(run: Propagation, paths: tuple[str, ...], first_layer: bool) -> Non
         layers = [la for la in run.trail.layers if la.path == path or la.path.startswith(path + ".")]
         if not layers:
             raise InputError(
-                f"exclude: {path!r} is no convolution or linear of this network, and holds none; it has "
+                f"exclude: {path!r} is not a convolution or linear of this network, and holds none; it has "
                 f"{', '.join(la.path for la in run.trail.layers[:6])}, ..."
             )
         for layer in layers:

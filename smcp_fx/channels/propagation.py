@@ -13,6 +13,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import along, compress, narrow_uniform, uniform, varied_dims
-from smcp_fx.channels.trail import Call, Computed, ConstantRef, ParameterRef, ParameterView, Trail
+from smcp_fx.channels.trail import Call, Computed, ConstantRef, MadeRef, ParameterRef, ParameterView, Trail
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import describe, may_be_operand, operation_name, writes_in_place
@@ -170,10 +171,13 @@ class Propagation:
         if value.name not in self.trail.elements:
             rank = len(value.shape)
             told = range(rank) if along is None else [d + rank for d in along if d + rank >= 0]
+            if isinstance(value, MadeRef):
+                fitting = [d for d in told if d in value.told]
+                told = [1] if along is None and rank > 2 and 1 in fitting else fitting
             shape = [size if d in told else 1 for d, size in enumerate(value.shape)]
             count = math.prod(shape)
             labels = (
-                uniform(self.fixed(value.name, "a parameter of one element"), value.shape)
+                uniform(self.fixed(value.name, _single(value)), value.shape)
                 if count == 1
                 else self.fresh(value.name, count).reshape(shape).expand(value.shape)
             )
@@ -201,6 +205,9 @@ class Propagation:
         """Execute every node and return the trail."""
         for node in self.module.graph.nodes:
             self.trail.labels[node.name] = self._execute(node)
+        for name, made in self.trail.labels.items():
+            if isinstance(made, MadeRef):
+                self.trail.labels[name] = self.of(made, ())
         for name in self.trail.slots.keys() & self.trail.elements.keys():
             for labels in (*self.trail.slots[name].values(), self.trail.elements[name]):
                 self.pin(labels, name, f"{name!r} is a layer's weight and is also read as a tensor")
@@ -251,17 +258,23 @@ class Propagation:
         rule = self.rules.get(call.name or "")
         if rule is None:
             return self.unknown(call)
+        if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or call.name == "bymode"):
+            args, kwargs = pytree.tree_map(self._labelled, (call.args, call.kwargs))
+            call = replace(call, args=args, kwargs=kwargs)
         try:
             result = rule(self, call)
         except Exception as error:  # a form that the rule was not written for, whatever it trips over there
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             return self.unknown(call, f"{UNFIT} {call.name!r} ({said})")
         leaves = pytree.tree_leaves(result)
-        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, (Tensor, ConstantRef))]
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, (Tensor, ConstantRef, MadeRef))]
         expected = [leaf.shape for leaf in pytree.tree_leaves(call.value) if isinstance(leaf, TensorInfo)]
         if shapes != expected:
             return self.unknown(call, f"{UNFIT} {call.name!r} (labels of shapes {shapes}, not {expected})")
         return result
+
+    def _labelled(self, value: Any) -> Any:
+        return self.of(value) if isinstance(value, MadeRef) else value
 
     def _shape(self, node: fx.Node) -> tuple[int, ...] | None:
         value = self.values.get(node.name)
@@ -340,6 +353,11 @@ class Propagation:
             self.pin(self.trail.elements[parameter.name], node, why)
         else:
             self.trail.elements[parameter.name] = uniform(self.fixed(node, why), parameter.shape)
+
+
+def _single(value: ParameterRef) -> str:
+    made = isinstance(value, MadeRef)
+    return f"constant made by {value.name!r}" if made else "a parameter of one element"
 
 
 def tensor_leaves(tree: Any) -> list[Tensor | ParameterRef]:

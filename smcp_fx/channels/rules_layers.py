@@ -39,33 +39,61 @@ def convolution(run: Propagation, call: Call) -> Any:
         run.slot(weight.name, first, per_slot)
         kind, in_dim, out_dim, in_slots, out_slots = "depthwise", first, first, inputs, per_slot
     else:
-        places = [weight.place(dim) for dim in ((0, 1) if transposed else (1, 0))]
-        if None in places:
-            return run.unknown(call, "a weight that lacks a dimension for its channels")
-        in_dim, out_dim = (place for place in places if place is not None)
-        known = run.trail.slots.get(weight.name, {}).get(out_dim)
-        if known is None:
-            outputs = run.fresh(call.node.name, out_channels)
-        else:
-            outputs = renamed(run, call, known.repeat(groups) if transposed and groups > 1 else known)
-        inputs = _inputs(run, call, inputs)
-        in_slots, out_slots = inputs, outputs
-        if groups > 1:
-            rows = inputs.reshape(groups, -1)
-            run.tie(rows, rows[:1].expand_as(rows))
-            columns = outputs.reshape(groups, -1)
-            run.tie(columns, columns[:1].expand_as(columns))
-            in_slots = inputs if transposed else rows[0]
-            out_slots = columns[0] if transposed else outputs
-        run.slot(weight.name, in_dim, in_slots)
-        run.slot(weight.name, out_dim, out_slots)
-        kind = "dense"
+        return dense_convolution(run, call, labels, inputs, weights, groups)
     if bias is not None:
         run.slot(bias.name, 0, outputs)
     slots, channel_pair = (in_slots, out_slots), (inputs, outputs)
     shape, dims = tuple(labels.shape), (in_dim, out_dim)
     _record(run, call, weight, bias, kind, dims, groups, slots, channel_pair, shape, (axis, axis))
     return place(outputs, call.shape, axis)
+
+
+def dense_convolution(
+    run: Propagation,
+    call: Call,
+    labels: Tensor,
+    inputs: Tensor,
+    weights: tuple[ParameterRef, ParameterRef | None],
+    groups: int,
+) -> Any:
+    """A convolution that consumes and produces; ``inputs``: its input's channels, which stand before space."""
+    weight, bias = weights
+    if not _is_plain(run, weight, bias):
+        return run.unknown(call, "a convolution whose weight is computed, not a parameter")
+    transposed = "transpose" in (call.name or "")
+    axis = labels.dim() - len(weight.shape) + 1
+    places = [weight.place(dim) for dim in ((0, 1) if transposed else (1, 0))]
+    if None in places:
+        return run.unknown(call, "a weight that lacks a dimension for its channels")
+    in_dim, out_dim = (place for place in places if place is not None)
+    known = run.trail.slots.get(weight.name, {}).get(out_dim)
+    if known is None:
+        outputs = run.fresh(call.node.name, call.shape[axis])
+    else:
+        outputs = renamed(run, call, known.repeat(groups) if transposed and groups > 1 else known)
+    inputs = _inputs(run, call, inputs)
+    in_slots, out_slots = inputs, outputs
+    if groups > 1:
+        rows = inputs.reshape(groups, -1)
+        run.tie(rows, rows[:1].expand_as(rows))
+        columns = outputs.reshape(groups, -1)
+        run.tie(columns, columns[:1].expand_as(columns))
+        in_slots = inputs if transposed else rows[0]
+        out_slots = columns[0] if transposed else outputs
+    run.slot(weight.name, in_dim, in_slots)
+    run.slot(weight.name, out_dim, out_slots)
+    if bias is not None:
+        run.slot(bias.name, 0, outputs)
+    slots, channel_pair = (in_slots, out_slots), (inputs, outputs)
+    shape, dims = tuple(labels.shape), (in_dim, out_dim)
+    _record(run, call, weight, bias, "dense", dims, groups, slots, channel_pair, shape, (axis, axis))
+    return place(outputs, call.shape, axis)
+
+
+def _is_plain(run: Propagation, weight: Any, bias: Any) -> bool:
+    """Are they parameters, the weight of layers alone?"""
+    read = isinstance(weight, ParameterRef) and (bias is None or isinstance(bias, ParameterRef))
+    return read and weight.name not in run.trail.elements
 
 
 def linear(run: Propagation, call: Call) -> Any:
@@ -220,10 +248,7 @@ def _weights(run: Propagation, call: Call) -> tuple[ParameterRef, ParameterRef |
         weight = own_parameter(run, call, "weight")
         return None if weight is None else (weight, own_parameter(run, call, "bias"))
     weight, bias = call.argument(1, "weight"), call.argument(2, "bias")
-    plain = isinstance(weight, ParameterRef) and (bias is None or isinstance(bias, ParameterRef))
-    if not plain or weight.name in run.trail.elements:
-        return None
-    return weight, bias
+    return (weight, bias) if _is_plain(run, weight, bias) else None
 
 
 def own_parameter(run: Propagation, call: Call, attribute: str) -> ParameterRef | None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import along, compress, narrow_uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
-from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Shuffle
+from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef, Shuffle
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, named
 
@@ -70,8 +70,8 @@ def move(run: Propagation, call: Call) -> Any:
     result = pytree.tree_map(
         lambda t: compress(t) if isinstance(t, Tensor) else t, execute(call, args, kwargs)
     )
-    if call.name == "expandas":
-        _tie_expanded(run, source, args[1])
+    if call.name in ("expand", "expandas", "broadcastto") and isinstance(result, Tensor):
+        result = _expanded(run, call, source, result, args[1] if call.name == "expandas" else None)
     if call.name in _PARTS:
         run.trail.parts.append(call.node.name)
     if call.name in _PARTS or call.name == "roll":
@@ -83,6 +83,26 @@ def move(run: Propagation, call: Call) -> Any:
     else:  # the numbers of a view follow from the tensor's own size: another size tells whether they matter
         _refuse_numbers(run, call, source)
     return result
+
+
+def _expanded(run: Propagation, call: Call, source: Tensor, result: Tensor, other: Tensor | None) -> Tensor:
+    """One value for all channels has as many of these as what it is spread for, whatever meets it there.
+
+    They lie along the dimension that the other tensor's do, or, where sizes are given, along the second one.
+    """
+    ahead = result.dim() - source.dim()
+    spread = [d for d, n in enumerate(result.shape) if n > 1 and (d < ahead or source.shape[d - ahead] == 1)]
+    places = [d for d in spread if (d == 1 if other is None else d in run.varied(other))]
+    uniform = not varied_dims(source)
+    if not uniform or len(places) != 1 or run.follows_input(call.node, places[0]):
+        if other is not None:
+            _tie_expanded(run, source, other)
+        return result
+    run.pin(source, call.node.name, f"one value read by every channel in {call.node.name!r}")
+    channels = along(run.fresh(call.node.name, result.shape[places[0]]), result.shape, places[0])
+    if other is not None:
+        run.tie(channels, other)
+    return channels
 
 
 def _tie_expanded(run: Propagation, source: Tensor, other: Tensor) -> None:
@@ -113,15 +133,19 @@ def attribute(run: Propagation, call: Call) -> Any:
 
 def join(run: Propagation, call: Call) -> Any:
     """cat, stack and their like, uniform dimensions narrowed first so that they cost nothing."""
-    args, kwargs = labelled(run, (call.args, call.kwargs))
-    tensors = list(args[0] if args else kwargs["tensors"])
+    given = list(call.args[0] if call.args else call.kwargs["tensors"])
+    args, kwargs = call.args, call.kwargs
     full = call.shape
     if call.name in ("hstack", "vstack"):
-        if any(t.dim() < 2 for t in tensors):
+        if any(len(t.shape) < 2 for t in given):
             return run.unknown(call)
         dim = int(call.name == "hstack")
     else:
         dim = int(args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0)))
+    told = {d - t.dim() for t in given if isinstance(t, Tensor) for d in varied_dims(t)}
+    if call.name != "stack":
+        told.add(dim % len(full) - len(full))
+    tensors = [run.of(t, told if isinstance(t, MadeRef) else None) for t in given]
     if call.name == "stack":
         tensors = [t.unsqueeze(dim) for t in tensors]
     tensors = [t for t in tensors if t.numel()]
@@ -161,12 +185,25 @@ def pad(run: Propagation, call: Call) -> Any:
                 return run.unknown(call, "padding that copies channels")
             if min(before, after) < 0:
                 run.trail.parts.append(call.node.name)
-            fixed = run.fixed(call.node.name, f"padding added by {call.node.name!r}")
-            labels = F.pad(labels, [0, 0] * (labels.dim() - 1 - dim) + [before, after], value=fixed)
+            ahead = [0, 0] * (labels.dim() - 1 - dim)
+            labels = F.pad(labels, [*ahead, min(before, 0), min(after, 0)])
+            shape = [*labels.shape]
+            ends = []
+            for amount in (max(before, 0), max(after, 0)):
+                shape[dim] = amount
+                ends.append(along(_added(run, call, amount), shape, dim))
+            labels = torch.cat([ends[0], labels, ends[1]], dim)
         else:
             labels = compress(labels).narrow(dim, 0, 1)
             labels = labels.expand(*labels.shape[:dim], size, *labels.shape[dim + 1 :])
     return labels
+
+
+def _added(run: Propagation, call: Call, amount: int) -> Tensor:
+    """Labels of channels that padding adds: they go with what they are added to, as other channels do."""
+    if call.module is None:
+        return run.fresh(call.node.name, amount)
+    return torch.full((amount,), run.fixed(call.node.name, f"padding added by {call.node.name!r}"))
 
 
 def labelled(run: Propagation, tree: Any) -> Any:

@@ -47,14 +47,18 @@ def matmul(run: Propagation, call: Call) -> Any:
 
 
 def einsum(run: Propagation, call: Call) -> Any:
-    """Two operands, each index once an operand, no ellipsis; anything else stays."""
+    """Two operands, each index once an operand; anything else stays."""
     equation, *operands = call.args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
-    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) != 2:
+    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
         return run.unknown(call, "an einsum of this form has no channel rule")
     inputs, out = equation.replace(" ", "").split("->")
-    left, _, right = inputs.partition(",")
+    left, right = (
+        _spelled_out(names, len(operand.shape))
+        for names, operand in zip(inputs.split(","), operands, strict=True)
+    )
+    out = _spelled_out(out, len(call.shape))
     if any(len(set(names)) != len(names) for names in (left, right, out)):
         return run.unknown(call, "an einsum that takes a diagonal has no channel rule")
     for names, others, weight, tensor in (
@@ -70,6 +74,12 @@ def einsum(run: Propagation, call: Call) -> Any:
                 dims, axes = (names.index(read), names.index(made)), (others.index(read), out.index(made))
                 return dense(run, call, tensor, weight, None, dims=dims, axes=axes)
     return _product(run, call, (operands[0], operands[1]), (list(left), list(right)), list(out), call.shape)
+
+
+def _spelled_out(names: str, rank: int) -> str:
+    """Letters for the dimensions that an ellipsis stands for, the last of which meet."""
+    left = rank - len(names.replace("...", ""))
+    return names.replace("...", "ABCDEFGHIJ"[10 - left :] if left else "")
 
 
 def _is_weight(value: Any, run: Propagation) -> TypeGuard[ParameterRef]:

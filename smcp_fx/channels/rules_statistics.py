@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smcp_fx.channels.labels import narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place, tensor_leaves
-from smcp_fx.channels.rules_elementwise import elementwise, like
+from smcp_fx.channels.rules_elementwise import bring_together, elementwise, like
 from smcp_fx.channels.rules_layers import own_parameter, renamed
 from smcp_fx.channels.trail import Call, Mix, ParameterRef
 
@@ -118,6 +118,23 @@ def _correction(call: Call) -> int:
     return 1 if correction is None else int(correction)
 
 
+def cosine_similarity(run: Propagation, call: Call) -> Any:
+    """A product that sums over a dimension, over the lengths of both: these go together where it has channels."""
+    given = [call.argument(0, "x1"), call.argument(1, "x2")]
+    dim = int(call.argument(2, "dim", 1))
+    sides = [run.of(one) for one in given]
+    mixed = [mix(run, call, labels, {dim % labels.dim()}) for labels in sides]
+    if mixed == [None, None] and len(call.node.args) > 1 and sides[0].shape == sides[1].shape:
+        run.tie(*(channel_labels(run, labels, dim % labels.dim()) for labels in sides))
+        for operand, labels in enumerate(sides):
+            mixes(run, call, labels, "zero", operand)
+        return uniform(_made_of_channels(run, call), call.shape)
+    if None in mixed or sides[0].shape != sides[1].shape:
+        return run.unknown(call, f"channels are mixed by {call.name!r}")
+    merged = bring_together(run, call, [one for one in mixed if one is not None], tuple(sides[0].shape))
+    return like(call, merged.select(dim, 0))
+
+
 def softmax(run: Propagation, call: Call) -> Any:
     """Mixes along one dimension: as a reduction that keeps its shape."""
     labels = run.of(call.argument(0, "input"))
@@ -217,6 +234,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("softmax", "logsoftmax", "softmin", "normalize", "cumsum", "cumprod", "logcumsumexp"), softmax
     ),
+    "cosinesimilarity": cosine_similarity,
     "layernorm": layer_norm,
     "rmsnorm": layer_norm,
     "groupnorm": group_norm,

@@ -58,6 +58,16 @@ class ConstantRef(ParameterRef):
 
 
 @dataclass(frozen=True)
+class MadeRef(ParameterRef):
+    """A tensor of one value that a node makes (`torch.zeros(b, n, h, w)`): it has as many channels as what it meets.
+
+    ``told``: the dimensions that can hold channels, which are of one size for all inputs.
+    """
+
+    told: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Call:
     """One node about to be executed on labels."""
 

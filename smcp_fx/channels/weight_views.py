@@ -55,16 +55,36 @@ class WeightView:
 
 def weight_of(use: fx.Node) -> fx.Node | None:
     """The node of the weight that a functional call of a layer reads; None for another node's call."""
-    if use.op == "call_function" and use.target in LAYERS:
-        weight = use.args[1] if len(use.args) > 1 else use.kwargs.get("weight")
+    if is_layer(use):
+        weight = weight_and_bias(use)[0]
         return weight if isinstance(weight, fx.Node) else None
     operands = factors(use)
     return next((operand for operand in reversed(operands) if _leads_to_parameter(operand)), None)
 
 
+def is_layer(use: fx.Node) -> bool:
+    """Is it a functional call of a layer, on a weight and a bias?"""
+    return use.op == "call_function" and (use.target in LAYERS or _is_deformable(use))
+
+
+def weight_and_bias(use: fx.Node) -> tuple[Any, Any]:
+    """The weight and the bias that a functional call of a layer is given; None for one that is not."""
+    places = ((1, "weight"), (4 if _is_deformable(use) else 2, "bias"))
+    weight, bias = (
+        use.args[place] if len(use.args) > place else use.kwargs.get(name) for place, name in places
+    )
+    return weight, bias
+
+
+def _is_deformable(use: fx.Node) -> bool:
+    return (
+        getattr(use.target, "__name__", "") == "deform_conv2d" and operation_name(use, None) == "deformconv2d"
+    )
+
+
 def contracted(use: fx.Node, rank: int) -> int:
     """The dimension of its weight, of ``rank`` dimensions, that a functional call of a layer sums over."""
-    if use.target in LAYERS:
+    if is_layer(use):
         return 0 if "transpose" in str(getattr(use.target, "__name__", "")) else 1
     place = factors(use).index(weight_of(use))  # type: ignore[arg-type]
     if operation_name(use, None) == "einsum":

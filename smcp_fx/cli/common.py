@@ -1,4 +1,4 @@
-"""What the command lines share: how arguments are read, consoles, and errors told in one paragraph."""
+"""Shared by the command lines: argument parsing, consoles, and errors as one paragraph."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from rich.text import Text
 
 from smcp_fx.errors import SmcpError
 
-#: What a disk that is full, or not to be written to, is told by.
+#: Errors of a disk that is full or read-only.
 _NO_PLACE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
-#: The exit code of a command whose reader went away, as the shell has it for SIGPIPE.
+#: The exit code of a command whose reader went away, as shells have it for SIGPIPE.
 _BROKEN_PIPE = 141
 _LONGEST_WORD = 500
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations, knows --version, and tells what is wrong in one sentence."""
+    """A parser without abbreviations, with --version, and with errors in one sentence."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         options.setdefault("allow_abbrev", False)
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
-        if " " not in self.prog:  # not the parser of a subcommand
+        if " " not in self.prog:  # not a subcommand's parser
             told = f"%(prog)s {version('smcp_fx')}"
             self.add_argument("--version", action="version", version=told, help="print the version and end")
 
@@ -53,7 +53,7 @@ class CommandParser(argparse.ArgumentParser):
                 text.encode()
             except UnicodeEncodeError:
                 self.error(
-                    f"{text!r} is no text in {sys.getfilesystemencoding()}: runtimes cannot open such names; rename "
+                    f"{text!r} is not text in {sys.getfilesystemencoding()}: runtimes cannot open such names; rename "
                     "the file or folder, or set a UTF-8 locale (LC_ALL=C.UTF-8)"
                 )
             if "\0" in text:
@@ -62,7 +62,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def consoles() -> tuple[Console, Console]:
-    """Return the consoles for results (stdout) and for problems (stderr); they print texts as they are."""
+    """Return the consoles for results (stdout) and problems (stderr), which print text without markup."""
     return (
         _Console(highlight=False, soft_wrap=True, emoji=False, markup=False),
         _Console(stderr=True, highlight=False, soft_wrap=True, emoji=False, markup=False),
@@ -71,7 +71,7 @@ def consoles() -> tuple[Console, Console]:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to `guarded`; `rich` would end the process as one that failed."""
+        """Leave this to `guarded`; `rich` would end the process with a failure."""
         raise
 
 
@@ -84,10 +84,10 @@ def guarded(
     interrupted: str | Callable[[], str] = "",
     advice: str = "Free space, or give another place.",
 ) -> int:
-    """Run a command; tell what goes wrong in one paragraph and return the exit code.
+    """Run a command, report errors in one paragraph, and return the exit code.
 
-    With ``debug`` errors are raised as they are. ``interrupted`` is added to the word on Ctrl-C, ``advice`` to
-    what the operating system refuses to write.
+    With ``debug``, errors are raised as they are. ``interrupted`` is added to the message on Ctrl-C, ``advice`` to
+    that of a failed write.
     """
     try:
         code = run()
@@ -97,7 +97,7 @@ def guarded(
         more = interrupted if isinstance(interrupted, str) else interrupted()
         problems.print(f"\nInterrupted. {more}".rstrip())
         return 130
-    except BrokenPipeError:  # `| head` has read what it wanted
+    except BrokenPipeError:  # `| head` has read enough
         _give_up_stdout()
         return _BROKEN_PIPE
     except SmcpError as error:
@@ -108,15 +108,13 @@ def guarded(
     except OSError as error:
         if debug:
             raise
-        if (
-            not error.filename
-        ):  # perhaps standard output's: what is left in its buffer cannot be written either
+        if not error.filename:  # perhaps standard output's: the rest of its buffer cannot be written either
             _give_up_stdout()
         where = f": {error.filename}" if error.filename else ""
         more = f". {advice}" if error.errno in _NO_PLACE else ""
         tell(problems, command, f"{error.strerror or error}{where}{more}")
         return 2
-    except SystemExit as stopped:  # no code of ours does so in a run
+    except SystemExit as stopped:  # our own code never does this during a run
         if debug:
             raise
         caller = traceback.extract_tb(stopped.__traceback__)[-1]
@@ -135,12 +133,12 @@ def guarded(
 
 
 def tell(problems: Console, command: str, message: object) -> None:
-    """Print what is wrong as one paragraph."""
+    """Print an error as one paragraph."""
     problems.print(Text.assemble((f"{command}:", "red"), " ", line(message)))
 
 
 def line(text: object) -> str:
-    """Return a text from elsewhere as one line, without what would steer a terminal, or a word that fills it."""
+    """Return foreign text as one line, without terminal control characters or endless words."""
     words = "".join(c if c.isprintable() else " " for c in str(text)).split()
     return " ".join(word if len(word) <= _LONGEST_WORD else f"{word[:200]}...{word[-100:]}" for word in words)
 
@@ -152,9 +150,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _tell_any_text() -> None:
-    """Let standard output and error print what their encoding lacks, as escapes: texts come from anywhere.
+    """Let standard output and error print characters that their encoding lacks, as escapes.
 
-    Where the caller closed them, what is printed goes nowhere, and not into a file that gets their number.
+    If the caller closed them, output is dropped instead of going into a file that gets their number.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -165,7 +163,7 @@ def _tell_any_text() -> None:
 
 
 def _give_up_stdout() -> None:
-    """Let the interpreter find nothing left to write at its end, where that would fail again."""
+    """Leave nothing for the interpreter to write at exit, which would fail again."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -173,5 +171,5 @@ def _give_up_stdout() -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
-        except (OSError, ValueError):  # a stream of its own, which has no number
+        except (OSError, ValueError):  # a stream without a file number
             return

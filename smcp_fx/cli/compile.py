@@ -23,14 +23,15 @@ _EXAMPLES = """examples:
 
 
 def build_parser() -> CommandParser:
-    """The command line, derived from the settings' dataclasses."""
+    """Return the command line's parser, made from the settings' dataclasses."""
     from smcp_fx.backends.tensorrt.options import EngineSettings
     from smcp_fx.compiler.settings import CompileSettings
 
     parser = CommandParser(
         prog="smcp-compile",
         description="Make a convolutional network as fast as asked: train it (or take weights), measure what its "
-        "layers cost, prune it while it trains, and emit a smaller ONNX file whose measured latency is the target.",
+        "layers cost, prune and repair it, train what is left, and emit a smaller ONNX file whose measured latency "
+        "is the target.",
         epilog=_EXAMPLES,
     )
     add_options(parser.add_argument_group("the run"), CompileSettings, without=EngineSettings)
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run,
         problems,
         debug=debug,
-        interrupted=lambda: f"Go on with the same command and --resume (state in {where['state']}).",
+        interrupted=lambda: f"Continue with the same command and --resume (state in {where['state']}).",
         advice="Free space or give another --out.",
     )
 

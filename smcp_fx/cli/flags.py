@@ -1,4 +1,4 @@
-"""Flags from the fields of a dataclass, and the dataclass from what was given."""
+"""Flags from the fields of a dataclass, and the dataclass from the flags given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def add_options(parser: argparse._ArgumentGroup, kind: type, without: type | None = None) -> None:
-    """Add a flag for each field of a config dataclass (but those of ``without``), with its default and its help."""
+    """Add a flag for each field of a config dataclass (except ``without``), with its default and help."""
     hints = typing.get_type_hints(kind)
     left_out = {entry.name for entry in fields(without)} if without is not None else set()
     for entry in fields(kind):
@@ -47,18 +47,18 @@ def _default(entry: Field[Any]) -> Any:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    """Numbers with commas between."""
+    """Parse numbers separated by commas."""
     return tuple(float(part) for part in text.split(",") if part.strip())
 
 
 def _plain_type(hint: Any) -> Any:
-    """The callable that parses a flag of this type: `float | None` is a float, a Literal a string."""
+    """Return the callable that parses a flag of this type: `float | None` is a float, a Literal a string."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return next(part for part in typing.get_args(hint) if part is not type(None))
     return hint if hint in (int, float, str) else str
 
 
 def chosen(kind: type[T], arguments: Mapping[str, Any]) -> T:
-    """Return the dataclass that these parsed flags say."""
+    """Return the dataclass described by these parsed flags."""
     given = {entry.name: arguments[entry.name] for entry in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})

@@ -25,7 +25,7 @@ _EXAMPLES = """examples:
 
 
 def build_parser() -> CommandParser:
-    """The command line."""
+    """Return the command line's parser."""
     parser = CommandParser(
         prog="smcp-inspect",
         description="Show the channel graph of a model: which channels must be kept or removed together, how many "
@@ -131,13 +131,13 @@ def _print(arguments: argparse.Namespace, found: Any, console: Console) -> None:
         shown = overview(found, arguments.depth)
     if not console.is_terminal:
         console.width = (
-            _NO_WRAP  # one line an entry in a pipe or a file; on a terminal wrapped inside the tree
+            _NO_WRAP  # one line per entry in a pipe or file; on a terminal, wrapped inside the tree
         )
     console.print(shown, soft_wrap=False)
 
 
 def _asked(arguments: argparse.Namespace, found: Any, told: dict[str, Any]) -> Any:
-    """What --json prints: everything, or the group, module or channel that was asked about."""
+    """Return what --json prints: everything, or the group, module or channel asked about."""
     from smcp_fx.inspection.text import layers_of
 
     if arguments.group is not None:

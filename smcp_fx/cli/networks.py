@@ -1,4 +1,4 @@
-"""The options that name a network and a runtime, and what they stand for."""
+"""The options that name a network and a runtime, and their meaning."""
 
 from __future__ import annotations
 
@@ -103,9 +103,7 @@ def network_of(arguments: argparse.Namespace) -> tuple[Traced, ChannelGraph]:
     except InputError as error:
         raise InputError(f"--input-size {arguments.input_size!r}: {error}") from error
     if shape[0] != arguments.batch:
-        raise InputError(
-            f"--input-size {arguments.input_size!r} has a batch of its own: give that as --batch"
-        )
+        raise InputError(f"--input-size {arguments.input_size!r} includes a batch: give that as --batch")
     traced = trace(model, (example_images(*shape),))
     other = at_another_size(traced)
     return traced, build(traced.module, traced.values, multiple=arguments.multiple, other=other)

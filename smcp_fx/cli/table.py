@@ -44,7 +44,7 @@ _EXAMPLES = """examples:
 
 
 def build_parser() -> CommandParser:
-    """The command line."""
+    """Return the command line's parser."""
     parser = CommandParser(
         prog="smcp-table",
         description="Latency tables: what the blocks of networks cost on a device. A table is one SQLite file; every "
@@ -93,7 +93,7 @@ def build_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 1 where ``check`` found something bad, 2 for errors."""
+    """Run the command line and return its exit code: 1 if ``check`` found problems, 2 for errors."""
     arguments = build_parser().parsed(argv)
     console, problems = consoles()
     commands = {"measure": _measure, "show": _show, "merge": _merge, "export": _export, "import": _import,
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: commands[arguments.command](arguments, console),
         problems,
         debug=arguments.debug,
-        interrupted="Every finished row is kept: the same command goes on.",
+        interrupted="Every finished row is kept: run the same command to continue.",
         advice="Free space, or give another place.",
     )
 
@@ -120,7 +120,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
 
         return exchange(arguments, console, *_shard(arguments.shard))
     shard, shards = _shard(arguments.shard)
-    if arguments.table.exists():  # one that cannot be used is told before anything is built
+    if arguments.table.exists():  # report an unusable one before anything is built
         LatencyTable(arguments.table).close()
     backend, blocks = backend_of(arguments), blocks_of(arguments)
     if arguments.targets and shards > 1:
@@ -190,7 +190,7 @@ def _show(arguments: argparse.Namespace, console: Console) -> int:
         if arguments.block:
             of_print = _of_block(of_print, arguments.block)
         found = _rows_table(of_print) if arguments.block else _blocks_table(of_print)
-        # No number is cut off: lines that are wider than a terminal wrap there.
+        # Never cut numbers: lines wider than the terminal wrap.
         needed = console.measure(found, options=console.options.update(width=1000)).maximum
         console.width = max(console.width, needed)
         console.print(found)
@@ -355,7 +355,7 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     return 1 if bad else 0
 
 
-# ---- what the commands share ------------------------------------------------------------------------------------
+# ---- shared by the commands -------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> list[TableRow]:

@@ -1,4 +1,4 @@
-"""smcp-table measure, for a device that this library does not run on: requests out, answers in."""
+"""smcp-table measure for devices without this library: requests out, answers in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards: int) -> int:
-    """Read the answers of a folder into the table, then write what is wanted next; 1 where rows failed."""
+    """Read a folder's answers into the table, then write the rows needed next; return 1 if rows failed."""
     if arguments.backend != "tensorrt":
         raise InputError(
             "--emit-requests and --read-answers are for --backend tensorrt; see also smcp-table export"
@@ -75,7 +75,7 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
 
 
 def _of_table(table: LatencyTable, options: BuildOptions) -> Fingerprint:
-    """Return the fingerprint of the table's TensorRT rows of these options; a nameless one where there is none."""
+    """Return the fingerprint of the table's TensorRT rows for these options; a nameless one if there are none."""
     from smcp_fx.backends.tensorrt.answers import fingerprint_of
 
     nowhere = dict.fromkeys(("device", "tensorrt", "driver", "compute_capability"), "not known yet")

@@ -20,7 +20,7 @@ _EXAMPLES = """examples:
 
 
 def build_parser() -> CommandParser:
-    """The command line, derived from the settings' dataclass."""
+    """Return the command line's parser, made from the settings' dataclass."""
     from smcp_fx.recipes.settings import RunSettings
 
     parser = CommandParser(
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run,
         problems,
         debug=debug,
-        interrupted=f"Go on with the same command and --resume (checkpoint in {arguments['out']}).",
+        interrupted=f"Continue with the same command and --resume (checkpoint in {arguments['out']}).",
         advice="Free space or give another --out.",
     )
 

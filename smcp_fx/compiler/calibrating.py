@@ -1,14 +1,17 @@
-"""A run without training: importances from a few images, one solve and repair a target."""
+"""The work without training: importances from a few images, then one solve and one repair per target."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from smcp_fx.calibration import RepairReport, repair
+from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.compiler.training import accuracy
+from smcp_fx.errors import CheckpointError
 from smcp_fx.prepare import convert
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.report.schema import CalibrationFacts, RepairRow, WorthRow
@@ -23,7 +26,7 @@ Batches = list[tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Repaired:
-    """A network without training: test accuracy as it was sliced and as it was repaired, and what the repair did."""
+    """A sliced and repaired network, its test accuracy before and after the repair, and the repair's report."""
 
     network: nn.Module
     sliced: float
@@ -34,7 +37,7 @@ class Repaired:
 def calibration_batches(
     data: ImageData, fitted: FittedModel, images: int, seed: int, device: torch.device
 ) -> Batches:
-    """Return so many training images, drawn by ``seed``, in batches; with their labels where there are any."""
+    """Return batches of ``images`` training images, drawn by ``seed``, with their labels if there are any."""
     drawn = data.drawn(images, seed)
     found = drawn.epoch(min(_BATCH, len(drawn.train)), seed, fitted.channels, fitted.size)  # type: ignore[arg-type]
     return [(x.to(device), y.to(device) if data.labelled else None) for x, y in found]
@@ -51,7 +54,7 @@ def repaired(prepared: PreparedModel, batches: Batches, fitted: FittedModel, dat
 def calibration_facts(
     found: Repaired, prepared: PreparedModel, images: int, labelled: bool, dense: float
 ) -> CalibrationFacts:
-    """Return what the report says of it."""
+    """Return the report's part on calibration."""
     names = ("path", "before", "after", "repaired", "positions", "inputs", "left")
     return CalibrationFacts(
         images=images,
@@ -76,3 +79,19 @@ def _worth(prepared: PreparedModel) -> tuple[WorthRow, ...]:
         counts = tuple(sorted({*pruner.cost.permitted[name], kept}))
         rows.append(WorthRow(name, len(rises) - 1, kept, counts, tuple(float(rises[c]) for c in counts)))
     return tuple(rows)
+
+
+def save_choice(path: Path, prepared: PreparedModel, facts: CalibrationFacts) -> None:
+    """Write the masks that were chosen, and what the report says of the repair."""
+    save_checkpoint(path, prepared, extras={"calibration": asdict(facts)})
+
+
+def load_choice(path: Path, prepared: PreparedModel) -> CalibrationFacts:
+    """Go back to the masks of a file, and return what the report says; raises `CheckpointError` for other files."""
+    try:
+        found = dict(load_checkpoint(path, prepared)["calibration"])
+        layers = tuple(RepairRow(**row) for row in found.pop("layers"))
+        worth = tuple(WorthRow(**row) for row in found.pop("worth"))
+        return CalibrationFacts(**found, layers=layers, worth=worth)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged or of another version; start without --resume") from error

@@ -1,4 +1,4 @@
-"""The folder of a compile run: what stands there is not lost unless that is asked for, and one run has it."""
+"""The folder of a compile run: held by one run at a time, and never overwritten unless asked."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from smcp_fx.compiler.settings import CompileSettings
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.storage.files import brief, locked, read_json, write_texts
 
-#: Where a run goes that no --out is given for: here, or to the next number.
+#: The folder of a run without --out: this, or this with the next number.
 _DEFAULT = Path("runs/compile")
 _WRITTEN = ("dense.onnx", "pruned.onnx", "pruned.safetensors", "pruned.json", "report.json", "report.html")
 
 
 def placed(settings: CompileSettings) -> CompileSettings:
-    """Return the settings with the absolute folder of their run, whatever the working directory will be.
+    """Return the settings with the absolute folder of their run, since the working directory may change.
 
     Without ``out`` it is runs/compile, or the next number that is free (runs/compile-2); to resume, the last.
     """
@@ -40,7 +40,7 @@ def placed(settings: CompileSettings) -> CompileSettings:
 
 
 class RunFolder:
-    """The folder that ``settings`` name (`placed` before), of a run with this ``record`` of what it was asked for."""
+    """The folder of ``settings`` (after `placed`), for a run with this ``record`` of its settings."""
 
     def __init__(self, settings: CompileSettings, record: Mapping[str, Any]) -> None:
         self.folder, self.state = settings.folder, settings.folder / "state"
@@ -49,7 +49,7 @@ class RunFolder:
         self._begun = False
 
     def look(self) -> None:
-        """Raise `CheckpointError` where a run would be lost, or is not there to be resumed; nothing is changed."""
+        """Raise `CheckpointError` if a run would be lost, or there is none to resume; change nothing."""
         try:
             if self._resume:
                 self._compare()
@@ -66,7 +66,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Make the folder and keep other runs out of it; what was made is gone again where nothing was begun."""
+        """Make the folder and keep other runs out; remove it again if nothing was begun."""
         new = [path for path in (self.state, self.folder, *self.folder.parents) if not path.exists()]
         try:
             self.state.mkdir(parents=True, exist_ok=True)
@@ -83,12 +83,12 @@ class RunFolder:
                         lock.unlink(missing_ok=True)
         finally:
             if not self._begun:
-                with contextlib.suppress(OSError):  # not empty: it is somebody's
+                with contextlib.suppress(OSError):  # not empty: leave it
                     for path in new:
                         path.rmdir()
 
     def begin(self) -> None:
-        """Note what a new run was asked for; what an earlier one left to go on from is deleted."""
+        """Write down a new run's settings, and delete the state of an earlier run."""
         self._begun = True
         if self._resume:
             return
@@ -101,7 +101,7 @@ class RunFolder:
         write_texts({self._file: json.dumps(self._record, indent=1)}, "the run's settings")
 
     def _compare(self) -> None:
-        """Raise `CheckpointError` where the run that is to go on was started with other settings."""
+        """Raise `CheckpointError` if the run to resume was started with other settings."""
         if not self._file.exists():
             raise CheckpointError(f"there is no run to resume in {self.folder}; start it without --resume")
         before = read_json(

@@ -1,4 +1,4 @@
-"""How good networks are, told where that is not what it should be."""
+"""Warnings about accuracies that are not what they should be."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from smcp_fx.compiler.training import accuracy, is_guessing
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
-#: Weights that reach so much less than they are said to are told of.
+#: Weights that fall short of their published accuracy by more than this get a note.
 _BELOW = 0.03
 
 
 def dense_accuracy(fitted: FittedModel, data: ImageData, tell: Teller) -> float:
-    """Test a model on the weights that were given, and say how good they are, and what they should be."""
+    """Return the accuracy of given weights; print it, beside the one they should have."""
     with tell.stage("testing the dense model"):
         found = accuracy(fitted.model, fitted, data)
     said = "" if fitted.accuracy is None else f"; its weights are said to reach {fitted.accuracy:.2%}"
@@ -32,7 +32,7 @@ def dense_accuracy(fitted: FittedModel, data: ImageData, tell: Teller) -> float:
 
 
 def note_guesses(data: ImageData, dense: float, pruned: float, rate: float, tell: Teller) -> None:
-    """Say so where the pruned network only guesses; ``rate``: the learning rate that it was trained with."""
+    """Note if the pruned network only guesses; ``rate``: the learning rate it was trained with."""
     if is_guessing(pruned, data.classes) and not is_guessing(dense, data.classes):
         tell.note(
             f"the pruned network does no better than guessing ({pruned:.2%}, dense {dense:.2%}): train for more "

@@ -1,4 +1,4 @@
-"""Engines of the dense and the pruned network, and the correction a measured one teaches the table."""
+"""Engines of the dense and the pruned network, and corrections of the table by measured ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from smcp_fx.storage.files import brief, read_json, write_texts
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
-#: Where table and engine differ by more than this factor about the dense network, the table decides nothing. So often
-#: is the engine asked.
+#: A table is refused if it differs from the dense network's engine by more than this factor, and how often the engine
+#: is measured before that.
 FAR, _ASKED = 1.5, 3
 
 
@@ -39,7 +39,7 @@ class Comparison:
 
 
 class Corrector:
-    """Measures the network that a solve chose, and corrects the pruner's target before masks are fixed.
+    """Measures the network that a solve chose, and corrects the pruner's target, before masks are fixed.
 
     The table's sum and the engine's latency may differ by a factor (fusion across blocks, caches); the
     pruner's ``correction`` is that factor for the fraction pruned / dense. ``comparisons`` are kept in ``state``,
@@ -68,27 +68,27 @@ class Corrector:
         self._engine: Engine | None = None  # of the candidate that is measured
 
     def to(self, fraction: float) -> Corrector:
-        """The same for another fraction of the dense latency."""
+        """Return the same for another fraction of the dense latency."""
         state = self.file.parent
         return Corrector(self.prepared, self.backend, self.dense, self.inputs, fraction, state, self.say)
 
     def after(self, solve: Solve) -> None:
         """Measure before the final target arrives; after the last solve, solve again until it fits.
 
-        When no solve fits, the masks that came nearest stay, and what they measured is said.
+        If no solve fits, the nearest masks stay, and their measurement is printed.
         """
         schedule = self.prepared.pruner.schedule
         assert schedule is not None
         if solve.step == schedule.last_step:
             self.fit(solve.step)
         elif solve.step + schedule.every >= schedule.ramp_end and not self.comparisons:
-            # One solve before the target arrives: it then arrives corrected, and masks can stay from there on.
+            # Correct one solve before the target arrives, so that masks can stay from then on.
             _Candidate(self, "first masks near the target", solve.step).measure()
             self._drop_engine()
             self._aim(aim_for(self.fraction, self._told()))
 
     def resume(self, step: int) -> None:
-        """Take up the comparisons that were made up to the optimiser step that training goes on from."""
+        """Load the comparisons made up to the optimiser step that training continues from."""
         if not self.file.exists():
             return
         records = read_json(self.file, CheckpointError, "start without --resume")
@@ -102,7 +102,7 @@ class Corrector:
         self.comparisons = [comparison for comparison in found if comparison.step <= step]
 
     def fit(self, step: int = 0) -> None:
-        """Measure the network of the last solve, and solve again until it takes what was asked."""
+        """Measure the network of the last solve, and solve again until it meets the target."""
         pruner, solves = self.prepared.pruner, itertools.count(2)
 
         def solve(aim: float) -> _Candidate:
@@ -120,10 +120,10 @@ class Corrector:
             self.say(
                 f"no solve came within {CLOSE:.0%} of the target: the nearest is kept, at {measured:.1%}"
             )
-        pruner.correction = best.correction  # stays with the masks: they fit the target by that one
+        pruner.correction = best.correction  # belongs to these masks
 
     def _told(self) -> list[tuple[float, float]]:
-        """Return what was predicted (ms) and measured (a fraction of the dense latency) so far."""
+        """Return pairs predicted (ms) and measured (a fraction of the dense latency) so far."""
         return [(c.predicted_ms, c.measured.fraction) for c in self.comparisons if c.predicted_ms]
 
     def _aim(self, ms: float) -> None:
@@ -181,9 +181,9 @@ class _Candidate:
 
 
 def measured_as_predicted(dense: Engine, predicted_ms: float, table: Path) -> float:
-    """Measure the dense network, in ms, and raise `TableError` where a table says something else altogether.
+    """Measure the dense network, in ms, and raise `TableError` if the table is far off.
 
-    Pruning by such a table would reach its target in the table alone.
+    Pruning by such a table would meet its target only on paper.
     """
     for _ in range(_ASKED):
         measured_ms = dense.latency().median_ms
@@ -199,7 +199,7 @@ def measured_as_predicted(dense: Engine, predicted_ms: float, table: Path) -> fl
 
 
 def _comparison(record: dict[str, Any]) -> Comparison:
-    """Return a comparison that a file tells of; `ValueError`, `TypeError` or `KeyError` where it is none."""
+    """Return a comparison from a file; `ValueError`, `TypeError` or `KeyError` if it is invalid."""
     measured = record["measured"]
     sides = {side: Measurement(**measured[side]) for side in ("dense", "pruned")}
     found = Comparison(**{**record, "measured": RelativeLatency(**{**measured, **sides})})
@@ -210,18 +210,18 @@ def _comparison(record: dict[str, Any]) -> Comparison:
     ]
     for number in (*told, 0.0 if found.predicted_ms is None else found.predicted_ms):
         if type(number) not in (int, float) or not 0 <= number < math.inf:
-            raise ValueError(f"{brief(number)} is no measured number")
+            raise ValueError(f"{brief(number)} is not a measured number")
     if type(found.step) is not int or type(found.name) is not str:
-        raise ValueError(f"{brief((found.name, found.step))} are no name and step")
+        raise ValueError(f"{brief((found.name, found.step))} are not a name and a step")
     return found
 
 
 def accuracy_of(engine: Engine, data: ImageData, fitted: FittedModel, batch: int) -> float:
-    """Share of the test images that an emitted network gets right."""
+    """Return the share of test images that an emitted network gets right."""
     right = total = 0
     for images, labels in data.tests(batch, fitted.channels, fitted.size):
         filled = images
-        if len(images) < batch:  # engines with a fixed batch take full batches only
+        if len(images) < batch:  # engines of a fixed batch take only full ones
             filled = torch.cat([images, images[:1].expand(batch - len(images), *images.shape[1:])])
         logits = engine.run([filled.numpy()])[0][: len(images)]
         right += int((np.argmax(logits, axis=1) == labels.numpy()).sum())

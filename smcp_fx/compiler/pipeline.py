@@ -1,8 +1,7 @@
-"""The compile run: train, measure, prune while training, convert, emit, measure, report."""
+"""The compile run: train, measure, prune, repair, fine-tune, emit, measure, report."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,31 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from smcp_fx.backends import Backend, compare, get_backend
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine
 from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
-from smcp_fx.calibration import gather_importance, recalibrate
-from smcp_fx.compiler.calibrating import Repaired, calibration_batches, calibration_facts, repaired
+from smcp_fx.calibration import gather_importance
+from smcp_fx.compiler.calibrating import (
+    Repaired,
+    calibration_batches,
+    calibration_facts,
+    load_choice,
+    repaired,
+    save_choice,
+)
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.compiler.judging import dense_accuracy, note_guesses
 from smcp_fx.compiler.measuring import Corrector, accuracy_of
+from smcp_fx.compiler.phases import Phases
 from smcp_fx.compiler.pricing import asked_fraction, chosen_cost, dense_latency
 from smcp_fx.compiler.reporting import Measured, build_report, target_row
 from smcp_fx.compiler.saving import WEIGHTS, Saver
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.telling import Teller
-from smcp_fx.compiler.training import is_guessing, training_loop, usable_device
+from smcp_fx.compiler.training import usable_device
 from smcp_fx.config import PruningConfig
-from smcp_fx.errors import TraceError
+from smcp_fx.errors import InputError, TraceError
 from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.latency.progress import duration
@@ -36,7 +42,7 @@ from smcp_fx.pruning.solve import Solve
 from smcp_fx.report import Report, summary_table, target_table, write_report
 from smcp_fx.report.schema import TargetRow
 from smcp_fx.texts import amount
-from smcp_fx.training import Epoch, TrainingLoop
+from smcp_fx.training import Epoch
 from smcp_fx.zoo.data import ImageData, load_data
 from smcp_fx.zoo.models import FittedModel, example_images, load_model
 from smcp_fx.zoo.pretrained import preprocessing_of, pretrained_weights
@@ -51,12 +57,10 @@ def compile_model(
     Raises the library's errors for whatever does not fit; what was finished stays in ``--out`` and a run with
     ``resume`` goes on from there.
     """
+    if config is not None and config.mask != "soft" and not settings.masks:
+        raise InputError(f"--mask {config.mask} is of masks that are learnt: give --prune during, too")
     run = _Compilation(placed(settings), config or PruningConfig(), console or Console())
     return run.go()
-
-
-#: So many training images tell the statistics of batch norms.
-_STATISTICS_IMAGES = 4096
 
 
 class _Compilation:
@@ -68,7 +72,6 @@ class _Compilation:
         self.folder = RunFolder(settings, as_record(settings, config))
         self.base = Path.cwd()  # where relative paths begin, whatever a factory of data or models changes
         self.device = torch.device("cpu")  # that the model is trained on
-        self._dense_accuracy = 1.0  # until it is known
         self._told: MeasureReport | None = None  # up to the last solve
         self._begun: MeasureReport | None = None  # what the rows took that prices begin with
 
@@ -104,22 +107,22 @@ class _Compilation:
             fitted.model.to(self.device)
             if not data.classes:
                 data = data.labelled_by(fitted.model, fitted.channels, fitted.size)
-            if fitted.trained and data.labelled:
-                self._dense_accuracy = dense_accuracy(fitted, data, self.tell)
-            self._check_table(fitted, data, backend, inputs, cost)
+            tested = fitted.trained and data.labelled
+            found = dense_accuracy(fitted, data, self.tell) if tested else 1.0
+            phases = Phases(settings, fitted, data, self.tell, found)
+            self._check_table(phases, backend, inputs, cost)
             self.folder.begin()  # from here on, an earlier run's files are replaced
-            return self._train_and_emit(data, fitted, backend, inputs, cost)
+            return self._train_and_emit(phases, backend, inputs, cost)
 
     def _train_and_emit(
         self,
-        data: ImageData,
-        fitted: FittedModel,
+        phases: Phases,
         backend: Backend,
         inputs: tuple[torch.Tensor, ...],
         cost: str | LatencyCost,
     ) -> Report:
-        settings = self.settings
-        dense_results = self._train_dense(fitted, data)
+        settings, fitted, data = self.settings, phases.fitted, phases.data
+        dense_results = phases.dense()
         prepared = self._prepare(fitted, data, inputs, cost)
         folder = settings.folder
         dense_path, pruned_path = folder / "dense.onnx", folder / "pruned.onnx"
@@ -130,13 +133,23 @@ class _Compilation:
         corrector = Corrector(prepared, backend, dense, inputs, fraction, folder / "state", self.tell.say)
         results: list[Epoch] = []
         without: dict[str, Any] = {}
-        if settings.trains:
-            results = self._prune(prepared, fitted, data, corrector, cost).results
+        corrects = isinstance(cost, LatencyCost) and not cost.foreign
+        if settings.masks:
+
+            def solved(solve: Solve) -> None:
+                if corrects:
+                    corrector.after(solve)
+                self._tell_rows(prepared, f"solve at step {solve.step}")
+
+            results = phases.masks(prepared, solved, resumed=corrector.resume)
             smaller = convert(prepared)
-            self._recalibrate(smaller, fitted, data)
         else:
-            smaller, corrector, without = self._calibrate(prepared, fitted, data, corrector, cost)
+            smaller, corrector, without = self._chosen(prepared, phases, corrector, corrects)
             fraction = corrector.fraction
+            if settings.trains:
+                results = phases.tune(smaller)
+        if settings.trains:
+            phases.recalibrate(smaller)
         with self.tell.stage("emitting"):
             smaller = smaller.cpu()
             self.saver.save(smaller, prepared, folder / WEIGHTS)
@@ -195,45 +208,21 @@ class _Compilation:
         self.saver.try_on(full)
 
     def _check_table(
-        self,
-        fitted: FittedModel,
-        data: ImageData,
-        backend: Backend,
-        inputs: tuple[torch.Tensor, ...],
-        cost: str | LatencyCost,
+        self, phases: Phases, backend: Backend, inputs: tuple[torch.Tensor, ...], cost: str | LatencyCost
     ) -> None:
         """Fill the table; hold it against the network, and the target against it, before anything is trained."""
-        if not isinstance(cost, LatencyCost) or cost.foreign or not self._trains_dense(fitted):
+        if not isinstance(cost, LatencyCost) or cost.foreign or not phases.trains_dense:
             return
-        trial = self._prepare(fitted, data, inputs, cost)
+        trial = self._prepare(phases.fitted, phases.data, inputs, cost)
         with backend.compile(converted_full(trial).cpu(), inputs) as dense:
             asked_fraction(trial, self.settings.wanted, dense_latency(trial, dense, cost))
         trial.pruner.check_target()
 
-    def _trains_dense(self, fitted: FittedModel) -> bool:
-        return not fitted.trained and self.settings.dense_epochs > 0
-
-    def _train_dense(self, fitted: FittedModel, data: ImageData) -> list[Epoch]:
-        settings = self.settings
-        if not self._trains_dense(fitted):
-            return []
-        epochs, rate = settings.dense_epochs, settings.rate
-        loop = training_loop(
-            fitted.model, fitted, data, settings, "dense", epochs=epochs, lr=rate, seed=settings.seed
-        )
-        if settings.resume:
-            loop.load()
-        with self.tell.stage("training the dense model"), self.tell.bar("training the dense model") as tick:
-            loop.run(stepped=tick, finished=lambda e: self.tell.epoch(e, epochs))
-        self._dense_accuracy = loop.results[-1].values["accuracy"]
-        self.tell.say(f"dense test accuracy {self._dense_accuracy:.2%}")
-        return loop.results
-
     def _prepare(
         self, fitted: FittedModel, data: ImageData, inputs: tuple[Any, ...], cost: str | LatencyCost
     ) -> PreparedModel:
-        trains = self.settings.trains
-        schedule = self.settings.schedule(data.steps_per_epoch(self.settings.train_batch)) if trains else None
+        masks = self.settings.masks
+        schedule = self.settings.schedule(data.steps_per_epoch(self.settings.train_batch)) if masks else None
         wanted = self.settings.wanted
         latency = isinstance(cost, LatencyCost)
         name = "measuring the latency table" if latency and not self._begun else "analysing the network"
@@ -262,38 +251,19 @@ class _Compilation:
         )
         return prepared
 
-    def _prune(
-        self,
-        prepared: PreparedModel,
-        fitted: FittedModel,
-        data: ImageData,
-        corrector: Corrector,
-        cost: str | LatencyCost,
-    ) -> TrainingLoop:
-        settings = self.settings
-        prepared.pruner.check_target()
-        epochs, rate, seed = settings.epochs, settings.rate * 2 / 3, settings.seed + 1
-        loop = training_loop(prepared, fitted, data, settings, "pruning", epochs=epochs, lr=rate, seed=seed)
-        if settings.resume and loop.load():
-            corrector.resume(loop.step)
-
-        def solved(solve: Solve) -> None:
-            if isinstance(cost, LatencyCost) and not cost.foreign:
-                corrector.after(solve)
-            self._tell_rows(prepared, f"solve at step {solve.step}")
-
-        def finished(epoch: Epoch) -> None:
-            found = epoch.values["accuracy"]
-            if is_guessing(found, data.classes) and not is_guessing(self._dense_accuracy, data.classes):
-                self.tell.say(
-                    f"epoch {epoch.epoch}: test accuracy {found:.2%} is that of guessing. Batch norms are estimated "
-                    "anew at the end, which may bring it back; if not, try a smaller --lr"
-                )
-            self.tell.epoch(epoch, loop.total_steps / loop.steps_per_epoch)
-
-        with self.tell.stage("pruning while training"), self.tell.bar("pruning while training") as tick:
-            loop.run(stepped=tick, solved=solved, finished=finished)
-        return loop
+    def _chosen(
+        self, prepared: PreparedModel, phases: Phases, corrector: Corrector, corrects: bool
+    ) -> tuple[nn.Module, Corrector, dict[str, Any]]:
+        """`_calibrate`, or what it came to before the run was interrupted."""
+        choice = self.settings.folder / "state" / "chosen.safetensors"
+        if self.settings.resume and choice.exists() and phases.tuning:
+            facts = load_choice(choice, prepared)
+            corrector.resume(0)
+            return convert(prepared), corrector, {"calibration": facts}
+        smaller, corrector, told = self._calibrate(prepared, phases, corrector, corrects)
+        if self.settings.trains:
+            save_choice(choice, prepared, told["calibration"])
+        return smaller, corrector, told
 
     def _tell_rows(self, prepared: PreparedModel, name: str) -> None:
         """Say which rows solves had measured, once there are new ones."""
@@ -307,17 +277,14 @@ class _Compilation:
             )
 
     def _calibrate(
-        self,
-        prepared: PreparedModel,
-        fitted: FittedModel,
-        data: ImageData,
-        corrector: Corrector,
-        cost: str | LatencyCost,
+        self, prepared: PreparedModel, phases: Phases, corrector: Corrector, corrects: bool
     ) -> tuple[nn.Module, Corrector, dict[str, Any]]:
-        """Prune without training: the network of the (last) target, what measured it, and what the report gets.
+        """Prune and repair without training: the (last) target's network, what measured it, the report's part.
 
-        The networks of other targets get files of their own on the way.
+        ``corrects``: latencies are measured, and masks solved for again. The networks of other targets get files of
+        their own on the way.
         """
+        fitted, data, dense = phases.fitted, phases.data, phases.dense_accuracy
         settings, pruner = self.settings, prepared.pruner
         batches = calibration_batches(data, fitted, settings.calibration, settings.seed, self.device)
         images = sum(len(x) for x, _ in batches)
@@ -332,18 +299,18 @@ class _Compilation:
             pruner.target = target * pruner.full_cost
             with self.tell.stage("solving"), self.tell.bar("solving"):
                 pruner.solve()
-                if isinstance(cost, LatencyCost) and not cost.foreign:
+                if corrects:
                     corrector.fit()
                 self._tell_rows(prepared, "solving")
             with self.tell.stage("slicing and repairing"):
                 found = repaired(prepared, batches, fitted, data)
             self.tell.say(
-                f"{'accuracy' if data.labelled else 'agreement'} {self._dense_accuracy:.2%} -> "
+                f"{'accuracy' if data.labelled else 'agreement'} {dense:.2%} -> "
                 f"{found.sliced:.2%} sliced -> {found.repaired:.2%} repaired; {str(found.report).splitlines()[0]}"
             )
             if target != targets[-1]:
                 points.append(self._emitted(prepared, found, corrector, target))
-        facts = calibration_facts(found, prepared, images, data.labelled, self._dense_accuracy)
+        facts = calibration_facts(found, prepared, images, data.labelled, dense)
         told = {"calibration": facts, "agreement": not data.labelled, "targets": tuple(points)}
         return found.network, corrector, told | ({"target": f"{targets[-1]:g}"} if settings.targets else {})
 
@@ -360,11 +327,3 @@ class _Compilation:
         ):
             measured = compare(corrector.dense, engine)
         return target_row(prepared, measured, found.repaired, path.name)
-
-    def _recalibrate(self, smaller: nn.Module, fitted: FittedModel, data: ImageData) -> None:
-        """Estimate batch norms anew: averages of a small momentum (MobileNetV3's) are far behind the weights."""
-        norms = [part for part in smaller.modules() if isinstance(part, _BatchNorm)]
-        if any(norm.track_running_stats for norm in norms):
-            batch = self.settings.train_batch
-            batches = data.epoch(batch, self.settings.seed, fitted.channels, fitted.size)
-            recalibrate(smaller, itertools.islice(batches, max(1, _STATISTICS_IMAGES // batch)))

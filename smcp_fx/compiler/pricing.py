@@ -1,4 +1,4 @@
-"""What the compile command asks for: its cost, the table behind it, and the fraction of the dense network's."""
+"""The target of the compile command: its cost, the table behind it, and the fraction of the dense cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smcp_fx.prepared import PreparedModel
 
 
 def chosen_cost(settings: CompileSettings, base: Path, backend: Backend, tell: Teller) -> str | LatencyCost:
-    """Return the cost by name, or that of the latency table; ``base``: where a relative path of it begins.
+    """Return the cost by name, or that of the latency table; ``base``: folder that a relative path starts from.
 
     Raises `TableError` for a damaged table, and for one of another device or runtime that is not allowed.
     """
@@ -32,7 +32,7 @@ def chosen_cost(settings: CompileSettings, base: Path, backend: Backend, tell: T
 
 
 def _foreign(table: LatencyTable, here: Fingerprint, allowed: bool, tell: Teller) -> Fingerprint | None:
-    """The fingerprint of a given table's rows where they are not of this device and runtime, if allowed."""
+    """Return the fingerprint of a table's rows from another device or runtime, if allowed; None for this one's."""
     known = table.fingerprints()
     if not known or here in known:
         return None
@@ -56,7 +56,7 @@ def _foreign(table: LatencyTable, here: Fingerprint, allowed: bool, tell: Teller
 
 
 def dense_latency(prepared: PreparedModel, dense: Engine, cost: str | LatencyCost) -> float:
-    """The dense network's latency in ms where the target is for: measured, or that of another device's table."""
+    """Return the dense network's latency in ms on the target's device: measured, or by another device's table."""
     if not isinstance(cost, LatencyCost):
         return dense.latency().median_ms
     if cost.foreign:
@@ -65,7 +65,7 @@ def dense_latency(prepared: PreparedModel, dense: Engine, cost: str | LatencyCos
 
 
 def asked_fraction(prepared: PreparedModel, wanted: float | str, dense_ms: float) -> float:
-    """The fraction of the dense cost that is asked for; sets the pruner's target for absolute latencies.
+    """Return the target as a fraction of the dense cost; sets the pruner's target for absolute latencies.
 
     ``dense_ms``: the dense network's latency on the device that the target is for.
     """

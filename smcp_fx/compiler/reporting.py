@@ -1,4 +1,4 @@
-"""What a compile run came to, as the report that is written of it."""
+"""The report of a compile run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def build_report(
     seconds: Mapping[str, float],
     notes: Sequence[str],
 ) -> Report:
-    """Return the report; ``filled``: what measuring the latency table took; ``training`` is by phase."""
+    """Return the report. ``filled``: what measuring the table took; ``training``: the epochs of each phase."""
     pruner, latency = prepared.pruner, measured.latency
     network_latency = latency_of(pruner.cost)
     dense, pruned = _sides(prepared, measured)
@@ -126,7 +126,7 @@ def target_row(prepared: PreparedModel, measured: RelativeLatency, accuracy: flo
 
 
 def _sides(prepared: PreparedModel, measured: Measured) -> tuple[Side, Side]:
-    """The dense and the pruned network, measured and counted."""
+    """Return the figures of the dense and the pruned network."""
     pruner, plan = prepared.pruner, prepared.plan
     latency, in_ms = measured.latency, pruner.cost.unit == "ms"
     dense, pruned = (
@@ -152,7 +152,7 @@ def _sides(prepared: PreparedModel, measured: Measured) -> tuple[Side, Side]:
 
 
 def _layers(prepared: PreparedModel) -> tuple[LayerRow, ...]:
-    """Channels before and after, layer by layer."""
+    """Return each layer's channels before and after."""
     channels = prepared.channels
 
     def group(labels: Tensor) -> str:
@@ -207,7 +207,7 @@ def _epochs(training: Sequence[tuple[str, list[Epoch]]]) -> tuple[EpochRow, ...]
 
 
 def _validation(corrector: Corrector, dense: Side, pruned: Side) -> tuple[EngineRow, ...]:
-    """Predicted beside measured: what was tried, between the dense and the emitted network where latency is asked."""
+    """Return predictions and measurements: of all networks tried and, for a latency target, of dense and emitted."""
     tried = [EngineRow(c.name, c.predicted_ms, c.measured.pruned.median_ms) for c in corrector.comparisons]
     if dense.predicted_ms is None:
         return tuple(tried)
@@ -216,7 +216,7 @@ def _validation(corrector: Corrector, dense: Side, pruned: Side) -> tuple[Engine
 
 
 def _engine_files(backend: Backend, settings: CompileSettings) -> dict[str, str]:
-    """The files that the runtime keeps beside the ONNX files: engines and their descriptions."""
+    """Return the runtime's own files beside the ONNX files: engines and their descriptions."""
     return {
         f"{side}{''.join(file.suffixes)}": file.name
         for side in ("dense", "pruned")
@@ -225,20 +225,20 @@ def _engine_files(backend: Backend, settings: CompileSettings) -> dict[str, str]
 
 
 def _weight_files(settings: CompileSettings) -> dict[str, str]:
-    """The weights and their manifest; none of a network that cannot be saved."""
+    """Return the weights' file and manifest, if the network can be saved."""
     if not (settings.folder / WEIGHTS).exists():
         return {}
     return {"weights": WEIGHTS, "manifest": Path(WEIGHTS).with_suffix(".json").name}
 
 
 def _blocks(latency: NetworkLatency, counts: Mapping[str, int]) -> tuple[BlockRow, ...]:
-    """What each block is predicted to take in the dense and in the pruned network, weighed for each of them."""
+    """Return each block's predicted latency in the dense and in the pruned network."""
     dense, pruned = latency.by_block(latency.full_counts), latency.by_block(counts)
     return tuple(BlockRow(name, ms, pruned[name]) for name, ms in dense.items())
 
 
 def _table_facts(latency: NetworkLatency, begun: MeasureReport | None, backend: Backend) -> TableFacts:
-    """What the latencies rest on: rows, how sure they are, and how they were weighed."""
+    """Return what the latencies rest on: rows, their certainty, and their weights."""
     table, fingerprint, filled = latency.table, latency.fingerprint, latency.report
     error = table.held_out_error(latency.blocks, fingerprint)
     return TableFacts(

@@ -10,19 +10,19 @@ import numpy as np
 
 #: A measured fraction this far from the target is good enough to leave the masks as they are.
 CLOSE = 0.01
-#: So many times, at most, masks are solved for again. Up to four solves met 124 of 126 targets, up to six all (docs:
-#: Experiments); the last ones are for small networks on a busy machine, which differ from themselves by a point.
+#: Most further solves for a target. Up to four met 124 of 126 targets, up to six all (docs: Experiments); the last
+#: ones are for small networks on a busy machine, whose measurements vary by a point.
 TRIES = 5
 #: Predictions nearer than this (in logarithms) say nothing about the slope of the measured latency. Chosen, not
 #: measured.
 _APART = 0.1
-#: Slopes outside of these are not believed beyond what was measured: latencies fall at most a little faster than
-#: predicted (weights that fit into cache), and overheads that stay make them fall more slowly. Chosen, not measured.
+#: Slopes outside these limits are not extrapolated: latencies fall at most a little faster than predicted (weights
+#: that begin to fit into cache), and constant overheads make them fall more slowly. Chosen, not measured.
 _SLOPES = (0.4, 1.25)
 
 
 class Measured(Protocol):
-    """A network measured beside the dense one: the fraction of its latency, and the standard error of that."""
+    """A network measured beside the dense one: its fraction of the dense latency, and the standard error."""
 
     @property
     def fraction(self) -> float: ...
@@ -32,13 +32,13 @@ class Measured(Protocol):
 
 
 class Candidate(Protocol):
-    """A network that a solve chose. ``predicted``: its cost, in the unit that is solved for."""
+    """A network that a solve chose. ``predicted``: its cost, in the unit of the target."""
 
     @property
     def predicted(self) -> float: ...
 
     def measure(self) -> Measured:
-        """Measure the file that would be emitted for it; each time in a session of its own."""
+        """Measure the file that would be emitted, each time in a new session."""
         ...
 
 
@@ -50,9 +50,9 @@ def seek(
 ) -> tuple[C, float, bool]:
     """Return the network that measures ``asked`` of the dense latency, what it measured, and whether that is met.
 
-    ``first``: what is solved for already; ``solve`` gives the network for another predicted cost. ``known``: pairs
-    (predicted, measured fraction) from before. A session has its own luck, so a network that meets the target is
-    measured again in another, and the mean of both must meet it. Where no network does, the nearest is returned.
+    ``first``: the network of the present solve; ``solve`` returns one for another predicted cost. ``known``: earlier
+    pairs (predicted, measured fraction). Sessions differ, so a network that meets the target is measured again in
+    another one, and the mean of both must meet it. If no network does, the nearest is returned.
     """
     told, tried = list(known), list[tuple[C, float]]()
     candidate = first
@@ -87,13 +87,13 @@ def aim_for(asked: float, tried: Sequence[tuple[float, float]]) -> float:
     """Return the predicted cost to solve for, so that the fraction ``asked`` is measured.
 
     ``tried``: pairs (predicted, measured), in order. The answer lies on a line, in logarithms, through the present
-    point: the median of the last pair and of those with nearly its prediction, as a single session may have bad
-    luck. The line's slope is, in this order,
+    point: the median of the last pair and of those with nearly the same prediction, since sessions differ. The line's
+    slope is, in this order of preference,
 
     - that to the nearest pair on the other side of ``asked``: the answer lies between the two, however steeply the
       latency falls there (weights that begin to fit into cache);
-    - that to the last pair that is far enough away to tell a slope, within `_SLOPES`;
-    - one, as if latencies fell as predicted: where there is no such pair, and where its slope is negative (noise).
+    - that to the last pair far enough away to define a slope, within `_SLOPES`;
+    - one, as if latencies fell as predicted, if there is no such pair or its slope is negative (noise).
     """
     logs, wanted = np.log(np.asarray(tried, np.float64)), math.log(asked)
     near = np.abs(logs[:, 0] - logs[-1, 0]) <= _APART

@@ -1,4 +1,4 @@
-"""What a compile run is asked for; the command line derives its flags from these fields."""
+"""The settings of a compile run; the command line derives its flags from these fields."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from smcp_fx.schedule import Schedule
 from smcp_fx.zoo.image_folder import AUGMENTATIONS
 
 _MOST_EPOCHS, _MOST_WORKERS = 1e6, 256
+_SCHEDULE = ("warmup", "ramp", "cooldown", "every")
 #: Peak learning rates, from random weights and from trained ones.
 _RATE, _FINE_RATE = 0.05, 0.0075
 
@@ -68,9 +69,21 @@ class CompileSettings(EngineSettings):
     )
     epochs: float = option(
         12,
-        "epochs of pruning and fine-tuning; the schedule scales to any number. 0: without training, in minutes",
+        "epochs of fine-tuning; 0: without training, in minutes",
     )
-    calibration: int = option(512, "training images that a run without training looks at")
+    prune: str = option(
+        "before",
+        "when channels go: before the epochs, those that the others make up for best, and what is left is repaired; "
+        "or during them, by soft masks on a schedule (SMCP)",
+        ("before", "during"),
+    )
+    taught: float = option(
+        0.9,
+        "share of the dense network's answers in what the smaller network learns from, in [0, 1]; 0: labels alone",
+    )
+    calibration: int = option(
+        512, "training images that channels are chosen and repaired by, before the epochs"
+    )
     targets: tuple[float, ...] = option(
         (),
         "without training: fractions for a trade-off curve, in place of --target, each with files of its own",
@@ -81,13 +94,17 @@ class CompileSettings(EngineSettings):
         f"{_FINE_RATE} from weights)",
     )
     weight_decay: float = option(1e-4, "weight decay")
-    warmup: float | None = option(None, "epochs before pruning starts (K_w); default: the paper's share")
-    ramp: float | None = option(None, "epochs until the target is reached (K_t); default: the paper's share")
+    warmup: float | None = option(
+        None, "with --prune during: epochs before pruning starts (K_w); default: the paper's share"
+    )
+    ramp: float | None = option(
+        None, "with --prune during: epochs until the target is reached (K_t); default: the paper's share"
+    )
     cooldown: float | None = option(
-        None, "epochs with fixed masks at the end (K_c); default: the paper's share"
+        None, "with --prune during: epochs with fixed masks at the end (K_c); default: the paper's share"
     )
     every: int | None = option(
-        None, "steps between two solves (r); default: about 24 solves, at most 80 steps"
+        None, "with --prune during: steps between two solves (r); default: about 24 solves, at most 80 steps"
     )
     table: str | None = option(None, "latency table to use and extend (default: table.sqlite beside --out)")
     allow_fingerprint: bool = option(
@@ -112,6 +129,8 @@ class CompileSettings(EngineSettings):
                 raise InputError(f"{_flag(name)} must be from 0 to {_MOST_EPOCHS:g} epochs, not {value}")
         if not 0 < self.rate < math.inf or not 0 <= self.weight_decay < math.inf:
             raise InputError("--lr must be positive, --weight-decay at least 0, and both finite")
+        if not 0 <= self.taught <= 1:
+            raise InputError(f"--taught must be a share in [0, 1], not {self.taught}")
         if self.calibration < 2:
             raise InputError(f"--calibration must be at least 2 images, not {self.calibration}")
         if any(not 0 < target <= 1 for target in self.targets):
@@ -124,9 +143,10 @@ class CompileSettings(EngineSettings):
             raise InputError(
                 "a run without training takes minutes, and is not resumed: start it without --resume"
             )
-        if self.trains and self.data.startswith("images:"):
+        if self.data.startswith("images:") and (self.masks or (self.trains and self.taught == 0)):
             raise InputError(
-                "images without labels train nothing: give --epochs 0, or an imagefolder with labels"
+                "images without labels train only what learns from the dense network: leave --prune and --taught as "
+                "they are, or give an imagefolder with labels"
             )
         if self.input_size is not None and self.input_size < 1:
             raise InputError(f"--input-size must be at least 1 pixel, not {self.input_size}")
@@ -136,13 +156,18 @@ class CompileSettings(EngineSettings):
             raise InputError("--pretrained and --weights both say what to start from: give one of them")
         if self.every is not None and self.every < 1:
             raise InputError(f"--every must be at least 1 step, not {self.every}")
+        given = [name for name in _SCHEDULE if getattr(self, name) is not None]
+        if given and not self.masks:
+            raise InputError(
+                f"{_flag(given[0])} is of soft masks: give --prune during, too, and some --epochs"
+            )
         if not 0 <= self.seed < 2**32:
             raise InputError(f"--seed must be from 0 to {2**32 - 1}, not {self.seed}")
         if self.out is not None and not self.out.strip():
             raise InputError("--out is empty: give a folder")
         if self.resume and self.overwrite:
             raise InputError("--resume goes on with a run and --overwrite replaces it: give one of them")
-        # What can be known to be wrong before anything is measured: a full cost of 1 stands for the real one.
+        # Refuse bad targets before anything is measured: a full cost of 1 stands for the real one.
         absolute_target(
             self.wanted, 1.0, {"latency": "ms", "flops": "FLOPs", "params": "parameters"}[self.cost]
         )
@@ -157,12 +182,17 @@ class CompileSettings(EngineSettings):
 
     @property
     def trains(self) -> bool:
-        """Is it pruned while it trains?"""
+        """Whether there are epochs."""
         return self.epochs > 0
 
     @property
+    def masks(self) -> bool:
+        """Whether it prunes while training, by soft masks."""
+        return self.trains and self.prune == "during"
+
+    @property
     def has_weights(self) -> bool:
-        """Does the model start from trained weights?"""
+        """Whether the model starts from trained weights."""
         return self.pretrained or self.weights is not None
 
     @property
@@ -172,7 +202,7 @@ class CompileSettings(EngineSettings):
 
     @property
     def backend_options(self) -> dict[str, Any]:
-        """What the backend is made with."""
+        """The arguments of the backend."""
         return {"threads": self.threads, **(self.of_backend if self.backend == "tensorrt" else {})}
 
     @property
@@ -181,8 +211,8 @@ class CompileSettings(EngineSettings):
         return Path(self.out or "runs/compile")
 
     def schedule(self, steps_per_epoch: int) -> Schedule | None:
-        """The pruning schedule for data of this many steps an epoch; None without training."""
-        if not self.trains:
+        """The pruning schedule for data of this many steps an epoch; None where nothing is pruned in training."""
+        if not self.masks:
             return None
         default = Schedule.scaled(self.epochs, steps_per_epoch, self.every)
         return Schedule(
@@ -200,7 +230,7 @@ _FREE = {"resume", "overwrite", "out", "allow_missed"}
 
 
 def as_record(settings: CompileSettings, config: PruningConfig) -> dict[str, Any]:
-    """What a resumed run must have been started with, as JSON values."""
+    """Return the settings that a resumed run must share, as JSON values."""
     chosen = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in _FREE}
     record: dict[str, Any] = json.loads(json.dumps({"settings": chosen, "config": asdict(config)}))
     return record

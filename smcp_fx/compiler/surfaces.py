@@ -1,4 +1,4 @@
-"""The latency surfaces of a network's dearest blocks, as the report draws them."""
+"""The latency surfaces of a network's slowest blocks, for the report."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from smcp_fx.latency.network import NetworkLatency
 from smcp_fx.report.heat_map import thinned
 from smcp_fx.report.schema import Axis, SurfaceRow
 
-#: The report shows so many blocks: of each shape the one that takes longest.
+#: Blocks that the report shows: of each shape, the slowest one.
 _SHOWN = 8
 
 
 def surfaces(latency: NetworkLatency, counts: Mapping[str, int]) -> tuple[SurfaceRow, ...]:
-    """Return, dearest first, what `smcp_fx.report.heat_map.heat_map` draws.
+    """Return the surfaces that `smcp_fx.report.heat_map.heat_map` draws, slowest block first.
 
-    Latencies are as the pruned network with these counts has them: hot and cold rows weighed as for it.
+    Hot and cold rows are weighted as for the pruned network with these counts.
     """
     found = latency.surfaces(latency.share(counts))
     dearest: dict[str, tuple[float, SurfaceRow]] = {}

@@ -1,4 +1,4 @@
-"""What a run says while it works: stages with their times, notes, progress bars."""
+"""The output of a run while it works: stages with their times, notes, progress bars."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smcp_fx.training import Epoch
 
 
 class Teller:
-    """Says it on a console; ``notes`` go into the report, ``seconds`` are those of each stage."""
+    """Prints to a console; ``notes`` go into the report, ``seconds`` holds each stage's time."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -25,7 +25,7 @@ class Teller:
         self._lines = Lines()
 
     def say(self, text: str) -> None:
-        """Print a line below the stage's."""
+        """Print a line below the stage's name."""
         self.console.print(f"  {text}", markup=False)
 
     def note(self, text: str) -> None:
@@ -34,7 +34,7 @@ class Teller:
         self.say(text)
 
     def epoch(self, done: Epoch, epochs: float) -> None:
-        """Print what an epoch came to, where no bar shows it."""
+        """Print an epoch's results, unless a bar shows them."""
         if not self.console.is_terminal:
             accuracy = done.values["accuracy"]
             self.say(
@@ -51,7 +51,7 @@ class Teller:
 
     @contextmanager
     def bar(self, name: str) -> Iterator[Callable[[int, int, float], None]]:
-        """Show a bar; what it gives is called with (steps done, steps in all, loss)."""
+        """Show a bar; yields a function of (steps done, steps in all, loss)."""
         with Progress(
             TextColumn("  {task.description}", markup=False),
             BarColumn(),

@@ -11,11 +11,11 @@ from torch import nn
 from smcp_fx.calibration.batches import device_of
 from smcp_fx.compiler.settings import CompileSettings
 from smcp_fx.errors import InputError
-from smcp_fx.training import TrainingLoop
+from smcp_fx.training import Teacher, TrainingLoop
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
-#: Share of the steps in which the learning rate rises, and how far labels are smoothed.
+#: Share of the steps in which the learning rate rises, and label smoothing.
 _RISE, _SMOOTHING = 0.15, 0.05
 
 
@@ -29,8 +29,11 @@ def training_loop(
     epochs: float,
     lr: float,
     seed: int,
+    teacher: tuple[Teacher | None, float] = (None, 0.0),
 ) -> TrainingLoop:
-    """Return the loop that trains ``network``, the fitted model or its prepared form, on the device it is on.
+    """Return the loop that trains ``network``, the fitted model or what was made of it, on the device it is on.
+
+    ``teacher``: what it learns from besides labels, and the share of that in the loss.
 
     It keeps its checkpoint under the name of the ``phase``. Its epochs hold the accuracy on the test images, a share.
     """
@@ -55,13 +58,15 @@ def training_loop(
         checkpoint=settings.folder / "state" / f"{phase}.safetensors",
         seed=seed,
         device=device_of(network),
+        teacher=teacher[0],
+        taught=teacher[1],
         mixed=settings.amp,
         advice=f"Try a smaller learning rate than {lr} (--lr)",
     )
 
 
 def _one_cycle(step: int, total: int) -> float:
-    """The learning rate after ``step`` of ``total`` steps, as a share of its peak: a line up, a cosine down."""
+    """Return the learning rate after ``step`` of ``total`` steps, a share of its peak: a line up, a cosine down."""
     warm = max(1, round(_RISE * total))
     if step < warm:
         return (step + 1) / warm
@@ -70,7 +75,7 @@ def _one_cycle(step: int, total: int) -> float:
 
 @torch.no_grad()
 def accuracy(network: nn.Module, fitted: FittedModel, data: ImageData) -> float:
-    """Share of the test images that a network gets right in eval mode. The network's mode is kept."""
+    """Return the share of test images that a network gets right in eval mode. Its mode is kept."""
     training, device = network.training, device_of(network)
     network.eval()
     right = total = 0
@@ -82,15 +87,15 @@ def accuracy(network: nn.Module, fitted: FittedModel, data: ImageData) -> float:
 
 
 def is_guessing(accuracy: float, classes: int) -> bool:
-    """Is an accuracy no better than a guess among the classes, or hardly?"""
+    """Whether an accuracy is hardly better than guessing among the classes."""
     return accuracy < min(1.5 / classes, 1 / classes + 0.05)
 
 
 def usable_device(name: str | None) -> torch.device:
-    """Return where to train: ``name``, or a GPU where there is one. Raises `InputError`."""
+    """Return the device to train on: ``name``, or a GPU if there is one. Raises `InputError`."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=device)
-    except Exception as error:  # of the name, of the driver
+    except Exception as error:  # a bad name, or the driver's
         raise InputError(f"--device {name}: {str(error).splitlines()[0]}") from error
     return device

@@ -1,4 +1,4 @@
-"""Why there are no masks to be had: errors that say what stands in the way, and what to do."""
+"""Errors of solves that find no masks: they say what stands in the way, and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from smcp_fx.texts import amount
 def out_of_reach(
     error: InfeasibleBudgetError, channels: ChannelGraph, unit: str, full_cost: float, multiple: int
 ) -> InfeasibleBudgetError:
-    """The error with the groups that must stay whole, and costs in words."""
+    """Return the error with costs in words and the groups that must stay whole."""
     pinned = [f"{group.name} ({group.pinned[0]})" for group in channels.groups if not group.free]
     shown = ", ".join(pinned[:5]) + (f" and {len(pinned) - 5} more" if len(pinned) > 5 else "")
     return InfeasibleBudgetError(
@@ -24,7 +24,7 @@ def out_of_reach(
 
 
 def no_importance(skipped: int, gathers: int) -> TrainingError:
-    """The error for a solve that no importance tells how to make; ``skipped``: steps that were not counted."""
+    """Return the error for a solve without importances; ``skipped``: steps that were not counted."""
     if skipped and not gathers:
         return TrainingError(
             f"no importance is known: all {skipped} steps so far had gradients that are not finite, and were "

@@ -1,4 +1,4 @@
-"""Gradients as a whole, read with few kernels and without waiting for the device."""
+"""All gradients at once, read with few kernels and without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 def loss_scale(scaler: Any) -> Tensor | float | None:
-    """By what the gradients are too large under a `GradScaler`; None where none is in use.
+    """Return the factor of the gradients under a `GradScaler`; None without one.
 
-    1 after ``scaler.unscale_(optimizer)``, which is read from the scaler's own books.
+    It is 1 after ``scaler.unscale_(optimizer)``, as the scaler's own records show.
     """
     if scaler is None or not scaler.is_enabled():
         return None
@@ -25,7 +25,7 @@ def loss_scale(scaler: Any) -> Tensor | float | None:
 
 
 def all_finite(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """A bool scalar on the gradients' device: whether all of them are finite (true without any)."""
+    """Return a bool scalar on the gradients' device: whether all are finite (true without any)."""
     gradients = _gradients(parameters)
     if not gradients:
         return torch.tensor(True)
@@ -33,7 +33,7 @@ def all_finite(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def norm(parameters: Iterable[nn.Parameter], scale: Tensor | float | None = None) -> float | None:
-    """The norm of all gradients, unscaled; None without any. Waits for the device."""
+    """Return the norm of all gradients, unscaled; None without any. Waits for the device."""
     gradients = _gradients(parameters)
     if not gradients:
         return None

@@ -1,8 +1,8 @@
-"""Notices a training loop that uses the pruner wrongly, and says so.
+"""Warns of a training loop that misuses the pruner.
 
-What can be told is told from where Python already passes: the parameters' version counters (most optimisers' steps
-raise them), and hooks on the masked weights that run in each backward pass. The device is asked only before it is
-said that no parameter changes.
+The evidence costs next to nothing: the parameters' version counters (most optimisers' steps raise them), and hooks on
+the masked weights that run in each backward pass. The device is asked only before the warning that no parameter
+changes.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor, nn
 
 from smcp_fx.errors import TrainingError
 
-#: Optimiser steps before another backward pass without a call of `Pruner.step` before it is called forgotten.
+#: Optimiser steps without a call of `Pruner.step` before it counts as forgotten.
 _FORGOTTEN = 3
-#: The same where it has been called already, or where that the optimiser stepped is only inferred from new gradients:
-#: more than an optimiser takes that calls a closure (25 in `torch.optim.LBFGS`).
+#: The same if it was called before, or if optimiser steps are only inferred from new gradients: more than an
+#: optimiser with a closure takes (25 in `torch.optim.LBFGS`).
 _FORGOTTEN_PERHAPS = 50
 #: Packages whose code is not the user's.
 _OURS = ("smcp_fx", "torch")
-#: Calls of `Pruner.step` between which no parameter changed, before somebody is told; most calls, that is.
+#: Calls of `Pruner.step` without a changed parameter, out of a number of calls, before the warning.
 _UNCHANGED = 5
 
 
 class TrainingWarning(UserWarning):
-    """Something about the training that makes pruning work badly; the message says what to change."""
+    """The training loop makes pruning work badly; the message says what to change."""
 
 
 def tell(message: str) -> None:
-    """Warn of it, at the line of the user's code that led here."""
+    """Warn, at the line of the user's code that led here."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back
@@ -42,7 +42,7 @@ def tell(message: str) -> None:
 
 
 class LoopWatch:
-    """Watches one prepared model; ``weights`` names its masked weights, the last is nearest to the loss."""
+    """Watches one prepared model; ``weights`` names its masked weights, the one nearest to the loss last."""
 
     def __init__(self, model: nn.Module, weights: Sequence[str]) -> None:
         self._paths = [name.split(".") for name in weights]
@@ -60,12 +60,12 @@ class LoopWatch:
         self._attach(self._learning(model))
 
     def _learning(self, model: nn.Module) -> list[nn.Parameter]:
-        """The masked weights that take gradients."""
+        """Return the masked weights that take gradients."""
         weights = (_parameter(model, path) for path in self._paths)
         return [weight for weight in weights if weight.requires_grad]
 
     def _attach(self, weights: Sequence[nn.Parameter]) -> None:
-        """Hook these weights, the last one to be watched; anew where some were replaced, frozen or thawed."""
+        """Hook these weights and watch the last one; repeat if some were replaced, frozen or thawed."""
         self.close()
         self._ran = self._fired = False  # whether any weight, or the watched one, was reached, ever
         self._fresh = self._reached = False  # the same since the last `step`
@@ -97,7 +97,7 @@ class LoopWatch:
         self._detach.atexit = False
 
     def close(self) -> None:
-        """Take the hooks off: the weights go on without the pruner, as those of converted models do."""
+        """Remove the hooks: the weights go on without the pruner, like those of converted models."""
         if self._detach is not None:
             self._detach()
 
@@ -107,10 +107,12 @@ class LoopWatch:
             tell(message)
 
     def _backward(self, weight: Tensor) -> None:
-        """A backward pass reached the watched weight."""
+        """Note that a backward pass reached the watched weight."""
         self.backwards += 1
         changed = weight._version != self._version
-        if self._fired and (changed or weight.grad is not self._accumulated()):  # a step was taken in between
+        if self._fired and (
+            changed or weight.grad is not self._accumulated()
+        ):  # the optimiser stepped in between
             self._missed = 0 if self._counted else self._missed + 1
             self._counted = False
             sure = changed and not self._calls
@@ -126,7 +128,7 @@ class LoopWatch:
         self._accumulated = _weak(weight.grad)
 
     def before_step(self, training: bool, scaled: bool) -> None:
-        """Check what `Pruner.step` is called on; ``scaled``: a gradient scaler may have left out steps.
+        """Check the state at a call of `Pruner.step`; ``scaled``: a gradient scaler may have skipped steps.
 
         Raises `TrainingError` when no backward pass came since the last call.
         """
@@ -177,7 +179,7 @@ class LoopWatch:
         seldom = self._unchanged < _UNCHANGED or 2 * self._unchanged < self._calls
         if seldom or not learning or not self._versions_tell:
             return
-        # Fused optimisers, and those that write to `parameter.data`, raise no counters: their values tell.
+        # Fused optimisers and those that write to `parameter.data` raise no counters: compare values.
         sample = _sample(learning)
         if unchanged and self._sampled is not None:
             self._versions_tell = False
@@ -193,7 +195,7 @@ class LoopWatch:
 
 
 def _parameter(model: nn.Module, path: Sequence[str]) -> nn.Parameter:
-    """What `get_parameter` finds, at a tenth of its time: it is asked for every weight in every step."""
+    """Return what `get_parameter` finds, ten times faster: this runs for every weight in every step."""
     *owners, name = path
     module: Any = model
     for owner in owners:
@@ -217,7 +219,7 @@ def _remove(handles: Iterable[Any]) -> None:
 
 @torch.no_grad()
 def _sample(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The first row of each parameter, of those on the first one's device."""
+    """Return the first row of each parameter on the first one's device."""
     device = parameters[0].device
     rows = [p.view(1) if p.dim() == 0 else p[:1].flatten() for p in parameters if p.device == device]
     return torch.cat([row.double() for row in rows])

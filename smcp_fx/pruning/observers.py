@@ -1,4 +1,4 @@
-"""What happens while pruning, made visible: lines of JSON, TensorBoard, a progress bar, or a user's own observer.
+"""Shows what happens while pruning: lines of JSON, TensorBoard, a progress bar, or an observer of your own.
 
 prepared.pruner.observers.append(smcp_fx.observers.JsonLines("pruning.jsonl"))
 """
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Told of every optimiser step and every solve; subclasses override what they want to know.
+    """Hears of every optimiser step and every solve; subclasses override the methods they need.
 
-    On several ranks each one tells its own observers; those below write on rank 0 alone.
+    On several ranks, each one has its own observers; those below write only on rank 0.
     """
 
     def stepped(self, step: int, total: int | None) -> None:
@@ -34,13 +34,13 @@ class Observer:
 
 
 class JsonLines(Observer):
-    """Appends one line of JSON a solve to a file; whole lines survive a killed run."""
+    """Appends a line of JSON per solve to a file; complete lines survive a killed run."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            open(self.path, "a").close()  # a folder, or a file of someone else's, is found out now
+            open(self.path, "a").close()  # fail now if it is a folder or not writable
         except OSError as error:
             raise InputError(f"cannot write to {self.path}: {error}; give another path") from error
 
@@ -54,7 +54,7 @@ class JsonLines(Observer):
 
 
 class TensorBoard(Observer):
-    """Writes `Solve.metrics` to TensorBoard event files, where tensorboard is installed."""
+    """Writes `Solve.metrics` to TensorBoard event files; needs tensorboard."""
 
     def __init__(self, folder: Path | str, prefix: str = "pruning") -> None:
         try:
@@ -100,17 +100,17 @@ class ProgressBar(Observer):
             self._bar.stop()
 
     def solved(self, solve: Solve) -> None:
-        """Show what was reached."""
+        """Show the last solve."""
         text = f"cost {solve.cost:.4g} of {solve.target:.4g}, {solve.importance_kept:.1%} of the importance"
         self._bar.update(self._task, description=text)
 
     def close(self) -> None:
-        """Give the terminal back, where training ends early."""
+        """Release the terminal if training ends early."""
         self._bar.stop()
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no infinities: they become null."""
+    """Turn infinities into null, which JSON has."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

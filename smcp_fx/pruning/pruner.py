@@ -38,12 +38,11 @@ __all__ = ["Pruner", "Solve"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-#: Some costs are exact near some counts only, and some are measured there. They are priced again around the counts
-#: that a solve chose, so often at most, until the choice costs at most the target (to rounding) and lies less than
-#: this share below it.
+#: Some costs are exact only near given counts, and some are measured there. They are priced again around each choice,
+#: at most this often, until the choice lies within the target (but for rounding), and less than this share below it.
 _PRICINGS, _MISS, _OVER = 8, 0.011, 1e-9
-#: What the price of a choice may be in doubt, as a share of it: while the target still falls, and of the last ones.
-#: Another round is not worth it once measuring a choice has moved its price by less than the last share.
+#: How far the price of a choice may be in doubt, as a share: while the target still falls, and of the last choices.
+#: Once measuring a choice has moved its price by less than the third, another round is not worth it.
 _PASSING, _LASTING, _MOVED = 0.02, 0.002, 0.005
 
 
@@ -56,7 +55,7 @@ class Pruner:
     """Belongs to a prepared model; call `step` once an optimiser step.
 
     ``cost`` is the network's cost, ``target`` the final one in its unit; ``history`` lists the solves;
-    ``observers`` are told of every step and solve. ``asked``: the target was given, and is not the default.
+    ``observers`` hear of every step and solve. ``asked``: the target was given by the user.
     """
 
     def __init__(
@@ -78,8 +77,8 @@ class Pruner:
         self._asked = asked
         self.history: list[Solve] = []
         self.observers: list[Observer] = []
-        #: By group the rise of the loss by how many units are kept, [size + 1]; None until it is gathered, and once
-        #: the weights are trained on.
+        #: By group, the rise of the loss by number of units kept, [size + 1]; None before it is gathered, and again
+        #: once training goes on.
         self.rises: Mapping[str, Floats] | None = None
         self._channels = channels
         self._state = state
@@ -88,7 +87,7 @@ class Pruner:
         self._watch = LoopWatch(model, self._importance.parameters(model))
         self._watch.active = schedule is not None
         self._solve_watch = SolveWatch()
-        # Calls of `step` counted here, so that the device need not be asked: never below the state's own count.
+        # Calls of `step`, counted here to avoid asking the device; never below the state's own count.
         self._calls = 0
         self._loads = -1
         self.full_cost = cost.cost(cost.full_counts)
@@ -131,10 +130,10 @@ class Pruner:
         Call once an optimiser step, after its last ``backward()`` and before clipping and
         ``optimizer.step()``. ``scaler``: the `GradScaler` in use, whether it has unscaled the gradients or
         not. Steps with gradients that are not finite are neither gathered nor counted. Returns the solve, if
-        there was one. The device is asked for values only when a solve is due.
+        there was one. Values are read from the device only when a solve is due.
 
         Raises `TrainingError` when there are no gradients, or none since the last call, and what `solve` raises;
-        `InputError` for a ``scaler`` that is none.
+        `InputError` for a ``scaler`` of another type.
         """
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise InputError(f"scaler must be the GradScaler in use or None, not {scaler!r}")
@@ -154,7 +153,7 @@ class Pruner:
             return None
         step = self._calls = int(ranks.broadcast(state.steps))
         gathers = int(ranks.broadcast(state.gathers))
-        # Where steps were skipped, the due one is still to come, or was solved at already.
+        # With skipped steps, the due one is still to come, or was already solved at.
         if not (gathers and self.schedule.due(step)):
             self._solve_watch.going_on(step + 1, gathers, int(state.skipped))
             return None
@@ -162,7 +161,7 @@ class Pruner:
         return self._solve(target, step, scale)
 
     def _counted(self) -> int:
-        """The number of this step, or more where steps were skipped since the last solve."""
+        """Count this call; its number exceeds the step's if steps were skipped since the last solve."""
         if self._loads != self._state.loads:  # new, or a checkpoint was loaded
             self._loads = self._state.loads
             self._calls = int(self._state.steps) + int(self._state.skipped)  # on all ranks the same
@@ -190,7 +189,7 @@ class Pruner:
         """Raise `InfeasibleBudgetError` now if no permitted choice reaches the final target."""
         cost = self.cost
         if cost.cost(cost.smallest_counts) <= self.target:
-            return  # a choice that reaches it; equal importances would make a search for the best one long
+            return  # good enough: with equal importances, searching for the best choice would take long
         if cost.learn(cost.smallest_counts, _LASTING):
             cost = cost.at(cost.smallest_counts)
         flat = torch.ones_like(self._state.gathered)
@@ -202,12 +201,12 @@ class Pruner:
             ) from error
 
     def warn_of_idle_target(self, target: float) -> None:
-        """Warn when the whole network costs less than the target, so that nothing is pruned for it."""
+        """Warn when the unpruned network already meets the target, so that nothing would be pruned."""
         if target > (1 + _OVER) * self.full_cost:
             self._solve_watch.idle_target(target, self.full_cost, self.cost.unit)
 
     def check_finished(self) -> None:
-        """Warn when a model is still whole though less was asked for, or its schedule has not brought the target."""
+        """Warn when a model is still unpruned against its target, or its schedule has not reached the target."""
         # The correction may have been measured after the last solve.
         steps, target = int(self._state.steps), self.target / min(self.correction, 1.0)
         whole = bool(self._state.keep.all())
@@ -224,12 +223,12 @@ class Pruner:
             self._solve_watch.unfinished(steps, self.schedule, cost, target, self.cost.unit)
 
     def go_on_from(self, other: Pruner) -> None:
-        """Take over what a copy of ``other``'s model does not hold: the history, and the count of calls."""
+        """Copy from ``other`` what its model's copy does not hold: the history and the count of calls."""
         self.history, self.rises = list(other.history), other.rises
         self._calls, self._loads = other._calls, other._loads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pruner:
-        """The pruner of the model's copy: what holds both is copied as a whole."""
+        """Copy the whole model, and return the copy's pruner."""
         return cast(Pruner, copy.deepcopy(self._model, memo).pruner)
 
     def __reduce__(self) -> Any:
@@ -238,7 +237,7 @@ class Pruner:
         )
 
     def retire(self) -> None:
-        """Watch no longer how the model is trained: its weights go on without the pruner."""
+        """Stop watching the training: the weights go on without the pruner."""
         self._watch.close()
 
     def smallest_cost(self) -> float:
@@ -341,9 +340,7 @@ class Pruner:
                 scheduled = self.schedule is not None
                 choice = self._selector.settled(importance, cost, target, moving, worth, scheduled)
             except InfeasibleBudgetError as error:
-                if self.cost.learn(
-                    cost.smallest_counts, _LASTING
-                ):  # guesses may put out of reach what is not
+                if self.cost.learn(cost.smallest_counts, _LASTING):  # guesses may put it out of reach
                     cost = self.cost.at(cost.smallest_counts)
                     continue
                 if found:
@@ -359,16 +356,16 @@ class Pruner:
             settled = moving or not learned or abs(ms / guessed.cost(counts) - 1) <= _MOVED
             if cost is self.cost or (settled and -_MISS <= ms / target - 1 <= _OVER):
                 return found[-1]
-        # Nothing lands: the dearest within the target, or else what exceeds it least.
+        # None is close enough: take the dearest within the target, or else the one that exceeds it least.
         found = [_at_price(choice, self.cost.at(choice.allocation.counts)) for choice in found]
         return min(found, key=lambda c: (c.allocation.cost > target, abs(c.allocation.cost - target)))
 
     def _moving(self, step: int) -> bool:
-        """Is the target still falling?"""
+        """Whether the target is still falling."""
         return self.schedule is not None and step < self.schedule.ramp_end
 
     def _remaining(self, permitted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Permitted counts no larger than what is kept: permanently pruned channels do not return."""
+        """Return permitted counts up to the present ones: permanently pruned channels do not return."""
         counts = self.counts
         return {
             name: tuple(c for c in allowed if c <= counts[name]) or (counts[name],)

@@ -1,6 +1,6 @@
-"""What the ranks of a distributed job tell each other: one solves, all hold the same masks.
+"""Messages between the ranks of a distributed job: one solves, all hold the same masks.
 
-Messages are tensors (JSON as bytes among them), so nothing is unpickled and every backend can carry them.
+Messages are tensors (some hold JSON as bytes), so nothing is unpickled and every backend can carry them.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from smcp_fx.storage.tensor_file import raw
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Seconds that the others have to answer when one rank is lost: they notice when they next exchange something.
+#: Seconds for the others to answer when one rank is lost: they notice at their next exchange.
 _ROLL_CALL = 5.0
 
 
 def distributed() -> bool:
-    """Is there more than one process?"""
+    """Whether there is more than one process."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank() -> int:
-    """This process's number, 0 where training is not distributed."""
+    """Return this process's number, 0 if training is not distributed."""
     return dist.get_rank() if distributed() else 0
 
 
 def broadcast(tensor: Tensor) -> Tensor:
-    """Rank 0's values, in place; without other ranks nothing happens."""
+    """Overwrite with rank 0's values, in place; without other ranks, do nothing."""
     if distributed():
         with _explained():
             dist.broadcast(tensor, src=0)
@@ -45,7 +45,7 @@ def broadcast(tensor: Tensor) -> Tensor:
 
 
 def broadcast_json(message: Any, device: torch.device) -> Any:
-    """Rank 0's message (what JSON holds), on all ranks; ``device`` is one that the job's backend reaches."""
+    """Return rank 0's message (JSON values) on all ranks; ``device``: one that the job's backend reaches."""
     if not distributed():
         return message
     content = json.dumps(message).encode() if rank() == 0 else b""
@@ -57,7 +57,7 @@ def broadcast_json(message: Any, device: torch.device) -> Any:
 
 
 def mean_over_ranks(tensor: Tensor) -> Tensor:
-    """The mean of every rank's tensor, in place."""
+    """Average every rank's tensor, in place."""
     if distributed():
         with _explained():
             dist.all_reduce(tensor)
@@ -66,7 +66,7 @@ def mean_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def gather_bytes(content: bytes, device: torch.device) -> list[bytes]:
-    """Every rank's bytes, in the ranks' order."""
+    """Return every rank's bytes, in order of rank."""
     if not distributed():
         return [content]
     world = dist.get_world_size()
@@ -82,7 +82,7 @@ def gather_bytes(content: bytes, device: torch.device) -> list[bytes]:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """A sha256 of the tensors' values, 16 hexadecimal digits of it."""
+    """Return 16 hexadecimal digits of the sha256 of the tensors' values."""
     hasher = hashlib.sha256()
     for tensor in tensors:
         hasher.update(raw(tensor))
@@ -90,7 +90,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def check_same(code: str, what: str, device: torch.device) -> None:
-    """Raise `TrainingError` on every rank unless all have the same ``code``, which sums up ``what``."""
+    """Raise `TrainingError` on every rank unless all have the same ``code``, a digest of ``what``."""
     every = [found.decode() for found in gather_bytes(code.encode(), device)]
     if len(set(every)) > 1:
         listed = ", ".join(f"rank {index}: {found}" for index, found in enumerate(every))
@@ -102,7 +102,7 @@ def check_same(code: str, what: str, device: torch.device) -> None:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """A collective that fails means that another rank is gone."""
+    """Explain a failing collective: another rank is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -114,9 +114,9 @@ def _explained() -> Iterator[None]:
 
 
 def _lost() -> str:
-    """Who is lost: whoever does not answer a roll call, which every rank that lost another holds through the store.
+    """Say which ranks are lost: those that do not answer a roll call, held through the store.
 
-    Without the store, the rank that kept it is gone; it may have ended for the same reason as this one, though.
+    Without the store, the rank that kept it is gone; it may have ended for the same reason as this one.
     """
     own, world = dist.get_rank(), dist.get_world_size()
     silent = [other for other in range(world) if other != own]

@@ -1,8 +1,8 @@
-"""Which units to keep: the best within a target, or the choice near it that changes the masks least.
+"""Which units to keep: the best within a target, or a choice near it that changes few masks.
 
-Importances are noisy, and quite different choices can be worth the same. Masks that follow every new optimum
-keep the network from learning; masks that never move are not pruned for importance. So of the choices that
-are worth nearly as much as the best, the one is taken that moves the fewest units.
+Importances are noisy, and very different choices can be worth the same. Masks that follow every new optimum keep the
+network from learning; masks that never move ignore importance. So of all choices worth nearly as much as the best,
+the one that moves the fewest units is taken.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from smcp_fx.pruning.settling import Settling, settled_mask
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Worth
 
-#: Bonuses for units that are kept already, in mean importances: allocations to start the search from.
+#: Bonuses for units already kept, in mean importances: each gives an allocation to start the search from.
 _BONUSES = (0.25, 2.0)
 #: How many permitted counts away from the present one a group may go, for further starts.
 _WINDOWS = (1, 2, 4)
-#: A choice that leaves more than this share of the target unspent is no substitute for the best one.
+#: A choice that leaves more than this share of the target unspent cannot replace the best one.
 _UNSPENT = 0.01
 #: Shares of the tolerance that a choice which moves masks may use up, tried in this order (the first ones only
 #: while the target is still moving) ...
@@ -53,8 +53,8 @@ class Choice:
 class Selector:
     """Chooses units for importances ``scores`` ([units] float32, of the free groups) within a target cost.
 
-    ``branches``: with layer pruning, the groups that may keep nothing. What is of no use beside a group that keeps
-    nothing keeps nothing either: its importances speak of a branch that is no more.
+    ``branches``: with layer pruning, the groups that may keep nothing. A group that is useless without
+    an empty one keeps nothing either: its importances belong to a branch that is gone.
     """
 
     def __init__(self, state: PruningState, config: PruningConfig, branches: Branches | None = None) -> None:
@@ -63,7 +63,7 @@ class Selector:
         self.branches = branches
 
     def best(self, scores: Tensor, cost: NetworkCost, target: float) -> Choice:
-        """The choice of greatest worth; `InfeasibleBudgetError` when nothing permitted is cheap enough."""
+        """Return the choice of greatest worth; `InfeasibleBudgetError` if nothing permitted is cheap enough."""
         return self._choose(scores, scores, self._worth(scores), self._coupled(cost), target)
 
     def settled(
@@ -75,13 +75,12 @@ class Selector:
         worth: Worth | None = None,
         scheduled: bool = True,
     ) -> Choice:
-        """The choice within ``tolerance`` of the best that changes the fewest masks: none, if they still fit.
+        """Return the choice within ``tolerance`` of the best that changes the fewest masks: none, if they still fit.
 
-        What may be given up is that share of the importance that the best choice keeps. ``worth``: where ``scores``
-        are not those of whole groups. Without a schedule there is no training that changes would disturb, and the
-        best is chosen.
-        While the target is ``moving`` masks must change anyway, and stay closer to the best, so that there is
-        tolerance left to stand still with when it has arrived.
+        The tolerance is a share of the importance that the best choice keeps. ``worth``: used if ``scores`` are not
+        those of whole groups. Without a schedule, changes disturb no training, and the best is chosen. While the
+        target is ``moving``, masks must change anyway and stay closer to the best, which leaves tolerance for
+        standing still once it has arrived.
         """
         cost = self._coupled(cost)
         worth = worth or self._worth(scores)
@@ -100,7 +99,7 @@ class Selector:
         search = Settling(values, kept, worth.of, cost, least, target, together)
         starts: list[Mapping[str, int]] = [best.allocation.counts]
         if present is not None:
-            starts.append(present.allocation.counts)  # where swaps alone may do
+            starts.append(present.allocation.counts)  # swaps alone may suffice
         for bonus in _BONUSES:
             favoured = scores + bonus * scores.mean() * self.state.keep
             starts.append(self._choose(favoured, scores, worth, cost, target).allocation.counts)
@@ -108,8 +107,8 @@ class Selector:
             near = dataclasses.replace(cost, permitted=self._near(cost.permitted, window))
             with contextlib.suppress(InfeasibleBudgetError):
                 starts.append(self._choose(scores, scores, worth, near, target).allocation.counts)
-        # When masks must move, they move closer to the best than they need to (else every solve would move
-        # them), unless that takes many changes.
+        # Masks that must move go closer to the best than necessary (or every solve would move them), unless that
+        # takes many changes.
         move = None
         for share in _SHARES[:_SHARES_MOVING] if moving else _SHARES:
             move = search.fewest(starts, best.worth - share * slack)
@@ -128,7 +127,7 @@ class Selector:
         return _bounded(Choice(keep, moved, value), best)
 
     def _fits(self, choice: Choice, best: Choice, slack: float, target: float) -> bool:
-        """Is it worth enough, and does it use the budget up?"""
+        """Whether it is worth enough and uses up the budget."""
         cost = choice.allocation.cost
         return (
             choice.worth >= best.worth - slack
@@ -136,7 +135,7 @@ class Selector:
         )
 
     def _present(self, scores: Tensor, worth: Worth, cost: NetworkCost) -> Choice | None:
-        """The masks as they are, where their counts are permitted."""
+        """Return the present masks as a choice, if their counts are permitted."""
         counts = self.counts()
         if any(counts[name] not in permitted for name, permitted in cost.permitted.items()):
             return None
@@ -154,7 +153,7 @@ class Selector:
     def _choose(
         self, ranking: Tensor, scores: Tensor, worth: Worth, cost: NetworkCost, target: float
     ) -> Choice:
-        """The best counts for ``ranking``, and in each group its best units; judged by ``scores``."""
+        """Return the best counts for ``ranking``, with each group's best units, judged by ``scores``."""
         state, present = self.state, self.counts()
         values, ranked = {}, {}
         for name, permitted in cost.permitted.items():
@@ -175,9 +174,9 @@ class Selector:
         return Choice(keep, found, worth.of_units(scores, keep, state))
 
     def _coupled(self, cost: NetworkCost) -> NetworkCost:
-        """The cost, with a prohibitive price where a group keeps units that are of no use beside the others' counts.
+        """Return the cost with a prohibitive price for groups that keep units useless at the others' counts.
 
-        Not for the paper's linearisation, which would take such prices for those of single groups.
+        (Not for the paper's linearisation, which would read such prices as those of single groups.)
         """
         if self.branches is None or self.config.allocation == "paper":
             return cost
@@ -191,7 +190,7 @@ class Selector:
         return dataclasses.replace(cost, terms=(*cost.terms, *terms))
 
     def _near(self, permitted: Mapping[str, tuple[int, ...]], window: int) -> dict[str, tuple[int, ...]]:
-        """Permitted counts at most ``window`` steps from the present one (or from the nearest below it)."""
+        """Return permitted counts at most ``window`` steps from the present one (or the nearest below it)."""
         present = self.counts()
         near = {}
         for name, allowed in permitted.items():
@@ -212,7 +211,7 @@ def _prohibitive(price: float) -> Price:
 
 
 def _bounded(choice: Choice, best: Choice) -> Choice:
-    """The choice with the bound that was proved for the best one."""
+    """Return the choice with the bound proved for the best one."""
     allocation = dataclasses.replace(choice.allocation, bound=best.allocation.bound)
     return dataclasses.replace(choice, allocation=allocation)
 

@@ -1,9 +1,9 @@
 """The fewest mask changes that reach a worth within a cost.
 
-For given counts the fewest changes are known. Units that are kept stay, as far as the count allows. Then single swaps
-are made, the best unit left out for the worst one kept, the most gainful first over all groups, until the worth is
-reached. What remains is the choice of counts: from each start they go back towards the present ones, one group or a
-pair of groups at a time, while that saves changes.
+For given counts, the fewest changes are easy to find. Kept units stay as far as the count allows; then the best unit
+left out replaces the worst one kept, the most valuable swaps first over all groups, until the worth is reached. The
+counts themselves are searched: from each start they move back towards the present ones, one group or a pair of groups
+at a time, as long as that saves changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from smcp_fx.cost_model import NetworkCost
 
 Floats = NDArray[np.float64]
 
-#: Evaluations of counts a search may take; more would cost more than a steadier mask is worth.
+#: Most evaluations of counts in a search; more would cost more time than steadier masks are worth.
 _EVALUATIONS = 400
 
 
@@ -32,11 +32,11 @@ class Move:
 
 
 class Settling:
-    """Searches counts that reach ``floor`` with few changes, at a cost between ``least`` and ``most``.
+    """Searches for counts that reach ``floor`` with few changes, at a cost between ``least`` and ``most``.
 
     ``scores`` and ``kept`` hold, for each group, its units' importances and whether they are kept now; ``worth`` says
     what it is worth to keep so much importance of a group (elementwise, increasing, concave);
-    ``together`` lists groups that go back to their present counts at once (those of one branch).
+    ``together`` lists groups that return to their present counts together (those of one branch).
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Settling:
         self._left = 0
 
     def fewest(self, starts: list[Mapping[str, int]], floor: float) -> Move | None:
-        """The move of fewest changes found from the starts; None when none of them reaches the floor."""
+        """Return the move of fewest changes found from the starts; None if none reaches the floor."""
         self._left = _EVALUATIONS
         found: Move | None = None
         for start in starts:
@@ -75,7 +75,7 @@ class Settling:
         return found
 
     def swaps(self, name: str, count: int, wanted: int) -> int:
-        """As many swaps as wanted, or as gain at this count of the group."""
+        """Return as many swaps as wanted, but no more than gain at this count of the group."""
         return min(wanted, self._group(name, count)[1].size)
 
     def _descend(self, counts: dict[str, int], floor: float) -> Move | None:
@@ -91,7 +91,7 @@ class Settling:
                 (name for name in counts if counts[name] != self.present[name]),
                 key=lambda name: -abs(counts[name] - self.present[name]),
             )
-            # Empty where masks set by hand keep a count that is not permitted, and none lies on the way to it.
+            # Empty if masks set by hand keep a count that is not permitted, with no permitted one on the way.
             towards = {name: self._towards(name, counts[name]) for name in away}
             singles = [{name: count} for name in away for count in towards[name]]
             pairs = [
@@ -125,7 +125,7 @@ class Settling:
         return current
 
     def _towards(self, name: str, count: int) -> list[int]:
-        """Permitted counts between the present one and ``count``: the present one first, then half way, then near."""
+        """Return permitted counts between the present one and ``count``: the present one, halfway, then near."""
         low, high = sorted((count, self.present[name]))
         between = [c for c in self.cost.permitted[name] if low <= c <= high and c != count]
         if not between:
@@ -134,7 +134,7 @@ class Settling:
         return list(dict.fromkeys([between[0], between[len(between) // 2], between[-1]]))
 
     def _move(self, counts: Mapping[str, int], floor: float) -> Move | None:
-        """Fewest changes at these counts that reach the floor."""
+        """Return the fewest changes at these counts that reach the floor."""
         self._left -= 1
         worth, gains, owners = 0.0, [], []
         changes = 0
@@ -163,7 +163,7 @@ class Settling:
         return Move(dict(counts), made, changes)
 
     def _group(self, name: str, count: int) -> tuple[float, Floats]:
-        """Worth of the units that stay at this count, and the gains of swaps, descending."""
+        """Return the worth of the units that stay at this count, and the gains of swaps, descending."""
         key = (name, count)
         if key not in self._cache:
             inside, outside = self._inside[name], self._outside[name]
@@ -181,7 +181,7 @@ class Settling:
 
 
 def settled_mask(scores: Floats, kept: NDArray[np.bool_], count: int, swaps: int) -> NDArray[np.bool_]:
-    """The mask of a group after a move: ``count`` units, as few changed as possible, then ``swaps`` swaps."""
+    """Return a group's mask after a move: ``count`` units, as few changed as possible, then ``swaps`` swaps."""
     rank = np.argsort(-scores, kind="stable")
     inside = [unit for unit in rank if kept[unit]]
     outside = [unit for unit in rank if not kept[unit]]

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Solve:
-    """One solve: what was aimed at, what it costs, what it keeps, and what it changed.
+    """One solve: its target, cost, importance kept, and changes.
 
     Costs are in the unit of the cost model; ``importance_kept`` is the share of all importance that is kept,
-    ``bound`` that share and what any choice within the target could be worth beyond it (`smcp_fx.pruning.worth`);
+    ``bound`` adds what any choice within the target could be worth beyond it (`smcp_fx.pruning.worth`);
     ``changed`` counts units whose mask changed, by group, ``returned`` those that came back, ``reverted`` those that
-    the solve before had changed, too; ``units`` are all that may change. ``gradient_norm`` is the norm of all
+    the previous solve had changed, too; ``units`` is the number that may change. ``gradient_norm`` is the norm of all
     gradients at this step, ``skipped`` the steps since the last solve whose gradients were not finite; ``scales`` the
     mean scale of each batch norm; ``masks`` a hash of the masks, equal on all ranks.
     """

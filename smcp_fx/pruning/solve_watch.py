@@ -1,4 +1,4 @@
-"""Notices solves that show a training gone wrong, and says so."""
+"""Warns of solves that show a training gone wrong."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from smcp_fx.texts import amount
 OSCILLATION = 0.05
 #: ... this many solves in a row, with the target at rest.
 _IN_A_ROW = 5
-#: Steps that may be skipped before a solve that is due and cannot come is told of.
+#: Steps that may be skipped before a warning that a due solve cannot happen.
 _SKIPPED_FIRST = 5
-#: A gradient scaler leaves out a step now and then to find its scale; more than this share is a fault.
+#: A gradient scaler skips a step now and then to find its scale; more than this share is a fault.
 _SKIPPED = 0.5
 
 
 class SolveWatch:
-    """Watches one pruner's solves; every kind of warning is given once."""
+    """Watches one pruner's solves, and gives every kind of warning once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -67,11 +67,11 @@ class SolveWatch:
             )
 
     def infeasible(self, error: InfeasibleBudgetError) -> None:
-        """Say early what a later solve will fail at."""
+        """Warn early that a later solve will fail."""
         self._tell("infeasible", f"{error} Training goes on until the schedule asks for less than that.")
 
     def idle_target(self, target: float, full: float, unit: str) -> None:
-        """Say that a target asks for nothing."""
+        """Warn of a target above the full cost."""
         self._tell(
             "idle target",
             f"the target of {amount(target, unit)} is more than the whole network costs, {amount(full, unit)}: "
@@ -79,7 +79,7 @@ class SolveWatch:
         )
 
     def nothing_pruned(self, steps: int, full: float, target: float, unit: str) -> None:
-        """Say that a model was trained and never pruned."""
+        """Warn that a model was trained but never pruned."""
         self._tell(
             "nothing pruned",
             f"nothing was pruned: the network still costs {amount(full, unit)}, and the target is "
@@ -89,7 +89,7 @@ class SolveWatch:
         )
 
     def unfinished(self, steps: int, schedule: Schedule, cost: float, target: float, unit: str) -> None:
-        """Say that the target has not arrived."""
+        """Warn that the target was not reached."""
         if steps >= schedule.last_step:
             self._tell(
                 "unfinished",

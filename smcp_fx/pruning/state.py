@@ -1,7 +1,7 @@
-"""The state of a prepared model: which units are kept, and what is gathered about them.
+"""The state of a prepared model: which units are kept, and what is known about them.
 
-One flat vector over the units of all free groups, in the groups' order, so that a solve and a gathering step
-are a handful of tensor operations. Masks and scales that the graph reads are derived from it.
+Flat vectors over the units of all free groups, in the groups' order, make a solve and a gathering step a few tensor
+operations. The masks and scales that the graph reads are derived from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smcp_fx.passes.insert_soft_masks import mask_name, masked_layers
 
 
 class PruningState(nn.Module):
-    """Masks, scales, importances and the schedule's place, as buffers.
+    """Masks, scales, importances and the position in the schedule, as buffers.
 
     ``keep`` [units] bool; ``flipped`` [units] bool, whose mask the last solve changed; ``gathered`` and
     ``remembered`` [units] float32, importances since the last solve and before it; ``steps``, ``gathers`` (steps
@@ -46,9 +46,7 @@ class PruningState(nn.Module):
         self._channels = channels
         self._free = [group for group in channels.groups if group.free]
         count = sum(group.size for group in self._free)
-        self.loads = (
-            0  # how often a state dict was loaded: what was read from these tensors before is old then
-        )
+        self.loads = 0  # counts loaded state dicts: values read before are outdated
         self._derived = -1  # the version of ``keep`` that masks and scales were derived from
         self.register_buffer("keep", torch.ones(count, dtype=torch.bool))
         self.register_buffer("flipped", torch.zeros(count, dtype=torch.bool))
@@ -84,21 +82,21 @@ class PruningState(nn.Module):
             self.register_buffer(scale_name(norm), torch.ones(source.numel()), persistent=False)
 
     def forward(self, x: Any) -> Any:
-        """Nothing: an `nn.Sequential` that runs its parts from Python calls this one, too."""
+        """Do nothing: an `nn.Sequential` that runs its parts from Python calls this, too."""
         return x
 
     def places(self, labels: Tensor) -> Tensor:
-        """Where the units of 1-D labels stand in the flat vectors; -1 for what always stays."""
+        """Return the places of 1-D labels' units in the flat vectors; -1 for units that always stay."""
         units = self._channels.units.of(labels)
         return torch.where(units >= 0, self._place[units.clamp(min=0)], torch.full_like(units, -1))
 
     def layer_places(self, layer: Layer) -> Tensor:
-        """`places` of a layer's input slots."""
+        """Return the `places` of a layer's input slots."""
         return self.places(layer.in_labels)
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """Copies of every group's mask, [size] bool, by name; pinned groups are all true."""
+        """Return copies of every group's mask, [size] bool, by name; all true for pinned groups."""
         return {
             group.name: self.keep[self._slices[group.name]].clone()
             if group.free
@@ -107,17 +105,17 @@ class PruningState(nn.Module):
         }
 
     def free_masks(self) -> dict[str, Tensor]:
-        """The masks of the free groups by name, as views of ``keep``."""
+        """Return the masks of the free groups by name, as views of ``keep``."""
         return {name: self.keep[part] for name, part in self._slices.items()}
 
     def of_group(self, vector: Tensor, name: str) -> Tensor:
-        """The part of a flat vector that belongs to a free group."""
+        """Return the part of a flat vector that belongs to a free group."""
         return vector[self._slices[name]]
 
     def set_masks(self, masks: Mapping[str, Tensor]) -> None:
-        """Set groups' masks ([size], bool); raises `InputError`, then nothing is changed.
+        """Set groups' masks ([size] bool), or raise `InputError` and change nothing.
 
-        At least one is true, except where a group may keep nothing (layer pruning).
+        At least one unit is kept, unless a group may keep nothing (layer pruning).
         """
         if not isinstance(masks, Mapping):
             raise InputError(f"masks must map group names to bool tensors, not be a {type(masks).__name__}")
@@ -159,24 +157,24 @@ class PruningState(nn.Module):
         self.skipped.add_(~finite)
 
     def forget(self) -> None:
-        """Start the average anew, after a solve."""
+        """Restart the average, after a solve."""
         for tensor in (self.gathered, self.gathers, self.skipped):
             tensor.zero_()
 
     def layer_mask(self, layer: Layer) -> Tensor:
-        """The mask that multiplies a layer's weight: ones and zeros that broadcast against it."""
+        """Return the mask that multiplies a layer's weight: ones and zeros that broadcast against it."""
         mask = getattr(self, mask_name(layer))
         assert isinstance(mask, Tensor)
         return mask
 
     @property
     def scales(self) -> dict[str, Tensor]:
-        """The batch norms' scales [channels], by the norms' nodes."""
+        """Return the batch norms' scales [channels], by the norms' nodes."""
         return {name.removeprefix("scale_"): getattr(self, name) for name, _, _ in self._scaled}
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Derive masks and scales from ``keep`` (after it changed)."""
+        """Derive masks and scales from ``keep`` after it has changed."""
         padded = torch.cat([self.keep, self.keep.new_ones(1)])  # place -1 reads the last: always kept
         for name, places, line in self._masked:
             getattr(self, name).copy_(padded[places.to(padded.device)].reshape(line))
@@ -189,10 +187,10 @@ class PruningState(nn.Module):
         self._derived = _version(self.keep)
 
     def _of_use(self) -> Tensor:
-        """``keep``, less the groups that hold nothing but constants when those that keep nothing are gone.
+        """Return ``keep`` without groups that would hold only constants once empty groups are gone.
 
-        A batch norm behind them takes a constant to another one while it trains than afterwards, unless it is scaled
-        by 0. (Solves choose no such masks; masks set by hand may.)
+        In training, a batch norm behind them maps a constant differently than afterwards, unless it is scaled by 0.
+        (Solves never choose such masks; masks set by hand may.)
         """
         branches = self._channels.branches
         if branches is None:
@@ -205,13 +203,13 @@ class PruningState(nn.Module):
         return keep
 
     def train(self, mode: bool = True) -> PruningState:
-        """As usual; masks follow where ``keep`` was written to from outside, as averages of models do."""
+        """As usual, and update the masks if ``keep`` was written to from outside (by averages of models, say)."""
         if _version(self.keep) != self._derived:
             self.refresh()
         return super().train(mode)
 
     def units_kept(self) -> Tensor:
-        """A bool for every unit of the channel graph, on the CPU, as `SliceChannels` takes it."""
+        """Return a bool for every unit of the channel graph, on the CPU, as `SliceChannels` takes it."""
         padded = torch.cat([self.keep.cpu(), torch.ones(1, dtype=torch.bool)])
         return padded[self._place]
 
@@ -222,7 +220,7 @@ class PruningState(nn.Module):
         self.refresh()
 
     def _apply(self, fn: Any, recurse: bool = True) -> PruningState:
-        # Importances are sums over many steps: they stay in float32 when the model goes to half precision.
+        # Importances are sums over many steps: keep float32 when the model becomes half precision.
         exact = {name: getattr(self, name) for name in ("gathered", "remembered", "correction")}
         learning = [name for name, _, _ in self._masked if getattr(self, name).requires_grad]
         with torch.no_grad():  # masks that take gradients stay leaves
@@ -231,20 +229,20 @@ class PruningState(nn.Module):
             getattr(self, name).requires_grad_()
         for name, before in exact.items():
             setattr(self, name, before.to(getattr(self, name).device))
-        self.refresh()  # a scale that went through half precision is that of its masks again
+        self.refresh()  # scales that went through half precision become exact again
         return self
 
 
 def _version(tensor: Tensor) -> int:
-    """How often the tensor was written to; 0 where nobody counts."""
+    """Return how often the tensor was written to; 0 if that is not counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _ones(layer: Layer, line: list[int], weight: Tensor | None) -> Tensor:
-    """A mask that keeps everything.
+    """Return a mask that keeps everything.
 
-    Where the input channels are not a weight's first dimension, its kernel dimensions are spelled out: then a
-    row of the weight and the mask are both contiguous, and their product runs several times faster on a CPU.
+    If the input channels are not a weight's first dimension, the mask has its kernel dimensions, too: rows of weight
+    and mask are then contiguous, and their product is several times faster on a CPU.
     """
     shape = [*line[: layer.in_dim + 1], *layer.weight_shape[layer.in_dim + 1 :]] if layer.in_dim else line
     if weight is None:

@@ -1,13 +1,13 @@
-"""What it is worth to keep some of a group's importance: the more is left, the less a further channel adds.
+"""The worth of keeping part of a group's importance: the more is kept, the less a further channel adds.
 
-Gradients grow in a group that is narrowed: importances gathered while a share r of it is kept are about r ** -e times
-those of the whole group (docs/explanations/method.md). So a channel matters more, the fewer are left. Of a group
-whose importance is I as a whole, a share s is worth the integral of that:
+Gradients grow as a group narrows: importances gathered at a share r are about r ** -e times those of the whole group
+(docs/explanations/method.md). So the fewer channels are left, the more each matters. In a group of total importance
+I, a share s is worth the integral
 
     worth = I * s ** (1 - e) / (1 - e).
 
-The paper adds importances up (e = 0): it takes a layer's last channel to be worth what its gradient says while all
-the others are there.
+The paper adds importances up (e = 0): a layer's last channel counts no more than its gradient says while all the
+others are there.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ Floats = NDArray[np.float64]
 
 
 class Worth:
-    """The worth of what groups keep, for importances ``scores`` ([units] float32, as those of whole groups)."""
+    """The worth of kept units, for importances ``scores`` ([units] float32, scaled to whole groups)."""
 
     def __init__(self, scores: Tensor, state: PruningState, exponent: float) -> None:
         self._power = 1 - exponent
-        here = scores.double().cpu()  # one transfer, not one a group
+        here = scores.double().cpu()  # one transfer for all groups
         self._totals = {name: float(state.of_group(here, name).sum()) for name in state.free_masks()}
 
     def of(self, group: str, importance: Floats) -> Floats:
-        """Worth of keeping this importance of a group, elementwise."""
+        """Return the worth of keeping this importance of a group, elementwise."""
         total = self._totals[group]
         if self._power == 1 or total <= 0:
             return importance
         return np.asarray(total * (importance / total) ** self._power / self._power)
 
     def of_units(self, scores: Tensor, keep: Tensor, state: PruningState) -> float:
-        """Worth of the units that are kept ([units] bool), all groups together."""
+        """Return the worth of the kept units ([units] bool), over all groups."""
         kept = torch.where(keep, scores, torch.zeros_like(scores)).double().cpu()
         sums = {name: state.of_group(kept, name).sum().numpy() for name in self._totals}
         return float(sum(self.of(name, total) for name, total in sums.items()))
 
 
 class KnownWorth(Worth):
-    """The worth of groups whose loss is known by how many of their best units are kept.
+    """The worth by known rises of the loss.
 
-    ``rises``: by group the rise of the loss, [size + 1], falling. Between counts of best units it is interpolated.
+    ``rises``: by group, the rise of the loss by number of best units kept, [size + 1], falling; interpolated in
+    between.
     """
 
     def __init__(self, scores: Tensor, state: PruningState, rises: Mapping[str, Floats]) -> None:
@@ -58,11 +59,11 @@ class KnownWorth(Worth):
         self._sums = {}
         for name in self._totals:
             best = state.of_group(scores, name).double().cpu().sort(descending=True).values.numpy()
-            # Units that nothing is known of count a little, so that sums tell counts apart.
+            # Unknown units count a little, so that sums distinguish counts.
             self._sums[name] = np.concatenate(
                 [[0.0], np.cumsum(np.maximum(best, 1e-12 * max(best[0], 1e-30)))]
             )
 
     def of(self, group: str, importance: Floats) -> Floats:
-        """Worth of keeping this importance of a group, elementwise."""
+        """Return the worth of keeping this importance of a group, elementwise."""
         return -np.interp(importance, self._sums[group], self._rises[group])

@@ -127,6 +127,6 @@ def _numbers(parts: Sequence[Any]) -> None:
         if not isinstance(part, dict) or not all(
             type(value) in (int, float) and abs(value) < math.inf for value in part.values()
         ):
-            raise ValueError(f"{brief(part)} are no numbers by name")
+            raise ValueError(f"{brief(part)} are not numbers by name")
         if part.get("fps", 1.0) <= 0:
             raise ValueError(f"fps is {part['fps']}")

@@ -277,7 +277,7 @@ def _rename(model: nn.Module, traced: Traced, path: str) -> None:
             continue
         value = getattr(traced.module, target)
         if not isinstance(value, Tensor):
-            raise InputError(f"{path!r} reads {target!r}, which is no tensor of its own")
+            raise InputError(f"{path!r} reads {target!r}, which is not a tensor of its own")
         node.target = f"{path}.{_buffer(module, f'traced{target}', value)}"
 
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smcp_fx.regions.finding import Region, bound_arguments, watched
-from smcp_fx.tracing.example_runs import run_eager, unchanged
+from smcp_fx.tracing.example_runs import plain, run_eager, unchanged
 from smcp_fx.tracing.gradients import Checkpoints
 
 _LOG = logging.getLogger("smcp_fx.regions")
@@ -47,7 +47,7 @@ class Passage:
     outputs: list[Tensor] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
     output_copies: list[Tensor] = field(default_factory=list)
-    gradients: bool = True  # are they kept where it is called?
+    gradients: bool = True  # do any come back to it?
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Wiring:
     """The calls in order; ``sources[i]`` of call i's inputs; ``read[i]``: the outputs of call i that Python reads.
 
     ``bared`` are the paths of regions whose own parameters or buffers Python outside the regions reads, ``frozen``
-    those of regions that it calls without gradients only.
+    those of regions that it calls without gradients, or reads through `detach()`, only.
     """
 
     calls: tuple[Passage, ...]
@@ -225,12 +225,33 @@ def _run(
             _Functions(watcher),
             _Operators(watcher),
         ):
-            return model(*given)
+            found = model(*given)
+        if training and gradients:
+            _note_gradients(calls, found)
+        return found
 
     with watched(modules, enter, leave):
         result = run_eager(model, inputs, run)
     watcher.touch(result)
     return calls, watcher
+
+
+def _note_gradients(calls: list[Passage], result: Any) -> None:
+    """Tell which calls the gradients of what the model returned in training do not come back to."""
+    ends = [leaf for leaf in pytree.tree_leaves(plain(result)) if _learns(leaf)]
+    made = [(call, tensor) for call in calls for tensor in call.outputs if _learns(tensor)]
+    if not ends or not made:
+        return
+    found = torch.autograd.grad(
+        ends, [tensor for _, tensor in made], [torch.ones_like(end) for end in ends], allow_unused=True
+    )
+    reached = {id(call) for (call, _), gradient in zip(made, found, strict=True) if gradient is not None}
+    for call, _ in made:
+        call.gradients = id(call) in reached
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _version(tensor: Tensor) -> int:

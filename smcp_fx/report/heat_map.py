@@ -42,7 +42,8 @@ def heat_map(block: SurfaceRow) -> Markup | None:
     body: list[Markup] = [text(panel.left, panel.top - 12, axes[1].title, "axis-title")]
     for i, x in enumerate(xs):
         for j, y in enumerate(ys):
-            tip = f"{x} in, {y} out: {milliseconds(values[i][j])}, {significant(1e6 * pair[i][j])} ns a channel pair"
+            each = significant(1e6 * pair[i][j])
+            tip = f"{x} in, {y} out: {milliseconds(values[i][j])}, {each} ns per channel pair"
             body.append(
                 element(
                     "rect",
@@ -67,7 +68,7 @@ def heat_map(block: SurfaceRow) -> Markup | None:
     body += _key(panel, low, high)
     label = (
         f"{block.name}: {len(xs)} x {len(ys)} widths, {significant(1e6 * ordered[0])} to "
-        f"{significant(1e6 * ordered[-1])} ns a channel pair"
+        f"{significant(1e6 * ordered[-1])} ns per channel pair"
     )
     return picture(_WIDTH, panel.bottom + 46, label, body)
 
@@ -161,7 +162,7 @@ def _key(panel: Panel, low: float, high: float) -> list[Markup]:
                 fill=colour(value, low, high),
             )
         )
-    drawn.append(text(left + 8, panel.top - 12, "ns a pair", "axis-title", "end"))
+    drawn.append(text(left + 8, panel.top - 12, "ns per pair", "axis-title", "end"))
     for at, value in ((panel.bottom, low), (panel.top + 10, high)):
         drawn.append(text(left + 11, at, significant(1e6 * value, 2), "tick"))
     return drawn

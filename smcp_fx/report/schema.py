@@ -189,7 +189,7 @@ class WorthRow:
 
 @dataclass(frozen=True)
 class CalibrationFacts:
-    """What a run without training did."""
+    """What was done without training."""
 
     images: int = told("training images it looked at", 0)
     labels: bool = told("whether they had labels", True)
@@ -235,7 +235,7 @@ class Report:
     agreement: bool = told(
         "whether accuracies are agreement with the dense network, for lack of labels", False
     )
-    calibration: CalibrationFacts | None = told("without training: what was repaired; else null")
+    calibration: CalibrationFacts | None = told("what was repaired; null where masks were learnt in training")
     targets: tuple[TargetRow, ...] = told("the trade-off curve, where one was asked for", ())
     validation: tuple[EngineRow, ...] = told("predicted beside measured latency", ())
     blocks: tuple[BlockRow, ...] = told("latency by block; empty where the target is not a latency", ())

@@ -1,6 +1,6 @@
-"""Pictures that compare methods: accuracy over measured speed-up, and the channels each keeps in every layer.
+"""A picture that compares methods: accuracy over speed-up.
 
-They are complete SVG files with their own style, and follow the reader's light or dark scheme.
+It is a complete SVG file with its own style, and follows the reader's light or dark scheme.
 """
 
 from __future__ import annotations
@@ -94,47 +94,6 @@ def trade_off(series: Sequence[Series], title: str, across: str = "measured spee
     words = f"{title}: accuracy over measured speed-up of {', '.join(entry.name for entry in drawn)}"
     return _alone(
         panel.bottom + 46, max(panel.bottom + 46, panel.top + _PITCH * len(drawn) + 20), words, body
-    )
-
-
-def kept_shares(
-    layers: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], title: str
-) -> Markup | None:
-    """Return the share of each layer's output channels that methods keep; None without layers or methods.
-
-    ``layers`` in the order they run; each of ``series`` a name and one share (a mean, in [0, 1]) a layer.
-    """
-    if not layers or not series:
-        return None
-    key_width = 40 + _LETTER * max(len(name) for name, _ in series)
-    panel = Panel(56, 52, _WIDTH - 72 - key_width, 300, (-0.5, len(layers) - 0.5), (0, 100))
-    body = [text(panel.left, 18, title, "heading"), *panel.y_axis("output channels kept, %")]
-    below = 14 + _LETTER * max(len(name) for name in layers) * 0.72
-    for index, name in enumerate(layers):
-        x, y = panel.x(index), panel.bottom + 14
-        body.append(line(x, panel.top, x, panel.bottom, "grid"))
-        body.append(
-            element(
-                "text",
-                name,
-                x=x,
-                y=y,
-                class_="tick",
-                text_anchor="end",
-                transform=f"rotate(-40 {x:.1f} {y:.1f})",
-            )
-        )
-    for index, (name, shares) in enumerate(series):
-        places = [(panel.x(at), panel.y(100 * share)) for at, share in enumerate(shares)]
-        body.append(path(places, f"curve s{index % len(_COLOURS)}"))
-        for (x, y), layer, share in zip(places, layers, shares, strict=True):
-            body.append(_mark(x, y, index, f"{name}, {layer}: {100 * share:.0f} % kept"))
-    body += _key([name for name, _ in series], panel.right + 22, panel.top + 4)
-    words = (
-        f"{title}: output channels kept in {len(layers)} layers by {', '.join(name for name, _ in series)}"
-    )
-    return _alone(
-        panel.bottom + below, max(panel.bottom + below, panel.top + _PITCH * len(series) + 20), words, body
     )
 
 

@@ -221,7 +221,7 @@ def check_attributes(name: str, attributes: Mapping[str, Any], where: str) -> No
         value = attributes[attribute]
         if not any(_is(value, one) for one in allowed):
             raise CheckpointError(
-                f"{where}: {_told(value)} is no value of {name}'s {attribute!r}, "
+                f"{where}: {_told(value)} is not a value of {name}'s {attribute!r}, "
                 f"which is {' or '.join(allowed)}"
             )
 

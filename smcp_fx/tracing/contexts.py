@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import TraceError
+from smcp_fx.tracing.mode_reads import made_beside, returned_instead
 from smcp_fx.tracing.modes import ModeInterpreter
 from smcp_fx.tracing.operations import describe, operation_name, writes_in_place
 from smcp_fx.tracing.values import OPAQUE, TensorInfo
@@ -93,10 +94,10 @@ class Contexts:
             yield
 
 
-def same_mode(evaluated: fx.Node, trained: fx.Node) -> None:
-    """A node that both modes run has gradients where it has them in training."""
-    evaluated.meta.pop(NO_GRAD, None)
-    evaluated.meta |= {NO_GRAD: True} if NO_GRAD in trained.meta else {}
+def same_gradients(node: fx.Node, others: Iterable[fx.Node]) -> None:
+    """A node that stands for these runs without gradients where all of them do."""
+    node.meta.pop(NO_GRAD, None)
+    node.meta |= {NO_GRAD: True} if all(NO_GRAD in other.meta for other in others) else {}
 
 
 class _Returned(ModeInterpreter):
@@ -114,7 +115,7 @@ class _Returned(ModeInterpreter):
         return result
 
 
-def without_gradients(
+def detach_frozen(
     traced: fx.GraphModule, values: dict[str, Any], run: Callable[[Callable[..., Any]], Any]
 ) -> None:
     """Detach what was made without gradients where it is read with them.
@@ -123,11 +124,7 @@ def without_gradients(
     Raises `TraceError` for an operation in there that writes into a tensor which has gradients.
     """
     graph = traced.graph
-    frozen = {
-        n for n in graph.nodes if NO_GRAD in n.meta and n.op not in ("placeholder", "get_attr", "output")
-    }
-    if not frozen:
-        return
+    frozen = set(without_gradients(graph))
     returned = _operands(traced, run)
     for node in graph.nodes:
         source = node.args[0] if node.args else None
@@ -138,18 +135,26 @@ def without_gradients(
             )
         if node in frozen and node in returned and returned[node] not in frozen:
             frozen.remove(node)
+            del node.meta[NO_GRAD]
         elif node.target is operator.getitem and source in frozen and not _is_tensor(values, source):
             frozen.add(node)  # a part of several tensors, which no operation makes
-    pin_layers(traced, frozen)
     for node in [n for n in graph.nodes if n in frozen]:
         readers = [user for user in node.users if user not in frozen and _has_tensors(values.get(user.name))]
         if readers and _has_tensors(values.get(node.name)):
+            known = set(graph.nodes)
             with graph.inserting_after(node):
                 detached = _detached(graph, node, values)
+            for made in set(graph.nodes) - known:
+                made_beside(node, made)
             for user in readers:
                 user.replace_input_with(node, detached)
+                returned_instead(user, node, detached)
     graph.lint()
-    traced.recompile()
+
+
+def without_gradients(graph: fx.Graph) -> list[fx.Node]:
+    """The operations that run without gradients."""
+    return [n for n in graph.nodes if NO_GRAD in n.meta and n.op not in ("placeholder", "get_attr", "output")]
 
 
 def pin_before_detached(traced: fx.GraphModule) -> None:

@@ -17,7 +17,7 @@ from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
-from smcp_fx.tracing.contexts import same_mode
+from smcp_fx.tracing.contexts import same_gradients
 
 _ASKED = {"requires_grad": True, "is_leaf": False}  # and whether the answer is that gradients are kept
 
@@ -82,7 +82,7 @@ class GradientQuestions:
                 "does not ask: branch on self.training"
             )
         for a, b in zip(left, right, strict=True):
-            same_mode(a, b)  # what was answered may have been handed to `set_grad_enabled`
+            same_gradients(a, [b])  # what was answered may have been handed to `set_grad_enabled`
 
 
 def _tuples(tree: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx, nn
 
 from smcp_fx.errors import TraceError
-from smcp_fx.tracing.contexts import NO_GRAD, same_mode
+from smcp_fx.tracing.contexts import NO_GRAD, same_gradients
 from smcp_fx.tracing.mode_paths import ModeTrace, Path, Paths
 from smcp_fx.tracing.mode_reads import FRAME, VIA, leaves
 from smcp_fx.tracing.mode_steps import Step, in_steps, same, structure
@@ -168,8 +168,8 @@ class _Writer:
             else:
                 step.made = node
             before = step.made
-            trained = [number for number in step.nodes if self.traces[number].modes[""]]
-            same_mode(step.made, step.nodes[trained[0]] if trained else node)
+            trained = [made for number, made in step.nodes.items() if self.traces[number].modes[""]]
+            same_gradients(step.made, trained or list(step.nodes.values()))
             self._fill(step)
         self._keep_effects()
         last = [node for node in self.graph.nodes if node.op == "placeholder"][-1:]

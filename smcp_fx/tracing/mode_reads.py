@@ -132,6 +132,20 @@ def drop_marks(graph: fx.Graph) -> None:
         graph.erase_node(mark)
 
 
+def made_beside(node: fx.Node, made: fx.Node) -> None:
+    """``made`` belongs to a finished trace as if ``node``'s frame had made it then."""
+    made.meta |= {key: node.meta[key] for key in (FRAME, "nn_module_stack") if key in node.meta}
+
+
+def returned_instead(reader: fx.Node, given: fx.Node, other: fx.Node) -> None:
+    """The frames that returned one of the reader's arguments have returned the other."""
+    if VIA in reader.meta:
+        reader.meta[VIA] = {
+            index: (other if source is given else source, frames)
+            for index, (source, frames) in reader.meta[VIA].items()
+        }
+
+
 def leaves(node: fx.Node) -> list[Any]:
     """A node's arguments, taken apart; those inside slices, too."""
     found: list[Any] = []

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.tracing.contexts import NO_GRAD
 from smcp_fx.tracing.mode_paths import ModeTrace, Paths
 from smcp_fx.tracing.mode_reads import leaves
 from smcp_fx.tracing.values import TensorInfo
@@ -38,8 +37,7 @@ def in_steps(
     model: nn.Module, traces: Sequence[ModeTrace], paths: Paths, values: Callable[[ModeTrace], dict[str, Any]]
 ) -> list[Step]:
     """The steps of all traces, in the order of each; ``values`` gives those of a trace's nodes, where needed."""
-    steps = _in_parallel(model, traces) or _aligned(model, traces, paths, values)
-    return [part for step in steps for part in _by_gradients(step, traces)]
+    return _in_parallel(model, traces) or _aligned(model, traces, paths, values)
 
 
 def alike(model: nn.Module, one: fx.Graph, other: fx.Graph) -> bool:
@@ -124,19 +122,6 @@ def _alike(steps: list[Step], own: list[Step]) -> list[Step]:
 
 def _as_one(step: Step, other: Step) -> Step:
     return Step(step.nodes | other.nodes, step.key, step.points | other.points)
-
-
-def _by_gradients(step: Step, traces: Sequence[ModeTrace]) -> list[Step]:
-    """One step for the traces that keep gradients there, one for the others; eval mode is as training has it."""
-    if len({NO_GRAD in node.meta for node in step.nodes.values()}) == 1:
-        return [step]
-    parts: dict[bool, dict[int, fx.Node]] = {}
-    for number, node in sorted(step.nodes.items(), key=lambda one: not traces[one[0]].modes[""]):
-        without = NO_GRAD in node.meta
-        if not traces[number].modes[""] and parts:
-            without = False not in parts
-        parts.setdefault(without, {})[number] = node
-    return [Step(dict(sorted(nodes.items())), step.key, step.points) for _, nodes in sorted(parts.items())]
 
 
 def _key(model: nn.Module, node: fx.Node, trace: ModeTrace) -> Any:

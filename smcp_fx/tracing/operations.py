@@ -55,6 +55,9 @@ _ALIASES = {
 #: Functions of other packages that are wrapped as graph leaves; named so that they need not be imported.
 _FOREIGN = {
     ("torchvision.ops.stochastic_depth", "stochastic_depth"): "stochasticdepth",
+    ("torch._ops.torchvision", "deform_conv2d"): "deformconv2d",
+    ("torchvision.ops.drop_block", "drop_block2d"): "dropblock2d",
+    ("torchvision.ops.drop_block", "drop_block3d"): "dropblock3d",
     ("smcp_fx.tracing.modes", "by_mode"): "bymode",
 }
 

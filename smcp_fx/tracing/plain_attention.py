@@ -1,6 +1,6 @@
-"""Self-attention of `nn.MultiheadAttention` in plain operations, so that its heads and what it reads have channels.
+"""`nn.MultiheadAttention` in plain operations, so that its heads and what it reads have channels.
 
-before   attention(x, x, x)         after   linear, split into heads, scaled_dot_product_attention, linear
+before   attention(x, y, y, mask)   after   three linears, split into heads, scaled_dot_product_attention, linear
 """
 
 from __future__ import annotations
@@ -16,51 +16,116 @@ import torch.nn.functional as F
 from torch import nn
 
 _NAMES = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
+#: Torch's layers around attention, and where each takes a mask that it may compare with a causal one, value by value.
+_LAYERS: dict[type[nn.Module], tuple[tuple[int, str, str], ...]] = {
+    nn.TransformerEncoderLayer: (),
+    nn.TransformerDecoderLayer: (),
+    nn.TransformerEncoder: ((1, "mask", "is_causal"),),
+    nn.TransformerDecoder: ((2, "tgt_mask", "tgt_is_causal"),),
+    nn.Transformer: ((2, "src_mask", "src_is_causal"), (3, "tgt_mask", "tgt_is_causal")),
+}
 
 
 def is_plain(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Is this a call of self-attention, or of torch's encoders around it, without masks?"""
-    if type(module) in (nn.TransformerEncoder, nn.TransformerEncoderLayer):
-        return not any(one is not None and one is not False for one in (*args[1:], *kwargs.values()))
-    if type(module) is not nn.MultiheadAttention or module.add_zero_attn or module.bias_k is not None:
-        return False
-    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    masked = any(given.get(name) is not None for name in ("key_padding_mask", "attn_mask"))
-    alike = given.get("query") is given.get("key") is given.get("value")
-    return alike and not masked and not given.get("is_causal") and bool(module._qkv_same_embed_dim)
+    """Is this a call of attention, or of torch's layers around it?"""
+    compared = _LAYERS.get(type(module))
+    if compared is not None:
+        return not any(
+            isinstance(args[place] if len(args) > place else kwargs.get(name), torch.fx.Proxy)
+            and kwargs.get(told) is None
+            for place, name, told in compared
+        )
+    return type(module) is nn.MultiheadAttention and not module.add_zero_attn and module.bias_k is None
 
 
-def forward_of(module: Any, forward: Callable[..., Any], rank: int) -> Callable[..., Any]:
-    """What to trace in the place of its forward; ``rank``: the dimensions of what it is given."""
-    return functools.partial(attend, module, rank) if type(module) is nn.MultiheadAttention else forward
+def forward_of(
+    module: Any, forward: Callable[..., Any], value: Callable[[Any], torch.Tensor]
+) -> Callable[..., Any]:
+    """What to trace in the place of its forward; ``value``: what a traced tensor is on the example."""
+    return functools.partial(attend, module, value) if type(module) is nn.MultiheadAttention else forward
 
 
-def attend(module: nn.MultiheadAttention, rank: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def attend(
+    module: nn.MultiheadAttention, value: Callable[[Any], torch.Tensor], /, *args: Any, **kwargs: Any
+) -> tuple[Any, Any]:
     """What the module's forward returns for such a call."""
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    x = given["query"] if rank == 3 else given["query"].unsqueeze(1)
-    if module.batch_first and rank == 3:
-        x = x.transpose(0, 1)
-    # [tokens, images, 3 * channels] to [images, heads, tokens, channels of a head], three times
-    together = F.linear(x, module.in_proj_weight, module.in_proj_bias)
-    parts = torch.unflatten(together, -1, (3, module.num_heads, module.head_dim))
-    query, key, value = (part.permute(1, 2, 0, 3) for part in parts.unbind(2))
+    rank = value(given["query"]).dim()
+    sources = [given[name] for name in _NAMES[:3]]
+    if rank == 2:
+        sources = _alike(lambda x: x.unsqueeze(1), sources)
+    elif module.batch_first:
+        sources = _alike(lambda x: x.transpose(0, 1), sources)
+    query, key, values = _projected(module, sources)
+    masks = _masks(module, given, value, query)
     dropout = module.dropout if module.training else 0.0
     weights = None
     if given.get("need_weights", True):
         scores = (query * math.sqrt(1.0 / module.head_dim)) @ key.transpose(-2, -1)
+        for mask in masks:
+            scores = scores + mask
         weights = F.dropout(F.softmax(scores, -1), dropout) if dropout else F.softmax(scores, -1)
-        found = weights @ value
+        found = weights @ values
         if given.get("average_attn_weights", True):
             weights = weights.mean(1)
         if rank == 2:
             weights = weights.squeeze(0)
     else:
-        found = F.scaled_dot_product_attention(query, key, value, None, dropout)
+        found = F.scaled_dot_product_attention(query, key, values, sum(masks) if masks else None, dropout)
     out = F.linear(found.permute(2, 0, 1, 3).flatten(2), module.out_proj.weight, module.out_proj.bias)
     if rank == 2:
         return out.squeeze(1), weights
     return (out.transpose(0, 1) if module.batch_first else out), weights
+
+
+def _alike(move: Callable[[Any], Any], sources: list[Any]) -> list[Any]:
+    """What is one tensor stays one."""
+    known: dict[int, Any] = {}
+    for source in sources:
+        if id(source) not in known:
+            known[id(source)] = move(source)
+    return [known[id(source)] for source in sources]
+
+
+def _projected(module: nn.MultiheadAttention, sources: list[Any]) -> list[Any]:
+    """[tokens, images, channels] to [images, heads, tokens, channels of a head], three times."""
+    packed, bias = module.in_proj_weight, module.in_proj_bias
+    if packed is not None and sources[0] is sources[1] is sources[2]:
+        together = F.linear(sources[0], packed, bias)
+        parts = torch.unflatten(together, -1, (3, module.num_heads, module.head_dim))
+        return [part.permute(1, 2, 0, 3) for part in parts.unbind(2)]
+    width = module.embed_dim
+    edges = [slice(width * i, width * (i + 1)) for i in range(3)]
+    own = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    made = []
+    for source, edge, weight in zip(sources, edges, own, strict=True):
+        part = packed[edge] if packed is not None else weight
+        projected = F.linear(source, part, None if bias is None else bias[edge])
+        heads = torch.unflatten(projected, -1, (module.num_heads, module.head_dim))
+        made.append(heads.permute(1, 2, 0, 3))
+    return made
+
+
+def _masks(
+    module: nn.MultiheadAttention, given: dict[str, Any], value: Callable[[Any], torch.Tensor], query: Any
+) -> list[Any]:
+    """What is added to the scores [images, heads, queries, keys]."""
+    found = []
+    for name in ("attn_mask", "key_padding_mask"):
+        mask = given.get(name)
+        if mask is None:
+            continue
+        rank, kind = value(mask).dim(), value(mask).dtype
+        if kind is torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, -math.inf)
+        elif kind is not value(query).dtype:
+            mask = mask.to(query.dtype)
+        if name == "key_padding_mask":
+            mask = mask[:, None, None] if rank == 2 else mask
+        elif rank == 3:  # one for each image and head
+            mask = torch.unflatten(mask, 0, (-1, module.num_heads))
+        found.append(mask)
+    return found
 
 
 @contextlib.contextmanager

@@ -150,15 +150,15 @@ def _waits(
 
 
 def add_computed_biases(traced: fx.GraphModule, values: dict[str, Any]) -> None:
-    """Take a bias that is no parameter out of the linear that adds it.
+    """Take a bias that follows from the input out of the linear that adds it.
 
-    before   linear(x, weight, bias.clone())      after   linear(x, weight) + bias.clone()
+    before   linear(x, weight, h.mean(0))      after   linear(x, weight) + h.mean(0)
 
     A layer's weight and bias are parameters, which can be sliced; an addition is as good as any other.
     """
     for node in [node for node in traced.graph.nodes if node.target is F.linear]:
         bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-        if not isinstance(bias, fx.Node) or bias.op == "get_attr":
+        if not isinstance(bias, fx.Node) or _is_constant(bias):
             continue
         node.args, node.kwargs = node.args[:2], {k: v for k, v in node.kwargs.items() if k != "bias"}
         with traced.graph.inserting_after(node):
@@ -166,6 +166,18 @@ def add_computed_biases(traced: fx.GraphModule, values: dict[str, Any]) -> None:
         node.replace_all_uses_with(total, delete_user_cb=lambda user, own=total: user is not own)
         total.meta, values[total.name] = dict(node.meta), values[node.name]
         traced.recompile()
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Does the node follow from parameters alone?"""
+    known, todo = {node}, [node]
+    while todo:
+        one = todo.pop()
+        if one.op not in ("get_attr", "call_function", "call_method"):
+            return False
+        todo += [source for source in one.all_input_nodes if source not in known]
+        known.update(one.all_input_nodes)
+    return True
 
 
 def _broadcast(values: list[Any]) -> tuple[int, ...] | None:

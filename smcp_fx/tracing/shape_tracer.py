@@ -352,6 +352,6 @@ def _refuse_state(module: nn.Module) -> None:
     held = next(iter([*module.named_parameters(), *module.named_buffers()]), None)
     if held is not None:
         raise FxTraceError(
-            f"a {type(module).__name__} that is called is no submodule of the model, so that its {held[0]!r} is not "
+            f"a {type(module).__name__} that is called is not a submodule of the model, so its {held[0]!r} is not "
             "in the state dict: make it in __init__, and keep it as an attribute or in an nn.ModuleList"
         )

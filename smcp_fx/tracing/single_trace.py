@@ -75,14 +75,15 @@ class _Tracer(ShapeTracer):
             self.contexts.path = outer
 
     def _call_plainly(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        first = args[0] if args else next(iter(kwargs.values()))
-        rank = self.value(first.node).dim() if isinstance(first, fx.Proxy) else first.dim()
         self._looked_into.add(m)
         try:
             with slow_path():
-                return super().call_module(m, forward_of(m, forward, rank), args, kwargs)
+                return super().call_module(m, forward_of(m, forward, self._seen), args, kwargs)
         finally:
             self._looked_into.discard(m)
+
+    def _seen(self, given: Any) -> Any:
+        return self.value(given.node) if isinstance(given, fx.Proxy) else given
 
     def _call_computing(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer that computes its weight: the function that it is, on what computes it."""

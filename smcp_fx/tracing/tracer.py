@@ -20,11 +20,17 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.tracing.buffers import WritesBuffersError
-from smcp_fx.tracing.contexts import AutocastError, pin_before_detached, without_gradients
+from smcp_fx.tracing.contexts import (
+    AutocastError,
+    detach_frozen,
+    pin_before_detached,
+    pin_layers,
+    without_gradients,
+)
 from smcp_fx.tracing.counts import CountsError
 from smcp_fx.tracing.example_runs import first_line, images_in, record, run_eager, same_values, unchanged
 from smcp_fx.tracing.mode_merging import UnexplainedError, merged
-from smcp_fx.tracing.mode_paths import Exploring, ModeTrace
+from smcp_fx.tracing.mode_paths import Exploring, Modes, ModeTrace
 from smcp_fx.tracing.modes import require_one_mode, with_branches
 from smcp_fx.tracing.plain_attention import slow_path
 from smcp_fx.tracing.rewrites import add_computed_biases, drop_expansions, normalise
@@ -85,7 +91,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
         raise _does_not_run(model, error) from error
     if not same_values(expected, found):
         raise _differs(model, traced, inputs, expected)
-    without_gradients(traced, values, lambda run: run_eager(traced, inputs, run))
+    pin_layers(traced, without_gradients(graph))
     pin_before_detached(traced)
     drop_expansions(traced, values)
     add_computed_biases(traced, values)
@@ -209,9 +215,18 @@ def _merged(
         normalise(model, trace.graph)
         return _values(model, trace.graph, inputs)
 
+    def traced(mode: bool, others: Modes) -> ModeTrace:
+        trace = trace_in_mode(model, inputs, (mode, others), leaves)
+        if without_gradients(trace.graph):
+            normalise(model, trace.graph)
+            module = fx.GraphModule(model, with_branches(trace.graph), class_name=type(model).__name__)
+            found = _values(model, trace.graph, inputs)
+            detach_frozen(module, found, lambda run: run_eager(module, inputs, run))
+        return trace
+
     with _ONE_AT_A_TIME:
         explored = Exploring(
-            lambda mode, others: trace_in_mode(model, inputs, (mode, others), leaves),
+            traced,
             lambda mode, others: fails(model, inputs, (mode, others)),
         )
     while True:

@@ -23,6 +23,8 @@ class Trait(Flag):
     PADS = auto()
     #: Computes each element from those that broadcasting brings to its place.
     ELEMENTWISE = auto()
+    #: Makes a tensor of one value, of the sizes given.
+    FILLS = auto()
     #: Of element-wise ones: the values are drawn, or are no values at all.
     DRAWN = auto()
     #: Returns the operand itself, always or in some mode or for some type.
@@ -47,19 +49,20 @@ _NAMES = {
     """,
     Trait.ELEMENTWISE: """
         abs acos acosh add addcdiv addcmul alphadropout asin asinh atan atan2 atanh bernoulli bfloat16 bitwiseand
-        bitwisenot bitwiseor ceil celu clamp clone copysign cos cosh detach div double dropout dropout1d
-        dropout2d dropout3d elu emptylike eq equal erf erfc exp exp2 expm1 featurealphadropout fill float floor
-        floordiv floordivide fmax fmin fmod frac fulllike ge gelu gt half hardshrink hardsigmoid hardswish
-        hardtanh heaviside hypot identity invert isfinite isinf isnan le leakyrelu lerp log log10 log1p log2
-        logaddexp logicaland logicalnot logicalor logicalxor logit logsigmoid lt maskedfill maximum minimum mish
-        mod mul nantonum ne neg oneslike pos positive pow randlike randnlike reciprocal relu relu6 remainder
+        bitwisenot bitwiseor ceil celu clamp clone copysign cos cosh detach div double dropblock2d dropblock3d
+        dropout dropout1d dropout2d dropout3d elu emptylike eq equal erf erfc exp exp2 expm1 featurealphadropout
+        fill float floor floordiv floordivide fmax fmin fmod frac fulllike ge gelu gt half hardshrink hardsigmoid
+        hardswish hardtanh heaviside hypot identity invert isfinite isinf isnan le leakyrelu lerp log log10 log1p
+        log2 logaddexp logicaland logicalnot logicalor logicalxor logit logsigmoid lt maskedfill maximum minimum
+        mish mod mul nantonum ne neg oneslike pos positive pow randlike randnlike reciprocal relu relu6 remainder
         round rrelu rsqrt selu sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square
         stochasticdepth sub swish tan tanh tanhshrink threshold to trunc type typeas where xlogy zero zeroslike
     """,
+    Trait.FILLS: "empty full newempty newfull newones newzeros ones zeros",
     Trait.DRAWN: "bernoulli emptylike randlike randnlike rrelu",
     Trait.SAME: """
-        alphadropout bfloat16 detach double dropout dropout1d dropout2d dropout3d featurealphadropout float half
-        identity pos positive stochasticdepth to type typeas
+        alphadropout bfloat16 detach double dropblock2d dropblock3d dropout dropout1d dropout2d dropout3d
+        featurealphadropout float half identity pos positive stochasticdepth to type typeas
     """,
 }
 

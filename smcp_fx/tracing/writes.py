@@ -33,17 +33,37 @@ def functional_writes(
     ``value`` gives a traced node's value on the example; ``adopt`` makes a new node known to it.
     """
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is operator.setitem:
+        parts = _parts_of(node)
+        if parts is None:
+            continue
+        if node.target is operator.setitem:
             _once(node)
-            write = _Write(graph, model, value, node)
-            last = node.prev
-            result = write.rewritten()
-            while last.next is not node:
-                last = last.next
-                last.meta = dict(node.meta)
-                adopt(last)
-            if result is not None:
-                write.put(result)
+        write = _Write(graph, model, value, node, parts)
+        last = node.prev
+        result = write.rewritten()
+        while last.next is not node:
+            last = last.next
+            last.meta = dict(node.meta)
+            adopt(last)
+        if result is not None:
+            write.put(result)
+
+
+def _parts_of(node: fx.Node) -> tuple[Any, Any, Any] | None:
+    """What is written into, where, and what: of `x[i] = y`, `x[i].copy_(y)`, `x[i].fill_(2)`, `x[i].zero_()`."""
+    if node.op == "call_function" and node.target is operator.setitem:
+        target, index, source = node.args
+        return target, index, source
+    view = node.args[0] if node.op == "call_method" and node.target in ("copy_", "fill_", "zero_") else None
+    if (
+        not isinstance(view, fx.Node)
+        or view.target is not operator.getitem
+        or node.users
+        or len(view.users) > 1
+    ):
+        return None
+    source = 0.0 if node.target == "zero_" else node.args[1] if len(node.args) == 2 else None
+    return None if source is None else (*view.args[:2], source)  # type: ignore[return-value]
 
 
 def _once(node: fx.Node) -> None:
@@ -81,16 +101,16 @@ def own_constants(
 
 
 class _Write:
-    """One `target[index] = source`."""
+    """One `target[index] = source`, by this node."""
 
-    def __init__(self, graph: fx.Graph, model: nn.Module, value: Value, node: fx.Node) -> None:
+    def __init__(
+        self, graph: fx.Graph, model: nn.Module, value: Value, node: fx.Node, parts: tuple[Any, Any, Any]
+    ) -> None:
         self.graph, self.model, self.node = graph, model, node
         self.value = value
         self.sizes = Sizes(model, value)
         self.place = {other: index for index, other in enumerate(graph.nodes)}
-        self.target: Any = node.args[0]
-        self.index: Any = node.args[1]
-        self.source: Any = node.args[2]
+        self.target, self.index, self.source = parts
         self.fixed = False  # are the dimensions that the index cuts of one size for every input?
 
     def rewritten(self) -> fx.Node | None:
@@ -110,7 +130,10 @@ class _Write:
         after = self.place[self.node]
         for user in [user for user in self.target.users if self.place.get(user, -1) > after]:
             user.replace_input_with(self.target, result)
+        view = self.node.args[0]
         self.graph.erase_node(self.node)
+        if isinstance(view, fx.Node) and view is not self.target and not view.users:
+            self.graph.erase_node(view)
 
     # ---- who else would see the write -------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from smcp_fx.errors import CheckpointError, TrainingError
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning import ranks
 from smcp_fx.pruning.solve import Solve
+from smcp_fx.training.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class TrainingLoop:
     ``loss(outputs, targets)``: what is minimised.
     ``rate(step)``: the learning rate after ``step`` optimiser steps, times a parameter group's ``rate_factor``.
     ``evaluate(step)``: figures by name, none where it is not their turn.
+    ``teacher``: the dense network, and ``taught`` the share of its divergence in what is minimised.
     ``mixed``: float16 with a scaled loss on a GPU, bfloat16 on a CPU. ``advice``: what to try when training diverges.
     """
 
@@ -53,6 +55,8 @@ class TrainingLoop:
     checkpoint: Path
     seed: int
     device: torch.device = torch.device("cpu")
+    teacher: Teacher | None = None
+    taught: float = 0.0
     mixed: bool = False
     advice: str = "Try a smaller learning rate"
 
@@ -105,9 +109,7 @@ class TrainingLoop:
                 break
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate(self.step) * group.get("rate_factor", 1.0)
-            with torch.autocast(self.device.type, self.type, enabled=self.mixed):
-                outputs = call(moved(inputs, self.device, channels_last=self.mixed))
-            loss = self.loss(outputs, moved(targets, self.device))
+            loss = self._loss(call, moved(inputs, self.device, channels_last=self.mixed), targets)
             self.optimizer.zero_grad(set_to_none=True)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
@@ -127,6 +129,16 @@ class TrainingLoop:
         mean = math.fsum(losses) / max(len(losses), 1)
         self._check(mean, f"in epoch {epoch + 1}")
         return mean
+
+    def _loss(self, call: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        """What is minimised, of one batch."""
+        with torch.autocast(self.device.type, self.type, enabled=self.mixed):
+            outputs = call(inputs)
+            told = self.teacher(inputs, outputs) if self.teacher is not None and self.taught else None
+        if told is not None and self.taught == 1:
+            return told
+        loss = self.loss(outputs, moved(targets, self.device))
+        return loss if told is None else (1 - self.taught) * loss + self.taught * told
 
     def _check(self, loss: float, when: str) -> None:
         if math.isfinite(loss):
@@ -149,7 +161,7 @@ class TrainingLoop:
             step, results = int(extras["step"]), [Epoch(*entry) for entry in extras["results"]]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{self.checkpoint} is no checkpoint of this version's training loop; start without --resume"
+                f"{self.checkpoint} is not a checkpoint of this version's training loop; start without --resume"
             ) from error
         self.step, self.results = step, results
         return True

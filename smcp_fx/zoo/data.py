@@ -20,7 +20,7 @@ from smcp_fx.errors import InputError
 from smcp_fx.zoo.image_folder import image_folder, plain_images
 from smcp_fx.zoo.pretrained import Preprocessing
 
-#: Processes that load images, where it is not said how many.
+#: Most processes that load images by default.
 _MOST_WORKERS = 8
 
 
@@ -41,12 +41,12 @@ class ImageData:
     labelled: bool = True
 
     def drawn(self, count: int, seed: int) -> ImageData:
-        """The same with so many of the training images."""
+        """Return the data with this many of the training images."""
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
         return replace(self, train=Subset(self.train, order[:count].tolist()))
 
     def labelled_by(self, network: nn.Module, channels: int, size: int) -> ImageData:
-        """The same with the classes that a network gives the test images."""
+        """Return the data with a network's predictions as labels of the test images."""
         device = next((p.device for p in network.parameters()), torch.device("cpu"))
         given: list[Tensor] = []
         training = network.training
@@ -59,7 +59,7 @@ class ImageData:
         return replace(self, test=_Relabelled(self.test, scores.argmax(1).tolist()), classes=scores.shape[1])
 
     def steps_per_epoch(self, batch: int) -> int:
-        """Optimiser steps an epoch; the last, smaller batch is left out."""
+        """Return the optimiser steps of an epoch; the last, smaller batch is dropped."""
         steps: int = len(self.train) // batch  # type: ignore[arg-type]
         if steps == 0:
             raise InputError(
@@ -68,7 +68,7 @@ class ImageData:
         return steps
 
     def epoch(self, batch: int, seed: int, channels: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """One epoch of shuffled training batches; equal seeds give equal batches."""
+        """Yield one epoch of shuffled training batches; equal seeds give equal batches."""
         generator = torch.Generator().manual_seed(seed)
         loader = DataLoader(
             self.train, batch, shuffle=True, drop_last=True, generator=generator, num_workers=self.workers
@@ -76,13 +76,13 @@ class ImageData:
         return (_fit(images, channels, size, labels) for images, labels in _told(loader))
 
     def tests(self, batch: int, channels: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The test images in order."""
+        """Yield the test images in order."""
         loader = DataLoader(self.test, batch, num_workers=self.workers)
         return (_fit(images, channels, size, labels) for images, labels in _told(loader))
 
 
 def _told(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The loader's batches; an error of a process that loads images comes without that process's traceback."""
+    """Yield the loader's batches; an error of a loading process comes without its traceback."""
     try:
         yield from loader
     except InputError as error:
@@ -118,10 +118,10 @@ def load_data(
 ) -> ImageData:
     """Load ``digits``, ``imagefolder:PATH``, ``images:PATH`` or ``path/to/file.py:factory``.
 
-    ``images:`` are all images below a folder, without labels (0 classes). ``base``: the folder that relative paths
-    begin at (default: the working directory). ``images`` and ``augment``: how image files become inputs.
-    ``workers``: as in `ImageData`; by default one a core, eight at most, for image files, and none for others. Raises
-    `InputError`.
+    ``images:`` takes all images below a folder, without labels (0 classes). ``base``: the folder that relative paths
+    start from (default: the working directory). ``images`` and ``augment``: how image files become inputs.
+    ``workers``: as in `ImageData`; by default one per core, at most eight, for image files, and none otherwise.
+    Raises `InputError`.
     """
     if spec == "digits":
         return replace(_digits(), workers=workers or 0)
@@ -179,9 +179,9 @@ def _from_factory(spec: str, base: Path | None) -> ImageData:
 
 @dataclass(frozen=True)
 class OwnSamples(Dataset[Any]):
-    """A user's data set: what it throws, or gives that is no sample, is an `InputError` that names the sample.
+    """A user's data set: its errors and malformed samples become an `InputError` that names the sample.
 
-    ``shape`` of the images and how many ``classes`` there are, where they are known already.
+    ``shape`` of the images and number of ``classes``, if already known.
     """
 
     samples: Any

@@ -1,4 +1,4 @@
-"""A folder of images, a folder a class, as the inputs of a network."""
+"""Folders of images, one per class, as the inputs of a network."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils.data import Dataset
 from smcp_fx.errors import InputError
 from smcp_fx.zoo.pretrained import Preprocessing
 
-#: How training images are varied, from nothing to what large networks are trained with.
+#: Augmentations, from none to those that large networks are trained with.
 AUGMENTATIONS = ("none", "usual", "strong")
 
-#: One image in so many of those without labels is a test image.
+#: One in this many unlabelled images is a test image.
 _FOLD = 5
 
 
@@ -23,8 +23,8 @@ def image_folder(
 ) -> tuple[Dataset[Any], Dataset[Any], int]:
     """Return the training and the test images of train/ and val/ (or test/), and the number of classes.
 
-    ``images``: size, crop and normalisation. ``augment``: "usual" are a random resized crop and a flip, "strong" have
-    TrivialAugment and random erasing besides, "none" makes training images as test images. Raises `InputError`.
+    ``images``: size, crop and normalisation. ``augment``: "usual" is a random resized crop and a flip, "strong" adds
+    TrivialAugment and random erasing, "none" treats training images like test images. Raises `InputError`.
     """
     from torchvision.datasets import ImageFolder
 
@@ -47,7 +47,7 @@ def image_folder(
 
 
 def plain_images(root: Path, images: Preprocessing | None = None) -> tuple[Dataset[Any], Dataset[Any], int]:
-    """Return all images below a folder, each fifth as a test image, and 0 classes; each has the label 0."""
+    """Return all images below a folder, every fifth one for testing, and 0 classes; each has the label 0."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
     files = sorted(str(path) for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
@@ -97,11 +97,11 @@ def _normalised(images: Preprocessing) -> list[Any]:
 
 
 def _read_image(path: str) -> Any:
-    """Return an image file's picture; `InputError` names a file that holds none."""
+    """Return the picture in an image file; `InputError` names a file without one."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise InputError(f"{path} is no image that can be read, or a damaged one: {error}") from error
+        raise InputError(f"{path} is not a readable image, or is damaged: {error}") from error

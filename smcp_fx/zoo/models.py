@@ -18,7 +18,7 @@ from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.zoo.data import ImageData, call_factory
 from smcp_fx.zoo.weights import Weights, load_weights
 
-#: Of a batch of images: 4 GiB.
+#: Most numbers in a batch of images: 4 GiB.
 _MOST_VALUES = 2**30
 _SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299)
 
@@ -27,8 +27,8 @@ _SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299)
 class FittedModel:
     """A model, and the images it takes: ``channels`` x ``size`` x ``size``; ``notes`` say what was adapted.
 
-    ``accuracy``: what its weights are said to reach, a fraction; None where that is not known. ``trained``: all its
-    layers came with weights.
+    ``accuracy``: published for its weights, a fraction; None if unknown. ``trained``: all its layers came with
+    weights.
     """
 
     model: nn.Module
@@ -50,10 +50,10 @@ def load_model(
 ) -> FittedModel:
     """Build ``torchvision:NAME``, ``timm:NAME`` or ``path/to/file.py:factory`` for the data's classes.
 
-    ``base``: the folder that relative paths begin at (default: the working directory).
+    ``base``: the folder that relative paths start from (default: the working directory).
 
-    Images are resized to ``size``; without it, those smaller than the model takes are enlarged to the smallest size
-    that works. A grey image is repeated over the model's input channels. A torchvision ResNet on images up to 64
+    Images are resized to ``size``; by default, images too small for the model are enlarged to the smallest size that
+    works. A grey image is repeated over the model's input channels. A torchvision ResNet on images up to 64
     pixels gets a 3x3 stem of stride 1 with the data's channels, unless weights are given.
 
     Raises `InputError` where nothing fits.
@@ -109,17 +109,17 @@ def _classifier(
 
 
 def _classes_of(weights: Weights | None) -> int:
-    """How many classes the last layer of weights has, where the data has no labels."""
+    """Return the number of classes of the weights' last layer, for data without labels."""
     if weights is None:
-        raise InputError("images without labels train nothing: give --weights or --pretrained")
+        raise InputError("images without labels cannot train a network: give --weights or --pretrained")
     return int(list(weights.state.values())[-1].shape[0])
 
 
 def build_model(spec: str, **options: Any) -> nn.Module:
     """Build ``torchvision:NAME`` (of any task), ``timm:NAME``, ``smcp:NAME`` or ``path/to/file.py:factory``.
 
-    ``smcp:`` are the networks of the recipes. ``options`` go to what builds a named one; else it is built as it
-    comes. Weights are random. Raises `InputError` for what is not there or does not build.
+    ``smcp:`` names networks of the recipes. ``options`` go to the builder of a named network. Weights are random.
+    Raises `InputError` for networks that do not exist or cannot be built.
     """
     kind, _, name = spec.partition(":")
     if kind == "torchvision" and name:
@@ -130,7 +130,7 @@ def build_model(spec: str, **options: Any) -> nn.Module:
         if "weights_backbone" in parameters:
             options.setdefault("weights_backbone", None)
         if name in ("googlenet", "inception_v3"):
-            options["init_weights"] = False  # half a minute of sampling that nobody looks at
+            options["init_weights"] = False  # half a minute of sampling for nothing
         try:
             model: nn.Module = models.get_model(name, weights=None, **options)
         except Exception as error:
@@ -146,7 +146,7 @@ def build_model(spec: str, **options: Any) -> nn.Module:
 
 
 def example_images(batch: int, *sizes: int) -> Tensor:
-    """Return random images; `InputError` where they are more than any network takes."""
+    """Return random images; `InputError` if there are more than any network takes."""
     values = batch * math.prod(sizes)
     if values > _MOST_VALUES:
         shape = "x".join(map(str, (batch, *sizes)))
@@ -214,6 +214,6 @@ def _fit(model: nn.Module, spec: str, data: ImageData, sizes: Sequence[int] | No
             continue
         if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[1] < data.classes:
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise InputError(f"{spec} is no classifier of {data.classes} classes: its output is {shape}")
+            raise InputError(f"{spec} is not a classifier of {data.classes} classes: its output is {shape}")
         return channels, size
-    raise InputError(f"{spec} runs at no image size tried ({'; '.join(reasons[:3])})")
+    raise InputError(f"{spec} runs at none of the image sizes tried ({'; '.join(reasons[:3])})")

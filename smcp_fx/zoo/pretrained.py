@@ -1,4 +1,4 @@
-"""What libraries of networks know of their weights: the tensors, how images are made for them, how good they are."""
+"""What model libraries publish about their weights: tensors, preprocessing, accuracy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smcp_fx.zoo.weights import Weights
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How images become inputs: ``size`` of a side, cut from the middle ``crop`` of the side; normalised."""
+    """How images become inputs: ``size`` of a side, center ``crop`` as a share of the side, normalisation."""
 
     size: int = 224
     crop: float = 0.875
@@ -26,7 +26,7 @@ class Preprocessing:
 
 
 def preprocessing_of(spec: str) -> Preprocessing:
-    """Return what a named network's published weights were trained with; ImageNet's usual where none is known."""
+    """Return the preprocessing of a named network's published weights; ImageNet's usual one if unknown."""
     kind, _, name = spec.partition(":")
     if kind == "torchvision":
         weights = _torchvision_weights(name)
@@ -40,7 +40,7 @@ def preprocessing_of(spec: str) -> Preprocessing:
         try:
             import timm
         except ModuleNotFoundError:
-            return Preprocessing()  # told where the network is built
+            return Preprocessing()  # building the network reports the error
         known = timm.get_pretrained_cfg(name)
         if known is None:
             return Preprocessing()
@@ -50,9 +50,9 @@ def preprocessing_of(spec: str) -> Preprocessing:
 
 
 def pretrained_weights(spec: str, version: str = "DEFAULT") -> Weights:
-    """Fetch, or take from the cache, the published ImageNet weights of ``torchvision:NAME`` or ``timm:NAME``.
+    """Return the published ImageNet weights of ``torchvision:NAME`` or ``timm:NAME``, from the cache or the internet.
 
-    ``version`` names one of torchvision's several. Raises `InputError` where there are none, or no way to them.
+    ``version`` names one of torchvision's. Raises `InputError` if there are none, or they cannot be fetched.
     """
     kind, _, name = spec.partition(":")
     if kind == "torchvision":
@@ -100,7 +100,7 @@ def _of_timm(name: str) -> Weights:
     _check_reachable(known.hf_hub_id or "", f"timm's weights of {name}")
     try:
         state = timm.create_model(name, pretrained=True).state_dict()
-    except Exception as error:  # of its own, of the hub's client, of the network
+    except Exception as error:  # timm's, the hub client's, or the network's
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
             f"timm's weights of {name} could not be fetched ({first}); fetch them where there is a network and give "
@@ -110,7 +110,7 @@ def _of_timm(name: str) -> Weights:
 
 
 def _check_reachable(repository: str, what: str) -> None:
-    """Raise `InputError` at once where the hub has no address here; its client would try for a minute."""
+    """Raise `InputError` at once if the hub cannot be resolved; its client would retry for a minute."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if not repository or urllib.request.getproxies():
@@ -126,5 +126,5 @@ def _check_reachable(repository: str, what: str) -> None:
     except OSError as error:
         raise InputError(
             f"{what} are not in the cache, and {host} cannot be reached ({error.strerror or error}): fetch "
-            f"https://{host}/{repository} on a machine with a network and give the file by --weights"
+            f"https://{host}/{repository} on a machine with internet access and give the file by --weights"
         ) from error

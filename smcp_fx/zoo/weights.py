@@ -1,4 +1,4 @@
-"""Weights as people have them: what training scripts saved, fitted to a model."""
+"""Weights as training scripts save them, fitted to a model."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from torch import Tensor, nn
 
 from smcp_fx.errors import CheckpointError
 
-#: Where training scripts put the weights, averaged ones first: those are what they evaluated.
+#: Keys under which training scripts store weights; averaged ones first, since those were evaluated.
 _HOLDERS = (
     *("state_dict_ema", "model_ema", "ema_state_dict", "ema", "ema_model"),
     *("state_dict", "model", "model_state", "model_state_dict", "net", "network", "weights", "params", "module"),
 )  # fmt: skip
-#: Where they note how good these were, in percent or as a fraction.
+#: Keys under which they store accuracy, in percent or as a fraction.
 _SCORES = (
     *("best_acc1", "acc1", "best_acc", "best_accuracy", "accuracy", "acc", "best_top1", "top1", "best_prec1"),
     *("val_acc", "test_acc", "metric"),
 )  # fmt: skip
-#: What wrappers put in front of names, or in the middle.
+#: What wrappers put before names, or into them.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-#: So many names are told.
+#: Most names listed in a message.
 _NAMED = 3
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A state dict, where it comes from, and how good it was there (a fraction; None: not told).
+    """A state dict, its source, and its accuracy there (a fraction; None if unknown).
 
-    ``notes`` say what was chosen or left out; ``whole``: no layer was.
+    ``notes`` say what was chosen or left out; ``whole``: no layer was left out.
     """
 
     state: dict[str, Tensor]
@@ -77,10 +77,10 @@ def read_weights(path: Path | str) -> Weights:
 def load_weights(model: nn.Module, weights: Weights, classes: int | None = None) -> Weights:
     """Load weights into a model and return them with notes on what was adapted.
 
-    Prefixes of wrappers (``module.``, ``_orig_mod.``, ``model.``, or any that makes names fit) are taken off or put
-    on. A last layer of other classes than ``classes`` is left out, as is one that is not in the file: it keeps its
-    random start, and what accuracy was noted no longer counts. Raises `CheckpointError`, and leaves the model as it
-    was, where weights are missing, of other shapes, or not finite.
+    Prefixes of wrappers (``module.``, ``_orig_mod.``, ``model.``, or any that makes names fit) are removed or added.
+    A last layer for other classes than ``classes``, or missing in the file, keeps its random start, and the noted
+    accuracy no longer counts. Raises `CheckpointError`, and leaves the model as it was, where weights are missing, of
+    other shapes, or not finite.
     """
     own = model.state_dict()
     state, renamed = _renamed(weights.state, own)
@@ -113,7 +113,7 @@ def load_weights(model: nn.Module, weights: Weights, classes: int | None = None)
         notes.append(f"not in the model, and left out: {_some(unused)}")
     try:
         model.load_state_dict({n: v for n, v in state.items() if n in own and n not in head}, strict=False)
-    except RuntimeError as error:  # a model's own hooks
+    except RuntimeError as error:  # raised by a model's own hooks
         raise _unfit(weights, model, " ".join(str(error).split())[:200]) from error
     return replace(
         weights, notes=(*weights.notes, *notes), accuracy=None if head else weights.accuracy, whole=not head
@@ -125,7 +125,7 @@ def _unfit(weights: Weights, model: nn.Module, why: str) -> CheckpointError:
 
 
 def _plain_classes() -> list[Any]:
-    """What training scripts put beside the weights, and whose building runs no code of the file."""
+    """Return classes that training scripts store beside weights, and that are safe to build."""
     kinds = {type(np.dtype(kind)) for kind in ("f4", "f8", "i4", "i8", "?")}
     scalar = np.float64(0).__reduce__()[0]
     return [argparse.Namespace, pathlib.PosixPath, pathlib.WindowsPath, np.dtype, scalar, *kinds]
@@ -145,7 +145,7 @@ def _unreadable(file: Path, error: Exception) -> str:
 
 
 def _found(content: Any, place: str = "") -> tuple[dict[str, Tensor] | None, str]:
-    """The state dict in what was read, and the keys that lead there."""
+    """Return the state dict found in the file's content, and the keys that lead to it."""
     if not isinstance(content, Mapping):
         return None, place
     for key in _HOLDERS:
@@ -168,7 +168,7 @@ def _score(content: Any) -> float | None:
 
 
 def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """The state by names of the model's, as many as can be, and a note on what was done to them."""
+    """Return the state with the model's names, as far as possible, and a note on the changes."""
     plain = {}
     for name, value in state.items():
         for wrapper in _WRAPPERS:
@@ -187,7 +187,7 @@ def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[di
 
 
 def _prefixes(longer: Mapping[str, Tensor], shorter: Mapping[str, Tensor]) -> Iterator[str]:
-    """What stands before names of ``shorter`` in ``longer``, each once."""
+    """Return the prefixes that names of ``shorter`` have in ``longer``, each once."""
     seen = set()
     for name in longer:
         parts = name.split(".")
@@ -198,7 +198,7 @@ def _prefixes(longer: Mapping[str, Tensor], shorter: Mapping[str, Tensor]) -> It
 
 
 def _counts_classes(own: Tensor, found: Tensor, classes: int) -> bool:
-    """Do the two differ in the number of classes alone?"""
+    """Whether the two differ only in the number of classes."""
     return bool(own.dim() and found.dim()) and own.shape[0] == classes and own.shape[1:] == found.shape[1:]
 
 

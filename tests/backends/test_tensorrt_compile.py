@@ -70,7 +70,7 @@ def test_a_run_leaves_engines_and_what_their_layers_take(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(Corrector, "after", lambda self, solve: None)  # its networks are tested elsewhere
+    monkeypatch.setattr(Corrector, "fit", lambda self: None)  # its networks are tested elsewhere
     (tmp_path / "net.py").write_text(MODEL)
     out = tmp_path / "out"
     python = f"env FAKE_TENSORRT={version} PYTHONPATH={FAKE} {sys.executable}"

@@ -155,7 +155,7 @@ def test_the_lean_runtime_runs_version_compatible_engines_only(
     [
         (None, "there is no .*requests.json: smcp-table measure --emit-requests"),
         ([], "requests.json is damaged"),
-        ({"version": 2, "jobs": []}, "no file of requests of version 1"),
+        ({"version": 2, "jobs": []}, "not a file of requests of version 1"),
         ({}, "request 0 is none"),
         ({"jobs": {"a": JOB}}, "request 0 is none"),
         ({"jobs": [JOB, {**JOB, "options": []}]}, "request 1 is none"),

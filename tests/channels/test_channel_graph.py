@@ -100,7 +100,7 @@ def test_excluded_modules_stay() -> None:
     assert graph["conv1"].pinned == ("excluded by the user ('conv1')",)
     assert graph["conv3"].free and graph["stem.0"].free
     assert graph_of(Residual(), exclude=("stem",))["stem.0"].pinned  # a module stands for what it holds
-    with pytest.raises(InputError, match=r"'conv9' is no convolution.*stem\.0, conv1"):
+    with pytest.raises(InputError, match=r"'conv9' is not a convolution.*stem\.0, conv1"):
         graph_of(Residual(), exclude=("conv9",))
 
 
@@ -119,7 +119,7 @@ def test_explanations() -> None:
     assert "belongs to group 'mid'" in text and "output channel 1 of 'mid'" in text
     text = graph.explain("out", 0)
     assert "It must stay" in text and "reaches the network's output" in text
-    with pytest.raises(InputError, match="'nowhere' is no convolution"):
+    with pytest.raises(InputError, match="'nowhere' is not a convolution"):
         graph.explain("nowhere", 0)
     with pytest.raises(InputError, match="has 14 input channels; 14 is not one"):
         graph.explain("out", 14, "in")

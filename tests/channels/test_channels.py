@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 
 import models_broadcasts  # noqa: F401  (these register their networks)
+import models_filled  # noqa: F401
 import models_layers  # noqa: F401
 import models_movement  # noqa: F401
 import models_products  # noqa: F401
 import models_shapes  # noqa: F401
 import models_statistics  # noqa: F401
 import models_weights  # noqa: F401
+import models_windows  # noqa: F401
 import models_wiring  # noqa: F401
 import pytest
 import torch

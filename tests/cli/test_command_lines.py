@@ -112,7 +112,7 @@ BAD = [
     ("compile --data file.py:leaves --overwrite", "it called sys.exit(0)"),
     ("compile --data file.py:labels --overwrite", "a label is -1"),
     ("compile --data file.py:nothing --overwrite", "samples must be"),
-    ("compile --model file.py:build --overwrite --warmup 99", "warmup 99.0 + ramp"),
+    ("compile --model file.py:build --overwrite --prune during --warmup 99", "warmup 99.0 + ramp"),
     ("compile --overwrite --cooldown -3", "--cooldown must be from 0"),
     ("compile --overwrite --ramp inf", "--ramp must be from 0"),
     ("compile --overwrite --epochs nan", "--epochs must be from 0"),
@@ -350,7 +350,7 @@ def test_locale_c_and_no_home(here: Path) -> None:
     command = [sys.executable, "-m", "smcp_fx.cli.table", "show", "gr\xf6\xdfe.sqlite".encode()]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
     assert done.returncode == 2
-    assert b"no text in ascii" in done.stderr and done.stderr.count(b"\n") == 1
+    assert b"not text in ascii" in done.stderr and done.stderr.count(b"\n") == 1
 
 
 GOOD = (torch.zeros(1, 8, 8), 1)
@@ -413,7 +413,7 @@ def test_a_damaged_image_is_named(tmp_path: Path, damage: str) -> None:
     file.write_bytes({"text": b"no image", "cut": whole[: len(whole) // 2], "empty": b""}[damage])
     train, test, _ = image_folder(tmp_path, Preprocessing(16))
     assert test[0][0].shape == (3, 16, 16)
-    with pytest.raises(InputError, match=r"1\.png is no image that can be read, or a damaged one"):
+    with pytest.raises(InputError, match=r"1\.png is not a readable image, or is damaged"):
         train[0]
 
 

@@ -171,11 +171,12 @@ def test_a_latency_out_of_reach_is_told_before_anything_is_trained(
     assert "cannot be reached" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("prune", [(), ("--prune", "during", "--every", "4")], ids=["before", "during"])
 def test_an_interrupted_run_is_resumed_to_the_same_end(
-    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prune: tuple[str, ...]
 ) -> None:
-    """Ctrl-C in the second epoch of pruning; the resumed run's weights equal the uninterrupted one's."""
-    flags = ("--cost", "flops", "--target", "0.6", "--every", "4", "--epochs", "3")
+    """Ctrl-C in the second epoch; the resumed run's weights, and its report, equal the uninterrupted one's."""
+    flags = ("--cost", "flops", "--target", "0.6", "--epochs", "3", *prune)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main(arguments(f"{model_file}:build", whole, *flags)) == 0
     original = TrainingLoop._check
@@ -197,6 +198,16 @@ def test_an_interrupted_run_is_resumed_to_the_same_end(
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
+    reports = [json.loads((out / "report.json").read_text(encoding="utf-8")) for out in (whole, cut)]
+    for part in ("calibration", "solves", "training"):
+        (first, second) = (_untimed(report[part]) for report in reports)
+        assert first == second and (first or part == "calibration")
+
+
+def _untimed(part: Any) -> Any:
+    if isinstance(part, list):
+        return [_untimed(item) for item in part]
+    return {k: v for k, v in part.items() if k != "seconds"} if isinstance(part, dict) else part
 
 
 @pytest.mark.parametrize(
@@ -292,12 +303,12 @@ def test_a_model_that_cannot_be_saved_and_a_factory_that_changes_the_directory(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(WANDERING)
     flags = ["--model", "own.py:unsavable", "--data", "own.py:data", "--out", "a [/b] ü", "--cost", "flops",
-             "--target", "0.6", "--epochs", "1", "--dense-epochs", "0", "--every", "1", "--batch", "4",
+             "--target", "0.6", "--epochs", "1", "--dense-epochs", "0", "--batch", "4",
              "--train-batch", "16"]  # fmt: skip
     assert main(flags) == 0, capsys.readouterr().err
     shown, out = " ".join(capsys.readouterr().out.split()), tmp_path / "a [/b] ü"
     told = shown.index("the weights get no file of their own (pruned.safetensors), only the ONNX file:")
-    assert told < shown.index("pruning while training") and "a [/b] ü" in shown
+    assert told < shown.index("gathering importances") < shown.index("fine-tuning") and "a [/b] ü" in shown
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert any("only the ONNX file" in note for note in report["notes"])
     assert "weights" not in report["files"] and "manifest" not in report["files"]

@@ -14,6 +14,7 @@ from colours import run
 
 import smcp_fx
 from smcp_fx.cli.compile import main
+from smcp_fx.training import TrainingLoop
 from smcp_fx.zoo.data import load_data
 from smcp_fx.zoo.pretrained import Preprocessing
 
@@ -70,6 +71,34 @@ def test_a_curve_without_labels(work: Path, capsys: pytest.CaptureFixture[str]) 
     assert not list((work / "out").glob("pruned-*"))  # of the run that this one replaces
 
 
+def test_epochs_follow_what_is_repaired(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With labels and without: the network that learns is the repaired one, and the dense one teaches it."""
+    for data in ("imagefolder:images", "images:images"):
+        assert run("--weights", "good.pth", "--data", data, "--epochs", "2", "--train-batch", "8") == 0
+        shown = capsys.readouterr().out
+        assert shown.index("slicing and repairing") < shown.index("fine-tuning") < shown.index("emitting")
+        report = report_of(work)
+        assert report["calibration"]["layers"] and len(report["training"]) == 2 and len(report["solves"]) == 1
+        assert report["pruned"]["accuracy"] >= report["calibration"]["repaired"] - 0.1
+
+
+def test_who_teaches(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense network, by nine tenths of the loss, or all of it without labels; none that only guesses."""
+    seen: list[Any] = []
+    plain = TrainingLoop.run
+    monkeypatch.setattr(
+        TrainingLoop, "run", lambda loop, **hooks: (seen.append(loop), plain(loop, **hooks))[1]
+    )
+    state = torch.load("good.pth")["model"]
+    torch.save(state | {"8.weight": state["8.weight"].roll(1, 0)}, "turned.pth")  # classes in another order
+    for flags in (("good.pth",), ("good.pth", "--data", "images:images"), ("good.pth", "--taught", "0"),
+                  ("good.pth", "--prune", "during"), ("turned.pth",)):  # fmt: skip
+        assert run("--weights", *flags) == 0
+    assert [loop.taught for loop in seen] == [0.9, 1, 0, 0.9, 0]
+    weight = seen[0].teacher.model.state_dict()["8.weight"]
+    assert torch.equal(weight, state["8.weight"]) and seen[2].teacher is None and seen[4].teacher is None
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -77,7 +106,12 @@ def test_a_curve_without_labels(work: Path, capsys: pytest.CaptureFixture[str]) 
         (("--epochs", "0", "--targets", "0.5,2"), "--targets must be fractions"),
         (("--epochs", "0", "--calibration", "1"), "--calibration must be at least 2"),
         (("--epochs", "0", "--resume"), "not resumed"),
-        (("--data", "images:images"), "images without labels train nothing"),
+        (("--data", "images:images", "--prune", "during"), "images without labels train only"),
+        (("--data", "images:images", "--taught", "0"), "images without labels train only"),
+        (("--mask", "permanent"), "--mask permanent is of masks that are learnt: give --prune during"),
+        (("--taught", "1.5"), "--taught must be a share"),
+        (("--warmup", "1"), "--warmup is of soft masks: give --prune during"),
+        (("--epochs", "0", "--prune", "during", "--every", "1"), "--every is of soft masks"),
         (("--data", "images:images", "--epochs", "0"), "give --weights or --pretrained"),
         (
             ("--data", "images:nowhere", "--epochs", "0", "--weights", "good.pth"),

@@ -250,7 +250,7 @@ def test_files_are_written(factory: str, tmp_path: Path, capsys: pytest.CaptureF
         (["resnet18"], "unknown model 'resnet18': give torchvision:NAME"),
         (["{folder}/none.py:build"], "there is no file"),
         (["{factory}", "--input-size", "8", "--group", "stm"], "there is no group 'stm'"),
-        (["{factory}", "--input-size", "8", "--module", "stm"], "'stm' is no convolution or linear"),
+        (["{factory}", "--input-size", "8", "--module", "stm"], "'stm' is not a convolution or linear"),
         (
             ["{factory}", "--input-size", "8", "--module", "stem", "--channel", "16"],
             "has 16 output channels; 16 is",

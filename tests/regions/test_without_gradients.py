@@ -33,6 +33,23 @@ def _inference(model: Split, x: Tensor) -> Tensor:
     return y.clone()
 
 
+def _detached(model: Split, x: Tensor) -> Tensor:
+    return model.body(x).detach()
+
+
+def _of_its_data(model: Split, x: Tensor) -> Tensor:
+    return model.body(x).data * 2
+
+
+def _of_numbers(model: Split, x: Tensor) -> Tensor:
+    return torch.from_numpy(model.body(x).detach().numpy())
+
+
+def _one_way(model: Split, x: Tensor) -> Tensor:
+    y = model.body(x)
+    return y + y.detach()
+
+
 def _as_the_mode_says(model: Split, x: Tensor) -> Tensor:
     with torch.set_grad_enabled(model.training):
         return model.body(x)
@@ -69,7 +86,7 @@ class _Calls(Split):
         f = self.stem(x)
         if f.mean() > 1e6:  # no graph can hold this
             f = -f
-        return self.head(self.how(self, f).mean((2, 3)))
+        return self.head(self.how(self, f).mean((2, 3))) + f.mean()  # through which the stem learns
 
 
 def _free(prepared: Any) -> set[str]:
@@ -84,7 +101,9 @@ def _trains(prepared: nn.Module, layer: str) -> bool:
     return grad is not None and bool(grad.abs().sum() > 0)
 
 
-@pytest.mark.parametrize("how", [_block, _decorated, _switched, _inference])
+@pytest.mark.parametrize(
+    "how", [_block, _decorated, _switched, _inference, _detached, _of_its_data, _of_numbers]
+)
 def test_without_gradients_channels_stay(how: Callable[..., Tensor]) -> None:
     prepared = prepare(_Calls(how))
     assert "body" in prepared.regions
@@ -98,20 +117,24 @@ def test_what_goes_straight_into_such_a_part_says_why_it_stays() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.stem = nn.Sequential(conv(3, 12), conv(12, 12))
+            self.beside = nn.Sequential(conv(12, 16), conv(16, 20))  # through which the stem learns
 
         def forward(self, x: Tensor) -> Tensor:
-            y = _block(self, self.stem(x)).mean((2, 3))
+            h = self.stem(x)
+            y = (_block(self, h) + self.beside(h)).mean((2, 3))
             return self.head(-y if y.mean() > 1e6 else y)
 
     prepared = prepare(Straight())
-    assert _free(prepared) == {"stem.0.0"}
+    assert _free(prepared) == {"stem.0.0", "beside.0.0"}
     pinned = "; ".join(reason for found in prepared.channels.groups for reason in found.pinned)
     assert "'body.0.0' runs without gradients" in pinned
     check_exact(prepared, (IMAGES,))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, in eval
-@pytest.mark.parametrize("how", [_as_the_mode_says, _once_with, _back_on, _checkpointed, _checkpointed_anew])
+@pytest.mark.parametrize(
+    "how", [_as_the_mode_says, _once_with, _one_way, _back_on, _checkpointed, _checkpointed_anew]
+)
 def test_with_gradients_they_are_free(how: Callable[..., Tensor]) -> None:
     prepared = prepare(_Calls(how))
     assert "body" in prepared.regions

@@ -9,17 +9,7 @@ import torch
 from torch import nn
 
 import smcp_fx
-from smcp_fx.report.schema import (
-    BlockRow,
-    EngineRow,
-    EpochRow,
-    GroupRow,
-    LayerRow,
-    Report,
-    Side,
-    SolveRow,
-    TableFacts,
-)
+from smcp_fx.report import schema
 
 
 class Small(nn.Module):
@@ -40,13 +30,13 @@ class Small(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def real() -> Report:
+def real() -> schema.Report:
     """A report over a real channel graph; its measurements are made-up numbers that no two places share."""
     prepared = smcp_fx.prepare(Small(), torch.randn(2, 3, 8, 8))
     prepared.set_masks({"body.0": torch.arange(32) < 8, "stem": torch.arange(16) % 2 == 0})
     counts = prepared.pruner.counts
     groups = tuple(
-        GroupRow(g.name, g.size, counts.get(g.name, g.size), g.consumers, g.producers, g.pinned)
+        schema.GroupRow(g.name, g.size, counts.get(g.name, g.size), g.consumers, g.producers, g.pinned)
         for g in prepared.channels.groups
     )
     smaller = dict(smcp_fx.convert(prepared).named_modules())
@@ -56,7 +46,7 @@ def real() -> Report:
         outputs = module.out_features if isinstance(module, nn.Linear) else module.out_channels
         inputs = module.in_features if isinstance(module, nn.Linear) else module.in_channels
         layers.append(
-            LayerRow(
+            schema.LayerRow(
                 path=layer.path,
                 kind=layer.kind,
                 in_channels=layer.input_channels.numel(),
@@ -67,7 +57,7 @@ def real() -> Report:
                 out_group=layer.path,
             )
         )
-    return Report(
+    return schema.Report(
         model="torchvision:resnet18",
         data="digits",
         seed=17,
@@ -95,12 +85,12 @@ def real() -> Report:
         },
         versions={"torch": "5.6.7", "python": "3.99"},
         seconds={"train": 62.0, "measure": 3700.0},
-        dense=Side(0.9861, 10.51, 10.37, 10.72, True, 10.83, 11_172_042, 555e6),
-        pruned=Side(0.9764, 4.213, 4.186, 4.254, True, 4.297, 2_841_110, 1.9e8),
+        dense=schema.Side(0.9861, 10.51, 10.37, 10.72, True, 10.83, 11_172_042, 555e6),
+        pruned=schema.Side(0.9764, 4.213, 4.186, 4.254, True, 4.297, 2_841_110, 1.9e8),
         layers=tuple(layers),
         groups=groups,
         solves=tuple(
-            SolveRow(
+            schema.SolveRow(
                 step=30 * step,
                 epoch=step / 2,
                 target=10.83 * 0.4 ** (step / 6),
@@ -114,13 +104,13 @@ def real() -> Report:
             for step in range(1, 7)
         ),
         training=tuple(
-            EpochRow(epoch, phase, 1 / epoch, 0.97 + 0.002 * epoch)
+            schema.EpochRow(epoch, phase, 1 / epoch, 0.97 + 0.002 * epoch)
             for phase in ("dense", "prune")
             for epoch in range(1, 7)
         ),
-        validation=(EngineRow("dense", 10.83, 10.51), EngineRow("emitted", 4.297, 4.213)),
-        blocks=(BlockRow("stem", 6.25, 2.5), BlockRow("body.0", 3.75, 1.25)),
-        table=TableFacts(
+        validation=(schema.EngineRow("dense", 10.83, 10.51), schema.EngineRow("emitted", 4.297, 4.213)),
+        blocks=(schema.BlockRow("stem", 6.25, 2.5), schema.BlockRow("body.0", 3.75, 1.25)),
+        table=schema.TableFacts(
             path="latency.sqlite",
             rows=812,
             measured=790,

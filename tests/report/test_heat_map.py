@@ -51,7 +51,7 @@ def test_every_pair_of_widths_is_a_cell_and_dearer_is_darker() -> None:
     rest = {fill for (x, _), fill in found.items() if x != 24}
     assert len(dear) == len(rest) == 1
     assert darkness(dear.pop()) > darkness(rest.pop())
-    assert "ns a channel pair" in drawing
+    assert "ns per channel pair" in drawing
 
 
 def test_colours_are_steps_of_equal_ratio_and_stay_in_range() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from models import random_masks, randomise
 from test_modes import CONFIG, IMAGE, DropPath, assert_same, outcome
@@ -57,6 +59,15 @@ class Writes(nn.Module):
         if self.training:
             x += 1.0
         return x
+
+
+class Frozen(Normed):
+    """Learns in training only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 8, H, W]."""
+        with torch.set_grad_enabled(self.training):
+            return super().forward(x)
 
 
 class Nested(nn.Module):
@@ -156,6 +167,26 @@ def _written(net: Any, h: Tensor) -> Tensor:
     return h * 2 if net.training else h
 
 
+def _learns_by_part(net: Any, h: Tensor) -> Tensor:
+    with torch.set_grad_enabled(net.sub.training):
+        y = net.sub(h)
+    return y + net.other(h)
+
+
+def _learns_by_both(net: Any, h: Tensor) -> Tensor:
+    with torch.set_grad_enabled(net.training):
+        h = net.other(h)
+        with torch.set_grad_enabled(net.sub.training):
+            h = h + net.sub(h)
+    return h
+
+
+def _learns_in_eval(net: Any, h: Tensor) -> Tensor:
+    with torch.no_grad() if net.sub.training else nullcontext():
+        y = net.other(h)
+    return net.sub(y) + h
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     **{
         between.__name__: lambda between=between: Net(between, Normed)  # type: ignore[misc]
@@ -170,10 +201,14 @@ NETS: dict[str, Callable[[], nn.Module]] = {
             _differ,
             _returns_early,
             _for_their_effect,
+            _learns_by_part,
+            _learns_by_both,
+            _learns_in_eval,
         )
     },
     "drop path of a part called in training": lambda: Net(_called_in_training, DropPath),
     "drop path twice": lambda: Net(_called_twice, DropPath),
+    "learns in training": lambda: Net(_called_twice, Frozen),
     "structure": lambda: Net(_structure, Two),
     "number left behind": lambda: Net(_number, Number),
     "written into": lambda: Net(_written, Writes),

@@ -26,6 +26,7 @@ NAMES = [
     "Schedule",
     "SmcpError",
     "TableError",
+    "Teacher",
     "TrainingWarning",
     "allocate",
     "compress",

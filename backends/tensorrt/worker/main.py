@@ -152,7 +152,7 @@ def read_requests(folder: Path) -> dict[str, Any]:
     requests = read_object(file, "it cannot be read, or was cut off; write it again")
     if requests.get("format") != FORMAT or requests.get("version") != PROTOCOL:
         raise WorkerError(
-            f"{file} is no file of requests of version {PROTOCOL}; write it with this version of smcp_fx"
+            f"{file} is not a file of requests of version {PROTOCOL}; write it with this version of smcp_fx"
         )
     jobs = requests.get("jobs")
     names = set[str]()

@@ -251,7 +251,7 @@ def _description_of(engine: Path) -> dict[str, Any]:
         return {}
     record = read_object(file, "copy it again, or delete it")
     if not isinstance(record.get("options", {}), dict):
-        raise WorkerError(f"{file} is no engine's description: copy it again, or delete it")
+        raise WorkerError(f"{file} is not an engine's description: copy it again, or delete it")
     return record
 
 
@@ -279,7 +279,7 @@ def serve(gpu: int = 0, lean: bool = False) -> int:
                 session = Session(gpu, lean)
             found = session.answer(json.loads(line))
         except (RecursionError, ValueError) as error:
-            found = {"ok": False, "error": f"the request is no JSON: {error}"}
+            found = {"ok": False, "error": f"the request is not JSON: {error}"}
         except WorkerError as error:  # without TensorRT or a GPU every answer says so
             found = {"ok": False, "error": str(error)}
         print(json.dumps(found), file=answers, flush=True)

@@ -1,0 +1,78 @@
+"""Channel rules of what gathers windows or points of each channel: unfold, fold, grids, max-unpooling."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from smcp_fx.channels.labels import compress
+from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place
+from smcp_fx.channels.rules_elementwise import bring_together
+from smcp_fx.channels.rules_layers import dense_convolution
+from smcp_fx.channels.trail import Call
+
+
+def unfold(run: Propagation, call: Call) -> Any:
+    """Windows of each channel stand behind one another, channel by channel; `x.unfold(dim, ...)` adds a dimension."""
+    labels = run.of(call.argument(0, "input"))
+    if call.node.op == "call_method":
+        return _windows_of_one_dimension(run, call, labels)
+    axis = labels.dim() - 3
+    channels = channel_labels(run, labels, axis)
+    return place(channels.repeat_interleave(call.shape[-2] // channels.numel()), call.shape, -2)
+
+
+def _windows_of_one_dimension(run: Propagation, call: Call, labels: Tensor) -> Any:
+    dim = int(call.argument(1, "dimension")) % labels.dim()
+    if dim in run.varied(labels):
+        return run.unknown(call, "windows that slide over the channels")
+    line = compress(labels).narrow(dim, 0, 1).unsqueeze(-1)
+    return compress(line.expand(call.shape))
+
+
+def fold(run: Propagation, call: Call) -> Any:
+    """Adds the windows of each channel up again: all places of a window are one channel."""
+    labels = run.of(call.argument(0, "input"))
+    axis = labels.dim() - 2
+    rows = channel_labels(run, labels, axis).reshape(call.shape[-3], -1)
+    run.tie(rows, rows[:, :1].expand_as(rows))
+    return place(rows[:, 0], call.shape, -3)
+
+
+def grid_sample(run: Propagation, call: Call) -> Any:
+    """Every channel is read at the same points."""
+    grid = run.of(call.argument(1, "grid"))
+    run.pin(grid, call.node.name, f"tells {call.node.name!r} where all channels are read")
+    channels = channel_labels(run, run.of(call.argument(0, "input")), 1)
+    return place(channels, call.shape, 1)
+
+
+def max_unpool(run: Propagation, call: Call) -> Any:
+    """Puts each value where the indices of its own channel say."""
+    operands = [run.of(call.argument(0, "input")), run.of(call.argument(1, "indices"))]
+    axis = operands[0].dim() - int((call.name or "")[-2]) - 1
+    merged = bring_together(run, call, operands, tuple(operands[0].shape))
+    return place(channel_labels(run, merged, axis), call.shape, axis)
+
+
+def deformable(run: Propagation, call: Call) -> Any:
+    """A convolution whose points are moved: groups of channels have offsets of their own, which all of these read."""
+    source, weight, offset, mask, bias = call.args[:5]
+    for given in (offset, mask):
+        run.pin(run.of(given), call.node.name, f"tells {call.node.name!r} where all channels are read")
+    labels = run.of(source)
+    inputs = channel_labels(run, labels, 1)
+    rows = inputs.reshape(run.of(offset).shape[1] // (2 * math.prod(weight.shape[2:])), -1)
+    run.tie(rows, rows[:1].expand_as(rows))
+    return dense_convolution(run, call, labels, inputs, (weight, bias), inputs.numel() // weight.shape[1])
+
+
+RULES: dict[str, Rule] = {
+    "unfold": unfold,
+    "fold": fold,
+    "gridsample": grid_sample,
+    "deformconv2d": deformable,
+    **{f"maxunpool{rank}d": max_unpool for rank in (1, 2, 3)},
+}

@@ -1,0 +1,143 @@
+"""The phases in which a run trains: the dense network, masks while they are learnt, the repaired network."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from smcp_fx.calibration import recalibrate
+from smcp_fx.compiler.settings import CompileSettings
+from smcp_fx.compiler.telling import Teller
+from smcp_fx.compiler.training import is_guessing, training_loop
+from smcp_fx.prepare import PreparedModel
+from smcp_fx.pruning.solve import Solve
+from smcp_fx.training import Epoch, Teacher, TrainingLoop
+from smcp_fx.zoo.data import ImageData
+from smcp_fx.zoo.models import FittedModel
+
+#: So many training images tell the statistics of batch norms.
+_STATISTICS_IMAGES = 4096
+#: Averages of this momentum, PyTorch's own, follow weights that settle: estimates of 2,048 images were no better.
+_QUICK = 0.1
+#: Share of the dense training's learning rate that a pruned network peaks at.
+_FINE = 2 / 3
+
+
+class Phases:
+    """Trains a run's networks on its data. ``dense_accuracy`` is 1 until it is known."""
+
+    def __init__(
+        self,
+        settings: CompileSettings,
+        fitted: FittedModel,
+        data: ImageData,
+        tell: Teller,
+        dense_accuracy: float,
+    ) -> None:
+        self.settings, self.fitted, self.data, self.tell = settings, fitted, data, tell
+        self.dense_accuracy = dense_accuracy
+
+    @property
+    def trains_dense(self) -> bool:
+        """Is the dense network trained here?"""
+        return not self.fitted.trained and self.settings.dense_epochs > 0
+
+    def dense(self) -> list[Epoch]:
+        """Train the dense network, where it starts without weights."""
+        settings = self.settings
+        if not self.trains_dense:
+            return []
+        loop = self._loop(
+            self.fitted.model, "dense", epochs=settings.dense_epochs, lr=settings.rate, seed=settings.seed
+        )
+        if settings.resume:
+            loop.load()
+        with self.tell.stage("training the dense model"), self.tell.bar("training the dense model") as tick:
+            loop.run(stepped=tick, finished=lambda e: self.tell.epoch(e, settings.dense_epochs))
+        self.dense_accuracy = loop.results[-1].values["accuracy"]
+        self.tell.say(f"dense test accuracy {self.dense_accuracy:.2%}")
+        return loop.results
+
+    def masks(
+        self, prepared: PreparedModel, solved: Callable[[Solve], None], resumed: Callable[[int], None]
+    ) -> list[Epoch]:
+        """Train a prepared network whose masks are learnt; ``resumed`` is called with the step it goes on from."""
+        prepared.pruner.check_target()
+        loop = self._pruned(prepared, "pruning")
+        if self.settings.resume and loop.load():
+            resumed(loop.step)
+        return self._run(loop, "pruning while training", solved)
+
+    def tune(self, smaller: nn.Module) -> list[Epoch]:
+        """Train a network that was pruned and repaired."""
+        loop = self._pruned(smaller, "tuning")
+        if not (self.settings.resume and loop.load()):
+            loop.save()
+        return self._run(loop, "fine-tuning")
+
+    @property
+    def tuning(self) -> bool:
+        """Is there a checkpoint of the repaired network to go on from?"""
+        return (self.settings.folder / "state" / "tuning.safetensors").exists()
+
+    def recalibrate(self, smaller: nn.Module) -> None:
+        """Estimate batch norms anew where averages of a small momentum (MobileNetV3's) are far behind the weights."""
+        norms = [
+            part for part in smaller.modules() if isinstance(part, _BatchNorm) and part.track_running_stats
+        ]
+        if any(norm.momentum is None or norm.momentum < _QUICK for norm in norms):
+            batch = self.settings.train_batch
+            batches = self.data.epoch(batch, self.settings.seed, self.fitted.channels, self.fitted.size)
+            recalibrate(smaller, itertools.islice(batches, max(1, _STATISTICS_IMAGES // batch)))
+
+    def _pruned(self, network: nn.Module, name: str) -> TrainingLoop:
+        """The loop of a network that was or is pruned."""
+        settings, teacher = self.settings, self._teacher()
+        lr, seed = settings.rate * _FINE, settings.seed + 1
+        return self._loop(network, name, epochs=settings.epochs, lr=lr, seed=seed, teacher=teacher)
+
+    def _teacher(self) -> tuple[Teacher | None, float]:
+        """The dense network to learn from, and its share; none of one that knows nothing."""
+        trained = self.fitted.trained or self.settings.dense_epochs > 0
+        taught = self.settings.taught if self.data.labelled else 1.0
+        if not taught or not trained or is_guessing(self.dense_accuracy, self.data.classes):
+            return None, 0.0
+        return Teacher(self.fitted.model), taught
+
+    def _loop(
+        self, network: nn.Module, name: str, *, epochs: float, lr: float, seed: int,
+        teacher: tuple[Teacher | None, float] = (None, 0.0),
+    ) -> TrainingLoop:  # fmt: skip
+        return training_loop(
+            network,
+            self.fitted,
+            self.data,
+            self.settings,
+            name,
+            epochs=epochs,
+            lr=lr,
+            seed=seed,
+            teacher=teacher,
+        )
+
+    def _run(
+        self, loop: TrainingLoop, name: str, solved: Callable[[Solve], None] | None = None
+    ) -> list[Epoch]:
+        """Train a network that was or is pruned to the end, and tell each epoch."""
+        classes = self.data.classes
+
+        def finished(epoch: Epoch) -> None:
+            found = epoch.values["accuracy"]
+            if is_guessing(found, classes) and not is_guessing(self.dense_accuracy, classes):
+                self.tell.say(
+                    f"epoch {epoch.epoch}: test accuracy {found:.2%} is that of guessing. Batch norms are estimated "
+                    "anew at the end, which may bring it back; if not, try a smaller --lr"
+                )
+            self.tell.epoch(epoch, loop.total_steps / loop.steps_per_epoch)
+
+        with self.tell.stage(name), self.tell.bar(name) as tick:
+            loop.run(stepped=tick, solved=solved, finished=finished)
+        return loop.results

@@ -1,0 +1,68 @@
+"""Small networks that add zeros beside channels, make tensors of zeros, and fill tensors piece by piece."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from models import awkward, between, conv
+from torch import Tensor, nn
+
+
+@awkward(1.0)
+def shortcuts_padded_by_zeros() -> nn.Module:
+    """PyramidNet behind, ResNet's option A around the channels; one that crops on one side."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h = s.one(h) + F.pad(h, (0, 0, 0, 0, 0, 4))
+        h = s.two(h) + F.pad(h[:, :, ::2, ::2], (0, 0, 0, 0, 2, 2))
+        return s.three(h) + F.pad(h, (0, 0, 0, 0, 3, -3))
+
+    return between(wiring, 8, 16, one=conv(8, 12), two=conv(12, 16, stride=2), three=conv(16, 16))
+
+
+@awkward(1.0)
+def shortcuts_joined_with_zeros() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        zeros = torch.zeros(h.shape[0], 4, h.shape[2], h.shape[3], dtype=h.dtype)
+        h = s.one(h) + torch.cat([h, zeros], 1)
+        return s.two(h) + torch.cat([h, torch.zeros_like(h[:, :4])], dim=1)
+
+    return between(wiring, 8, 16, one=conv(8, 12), two=conv(12, 16))
+
+
+@awkward(1.0)
+def states_of_a_recurrent_convolution() -> nn.Module:
+    """As many channels as the layer that writes the next one."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        state, cell = torch.zeros(len(h), 6, 8, 8, dtype=h.dtype), h.new_zeros((len(h), 6, 8, 8))
+        for _ in range(2):
+            into, out, forget, new = s.gates(torch.cat([h, state], 1)).chunk(4, 1)
+            cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
+            state = out.sigmoid() * cell.tanh()
+        return state * torch.full((6, 1, 1), 2.0, dtype=h.dtype)
+
+    return between(wiring, 8, 6, gates=conv(14, 24))
+
+
+@awkward(16 / 20)
+def zeros_that_no_layer_takes_the_place_of() -> nn.Module:
+    """Nothing says what a channel of zeros is worth: they stay."""
+    return between(lambda s, h: s.mid(torch.cat([h, h.new_zeros(len(h), 4, 8, 8)], 1)), mid=conv(12, 8))
+
+
+@awkward(1.0)
+def filled_piece_by_piece() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        new = torch.empty(h.shape[0], 8, h.shape[2], h.shape[3], dtype=h.dtype)
+        new[:, :4] = s.one(h[:, :4])
+        new[:, 4:].copy_(h[:, 4:])
+        h = new + h
+        h[:, 2:6].copy_(s.two(h[:, 2:6] * 2))
+        h[:, :, :1].fill_(0.5)
+        h[:, :, :, -1:].zero_()
+        return h
+
+    return between(wiring, one=conv(4, 4), two=conv(4, 4))

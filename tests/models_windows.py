@@ -1,0 +1,98 @@
+"""Small networks that gather windows or points of each channel: unfold, fold, sampling, unpooling, moved points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from models import awkward, between, conv, free_parameter
+from torch import Tensor, nn
+
+
+@awkward(1.0)
+def windows_and_back() -> nn.Module:
+    return between(
+        lambda s, h: s.fold(s.unfold(h)), unfold=nn.Unfold(3, padding=1), fold=nn.Fold((8, 8), 3, padding=1)
+    )
+
+
+@awkward(1.0)
+def convolution_by_unfold() -> nn.Module:
+    return between(
+        lambda s, h: (s.weight @ F.unfold(h, 3, padding=1)).view(-1, 6, 8, 8),
+        8,
+        6,
+        weight=free_parameter(6, 72),
+    )
+
+
+@awkward(1.0)
+def windows_weighed() -> nn.Module:
+    """A kernel a position, made by another branch (involution, CARAFE); windows of one dimension after the other."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        kernel = s.kernel(h).view(-1, 2, 9, 8, 8).unsqueeze(2)
+        h = (kernel * F.unfold(h, 3, padding=1).view(-1, 2, 4, 9, 8, 8)).sum(3).view(-1, 8, 8, 8)
+        return h + F.pad(h, (1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1).amax((-1, -2))
+
+    return between(wiring, kernel=conv(8, 18))
+
+
+@awkward(0.0)
+def windows_of_channels() -> nn.Module:
+    return between(lambda s, h: h.unfold(1, 4, 2).sum(-1), 8, 3)
+
+
+@awkward(1.0)
+def read_at_a_grid() -> nn.Module:
+    """Where it is read is told by a linear layer, whose outputs stay."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        grid = F.affine_grid(s.where(h.mean((2, 3))).view(-1, 2, 3), h.size(), align_corners=False)
+        return F.grid_sample(h, grid, align_corners=False) + s.shift(h)
+
+    return between(wiring, where=nn.Linear(8, 6), shift=conv(8, 8))
+
+
+@awkward(1.0)
+def unpooled() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        small, where = s.pool(h)
+        other, places = F.max_pool2d(small, 2, return_indices=True)
+        return s.unpool(F.max_unpool2d(s.mid(other), places, 2), where)  # type: ignore[no-any-return]
+
+    return between(
+        wiring, pool=nn.MaxPool2d(2, return_indices=True), unpool=nn.MaxUnpool2d(2), mid=conv(8, 8)
+    )
+
+
+@awkward(1.0)
+def moved_points() -> nn.Module:
+    """With a weight for each point, and with groups of channels that move together."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h = s.one(h, s.where(h), s.mask(h).sigmoid())
+        return s.two(h, s.two_where(h))  # type: ignore[no-any-return]
+
+    layer = torchvision.ops.DeformConv2d
+    parts = {"where": conv(8, 18), "mask": conv(8, 9), "two_where": conv(6, 36)}
+    return between(
+        wiring, 8, 4, one=layer(8, 6, 3, padding=1), two=layer(6, 4, 3, padding=1, groups=2), **parts
+    )
+
+
+@awkward(1.0)
+def dropped_blocks() -> nn.Module:
+    return between(lambda s, h: s.drop(h), drop=torchvision.ops.DropBlock2d(0.2, 3))
+
+
+@awkward(1.0)
+def einsum_with_an_ellipsis() -> nn.Module:
+    return between(lambda s, h: torch.einsum("...chw,dc->...dhw", h, s.weight), weight=free_parameter(8, 8))
+
+
+@awkward(1.0)
+def cosine_of_channels() -> nn.Module:
+    return between(lambda s, h: s.mid(h) * F.cosine_similarity(s.mid(h), h, dim=1)[:, None], mid=conv(8, 8))
