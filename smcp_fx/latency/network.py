@@ -18,6 +18,7 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
 from smcp_fx.costs.parameters import ParamsCost
 from smcp_fx.costs.terms import without_branch
+from smcp_fx.errors import MachineBusyError
 from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.latency.progress import Watcher, watched
 from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency, Whole
@@ -124,9 +125,15 @@ class NetworkLatency:
         """Measure the rows at these counts that the table lacks; return whether prices changed for it.
 
         Left out are rows that leave the whole network's latency less than ``doubt`` (a share of it) in doubt: each
-        at most that share divided by the square root of their number.
+        at most that share divided by the square root of their number. Where the machine is too busy, those of
+        passing choices stay in doubt; for what lasts (`SURE`) `MachineBusyError` says so.
         """
-        return self.measurer is not None and self.take(self.lacking(counts, doubt))
+        try:
+            return self.measurer is not None and self.take(self.lacking(counts, doubt))
+        except MachineBusyError:
+            if doubt <= SURE:
+                raise
+            return False  # masks that pass can do with guesses
 
     def take(self, rows: Sequence[tuple[FusedBlock, tuple[int, ...]]]) -> bool:
         """Measure these rows; return whether prices changed for it."""

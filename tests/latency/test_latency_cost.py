@@ -14,9 +14,9 @@ from fake_latencies import FakeBackend, network, smooth
 from torch import nn
 
 import smcp_fx
-from smcp_fx.errors import TableError
+from smcp_fx.errors import MachineBusyError, TableError
 from smcp_fx.latency.cost import LatencyCost, latency_of
-from smcp_fx.latency.network import NetworkLatency
+from smcp_fx.latency.network import SURE, NetworkLatency
 from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel
@@ -324,6 +324,25 @@ def test_solves_of_a_ramp_ask_for_fewer_rows_than_the_last(tmp_path: Path) -> No
     assert cost.latency(counts) == pytest.approx(truth, rel=2e-3)
     assert len(backend.log) - begun < len(prepared.pruner.history)
     assert cost.lacking(counts, 0.002) == []
+
+
+def test_a_machine_that_becomes_busy_stops_what_lasts_and_not_what_passes(tmp_path: Path) -> None:
+    class Busy(FakeBackend):
+        busy = False
+
+        def require_quiet(self) -> None:
+            if self.busy:
+                raise MachineBusyError("others have the cores")
+
+    backend = Busy(latency=lambda *widths: 0.01 + 1e-4 * math.prod(widths) ** 1.3)
+    rows = LatencyCost(LatencyTable(tmp_path / "t.sqlite"), backend, residency=RISING)
+    cost = latency(smcp_fx.prepare(network(), torch.randn(2, 3, 12, 12), cost=rows))
+    backend.busy, counts = True, {"0": 24, "2": 40, "4": 24}
+    assert cost.lacking(counts, 0.02)
+    before = cost.latency(counts)
+    assert cost.learn(counts, 0.02) is False and cost.latency(counts) == before
+    with pytest.raises(MachineBusyError, match="others have the cores"):
+        cost.learn(counts, SURE)
 
 
 def test_a_target_that_guesses_put_out_of_reach_is_measured_before_it_is_refused(tmp_path: Path) -> None:
