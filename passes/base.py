@@ -1,9 +1,8 @@
 """The contract every graph pass keeps.
 
-A pass is called with a `GraphModule`, changes it in place, and returns a `PassResult`: the same module,
-whether anything was modified, and a report of what was done and what was left alone, and why. What it
-requires is checked before, what it ensures after it ran, on its output. Run twice, it modifies nothing the
-second time.
+A pass takes a `GraphModule`, changes it in place, and returns a `PassResult`: the same module, whether anything was
+modified, and a report of what was done or left alone, and why. Requirements are checked before it runs, guarantees on
+its output. A second run modifies nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class GraphPass(ABC):
 def run_pipeline(module: fx.GraphModule, passes: list[GraphPass]) -> list[PassResult]:
     """Run the passes in order on the module and return their results.
 
-    An error says in which pass it arose, and behind which. What each pass did is logged: `smcp_fx.passes`, DEBUG.
+    Errors name the pass they arose in, and the one before. Each pass's report is logged to `smcp_fx.passes` at DEBUG.
     """
     results: list[PassResult] = []
     for place, one in enumerate(passes):

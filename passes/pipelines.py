@@ -20,36 +20,36 @@ from smcp_fx.passes.slice_channels import SliceChannels
 
 
 def prepare_pipeline(channels: ChannelGraph, config: PruningConfig) -> list[GraphPass]:
-    """From a traced model to one that trains with masks."""
+    """Return the passes from a traced model to one that trains with masks."""
     passes: list[GraphPass] = [
-        # Consumers' weights times masks; gradients go straight through.
+        # Multiply consumers' weights by masks; gradients go straight through.
         InsertSoftMasks(channels, config.mask),
-        # What mixes channels (norms, statistics, products) sees the kept ones alone.
+        # Show only kept channels to operations that mix channels (norms, statistics, products).
         InsertKeptStatistics(channels),
     ]
     if config.batch_norm_scaling or config.layer_pruning:
-        # Batch norms behind masked convolutions, scaled by the share of channels kept. Behind a branch that keeps
-        # nothing an unscaled one would divide by the root of its epsilon, and multiply gradients by as much.
+        # Scale batch norms behind masked convolutions by the share of channels kept. Behind an empty branch, an
+        # unscaled one would divide by the root of its epsilon, and blow up gradients.
         passes.append(InsertBatchNormScalers(channels, config.gamma_gradient))
     return passes
 
 
 def convert_pipeline(channels: ChannelGraph, keep: Tensor) -> list[GraphPass]:
-    """From a model with masks to a plain, smaller one; ``keep``: a bool for every unit."""
-    keep = keep.clone()  # which `RemoveBranches` gives units back
+    """Return the passes from a masked model to a plain, smaller one; ``keep``: a bool for every unit."""
+    keep = keep.clone()  # `RemoveBranches` may add units
     passes: list[GraphPass] = [
-        # Weights computed from parameters become parameters, which can be sliced.
+        # Turn computed weights into parameters, which can be sliced.
         FoldComputedWeights(),
-        # Masks become zeros in the weights, scales part of the batch norms: a plain graph again.
+        # Fold masks into weights as zeros, and scales into batch norms: the graph is plain again.
         FoldMasks(),
         FoldKeptStatistics(),
         FoldBatchNormScalers(),
-        # Layers without channels go, and what they leave becomes a constant.
+        # Remove layers without channels; what they leave becomes a constant.
         RemoveBranches(channels, keep),
-        # What nothing reads any more goes.
+        # Remove what nothing reads any more.
         SliceChannels(channels, keep),
     ]
     if channels.branches is not None:
-        # Concats of one tensor, and sums with nothing, which removed branches leave.
+        # Drop concats of one tensor and sums with nothing, left by removed branches.
         passes.append(DropIdleJoins())
     return passes

@@ -1,4 +1,4 @@
-"""A model, its images and its weights, which tell three colours: what the compile command is tried on."""
+"""A model with images and weights that tell three colours apart, to try the compile command on."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Hypothesis judges how long examples take to draw: a busy machine is no fault of a test.
+# Hypothesis limits how long examples take to draw; a busy machine must not fail a test.
 settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("busy")
 

@@ -34,7 +34,7 @@ class Shuffle(nn.Module):
 
 
 class Moves(nn.Module):
-    """What slicing makes of channel shuffles and chunks: channels fetched by index, split, and joined again.
+    """Channel shuffles and chunks after slicing: channels fetched by index, split, and joined again.
 
     ``c`` channels of which the first ``first`` were one half. ``dead``: with a fetch that nothing reads.
     """
@@ -93,7 +93,7 @@ class Svd(nn.Module):
 
 
 class InexpressibleBlock(ABlock):
-    """What ONNX has no operation for."""
+    """A block that ONNX cannot express."""
 
     def build(self, widths):
         return Svd(), (torch.randn(1, widths[0], 4, 4),)

@@ -24,7 +24,7 @@ def steps(c: int, size: int = 16) -> int:
 
 
 def cliffs(c_in: int, c_out: int) -> float:
-    """Like a convolution on a CPU: steps of 16 both ways, dearer right above multiples of 64, an own path at 8."""
+    """Like a convolution on a CPU: steps of 16 both ways, slower just above multiples of 64, a special path at 8."""
     x, y = (8 if c_in == 8 else steps(c_in)), steps(c_out)
     remainder = {0: 0.0, 16: 0.3, 32: 0.2, 48: 0.1}[y % 64]
     return 0.01 + 1e-3 * x + 2e-3 * y + 1e-4 * x * (y + 16 * remainder)

@@ -1,6 +1,6 @@
-"""Damage done to files, by bytes and by structure, and what a reader may make of it: success, or a typed error.
+"""Damages files, by bytes and by structure; readers must succeed or raise a typed error.
 
-Everything comes from seeds. ``SMCP_FX_FUZZ=5000`` tries so many cases a format instead of a few.
+Everything comes from seeds. ``SMCP_FX_FUZZ=5000`` tries that many cases per format instead of a few.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Mutator = Callable[[bytes, random.Random], bytes]
 
 _SECONDS = 20
 _SPARE_MB = 64
-_RAW = "\ue000"  # in front of a text that goes into JSON as it is
+_RAW = "\ue000"  # marks text that goes into JSON unescaped
 
 
 def raw(text: str) -> str:
     return _RAW + text
 
 
-#: What belongs nowhere, or somewhere else.
+#: Values that belong nowhere, or elsewhere.
 ODD: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 0.0, -0.5, 1e-320, 2**31, 2**63, 2**64, 10**30, -(2**63), 1.5, "", " ", "nan",
     "null", "1", "[8, 8]", "{}", "x" * 200_000, "\ud800", "\0", "\x1b[2J", "[/x]", "../../../x", "/etc/hostname",
@@ -220,7 +220,7 @@ def _statement(run: Callable[..., Any], chance: random.Random) -> None:
 
 
 def cases(few: int) -> int:
-    """How many cases a format: a few, or as many as are asked for."""
+    """Return the number of cases per format: a few, or as many as requested."""
     return int(os.environ.get("SMCP_FX_FUZZ", few))
 
 
@@ -234,8 +234,8 @@ def kinds_of_failure(
 ) -> tuple[Counter[str], Counter[str]]:
     """Read ``count`` damaged contents; return what failed, by kind, and how often it was read or refused.
 
-    ``read`` raises ``typed`` errors where it refuses. Whatever else it raises, and taking more time or memory than
-    a file of that size may, is a failure.
+    ``read`` raises ``typed`` errors to refuse. Any other error, or more time or memory than the file's size allows,
+    is a failure.
     """
     failed, held = Counter[str](), Counter[str]()
     first: dict[str, int] = {}

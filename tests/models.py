@@ -1,4 +1,4 @@
-"""Tiny models, and what tests do to any model: randomise it, mask it at random, slice it and compare.
+"""Tiny models, and helpers that randomise any model, mask it at random, slice it and compare.
 
 `AWKWARD` lists small networks that are hard to prune, each with the share of its input channels that must be
 free. They are in `models_layers.py`, `models_movement.py` and `models_wiring.py`.
@@ -113,17 +113,17 @@ def check_slicing(
 
 
 def check_larger_batch(prepared: nn.Module, sliced: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """What runs on an image more before slicing does so afterwards, and gives the same."""
+    """Check that a model that runs on one more image before slicing does so afterwards, with the same result."""
     larger = tuple(torch.cat([i, i[:1]]) for i in inputs)
     try:
         expected = run(prepared, larger)
     except (RuntimeError, AssertionError, IndexError, ValueError):
-        return  # the network, or what tracing assumed of it, holds for one batch size alone
+        return  # the network, or its trace, works for one batch size only
     assert_close(run(sliced, larger), expected, "slicing", "an image more")
 
 
 def check_larger_images(prepared: nn.Module, sliced: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """What runs on larger images before slicing, as so many images, does so afterwards, and gives the same."""
+    """Check that a model that runs on larger images before slicing does so afterwards, with the same result."""
     sides = inputs[0].shape[2:]
     larger = []
     for index, given in enumerate(inputs):
@@ -134,7 +134,7 @@ def check_larger_images(prepared: nn.Module, sliced: nn.Module, inputs: tuple[Te
         with contextlib.redirect_stderr(io.StringIO()):  # where fx writes what failed
             example, expected = run(prepared, inputs), run(prepared, tuple(larger))
     except (RuntimeError, AssertionError, IndexError, ValueError, Warning):
-        return  # the network, or what tracing assumed of it, holds for one size alone
+        return  # the network, or its trace, works for one size only
     pairs = zip(pytree.tree_leaves(example), pytree.tree_leaves(expected), strict=True)
     if all(a.shape[:1] == b.shape[:1] for a, b in pairs if isinstance(a, Tensor)):
         assert_close(run(sliced, tuple(larger)), expected, "slicing", "larger images")

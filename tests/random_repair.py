@@ -1,4 +1,4 @@
-"""What must hold of repair and of the order of elimination for any network."""
+"""Properties of repair and of the elimination order that hold for any network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smcp_fx.calibration.elimination import Elimination
 
 
 def check_repair(model: nn.Module, inputs: Tensor, seed: int) -> int:
-    """Assert that repair changes nothing of a whole network, and of a sliced one no more than it says.
+    """Assert that repair leaves a whole network alone, and changes a sliced one no more than it reports.
 
     The sliced one keeps its shapes and types, no layer's error grows, and its outputs are finite. Groups are
     eliminated in an order that has each unit once. Returns how many layers were repaired.

@@ -1,4 +1,4 @@
-"""What the tests of saved files share: models that are hard to save, and a comparison that leaves nothing out."""
+"""Shared by the tests of saved files: models that are hard to save, and a complete comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of training stacks share: a small residual network, its batches, and what must come out."""
+"""Shared by the tests of training stacks: a small residual network, its batches, and the expected result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def loss_of(model: Callable[..., Tensor], step: int) -> Tensor:
 
 
 def pruned_to_target(prepared: smcp_fx.PreparedModel, solves: list[int] = SOLVES) -> None:
-    """The schedule's solves took place, and the model that comes out computes what the masked one does."""
+    """Check that the schedule's solves took place, and that the result computes what the masked model does."""
     pruner = prepared.pruner
     assert [solve.step for solve in pruner.history] == solves
     assert pruner.cost.cost(pruner.counts) <= pruner.target < 0.51 * pruner.full_cost

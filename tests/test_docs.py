@@ -1,4 +1,4 @@
-"""The docs do what they say: their Python runs, their commands parse, what they include is there."""
+"""The docs are right: their Python runs, their commands parse, and their includes exist."""
 
 from __future__ import annotations
 

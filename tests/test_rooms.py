@@ -16,7 +16,7 @@ except ModuleNotFoundError:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
-#: Modules at the top of the package that import nothing of ours, and those that users call.
+#: Modules at the top of the package: those that import nothing of ours, and those that users call.
 CONTRACTS = {"errors", "config", "cost_model", "schedule", "texts"}
 VERBS = {"prepare", "summaries", "prepared", "checkpoint", "proof", "outcomes", "own_class", "kept_channels"}
 

@@ -1,4 +1,4 @@
-"""What a trace must keep: outputs and gradients of the eager model in both modes, at every size not refused."""
+"""Checks that a trace keeps the eager model's outputs and gradients, in both modes, at every accepted size."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python tools/audit.py
 
-Exit code 1 where a package has one; 0 where none has, and where the registry cannot be asked, which is said: a
-mirror may know packages and not their advisories.
+Exit code 1 if a package has one. 0 if none has, or if the registry cannot be asked, which is printed: a mirror may
+know packages but not their advisories.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Ask, and tell what came of it."""
+    """Run pip-audit and report."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "audit.json"
         command = [sys.executable, "-m", "pip_audit", "--skip-editable", "--progress-spinner", "off"]

@@ -1,9 +1,9 @@
-"""Masked against sliced on random networks: `tests/random_networks.py`, over a range of seeds, resumable.
+"""Compare masked with sliced random networks (`tests/random_networks.py`) over a range of seeds; resumable.
 
     python tools/check_random_networks.py --first 0 --last 10000 --record random_networks.jsonl
 
-One line of JSON for every hundred seeds; a failure's line has its seed, its program and the message, and the run
-goes on. Seeds that the record has are not run again. Exit code 1 when one failed.
+One line of JSON for every hundred seeds; a failure has a line with seed, program and message, and the run goes on.
+Seeds in the record are not run again. Exit code 1 if one failed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What MkDocs writes into pages from the code: help of commands, options, fields, names that pages do not list.
+"""Text that MkDocs takes from the code: help of commands, options, fields, and names that no page lists.
 
 Pages hold marks: `<!-- help: smcp-table measure -->`, `<!-- options: PruningConfig -->`, `<!-- other names -->`,
 `<!-- fields of report.json -->`.
@@ -44,7 +44,7 @@ def on_post_page(output: str, **_: Any) -> str:
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Let every folder find that helper beside its pages."""
+    """Copy that helper into every folder of pages."""
     site = Path(config["site_dir"])
     for folder in {page.parent for page in site.rglob("*.html")}:
         if folder != site:

@@ -72,11 +72,11 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """What tells it from the others."""
+        """Return a key unique to this entry."""
         return f"{self.family}/{self.name}"
 
     def build(self) -> nn.Module:
-        """Build it with random weights; what only sets the image's size is chosen small where it can be."""
+        """Build it with random weights, for small images if possible."""
         if self.family == "timm":
             import timm
 

@@ -1,4 +1,4 @@
-"""Random weights, statistics and masks for any model: a comparison is sensitive, and rounding stays small."""
+"""Random weights, statistics and masks for any model, for sensitive comparisons with little rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CALM = 0.3
 
 
 def randomise(model: Any, strength: float | None = None) -> None:
-    """No weight, statistic or shift keeps the value it was initialised to; weights keep their scale.
+    """Change every weight, statistic and shift from its initial value; weights keep their scale.
 
     ``strength``: of batch norms; by default 1, or 0.3 in a network of 150 or more.
     """
@@ -39,7 +39,7 @@ def randomise(model: Any, strength: float | None = None) -> None:
 
 
 def calibrate(prepared: Any, inputs: tuple[Any, ...]) -> None:
-    """Statistics near those of the masked network's images, so that its depth neither dies nor explodes."""
+    """Set statistics near those of the masked network's images, so that activations neither vanish nor explode."""
     import torch
 
     original = torch.nn.functional.batch_norm
@@ -77,7 +77,7 @@ def random_masks(prepared: Any, share: float = 0.6) -> dict[str, Any]:
 
 
 def last_bits(model: Any) -> Any:
-    """A copy whose weights are a unit in the last place larger or smaller."""
+    """Return a copy with weights one unit in the last place larger or smaller."""
     import torch
 
     moved = copy.deepcopy(model)

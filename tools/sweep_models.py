@@ -33,7 +33,7 @@ PAGE = HERE.parent / "docs" / "results" / "models.md"
 
 
 def main() -> int:
-    """Run what has no line yet, then write the page. Exit code 1 when a model failed."""
+    """Run models without a line, then write the page. Exit code 1 if a model failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -108,7 +108,7 @@ def launch(entry: Entry, options: argparse.Namespace) -> dict[str, Any]:
 
 @functools.cache
 def preload(onnx: bool) -> None:
-    """What every model needs is imported once, before the fork; the exporter builds its tables on first use."""
+    """Import once, before forking, what every model needs; the exporter builds its tables on first use."""
     import torch
     import torchvision  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""What the sweep asks of a torchvision detection model, which is traced in regions, as a row of plain values."""
+"""The sweep's checks on a torchvision detection model, traced in regions, as a row of plain values."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def one_step(model: Any, images: list[Any]) -> None:
 def regions_difference(
     masked: Any, sliced: Any, regions: list[str], images: list[Any]
 ) -> tuple[float, list[str]]:
-    """Largest difference of what the regions give, over its scale, and the regions of which all was compared.
+    """Return the largest difference of the regions' outputs, over their scale, and the regions compared in full.
 
-    What a region gives may be narrower once sliced, where only another region reads it: that is left out. A region
-    behind the choice of boxes may see other boxes, or in another order, where scores differ in their last bit: what
-    it gives is compared sorted, or left out.
+    An output that only another region reads may be narrower once sliced, and is left out. A region behind the choice
+    of boxes may see other boxes, or another order, if scores differ in their last bit: its outputs are compared
+    sorted, or left out.
     """
     found, expected = (given(model, regions, images) for model in (sliced, masked))
     worst, whole = 0.0, []
@@ -117,7 +117,7 @@ def regions_difference(
 
 
 def given(model: Any, regions: list[str], images: list[Any]) -> dict[str, list[Any]]:
-    """Every tensor that the regions return in one run in eval mode, in order."""
+    """Return every tensor that the regions return in one run in eval mode, in order."""
     import torch
     from torch.utils import _pytree as pytree
 

@@ -1,4 +1,4 @@
-"""Everything the sweep asks of one model, in order, as a row of plain values."""
+"""All checks of the sweep on one model, as a row of plain values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from trying import FLOAT32, FLOAT64, converted, describe, peak, timed_stages
 
 
 def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | None = None) -> None:
-    """Everything that is asked of a model, in order; ``row`` is filled as it goes."""
+    """Run all checks on a model in order, filling ``row``."""
     import torch
-    from torch.utils import _pytree as pytree
 
     import smcp_fx
-    from smcp_fx.errors import CheckpointError
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -49,74 +47,20 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
     row["stage"] = "masked train"
     masks = random_masks(prepared)
     prepared.set_masks(masks)
-    # Two images would make each channel of a one-pixel map plus or minus one, a sign that amplifies rounding.
+    # With two images, batch norm turns each channel of a one-pixel map into a sign, which amplifies rounding.
     many = tuple(torch.randn(8, *i.shape[1:]) if i.numel() <= 2 * 3 * 128**2 else i for i in inputs)
     calibrate(prepared, many)
     row["stage"] = "masked eval"
     masked = run(prepared, inputs)
     sliced = converted(prepared, row)
     row["stage"] = "sliced eval"
-    row["error"] = difference(run(sliced, inputs), masked)
-    spread = [
-        float((t - t[:1]).abs().max()) for t in pytree.tree_leaves(masked) if isinstance(t, torch.Tensor)
-    ]
-    row["spread"] = max(spread) / max(scale(masked), 1e-30)
-    pair, fitting, bound = (prepared, sliced), inputs, FLOAT32
-    if not row["error"] <= FLOAT32:
-        row["stage"] = "float64"
-        fitting = tuple(i.double() if i.is_floating_point() else i for i in inputs)
-        wide = copy.deepcopy(prepared).double()
-        pair, bound = (wide, smcp_fx.convert(wide)), FLOAT64
-        row["error64"] = difference(run(pair[1], fitting), run(wide, fitting))
-        if not row["error64"] <= FLOAT64:
-            # Rounding, if weights that differ in their last bit change the masked network's own output as much.
-            row["last_bit64"] = difference(run(last_bits(wide), fitting), run(wide, fitting))
-            if strength is None or not row["error64"] <= row["last_bit64"]:
-                raise ArithmeticError(
-                    f"masked and sliced differ by {row['error']:.3g}, float64 {row['error64']:.3g}; weights that "
-                    f"differ in their last bit change the output by {row['last_bit64']:.3g}"
-                )
-            bound = row["last_bit64"]
+    pair, fitting, bound = compare_sliced(prepared, sliced, inputs, masked, row, strength)
     row["stage"] = "another batch size"
-    three = tuple(torch.cat([i, i[:1]]) for i in fitting)
-    try:
-        masked = run(pair[0], three)
-    except Exception as error:  # the model itself is made for one batch size, or its trace is
-        row["batch"] = f"{type(error).__name__}: {str(error)[:200]}"
-    else:
-        row["batch"] = difference(run(pair[1], three), masked)
-        if not row["batch"] <= 10 * bound:
-            raise ArithmeticError(f"with a batch of 3, masked and sliced differ by {row['batch']:.3g}")
+    compare_batches(pair, fitting, bound, row)
     row["stage"] = "train"
-    sliced.train()
-    loss = sum(
-        t.double().square().mean() for t in pytree.tree_leaves(sliced(*inputs)) if isinstance(t, torch.Tensor)
-    )
-    loss.backward()
-    bad = [
-        n
-        for n, p in sliced.named_parameters()
-        if p.grad is not None and not bool(torch.isfinite(p.grad).all())
-    ]
-    if bad:
-        raise ArithmeticError(f"gradients that are not finite: {bad[:3]}")
-    sliced.zero_grad(set_to_none=True)
-    sliced.eval()
+    check_training(sliced, inputs)
     row["stage"] = "save and load"
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = run(sliced, inputs)
-        try:
-            path = smcp_fx.save(sliced, Path(folder) / "model.safetensors")
-        except CheckpointError as error:
-            if "traced in regions" not in str(error):
-                raise
-            row["regions"] = True  # what is left as Python is not saved, by design
-        else:
-            row["reload"] = difference(run(smcp_fx.load(path), inputs), outputs)
-            if row["reload"] != 0:
-                raise ArithmeticError(f"after loading, the output differs by {row['reload']:.3g}")
-            row["stage"] = "own class"
-            row["own_class"] = own_class(entry.build(), sliced, inputs)
+    check_saving(entry, sliced, inputs, row)
     if onnx:
         row["stage"] = "ONNX"
         started = time.perf_counter()
@@ -126,8 +70,103 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
     del row["stage"]
 
 
+def compare_sliced(
+    prepared: Any,
+    sliced: Any,
+    inputs: tuple[Any, ...],
+    masked: Any,
+    row: dict[str, Any],
+    strength: float | None,
+) -> tuple[tuple[Any, Any], tuple[Any, ...], float]:
+    """Compare sliced with ``masked`` outputs; in float64 if float32 differs.
+
+    Returns the models (masked, sliced) and inputs of the deciding comparison, and its limit.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    import smcp_fx
+
+    row["error"] = difference(run(sliced, inputs), masked)
+    spread = [
+        float((t - t[:1]).abs().max()) for t in pytree.tree_leaves(masked) if isinstance(t, torch.Tensor)
+    ]
+    row["spread"] = max(spread) / max(scale(masked), 1e-30)
+    if row["error"] <= FLOAT32:
+        return (prepared, sliced), inputs, FLOAT32
+    row["stage"] = "float64"
+    fitting = tuple(i.double() if i.is_floating_point() else i for i in inputs)
+    wide = copy.deepcopy(prepared).double()
+    pair = (wide, smcp_fx.convert(wide))
+    row["error64"] = difference(run(pair[1], fitting), run(wide, fitting))
+    if row["error64"] <= FLOAT64:
+        return pair, fitting, FLOAT64
+    # It is rounding if weights that differ in their last bit change the masked network's output as much.
+    row["last_bit64"] = difference(run(last_bits(wide), fitting), run(wide, fitting))
+    if strength is None or not row["error64"] <= row["last_bit64"]:
+        raise ArithmeticError(
+            f"masked and sliced differ by {row['error']:.3g}, float64 {row['error64']:.3g}; weights that "
+            f"differ in their last bit change the output by {row['last_bit64']:.3g}"
+        )
+    return pair, fitting, row["last_bit64"]
+
+
+def compare_batches(
+    pair: tuple[Any, Any], inputs: tuple[Any, ...], bound: float, row: dict[str, Any]
+) -> None:
+    """Compare the sliced model with the masked one on a batch of three."""
+    import torch
+
+    three = tuple(torch.cat([i, i[:1]]) for i in inputs)
+    try:
+        masked = run(pair[0], three)
+    except Exception as error:  # the model, or its trace, works for one batch size only
+        row["batch"] = f"{type(error).__name__}: {str(error)[:200]}"
+        return
+    row["batch"] = difference(run(pair[1], three), masked)
+    if not row["batch"] <= 10 * bound:
+        raise ArithmeticError(f"with a batch of 3, masked and sliced differ by {row['batch']:.3g}")
+
+
+def check_training(sliced: Any, inputs: tuple[Any, ...]) -> None:
+    """Check that a backward pass in train mode gives finite gradients; leave the model in eval mode."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    sliced.train()
+    outputs = [t for t in pytree.tree_leaves(sliced(*inputs)) if isinstance(t, torch.Tensor)]
+    sum(t.double().square().mean() for t in outputs).backward()
+    gradients = {name: p.grad for name, p in sliced.named_parameters() if p.grad is not None}
+    bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
+    if bad:
+        raise ArithmeticError(f"gradients that are not finite: {bad[:3]}")
+    sliced.zero_grad(set_to_none=True)
+    sliced.eval()
+
+
+def check_saving(entry: Entry, sliced: Any, inputs: tuple[Any, ...], row: dict[str, Any]) -> None:
+    """Check that a saved and loaded model gives the same outputs, and note whether its own class does."""
+    import smcp_fx
+    from smcp_fx.errors import CheckpointError
+
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = run(sliced, inputs)
+        try:
+            path = smcp_fx.save(sliced, Path(folder) / "model.safetensors")
+        except CheckpointError as error:
+            if "traced in regions" not in str(error):
+                raise
+            row["regions"] = True  # Python between regions is not saved, by design
+            return
+        row["reload"] = difference(run(smcp_fx.load(path), inputs), outputs)
+        if row["reload"] != 0:
+            raise ArithmeticError(f"after loading, the output differs by {row['reload']:.3g}")
+        row["stage"] = "own class"
+        row["own_class"] = own_class(entry.build(), sliced, inputs)
+
+
 def own_class(fresh: Any, sliced: Any, inputs: tuple[Any, ...]) -> str:
-    """Why the model's class does not run at the sliced widths; nothing where it does, and computes the same."""
+    """Return why the model's class fails at the sliced widths, or "" if it computes the same."""
     import smcp_fx
 
     try:
@@ -138,7 +177,7 @@ def own_class(fresh: Any, sliced: Any, inputs: tuple[Any, ...]) -> str:
 
 
 def fitting_inputs(entry: Entry, model: Any) -> tuple[Any, ...]:
-    """The first of the entry's shapes that the model takes in eval mode."""
+    """Return inputs of the first of the entry's shapes that the model takes in eval mode."""
     import torch
 
     errors = []
@@ -159,7 +198,7 @@ def fitting_inputs(entry: Entry, model: Any) -> tuple[Any, ...]:
 
 
 def calm(entry: Entry, inputs: tuple[Any, ...], masks: dict[str, Any], many: tuple[Any, ...]) -> Any:
-    """The entry's sliced model with batch norms of `CALM` strength."""
+    """Return the entry's sliced model with batch norms of `CALM` strength."""
     import smcp_fx
 
     model = entry.build()

@@ -1,4 +1,4 @@
-"""The ONNX file of a sliced model, held against the model."""
+"""Compares the ONNX file of a sliced model with the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_onnx(
 ) -> None:
     """Export with its check, run with ONNX Runtime, and note the largest difference from PyTorch.
 
-    ``instead``: makes the network that is exported where this one amplifies rounding beyond the check's limit.
+    ``instead``: makes the network to export if this one amplifies rounding beyond the check's limit.
     """
     from smcp_fx.errors import BackendError
 

@@ -1,4 +1,4 @@
-"""What trying a classifier and trying a detector share: limits, times, memory, and what the channel graph is like."""
+"""Shared by the sweep's checks: limits, times, memory, and a summary of the channel graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOAT32, FLOAT64 = 1e-5, 1e-9
 
 
 def converted(prepared: Any, row: dict[str, Any]) -> Any:
-    """The sliced model; ``row`` gets how long that took and the share of the parameters that is left."""
+    """Return the sliced model; ``row`` gets the time and the share of parameters left."""
     import smcp_fx
 
     row["stage"] = "convert"
@@ -43,7 +43,7 @@ def timed_stages() -> dict[str, float]:
 
 
 def describe(prepared: Any) -> dict[str, Any]:
-    """What is free, and what pins the rest of the dense layers' input channels."""
+    """Note the free share of the dense layers' input channels, and what pins the rest."""
     graph = prepared.channels
     why: Counter[str] = Counter()
     slots = {"convolution": [0, 0], "linear": [0, 0]}

@@ -63,11 +63,10 @@ class BlockShapes:
 
 
 class ShapeFinder:
-    """Finds the shapes of blocks with as few builds as possible; ``builds`` counts them."""
+    """Finds the shapes of blocks with as few builds as possible."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[object, ...], dict[Shape, BlockShapes]] = {}
-        self.builds = 0
 
     def shapes(self, block: Block, widths: Shape) -> BlockShapes:
         """Return the block's shapes at ``widths``."""
@@ -76,7 +75,6 @@ class ShapeFinder:
             derived = _derive(seen, widths)
             if derived is not None:
                 return derived
-            self.builds += 1
             seen[widths] = _built(block, widths)
         return seen[widths]
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from smcp_fx.backends import Backend, compare, get_backend
+from smcp_fx.backends import Backend, Engine, compare, get_backend
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine
 from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
 from smcp_fx.calibration import gather_importance
@@ -170,8 +170,11 @@ class _Compilation:
         if settings.targets:
             last = target_row(prepared, measured, accuracies[1], report.files["pruned"])
             without["targets"] = (*without["targets"], last)
-        report = replace(report, **without)
-        network_latency = latency_of(prepared.pruner.cost)
+        return self._write(replace(report, **without), prepared, pruned)
+
+    def _write(self, report: Report, prepared: PreparedModel, pruned: Engine) -> Report:
+        """Write the report, with the layers of a TensorRT engine, and print its tables."""
+        folder, network_latency = self.settings.folder, latency_of(prepared.pruner.cost)
         if network_latency is not None and isinstance(pruned, TensorRTEngine):
             predicted = {block.name: block.pruned_ms or 0.0 for block in report.blocks}
             layers = blocks_beside_layers(network_latency.blocks, predicted, pruned.layers())

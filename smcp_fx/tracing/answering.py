@@ -1,4 +1,4 @@
-"""What proxies and stand-ins ask of the tracer that made them: see `ShapeTracer`, which answers."""
+"""The questions that proxies and stand-ins ask their tracer; `ShapeTracer` answers them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AnsweringTracer(fx.Tracer):
 
     @abstractmethod
     def evaluating(self) -> bool:
-        """Is a value worked out, rather than the graph made?"""
+        """Whether a value is being computed, rather than the graph made."""
 
     @abstractmethod
     def value(self, node: fx.Node) -> Any:
@@ -28,7 +28,7 @@ class AnsweringTracer(fx.Tracer):
 
     @abstractmethod
     def kind(self, obj: Proxy) -> type:
-        """The type of what a proxy stands for."""
+        """Return the type of the value behind a proxy."""
 
     @abstractmethod
     def is_tensor(self, obj: Proxy) -> bool:
@@ -44,7 +44,7 @@ class AnsweringTracer(fx.Tracer):
 
     @abstractmethod
     def length(self, obj: Proxy) -> int:
-        """How many parts a tensor, tuple or list has."""
+        """Return the length of a tensor, tuple or list."""
 
     @abstractmethod
     def check_parts(self, obj: Proxy) -> None:

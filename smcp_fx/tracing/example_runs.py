@@ -1,4 +1,4 @@
-"""What a model is run on before it is traced, and what runs show: outputs, values of nodes, work."""
+"""Example runs of models and graphs: their outputs, values of nodes, and multiply-adds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any]
 
 
 class Recorder(ModeInterpreter):
-    """Notes what the nodes that one mode runs give, and what they take."""
+    """Records the values and multiply-adds of the nodes that one mode runs."""
 
     def __init__(
         self, module: fx.GraphModule, training: bool, modes: Mapping[str, bool] | None = None
@@ -93,7 +93,7 @@ def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[s
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Buffers, attributes that forward sets, and the random generator are left as they were."""
+    """Restore buffers, attributes that forward sets, and the random generator."""
     devices = sorted({buffer.device.index or 0 for buffer in module.buffers() if buffer.is_cuda})
     with _as_before(module), torch.random.fork_rng(devices=devices):
         yield
@@ -123,7 +123,7 @@ def images_in(inputs: tuple[Any, ...]) -> int:
 
 
 def same_values(expected: Any, found: Any) -> bool:
-    """Tell whether two outputs (any pytree) hold the same tensors, up to rounding."""
+    """Whether two outputs (any pytree) hold the same tensors, up to rounding."""
     left, left_spec = pytree.tree_flatten(plain(expected))
     right, right_spec = pytree.tree_flatten(plain(found))
     if left_spec != right_spec:
@@ -140,7 +140,7 @@ def same_values(expected: Any, found: Any) -> bool:
 
 
 def plain(tree: Any) -> Any:
-    """Containers as dict and tuple: fx returns its own kinds of them."""
+    """Return containers as dict and tuple: fx has its own kinds of them."""
     if isinstance(tree, Mapping):
         return {key: plain(value) for key, value in tree.items()}
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -157,7 +157,7 @@ def _scale(value: Tensor) -> float:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, as a sentence."""
+    """Return the first line of an error's message, as a sentence."""
     text = str(error).strip().splitlines()
     line = text[0] if text else type(error).__name__
     return line if line.endswith((".", "!", "?")) else line + "."

@@ -43,7 +43,7 @@ _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
 def is_tensor_for_sure(node: fx.Node) -> bool:
-    """Is it a tensor, as the operation alone tells? Of sizes and their like one has to see the value."""
+    """Whether the operation alone shows that it is a tensor. (For sizes and the like, look at the value.)"""
     node = unmarked(node)
     if node.op == "call_module":
         return True

@@ -1,4 +1,4 @@
-"""The functions that masked graphs call, and the marks they leave on nodes.
+"""The functions that masked graphs call, and the marks that passes leave on nodes.
 
 before   conv1 = call_module[conv1](x)
 after    weight = get_attr[conv1.weight];  mask = get_attr[smcp.mask_conv1]
@@ -67,7 +67,7 @@ class _DirectScale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (scale,) = ctx.saved_tensors
-        # A layer that reads nothing has scale 0, and its norm's weight no influence and no gradient.
+        # Behind a layer that reads nothing, the scale is 0: the norm's weight has no effect and no gradient.
         return torch.where(scale > 0, gradients[0] / scale, 0.0), None
 
 
@@ -81,7 +81,7 @@ def soft_mask(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def hard_mask(weight: Tensor, mask: Tensor) -> Tensor:
-    """Return ``weight * mask``; masked weights get no gradient, and masks that take one none for them."""
+    """Return ``weight * mask``; masked weights get no gradient, and neither do their masks."""
     masked = weight * mask.detach().to(weight.dtype)
     return soft_mask(masked, mask) if mask.requires_grad else masked
 
@@ -114,7 +114,7 @@ def _is_usual(norm: Any) -> bool:
 
 
 def _batch_norm(norm: Any, weight: Tensor, x: Tensor) -> Tensor:
-    """What a usual batch norm's forward does, without what `functional_call` costs."""
+    """Run a usual batch norm's forward without the cost of `functional_call`."""
     norm._check_input_dim(x)
     if norm.training and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)

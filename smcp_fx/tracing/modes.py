@@ -1,8 +1,8 @@
-"""Graphs that hold both of a model's modes: each mode runs what is its own, and nothing else.
+"""Graphs that hold both of a model's modes; each mode runs only its own part.
 
-What a module does in `train()` alone, or in `eval()` alone, is in the graph beside what it does in both. Where the
-two come together, a node `by_mode(flag, evaluated, trained)` takes one of them; its flag reads the `training` of the
-module that decides. What only one side needs is run in that mode only: the generated code has a branch.
+The graph holds operations of `train()` only and of `eval()` only beside those of both. Where the two sides meet, a
+node `by_mode(flag, evaluated, trained)` picks one; its flag reads the `training` of the module that decides.
+Operations that only one side needs run only in that mode: the generated code has a branch.
 
     graph   flag = get_attr[drop.training];  noise = bernoulli(...);  mul = x * noise;  out = by_mode(flag, x, mul)
     code    if flag:
@@ -64,7 +64,7 @@ def require_one_mode(graph: fx.Graph, paths: list[str]) -> None:
 
 
 def is_by_mode(node: fx.Node) -> bool:
-    """Is this where the two modes come together?"""
+    """Whether the two modes meet at this node."""
     return node.op == "call_function" and node.target is by_mode
 
 

@@ -1,7 +1,7 @@
 """Multiply-adds of whatever PyTorch runs, counted by operation as it runs.
 
-What the channel graph has no layers for (modules that are called as they are, attention, the Python around regions)
-costs, too. It is run on the example inputs under `MultiplyAdds`, which sees the operations below every module.
+Parts without layers in the channel graph (modules called as they are, attention, Python around regions) cost, too.
+They run on the example inputs under `MultiplyAdds`, which sees the operations inside every module.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class MultiplyAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the multiply-adds of matrix products, convolutions, attention and recurrent layers while it is entered.
 
-    ``total``: so many so far, of all images together. Element-wise operations, norms and pooling count nothing, as
-    usual. An operation that does several things at once is counted by what it does inside.
+    ``total``: the count so far, for all images. Element-wise operations, norms and pooling count nothing, as usual.
+    Composite operations are counted by their parts.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
-"""What is rewritten in a fresh trace, so that rules and passes meet fewer ways to say one thing."""
+"""Rewrites a fresh trace into fewer forms, so that rules and passes meet fewer cases."""
 
 from __future__ import annotations
 
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
 
     `h.unsqueeze_(1)` becomes `h = h.unsqueeze(1)`: no tensor has two shapes.
     """
+    _resolve_annotations(model, graph)
     place = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if node.op == "call_method" and node.target in RESHAPED and isinstance(node.args[0], fx.Node):
@@ -42,6 +43,20 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
         if type(module) is nn.Unflatten and isinstance(module.dim, int):
             node.op, node.target = "call_function", torch.unflatten
             node.args = (node.args[0], module.dim, tuple(module.unflattened_size))
+
+
+def _resolve_annotations(model: nn.Module, graph: fx.Graph) -> None:
+    """Types for annotations that are strings, as in files with ``from __future__ import annotations``.
+
+    torch.fx would write them into its code as names, which TorchScript looks for.
+    """
+    try:
+        known = get_type_hints(type(model).forward)
+    except Exception:  # evaluating them raises whatever they do
+        known = {}
+    for node in graph.nodes:
+        if isinstance(node.type, str):
+            node.type = known.get("return" if node.op == "output" else str(node.target).lstrip("*"))
 
 
 def by_position(model: nn.Module, graph: fx.Graph) -> None:

@@ -173,7 +173,7 @@ class ShapeTracer(AnsweringTracer):
         return list(value) if isinstance(value, dict) else super().keys(obj)
 
     def evaluating(self) -> bool:
-        """Is a value worked out, rather than the graph made?"""
+        """Whether a value is being computed, rather than the graph made."""
         return self._evaluating
 
     def in_place(self, written: Callable[..., Any], obj: Proxy, other: Any) -> Any:
@@ -216,7 +216,7 @@ class ShapeTracer(AnsweringTracer):
             self.graph.erase_node(condition)
 
     def length(self, obj: Proxy) -> int:
-        """How many parts a tensor, tuple or list has."""
+        """Return the length of a tensor, tuple or list."""
         value = self.value(obj.node)
         count = len(value)
         if isinstance(value, Tensor):
@@ -257,7 +257,7 @@ class ShapeTracer(AnsweringTracer):
         return self._values[node]
 
     def kind(self, obj: Proxy) -> type:
-        """The type of what a proxy stands for."""
+        """Return the type of the value behind a proxy."""
         value = self.value(obj.node)
         if isinstance(value, Tensor):
             return nn.Parameter if isinstance(self._held.get(str(obj.node.target)), nn.Parameter) else Tensor

@@ -128,13 +128,13 @@ def _set(model: nn.Module, modes: tuple[bool, Modes]) -> None:
 
 
 def fails(model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes]) -> bool:
-    """Does the model itself fail when its modules are in these modes?"""
+    """Whether the model itself fails when its modules are in these modes."""
     before = Attributes(model)
     try:
         with unchanged(model), torch.no_grad():
             _set(model, modes)
             model(*pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs))
-    except Exception:  # whatever a model says in modes that it was not made for
+    except Exception:  # a model may raise anything in modes it was not made for
         return True
     finally:
         before.restore(constants=False)

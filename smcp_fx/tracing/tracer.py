@@ -40,13 +40,12 @@ from smcp_fx.tracing.values import OPAQUE
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph that computes what the model does, and what its example run showed of every node.
+    """A graph that computes what the model does, and what an example run showed about every node.
 
-    ``values`` maps node names to recorded outputs, with a `TensorInfo` in place of each tensor.
-    ``assumptions`` says what the graph takes for given of its inputs' shapes, and checks when it is called.
-    ``work``: the multiply-adds of each node that has some, in the example run, of ``images`` together (0: not told);
-    ``outside``: those of Python code around the graph. ``returned`` is what the model itself returned,
-    ``given`` what the graph was run on.
+    ``values`` maps node names to recorded outputs, with a `TensorInfo` in place of each tensor. ``assumptions`` lists
+    what the graph assumes about its inputs' shapes, and checks in every call. ``work``: multiply-adds of nodes in the
+    example run, for all ``images`` together (0: unknown); ``outside``: those of Python code around the graph.
+    ``returned``: the model's own output; ``given``: the graph's inputs.
     """
 
     module: fx.GraphModule
@@ -62,7 +61,7 @@ class Traced:
 def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = ()) -> Traced:
     """Trace the model into a `GraphModule` that shares its parameters; the model's mode is kept.
 
-    ``leaves`` names modules that are called as they are, with what is inside them left alone.
+    ``leaves`` names modules that are called as they are, without looking inside.
     Raises `InputError` when the model itself refuses the inputs, `TraceError` when fx refuses the model or
     the graph computes something else than the model does on the inputs (naming the first module that
     differs).
@@ -175,7 +174,7 @@ def _differs(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...], 
 
 
 def _values(model: nn.Module, graph: fx.Graph, inputs: tuple[Any, ...]) -> dict[str, Any]:
-    """The values of one mode's graph, with the modules in eval mode; raises `TraceError` when it does not run."""
+    """Return the values of one mode's graph, with modules in eval mode; `TraceError` if it does not run."""
     module = fx.GraphModule(model, graph, class_name=type(model).__name__)
     try:
         with unchanged(module):
@@ -192,7 +191,7 @@ def _does_not_run(model: nn.Module, error: Exception) -> TraceError:
 
 
 def _keep_constants_out_of_the_state(model: nn.Module, traced: fx.GraphModule) -> None:
-    """Tensors that are plain attributes of the original are not part of its state dict; nor of the graph's."""
+    """Keep tensors out of the graph's state dict that are plain attributes of the original."""
     persistent = set(model.state_dict())
     for name, buffer in list(traced.named_buffers()):
         if name not in persistent:

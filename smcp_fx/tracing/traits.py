@@ -1,6 +1,6 @@
-"""What is known of operations by name: one table that tracing, the channel rules and the passes ask.
+"""Traits of operations by name: one table for tracing, the channel rules and the passes.
 
-Names are those of `operation_name`. An operation that is not in the table has no trait: nothing is assumed of it.
+Names are those of `operation_name`. An operation that is not in the table has no traits: nothing is assumed about it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a traced graph knows of its values, and the keys of what it tells of its nodes in their ``meta``."""
+"""Values of a traced graph, and the keys of notes in its nodes' ``meta``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OPAQUE = "smcp_opaque"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the example run showed of a tensor."""
+    """A tensor's shape and type in the example run."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def held(module: nn.Module, target: str) -> Any:
-    """What a `get_attr` node of this target reads."""
+    """Return what a `get_attr` node of this target reads."""
     path, _, name = target.rpartition(".")
     return getattr(module.get_submodule(path), name)

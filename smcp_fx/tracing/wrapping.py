@@ -1,4 +1,4 @@
-"""What may stand around a model, and whether a model has been prepared."""
+"""Wrappers around models, and whether a model has been prepared."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from smcp_fx.tracing.masking import STATE
 
 
 def is_prepared(model: nn.Module) -> bool:
-    """Was the model, or the one that is wrapped in it, prepared and not converted yet?"""
+    """Whether the model, or the one wrapped in it, is prepared and not yet converted."""
     return STATE in unwrapped(model)._modules
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside `DistributedDataParallel`, `DataParallel` and `torch.compile`."""
+    """Return the model inside `DistributedDataParallel`, `DataParallel` or `torch.compile`."""
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module

@@ -80,11 +80,13 @@ def test_the_page_tells_the_record(tmp_path: Path) -> None:
     lines += [line("ours", 0, 0.99, rate=0.01, judged=0.5)]  # better by the test images, which do not judge
     lines += [line("random", seed, 0.60 + 0.02 * seed) for seed in range(3)]
     lines += [line("ours", 0, 0.75, target=0.5, flops_share=0.5)]
+    lines += [line("as published", 0, 0.65, flops_share=0.4)]
     test = scipy.stats.ttest_rel([0.60, 0.62, 0.64], [0.70, 0.71, 0.72]).confidence_interval(0.95)
     (tmp_path / "accuracy_of_before.svg").write_text("")
     write_document(lines, tmp_path)
     text = (tmp_path / "accuracy.md").read_text(encoding="utf-8")
     assert "| ours | **71.0 %** (3 seeds) |" in text
     assert f"| random | 62.0 %, -9.0 ({100 * test.low:+.1f} to {100 * test.high:+.1f}) |" in text
+    assert "| as published | 65.0 % at 40% of the FLOPs, -5.0 |" in text
     assert "## resnet, 50% of the FLOPs: 80.0% before" in text and "0.1 of 0.01, 0.1" in text
     assert [path.name for path in tmp_path.glob("*.svg")] == ["accuracy_resnet_10.svg"]

@@ -200,3 +200,32 @@ def test_what_is_carried_on_does_not_stop_torchscript(tmp_path: Path) -> None:
     assert_close(scripted(x), smaller(x), "slicing")
     path = smcp_fx.save(smaller, tmp_path / "scripted.safetensors")  # scripting leaves marks on modules
     assert torch.equal(smcp_fx.load(path)(x), smaller(x))
+
+
+class Annotated(nn.Module):
+    """Its annotations are strings, as all of this file's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.last(self.first(x).relu())}
+
+
+class Unknown(Annotated):
+    """One of them names nothing."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)["y"]
+
+
+Unknown.forward.__annotations__["return"] = "Nowhere"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`", "ignore:The TorchScript type system")
+@pytest.mark.parametrize("kind", [Annotated, Unknown])
+def test_annotations_as_text_do_not_stop_torchscript(kind: type[nn.Module]) -> None:
+    x = torch.randn(2, 3, 16, 16)
+    smaller = smcp_fx.convert(halved(kind(), x)).eval()
+    assert_close(torch.jit.script(smaller)(x), smaller(x), "slicing")

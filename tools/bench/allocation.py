@@ -4,7 +4,7 @@
     python tools/bench/allocation.py --costs measured --table table.sqlite --side 64
 
 The paper's method runs as in training: a solve at every step of an exponential ramp to the budget and more at
-the budget, each priced at the last one's counts. Its value is held against the coupled method's at the true
+the budget, each priced at the last one's counts. Its value is compared with the coupled method's at the true
 cost of its last iterate. Set OMP_NUM_THREADS=1 for single-thread times.
 """
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from smcp_fx.channels import ChannelGraph, build
 from smcp_fx.cost_model import CostTerm, NetworkCost, Price
 from smcp_fx.costs.terms import network_cost as terms_of_network
-from smcp_fx.tracing.modes import run_in_eval
 from smcp_fx.tracing.tracer import trace
 from smcp_fx.zoo.models import build_model
 
@@ -140,27 +139,26 @@ _TORCHVISION = (
     "mobilenet_v2",
     "efficientnet_b0",
     "densenet121",
-    "googlenet",
 )
 MODULES: dict[str, Callable[[], nn.Module]] = {
     **{name: functools.partial(build_model, f"torchvision:{name}") for name in _TORCHVISION},
+    "googlenet": functools.partial(build_model, "torchvision:googlenet", aux_logits=False),
     "unet": UNet,
     "hardnet68": hardnet68,
 }
 
 
 @functools.cache
-def _traced(name: str, step: int) -> tuple[ChannelGraph, frozenset[str]]:
-    """Return the network's channel graph, and the nodes that run in eval mode."""
+def _channels(name: str, step: int) -> ChannelGraph:
     side = 256 if name == "unet" else 224
     traced = trace(MODULES[name]().eval(), (torch.zeros(1, 3, side, side),))
-    return build(traced.module, traced.values, multiple=step), frozenset(run_in_eval(traced.module.graph))
+    return build(traced.module, traced.values, multiple=step)
 
 
 def network_cost(name: str, kind: str, step: int = 8) -> NetworkCost:
     """Return the cost of one of `MODULES` in counts that are multiples of ``step``; ``kind`` is one of `PRICERS`."""
-    (channels, deployed), terms = _traced(name, step), list[CostTerm]()
-    for layer in (layer for layer in channels.layers if layer.node in deployed):
+    channels, terms = _channels(name, step), list[CostTerm]()
+    for layer in channels.layers:
         depthwise = layer.kind == "depthwise"
         kernel = math.prod(layer.weight_shape[2:])
         pixels = math.prod((layer.in_shape if layer.transposed else layer.out_shape)[2:])

@@ -1,4 +1,4 @@
-"""Time and memory of the channel graph and of pruning with it, torch-pruning beside it where it is installed.
+"""Time and memory of the channel graph and of pruning with it, compared with torch-pruning if installed.
 
     python tools/bench/channel_graph.py [--models resnet50] [--repeats 3] [--page docs/results/channel_graph.md]
 

@@ -1,4 +1,4 @@
-"""Hold the latency table against whole networks: sums and rounding.
+"""Compare the latency table with whole networks: sums and rounding.
 
     python tools/bench/latency.py run --record latency.jsonl             every model and setting, two hours at most
     python tools/bench/latency.py run --record latency.jsonl --models resnet18 --settings 64x32 --prunings 6
@@ -44,21 +44,21 @@ from smcp_fx.latency.table import MEASURABLE_MS, HeldOutError, LatencyTable
 LANDED = 0.005
 #: The network whose counts are held against larger ones is pruned to this part of the latency.
 HALF = 0.5
-#: Networks are timed in so many sessions, as each has its own luck, and in so many rounds of each, for the median:
-#: who shares the cache and the memory changes within seconds. Fewer where that takes so many seconds: two sessions
-#: and a round of each at least.
+#: Sessions and rounds per session in which networks are timed, for the median: sessions differ, and other users of
+#: cache and memory change within seconds. Fewer if they take longer than this many seconds, but at least two sessions
+#: of one round.
 SITTINGS, ROUNDS, FEWEST_ROUNDS, FEWEST_SITTINGS = 3, 4, 1, 2
 ROUNDS_SECONDS, SITTINGS_SECONDS = 12.0, 90.0
 #: Timings that spread further (interquartile range over median) are told apart.
 STEADY = 0.1
-#: So often are a chosen and a larger count's blocks measured anew, in turns; four times where that takes long (s).
+#: Times that blocks of a chosen and a larger count are measured again, in turns; four times if that takes long (s).
 TURNS, ROUNDING = 10, 5.0
-#: So many held-out rows of a table are measured anew, in sessions of their own.
+#: Held-out rows of a table that are measured again, in new sessions.
 AGAIN = 75
-#: So many bytes of weights are timed in turns at a time: more would not fit into memory.
+#: Most bytes of weights timed in turns: more would not fit into memory.
 TOGETHER = 8 << 30
-#: Rather more rounds than long ones: within one all that take long are in the same moment. Each network's runs begin
-#: with untimed ones, so that little warming up is left.
+#: Many short rounds rather than few long ones, so that a round is one moment for all. Each network's runs begin with
+#: untimed ones for warming up.
 _TIMING = TimingConfig(
     min_repeats=3, max_repeats=30, budget_ms=24.0, spread_limit=STEADY, attempts=1, settle_ms=120.0, burst=3,
     warmup_window=1,
@@ -204,7 +204,7 @@ class Bench:
             began = time.monotonic()
             while len(ratios) < TURNS and (len(ratios) < 4 or time.monotonic() - began < ROUNDING):
                 ms = dict.fromkeys((counts[name], likely), 0.0)
-                # Of two large blocks the second is the faster one, by 4 to 8 % of equal ones: each is first in turn.
+                # The second of two equal large blocks runs 4 to 8 % faster: each takes its turn at being first.
                 for count in list(ms)[:: -1 if len(ratios) % 2 else 1]:
                     for term in terms:
                         widths = tuple(w.channels({**counts, name: count}) for w in term.widths)

@@ -3,7 +3,7 @@
     python tools/bench/latency_targets.py run --record targets.jsonl --pairs resnet18:64x1 vgg16_bn:64x1
     python tools/bench/latency_targets.py tables --record targets.jsonl --out docs/results/latency.md
 
-The product's own way: each target is a run of `compile_model`, from random weights, on a few random images (a latency
+As users do it: each target is a run of `compile_model`, from random weights, on a few random images (a latency
 depends on neither), with its table, its prediction and its search. Then both files are compared once more in a new
 process. Every result is a line of JSON the moment it is there: run again to go on. On a machine that is too busy to
 measure, runs wait and begin again. Set OMP_NUM_THREADS=1.
@@ -36,11 +36,11 @@ PAIRS = (
     "resnet18:64x1", "resnet18:64x32", "mobilenet_v2:64x1", "shufflenet_v2_x1_0:64x1", "efficientnet_b0:64x1",
     "resnet50:64x1", "vgg16_bn:64x1", "densenet121:64x1",
 )  # fmt: skip
-#: A target is met this well.
+#: A target counts as met within this.
 MET = 0.03
 #: The comparison in a new process.
 COMPARE = CompareConfig(error=0.005, longest_seconds=10.0)
-#: A few steps of training: importances must come from somewhere.
+#: A few steps of training, to get importances.
 TRAIN, EPOCHS, EVERY, IMAGES = 4, 2, 2, 48
 #: Seconds between two tries on a machine that is too busy; and how often a run may refuse its table.
 WAIT, REFUSALS = 20.0, 5
@@ -58,7 +58,7 @@ def data():
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run what the record lacks."""
+    """Run the pairs and targets that the record lacks."""
     record = Record(arguments.record)
     begin(record, get_backend("onnxruntime", threads=1))
     rows = arguments.table or arguments.record.with_suffix(".sqlite")

@@ -44,7 +44,7 @@ class Record:
 
 
 def begin(record: Record, backend: Backend) -> None:
-    """Write down on what is measured; a record of another device or runtime is left alone."""
+    """Note the device and runtime; refuse a record of others."""
     versions = {
         name: version(name) for name in ("smcp_fx", "torch", "torchvision", "onnx", "onnxruntime", "numpy")
     }
@@ -58,7 +58,7 @@ def begin(record: Record, backend: Backend) -> None:
 
 
 def fill(path: Path, name: str, text: str) -> None:
-    """Put text between the marks of this name in a document; what stands around them stays."""
+    """Put text between the marks of this name in a document; leave the rest alone."""
     first, last = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     old = path.read_text(encoding="utf-8") if path.exists() else f"# Latency\n\n{first}\n{last}\n"
     before, _, rest = old.partition(first)

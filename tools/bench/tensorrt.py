@@ -2,8 +2,8 @@
 
 python tools/bench/tensorrt.py --out tensorrt.json [--worker-python "$TRT_PYTHON" --no-library-tactics]
 
-Every part writes its results when it is done, an error where it failed; parts for which no time is left say so. With
---folder table, engines and timing caches stay, and --parts takes up in a second call what the first did not reach.
+Every part writes its results or its error when it is done; parts without time left say so. With --folder, the table,
+engines and timing caches are kept, and a second call with --parts continues where the first stopped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ AFTER_TABLE = 150
 
 
 class NoTimeError(BaseException):
-    """The minutes are over, or too few are left. No `Exception`: a table would take it for a row that failed."""
+    """Time is up, or nearly. Not an `Exception`, which a table would take for a failed row."""
 
 
 class Bench:

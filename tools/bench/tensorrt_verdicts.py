@@ -1,4 +1,4 @@
-"""What the parts' figures say: against the limits that are asked for, and of the runtimes in one table."""
+"""Verdicts on the parts' figures, and one table of the runtimes."""
 
 from __future__ import annotations
 

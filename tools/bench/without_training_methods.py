@@ -1,4 +1,4 @@
-"""Ways to a network of a share of the FLOPs without training: ours, parts of it, and rivals.
+"""Methods that reduce a network's FLOPs without training: ours, parts of it, and rivals.
 
 Rivals take whole channels; ours keeps multiples of eight. All see the same images. A method takes a `Setting` and a
 target, and returns the network and the share of the FLOPs that it has.
@@ -19,12 +19,12 @@ import smcp_fx
 from smcp_fx.errors import InfeasibleBudgetError
 
 _BATCH = 64
-#: Torch-Pruning goes towards nothing in so many steps, until it is at the target; gradients are taken anew so often.
+#: Steps of Torch-Pruning on its way to an empty network, stopped at the target; and how often gradients are renewed.
 _STEPS, _EVENTS = 200, 5
 
 
 class UnavailableError(Exception):
-    """What the method needs is not installed."""
+    """A package that the method needs is not installed."""
 
 
 class Setting:
