@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
@@ -102,6 +103,8 @@ class _Rewriter:
             self._shuffle(node)
         elif has(operation, Trait.MOVES):
             self._move(node, operation or "")
+        elif name in self.trail.full:
+            self._at_full_width(node)
         elif has(operation, Trait.FILLS) and isinstance(old, Tensor) and self.sliced.axis(old) is not None:
             self.report.append(fill(self, node, old))
         elif operation == "pad" and node.op == "call_function":
@@ -285,6 +288,29 @@ class _Rewriter:
             node.op, node.target, node.kwargs = "call_function", torch.index_select, {}
             node.args = (moved, kept_out[0], self._held(node, kept_out[1]))
         self.report.append(f"{node.name}: moves all channels, of which those kept are selected")
+
+    def _at_full_width(self, node: fx.Node) -> None:
+        """Have the operation read zeros in the place of the channels that are gone, and select what is kept."""
+        self._freeze_numbers(node)
+        source, dim, graph = node.args[0], self.trail.full[node.name], self.module.graph
+        assert isinstance(source, fx.Node)
+        labels = self.old[source.name]
+        kept_in, kept_out = self.sliced.axis(labels), self.sliced.axis(self.old[node.name])
+        if kept_in is None or kept_out is None:
+            return
+        place = torch.full((labels.shape[dim],), kept_in[1].numel())  # where the zeros are
+        place[kept_in[1]] = torch.arange(kept_in[1].numel())
+        with graph.inserting_before(node):
+            zero = (0, 0) * (labels.dim() - 1 - dim) + (0, 1)
+            padded = graph.call_function(F.pad, (source, zero))
+            whole = graph.call_function(torch.index_select, (padded, dim))
+            wide = graph.create_node(node.op, node.target, (whole, *node.args[1:]), dict(node.kwargs))
+        whole.args = (*whole.args, self._held(whole, place))
+        node.op, node.target, node.kwargs = "call_function", torch.index_select, {}
+        node.args = (wide, dim, self._held(node, kept_out[1]))
+        self.report.append(
+            f"{node.name}: runs on all {labels.shape[dim]} channels, zeros for those that are gone"
+        )
 
     def _held(self, node: fx.Node, index: Tensor) -> fx.Node:
         """The index as a buffer that the node reads."""

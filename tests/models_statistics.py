@@ -345,3 +345,15 @@ def product_of_channels_with_the_input() -> nn.Module:
         stem=conv(3, 3),
         out=conv(1, 4),
     )
+
+
+@awkward(1.0)
+def group_norms_that_chain_each_others_groups() -> nn.Module:
+    """As in diffusion's U-Nets: groups of a concat lie across those of its parts, but places in a group do not."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        other = s.two(s.mid(s.one(h)))
+        return s.three(torch.cat([h, other], 1))  # type: ignore[no-any-return]
+
+    norms = {"one": nn.GroupNorm(4, 8), "two": nn.GroupNorm(4, 16), "three": nn.GroupNorm(4, 24)}
+    return between(wiring, 8, 24, mid=conv(8, 16), **norms)

@@ -96,3 +96,46 @@ def einsum_with_an_ellipsis() -> nn.Module:
 @awkward(1.0)
 def cosine_of_channels() -> nn.Module:
     return between(lambda s, h: s.mid(h) * F.cosine_similarity(s.mid(h), h, dim=1)[:, None], mid=conv(8, 8))
+
+
+@awkward(1.0)
+def channel_attention_that_slides() -> nn.Module:
+    """ECA: a convolution over the vector of channels, which stays as long as it was; zeros for what is gone."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        gate = s.slide(h.mean((2, 3)).unsqueeze(1)).sigmoid().view(h.shape[0], -1, 1, 1)
+        return s.mid(h * gate.expand_as(h)) * s.other(
+            F.adaptive_avg_pool2d(h, 1).squeeze(-1).mT
+        ).mT.unsqueeze(-1)
+
+    slides = {name: nn.Conv1d(1, 1, 3, padding=1, bias=False) for name in ("slide", "other")}
+    return between(wiring, mid=conv(8, 8), **slides)
+
+
+@awkward(24 / 26)
+def attention_to_pairs_of_dimensions() -> nn.Module:
+    """Triplet attention: a map of channels and rows, one of channels and columns, one of rows and columns."""
+
+    def both(h: Tensor) -> Tensor:
+        return torch.cat([h.amax(1, keepdim=True), h.mean(1, keepdim=True)], 1)
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        rows, columns = h.permute(0, 2, 1, 3), h.permute(0, 3, 2, 1)
+        rows = (rows * s.rows(both(rows)).sigmoid()).permute(0, 2, 1, 3)
+        columns = (columns * s.columns(both(columns)).sigmoid()).permute(0, 3, 2, 1)
+        return s.mid(rows + columns) + s.last(h * s.space(both(h)).sigmoid())
+
+    maps = {name: conv(2, 1) for name in ("rows", "columns", "space")}
+    return between(wiring, mid=conv(8, 8), last=conv(8, 8), **maps)
+
+
+@awkward(1.0)
+def local_response() -> nn.Module:
+    return between(lambda s, h: s.norm(F.local_response_norm(h, 3)), norm=nn.LocalResponseNorm(5))
+
+
+@awkward(0.0)
+def slides_to_another_number_of_channels() -> nn.Module:
+    return between(
+        lambda s, h: s.slide(h.flatten(2).mT).mT.view(-1, 6, 8, 8), 8, 6, slide=nn.Conv1d(64, 64, 3)
+    )

@@ -232,16 +232,37 @@ def _propagated(
     keep_first_layer: bool,
     other: dict[str, Any] | None,
 ) -> tuple[Trail, Units]:
-    run = Propagation(module, values, RULES, other=other)
-    trail = run.run()
-    _exclude(run, exclude, keep_first_layer)
-    units = close(trail)
-    if run.blind:  # ties found late may show what a rule could not see the first time
-        second = Propagation(module, values, RULES, (trail, units.unit), other)
-        trail = second.run()
-        _exclude(second, exclude, keep_first_layer)
+    within: set[str] = set()
+    while True:
+        run = Propagation(module, values, RULES, other=other, within=within)
+        trail = run.run()
+        _exclude(run, exclude, keep_first_layer)
         units = close(trail)
+        if run.blind:  # ties found late may show what a rule could not see the first time
+            second = Propagation(module, values, RULES, (trail, units.unit), other, within)
+            trail = second.run()
+            _exclude(second, exclude, keep_first_layer)
+            units = close(trail)
+        chained = _chained(trail, units)
+        if not chained:
+            break
+        within |= chained
     return trail, _keep_unread(trail, units)
+
+
+def _chained(trail: Trail, units: Units) -> set[str]:
+    """Group norms whose groups other norms chain together, so that hardly any could go; and those that chain them."""
+    known = {name: torch.unique(units.of(labels)) for name, (_, labels) in trail.grouped.items()}
+    stuck: set[int] = set()
+    for name, (groups, labels) in trail.grouped.items():
+        own, each = known[name][known[name] >= 0], labels.numel() // groups
+        if each > 1 and 0 < own.numel() <= max(1, min(groups, each) // 4):
+            stuck.update(own.tolist())
+    return {
+        name
+        for name, (groups, labels) in trail.grouped.items()
+        if labels.numel() > groups and not stuck.isdisjoint(known[name].tolist())
+    }
 
 
 def _keep_unread(trail: Trail, units: Units) -> Units:

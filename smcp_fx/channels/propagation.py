@@ -52,11 +52,13 @@ class Propagation:
         rules: dict[str, Rule],
         earlier: tuple[Trail, Tensor] | None = None,
         other: dict[str, Any] | None = None,
+        within: Collection[str] = (),
     ) -> None:
         self.module = module
         self.values = values
         self.other = other or {}  # the values at another size of the images
         self.rules = rules
+        self.within = within  # group norms that lose as many channels of each group, and no whole groups
         self.trail = Trail()
         self.blind = False  # a rule pinned something because ties found later were not visible yet
         self._asked: Counter[str] = Counter()

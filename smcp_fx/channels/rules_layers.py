@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smcp_fx.channels.labels import narrow_uniform
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place
-from smcp_fx.channels.trail import Call, Layer, Norm, ParameterRef
+from smcp_fx.channels.trail import Call, Layer, Mix, Norm, ParameterRef
 
 
 def convolution(run: Propagation, call: Call) -> Any:
@@ -24,10 +25,7 @@ def convolution(run: Propagation, call: Call) -> Any:
     axis = labels.dim() - rank - 1
     varied = run.varied(labels)
     if varied and axis not in varied:
-        run.blind = True
-        run.pin(
-            labels, call.node.name, f"{call.node.name!r} slides over the channels, which mixes neighbours"
-        )
+        return _sliding(run, call, labels, varied, weights)
     inputs = channel_labels(run, labels, axis)
     channels, out_channels = inputs.numel(), call.shape[axis]
     if groups == channels and channels > 1:
@@ -46,6 +44,38 @@ def convolution(run: Propagation, call: Call) -> Any:
     shape, dims = tuple(labels.shape), (in_dim, out_dim)
     _record(run, call, weight, bias, kind, dims, groups, slots, channel_pair, shape, (axis, axis))
     return place(outputs, call.shape, axis)
+
+
+def _sliding(
+    run: Propagation,
+    call: Call,
+    labels: Tensor,
+    varied: list[int],
+    weights: tuple[ParameterRef, ParameterRef | None],
+) -> Any:
+    """A convolution whose window slides over the channels, of the weights of channel attention (ECA), say."""
+    why = f"{call.node.name!r} slides over the channels"
+    for parameter in weights:
+        if parameter is not None:
+            run.fix_parameter(parameter, call.node.name, why)
+    run.blind = True
+    if (
+        len(varied) == 1
+        and labels.dim() == len(call.shape)
+        and labels.shape[varied[0]] == call.shape[varied[0]]
+    ):
+        return at_full_width(run, call, labels, varied[0])
+    run.pin(labels, call.node.name, f"{why}, and gives another number of them")
+    return run.filled(call.value, run.fixed(call.node.name, why))
+
+
+def at_full_width(run: Propagation, call: Call, labels: Tensor, dim: int) -> Any:
+    """What slides over the channels reads all of them, with zeros in the place of those that are not kept."""
+    channels = channel_labels(run, labels, dim)
+    found = narrow_uniform(place(channels, tuple(labels.shape), dim))
+    run.trail.mixes.append(Mix(call.node.name, 0, found, "zero"))
+    run.trail.full[call.node.name] = dim
+    return place(renamed(run, call, channels), call.shape, dim)
 
 
 def dense_convolution(

@@ -15,7 +15,7 @@ from torch import Tensor
 from smcp_fx.channels.labels import narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place, tensor_leaves
 from smcp_fx.channels.rules_elementwise import bring_together, elementwise, like
-from smcp_fx.channels.rules_layers import own_parameter, renamed
+from smcp_fx.channels.rules_layers import at_full_width, own_parameter, renamed
 from smcp_fx.channels.trail import Call, Mix, ParameterRef
 
 #: How a reduction is told which channels it may see; those that are not here find places among the channels, or sort
@@ -53,6 +53,15 @@ def mixes(
 ) -> None:
     """Note that the operation mixes these channels of an operand."""
     run.trail.mixes.append(Mix(call.node.name, operand, narrow_uniform(labels), form, options))
+
+
+def neighbours(run: Propagation, call: Call) -> Any:
+    """Normalises each channel by those beside it."""
+    labels = run.of(call.argument(0, "input"))
+    varied = run.varied(labels)
+    if varied != [1]:
+        return labels if not varied else run.unknown(call, f"channels are mixed by {call.name!r}")
+    return at_full_width(run, call, labels, 1)
 
 
 def reduction(run: Propagation, call: Call) -> Any:
@@ -184,12 +193,15 @@ def layer_norm(run: Propagation, call: Call) -> Any:
 
 
 def group_norm(run: Propagation, call: Call) -> Any:
-    """Many groups of few channels go as a whole; of few groups of many, channels of equal places in each group go."""
+    """Many groups of few channels go as a whole; of few groups of many, channels of equal places in each group go.
+
+    So they do where whole groups would leave no choice, as in a U-Net whose concats are normed in other groups.
+    """
     labels = run.of(call.argument(0, "input"))
     groups = int(call.option(1, "num_groups"))
     channels = channel_labels(run, labels, 1)
     rows = channels.reshape(groups, -1)
-    within = 4 * groups <= rows.shape[1] or groups == 1
+    within = 4 * groups <= rows.shape[1] or groups == 1 or call.node.name in run.within
     if within:
         run.tie(rows, rows[:1].expand_as(rows))
         if run.varied(place(channels, tuple(labels.shape), 1)):
@@ -234,6 +246,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("softmax", "logsoftmax", "softmin", "normalize", "cumsum", "cumprod", "logcumsumexp"), softmax
     ),
+    "localresponsenorm": neighbours,
     "cosinesimilarity": cosine_similarity,
     "layernorm": layer_norm,
     "rmsnorm": layer_norm,

@@ -209,6 +209,9 @@ class Trail:
     grouped: dict[str, tuple[int, Tensor]] = field(
         default_factory=dict
     )  # norms whose groups go as a whole: groups, channel labels
+    full: dict[str, int] = field(
+        default_factory=dict
+    )  # nodes that run on all channels, zeros in the place of those that are gone: where these lie
     parts: list[str] = field(default_factory=list)  # nodes whose tensors hold a part of another's elements
     shuffles: dict[str, Shuffle] = field(default_factory=dict)
     virtual: set[str] = field(default_factory=set)  # nodes exempt from rectangularity

@@ -86,7 +86,9 @@ def _products(
             scores = count * lengths[0] // sum(lengths)
             yield name, scores, *_left(channels, query.name)
             count -= scores
-        if name in summed:
+        if name in channels.trail.full:
+            yield name, count, Width(1), 1
+        elif name in summed:
             yield name, count, channels.width(summed[name]), summed[name].numel()
         else:
             yield name, count, *_left(channels, name)

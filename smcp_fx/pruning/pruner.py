@@ -321,6 +321,7 @@ class Pruner:
 
     def _choose(self, importance: Tensor, target: float, step: int) -> Choice:
         if not bool((importance > 0).any()):
+            self._importance.require_layers()
             raise no_importance(int(self._state.skipped), int(self._state.gathers))
         worth = (
             Worth(importance, self._state, self.config.width_exponent)

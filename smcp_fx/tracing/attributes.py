@@ -6,6 +6,7 @@ self.mean = self.mean.type_as(x)      the attribute is the traced tensor for the
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -55,8 +56,12 @@ def _restore_attributes(module: nn.Module, attributes: dict[str, Any], constants
             if not (constants and isinstance(value, Tensor)):
                 del vars(module)[name]
         elif isinstance(value, (list, dict)) and type(value) is type(attributes[name]):
-            value.clear()  # the same object, since others may hold it
-            value.extend(attributes[name]) if isinstance(value, list) else value.update(attributes[name])
+            if isinstance(value, list):
+                value.clear()  # the same object, since others may hold it
+                value.extend(attributes[name])
+            elif type(value).update in (dict.update, OrderedDict.update):  # a frozen one stays what it is
+                value.clear()
+                value.update(attributes[name])
         else:
             vars(module)[name] = attributes[name]
     for name in attributes.keys() - vars(module).keys():

@@ -13,6 +13,7 @@ input for which it does not hold. What depends on the values in a tensor is refu
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -113,6 +114,8 @@ class ShapeTracer(AnsweringTracer):
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         """Arguments that the example leaves out have their defaults, and are no inputs of the graph."""
+        if is_module and inspect.unwrap(root_fn) is not root_fn:
+            return root_fn, self._arguments_of_decorated(root_fn)
         function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
         for index, argument in enumerate(arguments[1:], start=1):
             if index <= len(self.inputs) or not isinstance(argument, Proxy):
@@ -123,6 +126,11 @@ class ShapeTracer(AnsweringTracer):
                 arguments[index] = ((), {})[stars - 1] if stars else node.args[0]
                 self.graph.erase_node(node)
         return function, arguments
+
+    def _arguments_of_decorated(self, root_fn: Any) -> list[Any]:
+        """The model and its inputs. (What fx makes of a decorated function takes its code for the one inside.)"""
+        names = [*inspect.signature(root_fn).parameters][1 : len(self.inputs) + 1]
+        return [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in names)]
 
     def create_arg(self, a: Any) -> Any:
         """Numbers of numpy are plain ones in a graph; what was worked out on the example's shapes is no constant."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from typing import Any
 
@@ -297,3 +298,41 @@ def test_keywords_of_modules_keep_their_places() -> None:
     model = Net(lambda s, x: s.part(mask=x > 0, input=x), part=Choice())
     x = torch.randn(2, 3)
     assert torch.equal(trace(model, (x,), ("part",)).module(x), model(x))
+
+
+def test_forwards_that_a_decorator_wraps() -> None:
+    """As transformers has them: what is outside takes anything, and the names are those of what is inside."""
+
+    def decorated(forward: Any) -> Any:
+        @functools.wraps(forward)
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("return_dict", None)
+            given = (*args, *kwargs.values())
+            return forward(self, *given[:1], scale=2)
+
+        return wrapper
+
+    class Decorated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 4, 3)
+
+        @decorated
+        def forward(self, image: Tensor, mask: Any = None, *, scale: int = 1, **more: Any) -> Tensor:
+            return self.layer(image) * scale  # type: ignore[no-any-return]
+
+    model = Decorated().eval()
+    traced = trace(model, (IMAGE,)).module
+    assert [node.target for node in traced.graph.nodes if node.op == "placeholder"] == ["image"]
+    assert torch.equal(run(traced, (IMAGE,)), run(model, (IMAGE,)))
+
+
+def test_attributes_that_cannot_change_stay() -> None:
+    class Frozen(dict[str, int]):
+        def update(self, *args: Any, **kwargs: Any) -> None:
+            raise TypeError("frozen")
+
+    model = chain(4, 4).eval()
+    model.config = Frozen(width=4)
+    trace(model, (IMAGE,))
+    assert model.config == {"width": 4}
