@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.branches import CONSTANT, NUMBER, Flow, Walk
+from smcp_fx.channels.execution import perform
 from smcp_fx.channels.labels import compress, narrow_uniform
-from smcp_fx.channels.rules_movement import perform
 from smcp_fx.channels.trail import ConstantRef, Layer
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from smcp_fx.channels.execution import known_values, perform
 from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
-from smcp_fx.channels.rules_movement import known_values, perform
 
 
 class LabelRuns:

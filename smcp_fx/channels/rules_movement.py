@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from smcp_fx.channels.execution import execute, known_values
 from smcp_fx.channels.labels import along, compress, narrow_uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
-from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef, Shuffle
-from smcp_fx.tracing.operations import operation_name
+from smcp_fx.channels.shuffles import _CHAIN, find_shuffle
+from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef
 from smcp_fx.tracing.traits import Trait, named
 
 _PARTS = set(
@@ -28,24 +29,6 @@ _ATTRIBUTES: dict[str, Callable[[Tensor], Tensor]] = {
     "mT": lambda t: t.transpose(-2, -1),
     "data": lambda t: t,
 }
-#: Moves of one tensor that keep every element: a chain of them may be a channel shuffle.
-_CHAIN = {"view", "reshape", "transpose", "permute", "flatten", "unflatten", "movedim", "contiguous", "t"}
-
-
-def execute(call: Call, args: Any, kwargs: Any) -> Any:
-    """Run the node's own operation on label tensors."""
-    if call.module is not None:
-        return call.module(*args, **kwargs)
-    return perform(call.node, args, kwargs)
-
-
-def perform(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Run a function or method node on label tensors, whose strides refuse `view`: it runs as `reshape`."""
-    if node.op == "call_method":
-        name = {"view": "reshape", "view_as": "reshape_as"}.get(str(node.target), str(node.target))
-        return getattr(args[0], name)(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
 
 
 def move(run: Propagation, call: Call) -> Any:
@@ -82,7 +65,7 @@ def move(run: Propagation, call: Call) -> Any:
     if call.name in _PARTS or call.name == "roll":
         _refuse_parts(run, call, source)
     if call.name in _CHAIN:
-        _find_shuffle(run, call)
+        find_shuffle(run, call)
     if call.name in ("view", "reshape", "flatten", "unflatten"):
         _refuse_batch(run, call, source, result)
     else:  # the numbers of a view follow from the tensor's own size: another size tells whether they matter
@@ -232,11 +215,6 @@ def _looks_up(table: ParameterRef, index: ConstantRef) -> bool:
     return len(table.shape) > 1 and len(index.shape) == 1 and index.shape[0] > table.shape[0]
 
 
-def known_values(tree: Any) -> Any:
-    """The arguments with constants of integers and booleans as the tensors they are."""
-    return pytree.tree_map(lambda v: v.value if isinstance(v, ConstantRef) else v, tree)
-
-
 def _refuse_batch(run: Propagation, call: Call, source: Tensor, result: Tensor) -> None:
     """Channels folded into the batch would bake the batch size into the sliced graph: pin them."""
     if result.dim() > 1 and source.dim() > 1 and 0 in run.varied(result) and 0 not in run.varied(source):
@@ -327,83 +305,6 @@ def _follows_input(run: Propagation, node: fx.Node) -> bool:
                 seen.add(given)
                 todo.append(given)
     return False
-
-
-def _find_shuffle(run: Propagation, call: Call) -> None:
-    """Recognise a chain of movements that permutes one axis of its root and leaves the shape as it was.
-
-    The tensors between are then never seen by anyone, and need not stay rectangular when channels go: the
-    chain is replaced by one ``index_select``. Tying them instead would chain all units of a ShuffleNet into
-    one.
-    """
-    chain: list[fx.Node] = [call.node]
-    root = call.node.args[0]
-    environment = run.trail.labels
-    while isinstance(root, fx.Node) and isinstance(environment.get(root.name), Tensor):
-        if root.name in run.trail.virtual:
-            return  # inside a chain already: nothing may start there
-        labels = environment[root.name]
-        if len(chain) > 1 and labels.shape == torch.Size(call.shape) and _records(run, root, chain, labels):
-            return
-        ends_another = root.name in run.trail.shuffles  # becomes one node, which this chain may start from
-        if ends_another or not _moves_only(run, root) or len(root.users) > 1:
-            return
-        if not isinstance(root.args[0], fx.Node):
-            return
-        chain.insert(0, root)
-        root = root.args[0]
-
-
-def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tensor) -> bool:
-    order: tuple[int, Tensor] | None = None
-    for dim, size in enumerate(labels.shape):
-        view = [1] * labels.dim()
-        view[dim] = size
-        moved = torch.arange(size).reshape(view).expand(labels.shape)
-        for node in chain:
-            moved = _apply(run, node, moved)
-        moved = compress(moved)
-        if any(d != dim for d in varied_dims(moved)):
-            return False
-        line = moved[tuple(slice(None) if d == dim else 0 for d in range(moved.dim()))]
-        if not torch.equal(line, torch.arange(size)):
-            if order is not None:
-                return False
-            order = (dim, line.clone())
-    if order is None:  # the movements cancel out
-        varied = varied_dims(labels)
-        if len(varied) != 1:
-            return False
-        order = (varied[0], torch.arange(labels.shape[varied[0]]))
-    if order[0] not in varied_dims(labels) or run.follows_input(root, order[0]):
-        return False  # what is shuffled are no channels, or as many as the input says
-    run.trail.shuffles[chain[-1].name] = Shuffle(root.name, *order, tuple(n.name for n in chain[:-1]))
-    run.trail.virtual.update(node.name for node in chain[:-1])
-    return True
-
-
-def _apply(run: Propagation, node: fx.Node, moved: Tensor) -> Tensor:
-    first = node.args[0]
-    environment = run.trail.labels
-    args, kwargs = fx.node.map_arg(
-        (node.args, node.kwargs), lambda n: moved if n is first else environment[n.name]
-    )
-    module = run.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    call = Call(node, None, tuple(args), dict(kwargs), module, None)
-    result = execute(call, args, kwargs)
-    assert isinstance(result, Tensor)
-    return result
-
-
-def _moves_only(run: Propagation, node: fx.Node) -> bool:
-    return _named(run, node) in _CHAIN
-
-
-def _named(run: Propagation, node: fx.Node) -> str | None:
-    if node.op not in ("call_function", "call_method", "call_module"):
-        return None
-    module = run.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return operation_name(node, module)
 
 
 RULES: dict[str, Rule] = {

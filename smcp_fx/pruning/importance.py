@@ -48,22 +48,27 @@ class TaylorImportance:
         """The names of the parameters that the masked weights are, or are computed from."""
         return [la.source for la in self.layers if isinstance(la.tensor(module), nn.Parameter)]
 
+    def require_layers(self) -> None:
+        """Raise `TrainingError` where no channel can have an importance."""
+        if self.layers:
+            return
+        unread = ", ".join(repr(group.name) for group in self._free[:4])
+        if unread:
+            raise TrainingError(
+                f"no layer reads the channels that are free (of {unread}), which have no importance, so there is "
+                "nothing to prune: take out the layers whose outputs the network does not use"
+            )
+        raise TrainingError(
+            "no channel of this network is free, so there is nothing to prune; prepared.channels.groups says "
+            "what pins each group"
+        )
+
     def __call__(self, module: nn.Module, scale: float | Tensor = 1.0) -> Tensor:
         """Return importances [units], float32, of the gradients now in ``module``, divided by ``scale``.
 
         Nothing is read back from the device. Raises `TrainingError` when no weight has a gradient.
         """
-        if not self.layers:
-            unread = ", ".join(repr(group.name) for group in self._free[:4])
-            if unread:
-                raise TrainingError(
-                    f"no layer reads the channels that are free (of {unread}), which have no importance, so there is "
-                    "nothing to prune: take out the layers whose outputs the network does not use"
-                )
-            raise TrainingError(
-                "no channel of this network is free, so there is nothing to prune; prepared.channels.groups says "
-                "what pins each group"
-            )
+        self.require_layers()
         weights = [layer.tensor(module) for layer in self.layers]
         signed = self._slots(weights)
         if signed is None:

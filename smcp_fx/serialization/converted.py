@@ -75,6 +75,9 @@ def retraces_the_same(module: fx.GraphModule) -> bool:
         modes == modes_again
         and list(module.state_dict()) == list(again.state_dict())
         and _operations(module.graph) == _operations(traced)
+        and all(
+            node.name != "self" for node in traced.nodes
+        )  # a module's name, which the code means itself by
     )
 
 

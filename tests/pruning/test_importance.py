@@ -118,8 +118,9 @@ def test_no_gradient_is_an_error_and_a_missing_one_counts_zero() -> None:
 
 def test_a_network_without_a_free_channel() -> None:
     prepared = backward(nn.Sequential(conv(3, 6)))
-    with pytest.raises(TrainingError, match="nothing to prune"):
-        prepared.pruner.step()
+    for asked in (prepared.pruner.step, prepared.pruner.solve):
+        with pytest.raises(TrainingError, match="nothing to prune"):
+            asked()
 
 
 def test_a_network_whose_free_channels_nothing_reads() -> None:

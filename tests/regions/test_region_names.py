@@ -88,6 +88,28 @@ NAMES = [
 ]
 
 
+class CalledSelf(nn.Module):
+    """The call's own node would be named as the code names the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3)
+        self.add_module("self", nn.Conv2d(8, 8, 1))
+        self.last = nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.get_submodule("self")(self.first(x)))
+        return y
+
+
+def test_a_layer_called_self() -> None:
+    model, x = CalledSelf(), torch.randn(2, 3, 8, 8)
+    masked_and_sliced(model, x)
+    smaller = smcp_fx.convert(smcp_fx.prepare(model, x))
+    for other in (copy.deepcopy(smaller), pickle.loads(pickle.dumps(smaller))):
+        assert torch.equal(other(x), smaller(x))
+
+
 def named(name: str) -> nn.Sequential:
     """The name at the top, and inside a part."""
     model = nn.Sequential()

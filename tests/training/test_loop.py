@@ -88,5 +88,5 @@ def test_another_loops_checkpoint_is_refused(tmp_path: Path) -> None:
     loop = loop_of(tmp_path / "c.safetensors")
     extras = {"step": 1, "results": [[1]]}
     save_checkpoint(loop.checkpoint, loop.network, loop.optimizer, loop.scaler, extras=extras)
-    with pytest.raises(CheckpointError, match="no checkpoint of this version"):
+    with pytest.raises(CheckpointError, match="not a checkpoint of this version"):
         loop.load()

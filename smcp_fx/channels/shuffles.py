@@ -1,0 +1,92 @@
+"""Channel shuffles: chains of movements that only permute channels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from smcp_fx.channels.execution import execute
+from smcp_fx.channels.labels import compress, varied_dims
+from smcp_fx.channels.propagation import Propagation
+from smcp_fx.channels.trail import Call, Shuffle
+from smcp_fx.tracing.operations import operation_name
+
+#: Moves of one tensor that keep every element: a chain of them may be a channel shuffle.
+_CHAIN = {"view", "reshape", "transpose", "permute", "flatten", "unflatten", "movedim", "contiguous", "t"}
+
+
+def find_shuffle(run: Propagation, call: Call) -> None:
+    """Recognise a chain of movements that permutes one axis of its root and leaves the shape as it was.
+
+    The tensors between are then never seen by anyone, and need not stay rectangular when channels go: the
+    chain is replaced by one ``index_select``. Tying them instead would chain all units of a ShuffleNet into
+    one.
+    """
+    chain: list[fx.Node] = [call.node]
+    root = call.node.args[0]
+    environment = run.trail.labels
+    while isinstance(root, fx.Node) and isinstance(environment.get(root.name), Tensor):
+        if root.name in run.trail.virtual:
+            return  # inside a chain already: nothing may start there
+        labels = environment[root.name]
+        if len(chain) > 1 and labels.shape == torch.Size(call.shape) and _records(run, root, chain, labels):
+            return
+        ends_another = root.name in run.trail.shuffles  # becomes one node, which this chain may start from
+        if ends_another or not _moves_only(run, root) or len(root.users) > 1:
+            return
+        if not isinstance(root.args[0], fx.Node):
+            return
+        chain.insert(0, root)
+        root = root.args[0]
+
+
+def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tensor) -> bool:
+    order: tuple[int, Tensor] | None = None
+    for dim, size in enumerate(labels.shape):
+        view = [1] * labels.dim()
+        view[dim] = size
+        moved = torch.arange(size).reshape(view).expand(labels.shape)
+        for node in chain:
+            moved = _apply(run, node, moved)
+        moved = compress(moved)
+        if any(d != dim for d in varied_dims(moved)):
+            return False
+        line = moved[tuple(slice(None) if d == dim else 0 for d in range(moved.dim()))]
+        if not torch.equal(line, torch.arange(size)):
+            if order is not None:
+                return False
+            order = (dim, line.clone())
+    if order is None:  # the movements cancel out
+        varied = varied_dims(labels)
+        if len(varied) != 1:
+            return False
+        order = (varied[0], torch.arange(labels.shape[varied[0]]))
+    if order[0] not in varied_dims(labels) or run.follows_input(root, order[0]):
+        return False  # what is shuffled are no channels, or as many as the input says
+    run.trail.shuffles[chain[-1].name] = Shuffle(root.name, *order, tuple(n.name for n in chain[:-1]))
+    run.trail.virtual.update(node.name for node in chain[:-1])
+    return True
+
+
+def _apply(run: Propagation, node: fx.Node, moved: Tensor) -> Tensor:
+    first = node.args[0]
+    environment = run.trail.labels
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda n: moved if n is first else environment[n.name]
+    )
+    module = run.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    call = Call(node, None, tuple(args), dict(kwargs), module, None)
+    result = execute(call, args, kwargs)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _moves_only(run: Propagation, node: fx.Node) -> bool:
+    return _named(run, node) in _CHAIN
+
+
+def _named(run: Propagation, node: fx.Node) -> str | None:
+    if node.op not in ("call_function", "call_method", "call_module"):
+        return None
+    module = run.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return operation_name(node, module)
