@@ -178,8 +178,8 @@ class Backend(ABC):
     def expect_blocks(self, blocks: Sequence[Block]) -> None:  # noqa: B027 - a hint
         """Get ready to measure these blocks: a chance to do once what all of them need."""
 
-    def prepare_blocks(self, block: Block, points: Sequence[tuple[int, ...]]) -> None:  # noqa: B027 - a hint
-        """Get ready to measure ``block`` at some of these widths: a chance to build several at a time."""
+    def prepare_rows(self, rows: Sequence[tuple[Block, tuple[int, ...]]]) -> None:  # noqa: B027 - a hint
+        """Get ready to measure some of these blocks at these widths: a chance to build several at a time."""
 
     def run_overhead_ms(self) -> float | None:
         """Return what a run costs beside its blocks, in ms; None where that is not known, or no part of `latency`."""

@@ -61,6 +61,10 @@ class CostSource(Protocol):
         """Return the cost as a sum of terms that is exact at these counts."""
         ...
 
+    def learn(self, counts: Mapping[str, int], doubt: float) -> bool:
+        """Find out what it costs at these counts, but for this share; return whether prices changed."""
+        ...
+
 
 @dataclass(frozen=True)
 class NetworkCost:
@@ -106,6 +110,13 @@ class NetworkCost:
     def at(self, counts: Mapping[str, int]) -> NetworkCost:
         """Return the cost as a sum that is exact at these counts: this one, unless it says otherwise."""
         return self if self.source is None else self.source.around(counts)
+
+    def learn(self, counts: Mapping[str, int], doubt: float) -> bool:
+        """Make sure what these counts cost, but for a share ``doubt`` of it; return whether prices changed.
+
+        `at` then returns the cost at the new prices. What is known exactly never changes.
+        """
+        return self.source is not None and self.source.learn(counts, doubt)
 
     @property
     def full_counts(self) -> dict[str, int]:

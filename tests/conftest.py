@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -20,7 +22,9 @@ def _repeatable() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _however_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests run beside each other, and judge no latency: to them every machine is quiet."""
-    monkeypatch.setattr("smcp_fx.backends.timing.quiet.core_share", lambda: 1.0)
+@pytest.fixture(autouse=True, scope="session")
+def _however_busy() -> Iterator[None]:
+    """Tests run beside each other, and judge no latency: to them every machine is quiet, as early as in fixtures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("smcp_fx.backends.timing.quiet.core_share", lambda: 1.0)
+        yield

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from smcp_fx.backends.base import Backend, BlockLatency, Engine, Fingerprint, Measurement
 from smcp_fx.backends.timing.measuring import TimingConfig
 from smcp_fx.blocks.sharing import Block
-from smcp_fx.latency.sampling import SamplingPlan, plan_samples
+from smcp_fx.latency.sampling import rows_of_all
+from smcp_fx.latency.surface import Surface
 
 
 def steps(c: int, size: int = 16) -> int:
@@ -103,11 +104,11 @@ def truth(block: FakeBlock, latency: Callable[..., float] = cliffs) -> np.ndarra
     return np.array([[latency(i, j) for j in block.grids[1]] for i in block.grids[0]])
 
 
-def sample(grids, latency, config=None, seed=0) -> tuple[SamplingPlan, dict[tuple[int, ...], float]]:
-    """Measure the rows wanted until none is left."""
-    known: dict[tuple[int, ...], float] = {}
-    while (plan := plan_samples(grids, known, config, seed)).wanted:
-        assert not set(plan.wanted) & set(known), "asked for what is known"
-        known.update({p: latency(*p) for p in plan.wanted})
-    assert plan.surface is not None
-    return plan, known
+def whole(grids, latency) -> dict[tuple[int, ...], float]:
+    """What a block's whole range is measured at, by a formula."""
+    return {point: latency(*point) for point in rows_of_all(grids, ())}
+
+
+def over(surface: Surface) -> np.ndarray:
+    """A surface on the whole grid."""
+    return surface(*np.ix_(*(np.array(g) for g in surface.grids)))

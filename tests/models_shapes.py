@@ -157,3 +157,9 @@ def channel_count_in_the_output() -> nn.Module:
         return s.out(h), h.shape[1], tuple(h.shape)
 
     return Net(wiring, stem=nn.Conv2d(3, 8, 3), out=nn.Conv2d(8, 4, 3))
+
+
+@awkward(1.0)
+def reshaped_like_a_tensor_of_other_channels() -> nn.Module:
+    """The two have as many channels as each other, though nothing adds them up."""
+    return between(lambda s, h: s.mid(h).flatten(2).reshape_as(h), mid=conv(8, 8))

@@ -14,6 +14,7 @@ import random_branches
 import random_gates
 import random_products
 import random_statistics
+import random_windows
 import torch
 import torch.nn.functional as F
 from random_builder import SIDE, WIDEST, Builder, Function, RandomNetwork
@@ -312,6 +313,7 @@ OPERATIONS: list[tuple[Callable[[Builder], None], int]] = [
     (last, 2),
     (rare, 1),
     *random_products.OPERATIONS,
+    *random_windows.OPERATIONS,
 ]
 STATISTICS = [(function, 4 * share) for function, share in random_statistics.OPERATIONS]
 GATES = [(function, 2 * share) for function, share in random_gates.OPERATIONS]

@@ -218,20 +218,23 @@ class TensorRTBackend(Backend):
         with self._measurable(onnx_file, ahead) as key:
             return BlockLatency(measurement(self.ask("measure", key=key, timing=timing)["measured"]))
 
-    def prepare_blocks(self, block: Block, points: Sequence[tuple[int, ...]]) -> None:
-        """Build the engines of ``points`` in parallel, where there are several builders.
+    def prepare_rows(self, rows: Sequence[tuple[Block, tuple[int, ...]]]) -> None:
+        """Build the engines of these rows in parallel, where there are several builders.
 
         Nothing is measured meanwhile: builders time kernels on the same GPU.
         """
-        wanted = [point for point in points if (block.signature, point) not in self._prebuilt]
+        wanted = [(block, point) for block, point in rows if (block.signature, point) not in self._prebuilt]
         if self._builders < 2 or len(wanted) < 2:
             return
         workers = [self._worker(number) for number in range(self._builders)]
-        jobs = [(point, self._written(self._models.model(block, point))) for point in wanted]
+        jobs = [
+            (block.signature, point, self._written(self._models.model(block, point)))
+            for block, point in wanted
+        ]
         stopped = threading.Event()
 
         def build(number: int) -> None:
-            for point, onnx_file in jobs[number :: len(workers)]:
+            for signature, point, onnx_file in jobs[number :: len(workers)]:
                 if stopped.is_set():
                     return
                 engine = onnx_file.with_suffix(".engine")
@@ -241,7 +244,7 @@ class TensorRTBackend(Backend):
                 except WorkerError as error:
                     found = BackendError(str(error))
                 onnx_file.unlink(missing_ok=True)
-                self._prebuilt[block.signature, point] = found
+                self._prebuilt[signature, point] = found
 
         with ThreadPoolExecutor(len(workers)) as pool:
             try:

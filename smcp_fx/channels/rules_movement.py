@@ -53,6 +53,11 @@ def move(run: Propagation, call: Call) -> Any:
     result = pytree.tree_map(
         lambda t: compress(t) if isinstance(t, Tensor) else t, execute(call, args, kwargs)
     )
+    if call.name in ("reshapeas", "viewas") and isinstance(
+        result, Tensor
+    ):  # as many of these as the other has
+        both = {*varied_dims(result), *varied_dims(args[1])}
+        run.tie(*(narrow_uniform(labels, keep=list(both)) for labels in (result, args[1])))
     if call.name in ("expand", "expandas", "broadcastto") and isinstance(result, Tensor):
         result = _expanded(run, call, source, result, args[1] if call.name == "expandas" else None)
     if call.name in _PARTS:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from smcp_fx.backends.tensorrt.options import EngineSettings
@@ -10,8 +12,48 @@ from smcp_fx.cli.flags import add_options, chosen
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
-    from smcp_fx.backends.base import Backend
+    from smcp_fx.backends.base import Backend, Fingerprint
     from smcp_fx.blocks.fused import FusedBlock
+    from smcp_fx.blocks.sharing import Block
+    from smcp_fx.channels import ChannelGraph
+    from smcp_fx.latency.network import Measurer, NetworkLatency
+    from smcp_fx.latency.table import LatencyTable
+    from smcp_fx.tracing.tracer import Traced
+
+
+def add_targets_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option that leaves rows out which no pruning rests on."""
+    parser.add_argument("--targets", type=fractions, metavar="LIST",
+                        help="only the rows that prunings to these fractions rest on (0.6,0.4,0.25), in rounds; "
+                        "without it the whole range of every width")  # fmt: skip
+
+
+def fractions(text: str) -> tuple[float, ...]:
+    """Return fractions from "0.6,0.4"."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (0.0,)
+    if any(not 0 < target <= 1 for target in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: give fractions in (0, 1], as 0.6,0.4")
+    return found
+
+
+def wanted_of(
+    arguments: argparse.Namespace, blocks: Sequence[Block], table: LatencyTable, fingerprint: Fingerprint
+) -> list[tuple[Block, tuple[tuple[int, ...], ...]]]:
+    """Return the rows of ``blocks`` to measure next on another device, block by block."""
+    from smcp_fx.latency.rounds import rows_for_targets
+
+    wanted = table.wanted(blocks, fingerprint, whole=not arguments.targets)
+    if wanted or not arguments.targets:
+        return wanted
+    latency, mine = latency_of_network(arguments, table, fingerprint), {block.signature for block in blocks}
+    rows: dict[str, tuple[Block, list[tuple[int, ...]]]] = {}
+    for block, point in rows_for_targets(latency, arguments.targets):
+        if block.signature in mine:
+            rows.setdefault(block.signature, (block, []))[1].append(point)
+    return [(block, tuple(points)) for block, points in rows.values()]
 
 
 def add_network_options(parser: argparse.ArgumentParser, model: bool = False) -> None:
@@ -41,6 +83,12 @@ def backend_of(arguments: argparse.Namespace) -> Backend:
 def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
     """Return the blocks of the network that the options name."""
     from smcp_fx.blocks.cutting import cut
+
+    return cut(*network_of(arguments))
+
+
+def network_of(arguments: argparse.Namespace) -> tuple[Traced, ChannelGraph]:
+    """Return the network that the options name, and its channels."""
     from smcp_fx.channels import build
     from smcp_fx.tracing.example_inputs import shape_of_text
     from smcp_fx.tracing.other_sizes import at_another_size
@@ -58,4 +106,24 @@ def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
         raise InputError(f"--input-size {arguments.input_size!r} includes a batch: give that as --batch")
     traced = trace(model, (example_images(*shape),))
     other = at_another_size(traced)
-    return cut(traced, build(traced.module, traced.values, multiple=arguments.multiple, other=other))
+    return traced, build(traced.module, traced.values, multiple=arguments.multiple, other=other)
+
+
+def latency_of_network(
+    arguments: argparse.Namespace,
+    table: LatencyTable,
+    fingerprint: Fingerprint,
+    measurer: Measurer | None = None,
+) -> NetworkLatency:
+    """Return the latency of the network that the options name, by the rows of a table."""
+    from smcp_fx.blocks.cutting import cut
+    from smcp_fx.latency.network import NetworkLatency
+    from smcp_fx.latency.residency import Residency
+
+    traced, channels = network_of(arguments)
+    residency = (
+        Residency(math.inf) if measurer is None else Residency.of_cache(measurer.backend.cache_bytes())
+    )
+    return NetworkLatency.bind(
+        traced, channels, cut(traced, channels), table, fingerprint, residency, measurer
+    )

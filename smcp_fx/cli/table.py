@@ -16,7 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from smcp_fx.cli.common import CommandParser, consoles, guarded, line
-from smcp_fx.cli.networks import add_network_options, backend_of, blocks_of
+from smcp_fx.cli.networks import (
+    add_network_options,
+    add_targets_option,
+    backend_of,
+    blocks_of,
+    latency_of_network,
+    wanted_of,
+)
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,6 +57,7 @@ def build_parser() -> CommandParser:
     measure.add_argument("--table", type=Path, default=Path("table.sqlite"), metavar="FILE",
                          help="file to fill (default: table.sqlite)")  # fmt: skip
     add_network_options(measure)
+    add_targets_option(measure)
     measure.add_argument("--shard", default="1/1", metavar="I/N", help="measure the I-th of N parts only")
     measure.add_argument("--retry-failed", action="store_true", help="measure rows again that failed before")
     measure.add_argument("--retry-unstable", action="store_true", help="... and those that were unstable")
@@ -71,6 +79,7 @@ def build_parser() -> CommandParser:
     export.add_argument("--onnx", type=Path, metavar="FOLDER", help="... with an ONNX file for each of them")
     export.add_argument("--device", metavar="NAME",
                         help="... measured on this device (default: the backend's)")  # fmt: skip
+    add_targets_option(export)
     add_network_options(export, model=True)
     take = commands.add_parser("import", help="read rows from .json or .csv")
     take.add_argument("file", type=Path)
@@ -101,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
     from smcp_fx.blocks.sharing import unique_blocks
+    from smcp_fx.latency.network import Measurer
     from smcp_fx.latency.progress import duration, watched
+    from smcp_fx.latency.rounds import measure_for_targets
     from smcp_fx.latency.table import MEASURABLE_MS, LatencyTable
 
     if arguments.emit_requests or arguments.read_answers:
@@ -112,13 +123,20 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.table.exists():  # report an unusable one before anything is built
         LatencyTable(arguments.table).close()
     backend, blocks = backend_of(arguments), blocks_of(arguments)
+    if arguments.targets and shards > 1:
+        raise InputError("--targets needs all of the network: leave --shard out")
     with LatencyTable(arguments.table) as table:
         mine = unique_blocks(blocks, shard, shards)
         with watched(True) as tell:
             report = table.measure(
-                mine, backend, tell,
+                mine, backend, tell, whole=not arguments.targets,
                 retry_failed=arguments.retry_failed, retry_unstable=arguments.retry_unstable,
             )  # fmt: skip
+        if arguments.targets and not report.failed:
+            latency = latency_of_network(arguments, table, backend.fingerprint(), Measurer(backend))
+            measure_for_targets(latency, arguments.targets)
+            assert latency.report is not None
+            report = latency.report.after(report)
         error = table.held_out_error(
             [b for b in mine if not _failed(b.name, report.failed)], backend.fingerprint()
         )
@@ -130,8 +148,8 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     console.print(f"  on {line(backend.fingerprint().describe())}")
     if error.points:
         console.print(
-            f"  interpolation at {error.points} points it does not rest on: off by {error.median:.1%} in the "
-            f"median, {error.p95:.1%} for 95 of 100"
+            f"  {error.points} rows as predicted by the others: off by {error.median:.1%} in the median, "
+            f"{error.p95:.1%} for 95 of 100"
         )
         telling = error.telling()
         if 0 < telling.points < error.points:
@@ -140,7 +158,9 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
                 f"{telling.median:.1%} and {telling.p95:.1%}"
             )
     if report.repeated:
-        console.print(f"  {report.repeated} times a row was measured again that had been unsteady or slow")
+        console.print(
+            f"  {report.repeated} times a row was measured again that had been unsteady, slow or unlike the others"
+        )
     if report.unstable:
         console.print(
             f"  {len(report.unstable)} of the rows in use are unstable; --retry-unstable measures them again"
@@ -266,8 +286,8 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
     rows = _wanted(arguments)
     export_rows(rows, arguments.file)
     console.print(
-        f"{arguments.file}: {len(rows)} rows to measure. Fill in hot_ms, import the file, and ask again: what is "
-        "needed next depends on the results."
+        f"{arguments.file}: {len(rows)} rows to measure. Fill in hot_ms, import the file, and ask again until "
+        "there are none."
     )
     return 0
 
@@ -284,7 +304,11 @@ def _wanted(arguments: argparse.Namespace) -> list[TableRow]:
     if arguments.device:
         fingerprint = replace(fingerprint, device=arguments.device)
     with LatencyTable(arguments.table) as table:
-        wanted = [(block, widths) for block, points in table.wanted(blocks, fingerprint) for widths in points]
+        wanted = [
+            (block, widths)
+            for block, points in wanted_of(arguments, blocks, table, fingerprint)
+            for widths in points
+        ]
     if arguments.onnx:
         _write_models(arguments.onnx, wanted)
     return wanted_rows([(b.name, b.signature, widths) for b, widths in wanted], fingerprint)
@@ -317,7 +341,7 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.model:
         fingerprint = backend_of(arguments).fingerprint()
         with LatencyTable(arguments.table, read_only=True) as table:
-            holes = table.wanted(blocks_of(arguments), fingerprint)
+            holes = table.wanted(blocks_of(arguments), fingerprint, whole=False)
         findings += [
             Finding(f"missing: {block.name} at {', '.join('x'.join(map(str, p)) for p in points[:6])}"
                     + (f" and {len(points) - 6} more" if len(points) > 6 else ""), True)

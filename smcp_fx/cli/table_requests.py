@@ -11,7 +11,7 @@ from rich.console import Console
 from smcp_fx.backends.tensorrt.options import EngineSettings
 from smcp_fx.cli.common import line
 from smcp_fx.cli.flags import chosen
-from smcp_fx.cli.networks import blocks_of
+from smcp_fx.cli.networks import blocks_of, wanted_of
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
         if arguments.retry_failed:
             for block in mine:
                 table.store.forget_failures(block.signature, fingerprint)
-        wanted = table.wanted(mine, fingerprint, ahead=True)
+        wanted = wanted_of(arguments, mine, table, fingerprint)
         rows = sum(len(points) for _, points in wanted)
         if unsteady := table.unsteady(mine, fingerprint):
             console.print(f"  {len(unsteady)} of the rows in use are unsteady")
@@ -69,7 +69,7 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
         asked = emit_requests(folder, wanted, options, retry_failed=arguments.retry_failed)
     console.print(
         f"{folder}: {asked} rows to measure. On the device: python3 {folder.name}/{WORKER} {folder.name}. Then "
-        f"--read-answers {folder}, and ask again: the rows needed next depend on the results."
+        f"--read-answers {folder}, and ask again until there are none."
     )
     return 1 if failed else 0
 

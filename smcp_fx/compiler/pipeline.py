@@ -36,7 +36,9 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.latency.cost import LatencyCost, latency_of
 from smcp_fx.latency.filling import MeasureReport
+from smcp_fx.latency.progress import duration
 from smcp_fx.prepare import PreparedModel, convert, converted_full, prepare
+from smcp_fx.pruning.solve import Solve
 from smcp_fx.report import Report, summary_table, target_table, write_report
 from smcp_fx.report.schema import TargetRow
 from smcp_fx.texts import amount
@@ -70,7 +72,8 @@ class _Compilation:
         self.folder = RunFolder(settings, as_record(settings, config))
         self.base = Path.cwd()  # where relative paths begin, whatever a factory of data or models changes
         self.device = torch.device("cpu")  # that the model is trained on
-        self._filled: MeasureReport | None = None  # what the latency table took, once it is complete
+        self._told: MeasureReport | None = None  # up to the last solve
+        self._begun: MeasureReport | None = None  # what the rows took that prices begin with
 
     def go(self) -> Report:
         settings = self.settings
@@ -132,9 +135,13 @@ class _Compilation:
         without: dict[str, Any] = {}
         corrects = isinstance(cost, LatencyCost) and not cost.foreign
         if settings.masks:
-            results = phases.masks(
-                prepared, corrector.after if corrects else lambda _: None, resumed=corrector.resume
-            )
+
+            def solved(solve: Solve) -> None:
+                if corrects:
+                    corrector.after(solve)
+                self._tell_rows(prepared, f"solve at step {solve.step}")
+
+            results = phases.masks(prepared, solved, resumed=corrector.resume)
             smaller = convert(prepared)
         else:
             smaller, corrector, without = self._chosen(prepared, phases, corrector, corrects)
@@ -155,7 +162,7 @@ class _Compilation:
         report = build_report(
             settings, self.config, prepared, fitted, data, backend, corrector,
             Measured(measured, tuple(accuracies), fraction),
-            filled=self._filled,
+            begun=self._begun,
             training=[("dense", dense_results), ("prune", results)],
             seconds=self.tell.seconds,
             notes=self.tell.notes,
@@ -221,8 +228,8 @@ class _Compilation:
         schedule = self.settings.schedule(data.steps_per_epoch(self.settings.train_batch)) if masks else None
         wanted = self.settings.wanted
         latency = isinstance(cost, LatencyCost)
-        name = "measuring the latency table" if latency and not self._filled else "analysing the network"
-        with self.tell.stage(name):
+        name = "measuring the latency table" if latency and not self._begun else "analysing the network"
+        with self.tell.stage(name), self.tell.bar(name):
             prepared = prepare(
                 fitted.model,
                 tuple(value.to(self.device) for value in inputs),
@@ -233,10 +240,13 @@ class _Compilation:
             )
         network_latency = latency_of(prepared.pruner.cost)
         if network_latency is not None and network_latency.report is not None:
-            if self._filled is not None:
-                self._filled = network_latency.report.after(self._filled)
+            if self._begun is not None:
+                self._begun = network_latency.report = network_latency.report.after(self._begun)
                 return prepared  # what follows was said then
-            self._filled = network_latency.report
+            self._begun = found = network_latency.report
+            self.tell.say(
+                f"{found.measured} rows measured, {found.reused} were there, in {duration(found.seconds)}"
+            )
         channels = prepared.channels
         self.tell.say(
             f"{len(channels.groups)} groups, {channels.free_share:.0%} of the input channels free; unpruned cost "
@@ -257,6 +267,17 @@ class _Compilation:
         if self.settings.trains:
             save_choice(choice, prepared, told["calibration"])
         return smaller, corrector, told
+
+    def _tell_rows(self, prepared: PreparedModel, name: str) -> None:
+        """Say which rows solves had measured, once there are new ones."""
+        latency = latency_of(prepared.pruner.cost)
+        if latency is None or latency.report is None:
+            return
+        told, self._told = self._told or self._begun or latency.report, latency.report
+        if rows := latency.report.measured - told.measured:
+            self.tell.say(
+                f"{name}: {rows} rows measured in {duration(latency.report.seconds - told.seconds)}"
+            )
 
     def _calibrate(
         self, prepared: PreparedModel, phases: Phases, corrector: Corrector, corrects: bool
@@ -279,10 +300,11 @@ class _Compilation:
                 self.tell.say(f"target {target:.0%}")
             corrector = corrector.to(target)
             pruner.target = target * pruner.full_cost
-            with self.tell.stage("solving"):
+            with self.tell.stage("solving"), self.tell.bar("solving"):
                 pruner.solve()
                 if corrects:
                     corrector.fit()
+                self._tell_rows(prepared, "solving")
             with self.tell.stage("slicing and repairing"):
                 found = repaired(prepared, batches, fitted, data)
             self.tell.say(

@@ -28,7 +28,7 @@ def chosen_cost(settings: CompileSettings, base: Path, backend: Backend, tell: T
     foreign = None
     if settings.table:
         foreign = _foreign(table, backend.fingerprint(), settings.allow_fingerprint, tell)
-    return LatencyCost(table, backend, fingerprint=foreign)
+    return LatencyCost(table, backend, fingerprint=foreign, progress=tell.measuring)
 
 
 def _foreign(table: LatencyTable, here: Fingerprint, allowed: bool, tell: Teller) -> Fingerprint | None:

@@ -58,7 +58,7 @@ def build_report(
     corrector: Corrector,
     measured: Measured,
     *,
-    filled: MeasureReport | None,
+    begun: MeasureReport | None,
     training: Sequence[tuple[str, list[Epoch]]],
     seconds: Mapping[str, float],
     notes: Sequence[str],
@@ -97,7 +97,7 @@ def build_report(
         validation=_validation(corrector, dense, pruned),
         blocks=_blocks(network_latency, pruner.counts) if network_latency is not None else (),
         surfaces=surfaces(network_latency, pruner.counts) if network_latency is not None else (),
-        table=_table_facts(network_latency, filled, backend) if network_latency is not None else None,
+        table=_table_facts(network_latency, begun, backend) if network_latency is not None else None,
         files={
             "dense": "dense.onnx",
             "pruned": "pruned.onnx",
@@ -237,14 +237,17 @@ def _blocks(latency: NetworkLatency, counts: Mapping[str, int]) -> tuple[BlockRo
     return tuple(BlockRow(name, ms, pruned[name]) for name, ms in dense.items())
 
 
-def _table_facts(latency: NetworkLatency, filled: MeasureReport | None, backend: Backend) -> TableFacts:
+def _table_facts(latency: NetworkLatency, begun: MeasureReport | None, backend: Backend) -> TableFacts:
     """Return what the latencies rest on: rows, their certainty, and their weights."""
-    table, fingerprint = latency.table, latency.fingerprint
+    table, fingerprint, filled = latency.table, latency.fingerprint, latency.report
     error = table.held_out_error(latency.blocks, fingerprint)
     return TableFacts(
         path=str(table.path),
         rows=len(table.rows(fingerprint)),
         measured=filled.measured if filled else 0,
+        seconds=filled.seconds if filled else None,
+        for_solves=filled.measured - begun.measured if filled and begun else None,
+        repeated=filled.repeated if filled else None,
         reused=filled.reused if filled else None,
         unstable=len(table.unsteady(latency.blocks, fingerprint)),
         held_out_points=error.points,

@@ -19,12 +19,12 @@ def surfaces(latency: NetworkLatency, counts: Mapping[str, int]) -> tuple[Surfac
 
     Hot and cold rows are weighted as for the pruned network with these counts.
     """
-    share = latency.share(counts)
+    found = latency.surfaces(latency.share(counts))
     dearest: dict[str, tuple[float, SurfaceRow]] = {}
     for block in latency.blocks:
         if not block.widths:
             continue
-        surface = latency.surface(block, share)
+        surface = found[block.signature, block.grids]
         dense_ms = float(surface(*(np.asarray(width) for width in block.full_widths)))
         if dense_ms <= dearest.get(block.signature, (0.0, None))[0]:
             continue
@@ -37,7 +37,7 @@ def surfaces(latency: NetworkLatency, counts: Mapping[str, int]) -> tuple[Surfac
                 name=block.name,
                 axes=tuple(Axis(title, tuple(v)) for title, v in zip(titles, values, strict=True)),
                 ms=surface(*at).tolist(),
-                measured=tuple(tuple(point) for point in surface.points),
+                measured=tuple(surface.rows),
                 chosen=tuple(width.channels(counts) for width in block.widths),
                 full=tuple(block.full_widths),
             ),

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from smcp_fx.latency.progress import Lines, MeasuringProgress, told
 from smcp_fx.training import Epoch
 
 
@@ -20,6 +21,8 @@ class Teller:
         self.console = console
         self.notes: list[str] = []
         self.seconds: dict[str, float] = {}
+        self._bar: tuple[Progress, TaskID, str] | None = None  # the one that is shown
+        self._lines = Lines()
 
     def say(self, text: str) -> None:
         """Print a line below the stage's name."""
@@ -61,8 +64,20 @@ class Teller:
             disable=not self.console.is_terminal,
         ) as progress:
             task = progress.add_task(name)
+            self._bar = progress, task, name
 
             def tick(done: int, total: int, loss: float) -> None:
                 progress.update(task, completed=done, total=total, description=f"{name}, loss {loss:.3f}")
 
-            yield tick
+            try:
+                yield tick
+            finally:
+                self._bar = None
+
+    def measuring(self, state: MeasuringProgress) -> None:
+        """Show that a row was measured: in the bar that is shown, or in a line each minute."""
+        if self._bar is None or not self.console.is_terminal:
+            self._lines.show(state)
+        else:
+            progress, task, name = self._bar
+            progress.update(task, description=f"{name}: {told(state)}")

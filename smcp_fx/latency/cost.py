@@ -6,8 +6,8 @@ from smcp_fx.backends.base import Backend, Fingerprint
 from smcp_fx.blocks.cutting import cut
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import NetworkCost
-from smcp_fx.latency.network import NetworkLatency
-from smcp_fx.latency.progress import Watcher, watched
+from smcp_fx.latency.network import Measurer, NetworkLatency
+from smcp_fx.latency.progress import Watcher
 from smcp_fx.latency.residency import Residency
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.tracing.tracer import Traced
@@ -19,8 +19,9 @@ class LatencyCost:
     Args:
         table: the rows that prices are made of.
         backend: the runtime that measures them.
-        measure: measure what the table lacks when a network is prepared, which takes minutes the first time; rows
-            are kept as they come. If false, a missing row is a `TableError`.
+        measure: measure what the table lacks: a few rows a block when a network is prepared, and later those that
+            chosen networks rest on. Rows are kept as they come. If false, nothing is measured; a table that lacks
+            rows to begin with is a `TableError`.
         progress: True shows a bar while rows are measured (a line each minute where standard error is no terminal),
             False shows nothing; or a function that is called with a `MeasuringProgress` after every row.
         fingerprint: use rows of another device or runtime as they are, and measure nothing.
@@ -53,13 +54,11 @@ class LatencyCost:
         return self.fingerprint != self.backend.fingerprint()
 
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
-        """Measure what the table lacks of a network's blocks, and return its cost around its full size."""
-        blocks, report = cut(traced, channels), None
-        if self.measure:
-            with watched(self.progress) as tell:
-                report = self.table.measure(blocks, self.backend, tell)
+        """Measure the rows that a network's prices begin with, and return its cost around its full size."""
+        blocks = cut(traced, channels)
+        measurer = Measurer(self.backend, self.progress) if self.measure else None
         latency = NetworkLatency.bind(
-            traced, channels, blocks, self.table, self.fingerprint, self.residency, report
+            traced, channels, blocks, self.table, self.fingerprint, self.residency, measurer
         )
         return latency.around(latency.full_counts)
 

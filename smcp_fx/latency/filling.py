@@ -1,27 +1,30 @@
-"""Filling a latency table: row by row what sampling wants, then again what was measured in bad moments."""
+"""Filling a latency table: the rows that are asked for, then again what was measured in bad moments."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from smcp_fx.backends.base import Backend, BlockLatency, Fingerprint
+from smcp_fx.backends.base import Backend, BlockLatency
 from smcp_fx.backends.timing.measuring import TimingConfig
 from smcp_fx.backends.timing.pace import TOLERANCE
-from smcp_fx.blocks.sharing import Block, Grids
+from smcp_fx.blocks.sharing import Block
 from smcp_fx.errors import MachineBusyError
 from smcp_fx.latency.progress import MeasuringProgress, Watcher
-from smcp_fx.latency.sampling import SamplingPlan
 from smcp_fx.latency.store import LatencyStore
 from smcp_fx.latency.surface import Point
+
+#: What to measure: blocks, each with widths.
+Wanted = Sequence[tuple[Block, Sequence[Point]]]
 
 #: Unsteady rows are measured again so many times, while that makes more than this share of them steady. Chosen, not
 #: measured.
 _AGAIN, _WORTH = 3, 0.25
+#: Two measurements of a row that nearly agree confirm each other: within this share. Chosen: three times what steady
+#: rows differ by.
+_AGREE = 0.06
 #: After an unsteady row the machine is asked whether it is quiet, at most every so many seconds. Chosen: an answer
 #: takes 0.2 s.
 _LOOK_AGAIN_S = 10.0
@@ -31,11 +34,11 @@ _BUSY_TRIES = 3
 
 @dataclass(frozen=True)
 class MeasureReport:
-    """What `LatencyTable.measure` did.
+    """What measuring came to.
 
     ``failed`` and ``unstable``: rows that the blocks' prices rest on, whoever measured them: (block, widths, the
     error or the largest spread of an unsteady state). ``repeated``: how many measurements were of rows that had been
-    unsteady or of a slow moment of the core.
+    unsteady, of a slow moment of the core, or not what the others say.
     """
 
     measured: int
@@ -52,158 +55,128 @@ class MeasureReport:
             measured=first.measured + self.measured,
             reused=first.reused,
             seconds=first.seconds + self.seconds,
+            failed=tuple(dict.fromkeys((*first.failed, *self.failed))),
             repeated=first.repeated + self.repeated,
         )
 
 
-class FillableTable(Protocol):
-    """What filling asks of a latency table: see `LatencyTable` and `LatencyStore`."""
-
-    @property
-    def store(self) -> LatencyStore: ...
-
-    def wanted(
-        self, blocks: Iterable[Block], fingerprint: Fingerprint
-    ) -> Sequence[tuple[Block, tuple[Point, ...]]]: ...
-
-    def plan(
-        self, block: Block, fingerprint: Fingerprint, instead: Mapping[Point, BlockLatency] | None = None
-    ) -> tuple[SamplingPlan, dict[Point, str]]: ...
-
-    def unsteady(
-        self, blocks: Iterable[Block], fingerprint: Fingerprint
-    ) -> Sequence[tuple[Block, Point, BlockLatency]]: ...
-
-
 class Filling:
-    """Measures what a table lacks for ``blocks``, and keeps every row as it comes: complete blocks stay complete."""
+    """Measures rows, and keeps every one as it comes. ``measured`` and ``repeated`` count them."""
 
     def __init__(
-        self,
-        table: FillableTable,
-        blocks: Sequence[Block],
-        backend: Backend,
-        config: TimingConfig | None,
-        progress: Watcher | None,
+        self, store: LatencyStore, backend: Backend, config: TimingConfig | None, progress: Watcher | None
     ) -> None:
-        self._table, self._backend, self._config = table, backend, config
-        self._blocks: dict[str, list[Block]] = {}  # by signature: those that share rows
-        for block in blocks:
-            self._blocks.setdefault(block.signature, []).append(block)
+        self._store, self._backend, self._config, self._progress = store, backend, config, progress
         self._fingerprint = backend.fingerprint()
-        self._progress = progress
-        self._rows: dict[tuple[str, Point], BlockLatency] = {}  # those that may be measured again
+        self._rows: dict[
+            tuple[str, Point], tuple[Block, BlockLatency]
+        ] = {}  # those that may be measured again
+        self._repeated_rows = set[tuple[str, Point]]()
         self._pace_ms = 0.0  # of the last measurement
-        self._failed: dict[tuple[str, Grids], list[tuple[str, Point, str]]] = {}
-        self.incomplete = [block for block, _ in table.wanted(blocks, self._fingerprint)]
-        self._left = _RowsLeft(blocks, {block.signature for block in self.incomplete})
-        self._start, self._measured, self._repeated = time.monotonic(), 0, 0
-        self._looked = self._start  # at whether the machine is quiet
+        self.measured = self.repeated = 0
+        self._start = self._looked = time.monotonic()  # at whether the machine is quiet
 
-    def run(self, reused: int, retry_unstable: bool = False) -> MeasureReport:
-        """Measure what is missing, then again what is unsure; ``retry_unstable``: rows of earlier calls, too."""
-        blocks = [block for alike in self._blocks.values() for block in alike]
-        self._backend.expect_blocks(self.incomplete)
-        for block in blocks:
-            self._fill(block)
-        if retry_unstable:
-            for block, point, row in self._table.unsteady(blocks, self._fingerprint):
-                self._rows.setdefault((block.signature, point), row)
-        for _ in range(_AGAIN):
-            before = self._repeated
-            mended = self._repeat_unsteady() + self._repeat_slow()
-            if mended <= _WORTH * (self._repeated - before):
-                break
-        if self._repeated:  # another process may have replaced rows of the same blocks meanwhile
-            for block in blocks:
-                self._fill(block)
-        failed = tuple(itertools.chain.from_iterable(self._failed.values()))
-        unstable = tuple(
-            (block.name, point, max(m.spread for m in (row.hot, row.cold) if m and not m.stable))
-            for block, point, row in self._table.unsteady(blocks, self._fingerprint)
-        )
-        seconds = time.monotonic() - self._start
-        return MeasureReport(self._measured, reused, seconds, failed, unstable, self._repeated)
+    @property
+    def seconds(self) -> float:
+        """How long it took so far."""
+        return time.monotonic() - self._start
 
-    def _fill(self, block: Block, instead: Mapping[Point, BlockLatency] | None = None) -> None:
-        """Measure what the block's price lacks, as if ``instead`` stood in the file."""
-        store = self._table.store
-        while True:
-            plan, failures = self._table.plan(block, self._fingerprint, instead)
-            wanted = [point for point in plan.wanted if point not in failures]
-            if not wanted:
-                failed = [(block.name, point, failures[point]) for point in plan.wanted]
-                self._failed[block.signature, block.grids] = failed
-                self._left.finished(block)
-                return
-            self._backend.prepare_blocks(block, wanted)
-            point = store.claim(block.name, block.signature, self._fingerprint, wanted)
-            if point is None:  # another process is at them
+    def fill(self, ask: Callable[[], Wanted]) -> None:
+        """Measure what ``ask`` says, until it asks for nothing; rows that another process is at are waited for."""
+        while wanted := ask():
+            self._backend.expect_blocks([block for block, _ in wanted])
+            self._backend.prepare_rows([(block, point) for block, points in wanted for point in points])
+            left, before = sum(len(points) for _, points in wanted), self.measured
+            for block, points in wanted:
+                while point := self._claimed(block, points):
+                    left -= 1
+                    self._measure_claimed(block, point[0], left)
+            if self.measured == before:
                 time.sleep(0.05)
-                continue
-            try:
-                result = self._measure(block, point)
-            except BaseException:
-                store.release(block.signature, self._fingerprint, [point])
-                raise
-            store.write(block.signature, self._fingerprint, {point: result})
-            self._measured += 1
-            if isinstance(result, BlockLatency):
-                self._rows[block.signature, point] = result
-            self._tell(block, self._left.after(block, len(wanted) - 1))
+
+    def again(self, rows: Iterable[tuple[Block, Point, BlockLatency]]) -> None:
+        """Take up rows of earlier calls, to be repeated where they are unsteady."""
+        for block, point, row in rows:
+            self._rows.setdefault((block.signature, point), (block, row))
+
+    def repeat(self) -> None:
+        """Measure rows again that are unsteady or of a slow moment."""
+        for _ in range(_AGAIN):
+            before = self.repeated
+            mended = self._repeat_unsteady() + self._repeat_slow()
+            if mended <= _WORTH * (self.repeated - before):
+                break
+
+    def confirm(self, block: Block, points: Iterable[Point]) -> bool:
+        """Measure the first of these rows again that was measured once; return whether there was one.
+
+        Of three measurements that disagree the middle one counts.
+        """
+        for point in points:
+            key = block.signature, point
+            if key in self._rows and key not in self._repeated_rows:
+                self._confirm(key)
+                return True
+        return False
+
+    def _claimed(self, block: Block, points: Sequence[Point]) -> tuple[Point] | None:
+        point = self._store.claim(block.name, block.signature, self._fingerprint, points)
+        return None if point is None else (point,)
+
+    def _measure_claimed(self, block: Block, point: Point, left: int) -> None:
+        try:
+            result = self._measure(block, point)
+        except BaseException:
+            self._store.release(block.signature, self._fingerprint, [point])
+            raise
+        self._keep(block, point, result)
+        self.measured += 1
+        self._tell(block, left)
+
+    def _keep(self, block: Block, point: Point, result: BlockLatency | str) -> None:
+        self._store.write(block.signature, self._fingerprint, {point: result})
+        if isinstance(result, BlockLatency):
+            self._rows[block.signature, point] = block, result
 
     def _repeat_unsteady(self) -> int:
-        """Measure unsteady rows again; return how many are mended."""
-        return self._repeat([key for key, row in self._rows.items() if not row.stable])
+        return self._repeat([key for key, (_, row) in self._rows.items() if not row.stable])
 
     def _repeat_slow(self) -> int:
         """While the core is fast, measure rows again that it was slow for; return how many are mended."""
-        limit = TOLERANCE * min((row.pace_ms for row in self._rows.values() if row.pace_ms), default=0.0)
-        return self._repeat([key for key, row in self._rows.items() if row.pace_ms > limit], limit)
+        limit = TOLERANCE * min((row.pace_ms for _, row in self._rows.values() if row.pace_ms), default=0.0)
+        return self._repeat([key for key, (_, row) in self._rows.items() if row.pace_ms > limit], limit)
 
     def _repeat(self, found: Sequence[tuple[str, Point]], slowest_ms: float = math.inf) -> int:
-        """Measure rows again and keep the surer of both, until the core gets slower; return how many are mended.
-
-        A row is mended if it was replaced by a steady one. A block's rows are replaced together: beside rows of
-        another moment a single one would look like a cliff, which sampling follows to every width. What sampling
-        wants because of the new rows is measured first.
-        """
-        points: dict[str, list[Point]] = {}
-        for signature, point in found:
-            points.setdefault(signature, []).append(point)
-        left, mended, slow = len(found), 0, False
-        for signature, repeated in points.items():
-            better: dict[Point, BlockLatency] = {}
-            for point in repeated:
-                left -= 1
-                again = self._measure_again(signature, point, left)
-                slow = self._pace_ms > slowest_ms
-                if again != self._rows[signature, point]:
-                    better[point] = again
-                if slow:
-                    break
-            self._replace(signature, better)
-            mended += sum(row.stable for row in better.values())
-            if slow:
+        """Measure rows again and keep the surer of both, until the core gets slower; return how many are mended."""
+        mended = 0
+        for left, key in zip(reversed(range(len(found))), found, strict=True):
+            block, before = self._rows[key]
+            again = self._measure_again(key, left)
+            better = before if again is None else _surer(again, before)
+            if better != before:
+                self._keep(block, key[1], better)
+                mended += better.stable
+            if self._pace_ms > slowest_ms:
                 break
         return mended
 
-    def _measure_again(self, signature: str, point: Point, left: int) -> BlockLatency:
-        """Return the surer of a row and its repetition; ``left``: how many are still to be repeated."""
-        block, before = self._blocks[signature][0], self._rows[signature, point]
-        found = self._measure(block, point)
-        self._repeated += 1
-        self._tell(block, left)
-        return before if isinstance(found, str) else _surer(found, before)
+    def _confirm(self, key: tuple[str, Point]) -> None:
+        block, first = self._rows[key]
+        taken = [first]
+        while len(taken) < 3 and (again := self._measure_again(key, 0)) is not None:
+            taken.append(again)
+            if abs(math.log(again.hot.median_ms / first.hot.median_ms)) <= _AGREE:
+                break
+        if len(taken) == 3:
+            self._keep(block, key[1], sorted(taken, key=lambda row: row.hot.median_ms)[1])
 
-    def _replace(self, signature: str, better: Mapping[Point, BlockLatency]) -> None:
-        """Replace rows of a block in the file, all or none, once the block is complete with the new ones."""
-        if not better:
-            return
-        for block in self._blocks[signature]:
-            self._fill(block, better)
-        self._rows.update({(signature, point): row for point, row in better.items()})
-        self._table.store.write(signature, self._fingerprint, better)
+    def _measure_again(self, key: tuple[str, Point], left: int) -> BlockLatency | None:
+        block, _ = self._rows[key]
+        self._repeated_rows.add(key)
+        found = self._measure(block, key[1])
+        self.repeated += 1
+        self._tell(block, left)
+        return None if isinstance(found, str) else found
 
     def _measure(self, block: Block, point: Point) -> BlockLatency | str:
         """Measure a row, or say why it failed; `MachineBusyError` where none can be measured now."""
@@ -227,12 +200,13 @@ class Filling:
             return f"measured {' and '.join(f'{ms:g}' for ms in taken)} ms, which no block can take"
         return found
 
-    def _tell(self, block: Block, rows: float) -> None:
+    def _tell(self, block: Block, left: int) -> None:
         if self._progress is None:
             return
-        done = self._measured + self._repeated
-        per_row = (time.monotonic() - self._start) / done
-        self._progress(MeasuringProgress(block.name, self._measured, done / (done + rows), per_row * rows))
+        done = self.measured + self.repeated
+        self._progress(
+            MeasuringProgress(block.name, self.measured, done / (done + left), self.seconds / done * left)
+        )
 
 
 def _surer(found: BlockLatency, before: BlockLatency) -> BlockLatency:
@@ -243,29 +217,3 @@ def _surer(found: BlockLatency, before: BlockLatency) -> BlockLatency:
         if before.pace_ms * TOLERANCE < found.pace_ms:
             return before
     return before.steadier(found)
-
-
-class _RowsLeft:
-    """Estimates how many rows are still to come, from what finished blocks with as many free widths took.
-
-    The first guesses, by the number of free widths, are chosen, not measured.
-    """
-
-    def __init__(self, blocks: Sequence[Block], incomplete: set[str]) -> None:
-        self._open = {b.signature: len(b.grids) for b in blocks if b.signature in incomplete}
-        self._rows = dict.fromkeys(self._open, 0)
-        self._usual = {0: [1.0], 1: [12.0], 2: [45.0]}
-
-    def after(self, block: Block, wanted: int) -> float:
-        """Count a row of ``block``, of which ``wanted`` are known to be missing; return the rows left."""
-        signature = block.signature
-        self._rows[signature] = self._rows.get(signature, 0) + 1
-        expected = {kind: sum(rows) / len(rows) for kind, rows in self._usual.items()}
-        own = max(wanted, expected[len(block.grids)] - self._rows[signature])
-        return own + sum(expected[kind] for other, kind in self._open.items() if other != signature)
-
-    def finished(self, block: Block) -> None:
-        """Take ``block`` off the list."""
-        kind = self._open.pop(block.signature, None)
-        if kind is not None and self._rows[block.signature]:
-            self._usual[kind].append(float(self._rows[block.signature]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,14 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smcp_fx.allocation.rounding import without_dominated
-from smcp_fx.backends.base import Fingerprint
+from smcp_fx.backends.base import Backend, Fingerprint
 from smcp_fx.blocks.fused import FusedBlock
-from smcp_fx.blocks.sharing import priced_as
+from smcp_fx.blocks.sharing import Grids
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
 from smcp_fx.costs.parameters import ParamsCost
 from smcp_fx.costs.terms import without_branch
+from smcp_fx.errors import MachineBusyError
 from smcp_fx.latency.filling import MeasureReport
+from smcp_fx.latency.progress import Watcher, watched
 from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency, Whole
 from smcp_fx.latency.surface import Surface
 from smcp_fx.latency.table import LatencyTable
@@ -26,32 +29,47 @@ from smcp_fx.tracing.tracer import Traced
 #: A smaller count is offered only if it saves this share of its blocks' latency: rows are no more certain than that
 #: (docs: Experiments).
 _LEAST_SAVING = 0.02
+#: What a network may be in doubt for rows that are not measured, as a share of its latency: the dense one, which
+#: everything is a fraction of, and those that are chosen. Rows differ from themselves by more.
+SURE = 0.002
 #: Least divisor when a longer run makes weights colder, which makes the run longer still: where the two feed each
 #: other that much, a first-order price would grow without bound. Chosen, not measured.
 _LEAST_DAMPING = 0.25
 
 
 @dataclass(frozen=True)
-class NetworkLatency:
-    """What a network's latency is made of, bound once and never changed.
+class Measurer:
+    """Measures rows that a table lacks. ``progress`` as `watched` takes it."""
 
-    ``blocks``: what the network was cut into; ``report``: what measuring them took, None where nothing was measured.
-    ``hot`` and ``cold``: the sums over blocks with weights in cache and in memory, ms; ``weights`` and
-    ``activations``: the bytes a run reads and writes. ``run_ms``: what a run costs beside its blocks. ``cold_share``:
-    set by the table's user instead of following from the footprint.
+    backend: Backend
+    progress: bool | Watcher = True
+
+
+@dataclass
+class NetworkLatency:
+    """What a network's latency is made of. Its prices get surer as `learn` measures rows that they lack.
+
+    ``blocks``: what the network was cut into; ``report``: what measuring them took so far, None where nothing is
+    measured. ``hot`` and ``cold``: the sums over blocks with weights in cache and in memory, ms; ``weights`` and
+    ``activations``: the bytes a run reads and writes. ``run_ms``: what a run costs beside its blocks.
+    ``cold_share``: set by the table's user instead of following from the footprint. ``measurer``: None for a table
+    that is taken as it is.
     """
 
     table: LatencyTable = field(repr=False)
     fingerprint: Fingerprint
     residency: Residency
     blocks: tuple[FusedBlock, ...] = field(repr=False)
-    report: MeasureReport | None
-    hot: NetworkCost = field(repr=False)
-    cold: NetworkCost = field(repr=False)
+    channels: ChannelGraph = field(repr=False)
     weights: NetworkCost = field(repr=False)
     activations: NetworkCost = field(repr=False)
     run_ms: float
     cold_share: float | None
+    measurer: Measurer | None = field(default=None, repr=False)
+    report: MeasureReport | None = None
+    hot: NetworkCost = field(init=False, repr=False)
+    cold: NetworkCost = field(init=False, repr=False)
+    _surfaces: dict[tuple[str, Grids], Surface] = field(init=False, repr=False)
 
     @classmethod
     def bind(
@@ -62,39 +80,87 @@ class NetworkLatency:
         table: LatencyTable,
         fingerprint: Fingerprint,
         residency: Residency,
-        report: MeasureReport | None = None,
+        measurer: Measurer | None = None,
     ) -> NetworkLatency:
-        """Read the prices of a network's blocks from a table; `TableError` where it lacks some."""
-        permitted = {group.name: group.permitted for group in channels.groups if group.free}
-        homes = priced_as(blocks)
-        surfaces: dict[tuple[object, float], Surface] = {}
+        """Read the prices of a network's blocks from a table, and measure the rows that those begin with.
 
-        def surface(block: FusedBlock, share: float) -> Surface:
-            key = (block.signature, block.grids), share
-            if key not in surfaces:
-                surfaces[key] = table.surface(homes[key[0]], fingerprint, share)
-            return surfaces[key]
-
-        hot, cold = (
-            _sum_of_blocks(blocks, channels, permitted, partial(surface, share=share)) for share in (0.0, 1.0)
-        )
-        both = replace(hot, terms=(*hot.terms, *cold.terms))
-        offered = dict(without_dominated(both, _LEAST_SAVING).permitted)
+        `TableError` where it lacks some and there is no ``measurer``.
+        """
+        report = None
+        if measurer is not None:
+            with watched(measurer.progress) as tell:
+                report = table.measure(blocks, measurer.backend, tell, whole=False)
         parameters = list(traced.module.parameters())
         bytes_each = parameters[0].element_size() if parameters else 4
-        return cls(
+        found = cls(
             table=table,
             fingerprint=fingerprint,
             residency=residency,
             blocks=tuple(blocks),
-            report=report,
-            hot=replace(hot, permitted=offered),
-            cold=replace(cold, permitted=offered),
+            channels=channels,
             weights=_in_bytes(ParamsCost().network_cost(traced, channels), bytes_each),
-            activations=_bytes_written(blocks, channels, permitted),
+            activations=_bytes_written(blocks, channels, _permitted(channels)),
             run_ms=table.run_overhead(fingerprint),
             cold_share=table.cold_share,
+            measurer=measurer,
+            report=report,
         )
+        found.read()
+        found.learn(found.full_counts, SURE)
+        return found
+
+    def read(self) -> None:
+        """Take the prices from the table's rows as they are now."""
+        hot, cold = self.table.surfaces(self.blocks, self.fingerprint, 0.0, 1.0)
+        permitted = _permitted(self.channels)
+        self.hot, self.cold = (
+            _sum_of_blocks(self.blocks, self.channels, permitted, surfaces) for surfaces in (hot, cold)
+        )
+        both = replace(self.hot, terms=(*self.hot.terms, *self.cold.terms))
+        offered = dict(without_dominated(both, _LEAST_SAVING).permitted)
+        self.hot, self.cold = replace(self.hot, permitted=offered), replace(self.cold, permitted=offered)
+        self._surfaces = hot
+
+    def learn(self, counts: Mapping[str, int], doubt: float) -> bool:
+        """Measure the rows at these counts that the table lacks; return whether prices changed for it.
+
+        Left out are rows that leave the whole network's latency less than ``doubt`` (a share of it) in doubt: each
+        at most that share divided by the square root of their number. Where the machine is too busy, those of
+        passing choices stay in doubt; for what lasts (`SURE`) `MachineBusyError` says so.
+        """
+        try:
+            return self.measurer is not None and self.take(self.lacking(counts, doubt))
+        except MachineBusyError:
+            if doubt <= SURE:
+                raise
+            return False  # masks that pass can do with guesses
+
+    def take(self, rows: Sequence[tuple[FusedBlock, tuple[int, ...]]]) -> bool:
+        """Measure these rows; return whether prices changed for it."""
+        if self.measurer is None or not rows:
+            return False
+        with watched(self.measurer.progress) as tell:
+            found = self.table.learn(rows, self.blocks, self.measurer.backend, tell)
+        self.report = found if self.report is None else found.after(self.report)
+        self.read()
+        return found.measured + found.repeated > 0
+
+    def lacking(self, counts: Mapping[str, int], doubt: float) -> list[tuple[FusedBlock, tuple[int, ...]]]:
+        """Return the rows that the latency at these counts rests on and that leave it in doubt; see `learn`."""
+        limit = doubt * self.latency(counts) / math.sqrt(len(self.blocks))
+        found: dict[tuple[str, tuple[int, ...]], FusedBlock] = {}
+        for block in self.blocks:
+            point = tuple(width.channels(counts) for width in block.widths)
+            if 0 in point:
+                continue
+            surface, at = self._surfaces[block.signature, block.grids], tuple(map(np.asarray, point))
+            if float(surface.doubt(*at)) * float(surface(*at)) > limit:
+                found[block.signature, point] = block
+        failed = {
+            block.signature: self.table.store.failures(block.signature, self.fingerprint)
+            for block in found.values()
+        }
+        return [(block, point) for (_, point), block in found.items() if point not in failed[block.signature]]
 
     @property
     def full_counts(self) -> dict[str, int]:
@@ -132,10 +198,9 @@ class NetworkLatency:
             activation_bytes=self.activations.cost(counts),
         )
 
-    def surface(self, block: FusedBlock, cold_share: float) -> Surface:
-        """Return the latency of one of ``blocks`` over its widths; another's rows may give it."""
-        home = priced_as(self.blocks)[block.signature, block.grids]
-        return self.table.surface(home, self.fingerprint, cold_share)
+    def surfaces(self, cold_share: float) -> dict[tuple[str, Grids], Surface]:
+        """Return the latencies of ``blocks`` over their widths, by signature and grids."""
+        return self.table.surfaces(self.blocks, self.fingerprint, cold_share)[0]
 
     def around(self, counts: Mapping[str, int]) -> NetworkCost:
         """Return the latency as a sum of terms: exact at these counts, to first order in the footprint near them.
@@ -173,7 +238,7 @@ def _sum_of_blocks(
     blocks: Sequence[FusedBlock],
     channels: ChannelGraph,
     permitted: Mapping[str, tuple[int, ...]],
-    price_of: partial[Surface],
+    surfaces: Mapping[tuple[str, Grids], Surface],
 ) -> NetworkCost:
     """One term a block; blocks without free widths are in the constant."""
     terms, constant = [], 0.0
@@ -183,7 +248,7 @@ def _sum_of_blocks(
         least = tuple(grid[0] for grid in block.grids) if empty else ()
         alike = block.signature, block.grids, least
         if alike not in prices:
-            price: Price = price_of(block)
+            price: Price = surfaces[block.signature, block.grids]
             prices[alike] = _nothing_is_free(price, least) if empty else price
         term = without_branch(channels, block.nodes, CostTerm(block.name, block.widths, prices[alike]))
         if term.widths:
@@ -206,6 +271,10 @@ def _bytes_written(
             else:
                 constant += term.cost({})
     return NetworkCost("bytes", permitted, tuple(terms), constant)
+
+
+def _permitted(channels: ChannelGraph) -> dict[str, tuple[int, ...]]:
+    return {group.name: group.permitted for group in channels.groups if group.free}
 
 
 def _least(width: Width, permitted: Mapping[str, tuple[int, ...]]) -> int:

@@ -41,7 +41,7 @@ def watched(progress: bool | Watcher) -> Iterator[Watcher | None]:
         with _bar() as show:
             yield show
     else:
-        yield _Lines().show
+        yield Lines().show
 
 
 def duration(seconds: float) -> str:
@@ -50,7 +50,8 @@ def duration(seconds: float) -> str:
     return f"{whole} s" if whole < 90 else f"{whole // 60} min {whole % 60:02d} s"
 
 
-def _told(state: MeasuringProgress) -> str:
+def told(state: MeasuringProgress) -> str:
+    """Return how far it is, in words."""
     return f"{state.measured} rows, about {duration(state.remaining_seconds)} left ({state.block})"
 
 
@@ -64,12 +65,12 @@ def _bar() -> Iterator[Watcher]:
         task = bar.add_task("", total=1.0)
 
         def show(state: MeasuringProgress) -> None:
-            bar.update(task, completed=state.fraction, description=_told(state))
+            bar.update(task, completed=state.fraction, description=told(state))
 
         yield show
 
 
-class _Lines:
+class Lines:
     """Writes a line each minute, so none for what takes less."""
 
     def __init__(self) -> None:
@@ -79,4 +80,4 @@ class _Lines:
         """Write one where the last was long enough ago."""
         if time.monotonic() - self._last >= _LINE_SECONDS:
             self._last = time.monotonic()
-            print(f"measuring the latency table: {_told(state)}", file=sys.stderr, flush=True)
+            print(f"measuring the latency table: {told(state)}", file=sys.stderr, flush=True)

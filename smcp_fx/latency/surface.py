@@ -1,218 +1,237 @@
-"""The latency of a block between measured widths.
+"""The latency of a block between its measured widths, and how sure that is.
 
-A block's latency over its two widths (channels in, channels out) has cliffs along each axis, since the runtime works
-in steps of 16 channels, or 64. Their height changes smoothly along the other axis. So it is measured along a few
-whole lines of each axis and *blended* (Gordon's transfinite interpolation, in its multiplicative form; its error is
-of the order of the product of the two axes' errors):
+A block's latency is nearly `a + b x + c y + d x y` in its two widths, once these are counted as the runtime counts
+them (`Scale`). What is left is smooth, in the logarithm: a Gaussian process with fixed lengths and sizes, whose
+variance says what is not known. Rows may lie anywhere; each more makes the rest surer, and a measured width costs
+what was measured there.
 
-    T(x, y) = Px T * Py T / (Px Py T)
-
-with Px the linear interpolation in x between lines of constant x, each sampled densely in y; Py the converse. It is
-exact for f(x) g(y) and for a + b x + c y + d x y, and positive however noisy the lines are, which a sum is not.
-Kernels that compute four steps at a time make a saw of the latency: the first step above a multiple of four costs
-more than the next three. Widths are interpolated along a scale that follows the saw (`Axis.coordinate`).
+Rasmussen and Williams, Gaussian Processes for Machine Learning (2006): algorithm 2.1; leaving one out, section 5.4.2.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
+from scipy.optimize import nnls
 
+from smcp_fx.blocks.sharing import Grids
 from smcp_fx.errors import InputError, TableError
+from smcp_fx.latency.scale import SCALES, Floats, Scale
 
 Point = tuple[int, ...]
-Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
-#: Steps that kernels compute at a time.
-TOOTH = 4
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One free width: its range, the runtime's step, the sampled values, and the values where lines stand.
-
-    Widths up to a multiple of ``step`` cost what that multiple costs; 1 where there are no such steps. Multiples
-    of ``aligned`` and other widths are interpolated among their own kind; 1 where there are no two kinds.
-    ``spacing``: what the grid's widths are multiples of, except perhaps the last (a layer's full size), which then
-    stands for itself alone. ``unit``: the step, or else the spacing. ``saw``: which shares of the cost of four units
-    more the first one, two and three bring; empty where that is linear. ``first_apart``: the first width costs
-    something else than the end of its step. ``before_last``: the width before the last where it costs more, else 0;
-    the last then stands for itself alone.
-    """
-
-    first: int
-    last: int
-    step: int
-    samples: tuple[int, ...]
-    lines: tuple[int, ...]
-    aligned: int = 1
-    unit: int = 1
-    saw: tuple[float, ...] = ()
-    spacing: int = 1
-    first_apart: bool = True
-    before_last: int = 0
-
-    def canonical(self, widths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the widths that stand for ``widths``: ends of their steps, or themselves where they stand apart."""
-        regular = self.before_last or max(self.last - self.last % self.spacing, self.first)
-        rounded = np.minimum(-(-widths // self.step) * self.step, regular)
-        apart = (widths > regular) | (self.first_apart & (widths == self.first))
-        return np.where(apart, widths, rounded)
-
-    def kinds(self) -> list[Axis]:
-        """Return the axis, or one for the multiples of ``aligned`` and one for the rest."""
-        if self.aligned == 1:
-            return [self]
-        found = []
-        for kind in (True, False):
-            samples, lines = (
-                tuple(v for v in values if is_aligned(v, self.aligned) == kind)
-                for values in (self.samples, self.lines)
-            )
-            if samples:
-                found.append(replace(self, first=samples[0], last=samples[-1], samples=samples, lines=lines))
-        return found
-
-    def coordinate(self, widths: NDArray[np.int64] | Sequence[int]) -> Floats:
-        """Return where ``widths`` are on a scale along which the latency is linear within a saw's tooth, too."""
-        given = np.asarray(widths, dtype=np.float64)
-        if not self.saw:
-            return given
-        whole, part = np.divmod(given, TOOTH * self.unit)
-        shares: Floats = np.interp(part / self.unit, range(TOOTH + 1), (0.0, *self.saw, 1.0))
-        return TOOTH * self.unit * (whole + shares)
+#: Standard deviations, in logarithms, of what the bilinear form leaves: of all widths alike, of each width by itself,
+#: of both together, and of what changes faster; of the other path's cost, and how that changes; of a row. Chosen by
+#: predictions of rows not yet measured of five networks (docs: Experiments).
+_ALIKE, _EACH, _BOTH, _FAST, _PATH, _ALONG, _ROW = 0.05, 0.10, 0.10, 0.04, 0.7, 0.15, 0.015
+#: Widths so far apart, in logarithms, tell little of each other: of what changes slowly, and fast.
+_SLOWLY, _QUICKLY = 1.0, 0.35
+#: What the bilinear form is taken to be where rows do not say, as shares of the largest latency, and how surely.
+_FORM, _SURELY = (0.03, 0.06, 0.06, 0.85), 0.5
+#: So many standard deviations are a surprise.
+_SURPRISE = 3.0
+#: A clock too coarse for a block says 0; no block is faster than this.
+_LEAST_MS = 1e-6
 
 
 class Surface:
-    """The latency of one block over its widths, interpolated; call it with one int array per free width."""
+    """The latency of one block over its widths; call it with one int array per free width.
 
-    def __init__(self, axes: Sequence[Axis], known: Mapping[Point, float]) -> None:
-        self.axes = tuple(axes)
-        self._points = {point: known[point] for point in surface_points(self.axes)}
+    ``rows``: ms by widths, one at least. ``scales``: one a width; plain ones by default.
+    """
 
-    @property
-    def points(self) -> tuple[Point, ...]:
-        """The measured widths that the surface rests on."""
-        return tuple(self._points)
+    def __init__(self, grids: Grids, rows: Mapping[Point, float], scales: Sequence[Scale] = ()) -> None:
+        self.grids, self.scales = grids, tuple(scales) or (Scale(),) * len(grids)
+        self.rows = {point: max(ms, _LEAST_MS) for point, ms in rows.items()}
+        self._seen = dict(self.rows)
+        self._at = tuple(np.array(widths, np.int64) for widths in zip(*self.rows, strict=True))
+        measured = np.array(list(self.rows.values()))
+        self._form = self._fitted(measured)
+        self._left = np.log(measured / self._bilinear(self._at))
+        kernel = self._kernel(self._at) + _ROW**2 * np.eye(len(measured))
+        self._factor = cho_factor(kernel, lower=True)
+        self._weights: Floats = cho_solve(self._factor, self._left)
 
-    def __call__(self, *widths: NDArray[np.int64]) -> Floats:
+    def __call__(self, *widths: Ints) -> Floats:
         """Return the latencies in ms, of the broadcast shape; `TableError` outside the measured range."""
-        if len(widths) != len(self.axes):
-            raise InputError(f"{len(widths)} widths were given, the block has {len(self.axes)}")
-        if not self.axes:
-            return np.asarray(self._points[()], dtype=np.float64)
-        arrays = [np.asarray(w) for w in widths]  # an open grid stays open: its nodes are sought once an axis
-        for axis, array in zip(self.axes, arrays, strict=True):
-            if array.size and (array.min() < axis.first or array.max() > axis.last):
-                outside = array[(array < axis.first) | (array > axis.last)].flat[0]
-                raise TableError(
-                    f"{outside} channels were asked for, {axis.first} to {axis.last} were measured; "
-                    "measure the block on a wider grid"
-                )
-        at = [axis.canonical(array.astype(np.int64)) for axis, array in zip(self.axes, arrays, strict=True)]
-        parts = self._parts
-        if len(parts) == 1:
-            return parts[0](*at)
-        result = np.full(np.broadcast_shapes(*(array.shape for array in at)), np.nan)
-        for part in parts:
-            inside = [
-                np.clip(array, axis.first, axis.last) for axis, array in zip(part.axes, at, strict=True)
-            ]
-            own = [
-                is_aligned(array, axis.aligned) == is_aligned(axis.first, axis.aligned)
-                for axis, array in zip(part.axes, at, strict=True)
-            ]
-            result = np.where(np.logical_and.reduce(np.broadcast_arrays(*own)), part(*inside), result)
-        return result
-
-    @cached_property
-    def _parts(self) -> list[_Part]:
-        """A part for each choice of the axes' kinds."""
-        return [
-            _Part(axes, self._points) for axes in itertools.product(*(axis.kinds() for axis in self.axes))
-        ]
-
-
-class _Part:
-    """The surface of one kind of widths on each axis, of values that are within them."""
-
-    def __init__(self, axes: Sequence[Axis], points: Mapping[Point, float]) -> None:
-        self.axes = tuple(axes)
-        self._points = points
-
-    def __call__(self, *at: NDArray[np.int64]) -> Floats:
-        if len(self.axes) == 2:
-            return self._blend(*at)
-        (axis,) = self.axes
-        known = [self._points[(value,)] for value in axis.samples]
-        found: Floats = np.interp(axis.coordinate(at[0]), axis.coordinate(axis.samples), known)
+        if all(np.ndim(one) == 0 for one in widths):  # many callers ask for one point at a time, and again
+            point = tuple(int(one) for one in widths)
+            if point not in self._seen:
+                self._seen[point] = float(self._between(self._checked(widths)))
+            return np.asarray(self._seen[point])
+        at = self._checked(widths)
+        found = self._between(at)
+        for point, ms in self.rows.items():
+            found = np.where(_is_at(point, at), ms, found)
         return found
 
-    def _blend(self, x: NDArray[np.int64], y: NDArray[np.int64]) -> Floats:
-        (ax, ay), (along_y, along_x, crossings) = self.axes, self._lines
-        u, v = ax.coordinate(x), ay.coordinate(y)
-        x_lines, y_lines = ax.coordinate(ax.lines), ay.coordinate(ay.lines)
-        px = _bilinear(u, v, x_lines, ay.coordinate(ay.samples), along_y)
-        py = _bilinear(v, u, y_lines, ax.coordinate(ax.samples), along_x)
-        blended: Floats = px * py / _bilinear(u, v, x_lines, y_lines, crossings)
-        return blended
+    def _between(self, at: Sequence[Ints]) -> Floats:
+        logs = np.asarray(self._constant, np.float64)
+        for axis, line in enumerate(self._lines):
+            logs = logs + line[at[axis] - self.grids[axis][0]]
+        if len(at) == 2:
+            x, y = (side[one - grid[0]] for side, one, grid in zip(self._sides, at, self.grids, strict=True))
+            logs = logs + np.einsum("...n,...n->...", x, y)
+        found: Floats = self._bilinear(at) * np.exp(logs)
+        return found
+
+    def doubt(self, *widths: Ints) -> Floats:
+        """Return the standard deviation of the latencies there, relative; 0 where they were measured."""
+        at = tuple(np.ravel(one) for one in np.broadcast_arrays(*self._checked(widths)))
+        if not at:
+            return np.zeros(())
+        beside = self._kernel(at)
+        always = _ALIKE**2 + len(at) * _EACH**2 + _BOTH**2 + _FAST**2
+        own = always + sum(
+            scale.off(one) * (_PATH**2 + _ALONG**2) for scale, one in zip(self.scales, at, strict=True)
+        )
+        known = np.einsum("ij,ji->i", beside, cho_solve(self._factor, beside.T))
+        sure = np.zeros(at[0].shape, bool)
+        for point in self.rows:
+            sure |= _is_at(point, at)
+        doubt = np.sqrt(np.maximum(own - known, 0.0) + _ROW**2)
+        return np.where(sure, 0.0, doubt).reshape(np.broadcast_shapes(*(np.shape(one) for one in widths)))
+
+    def likelihood(self) -> float:
+        """Return the logarithm of how likely its rows are, up to a constant."""
+        factor, _ = self._factor
+        return float(-0.5 * self._left @ self._weights - np.log(np.diag(factor)).sum())
+
+    def surprises(self) -> list[Point]:
+        """Return the rows that the others do not expect, off by over three standard deviations: the worst first."""
+        inverse = cho_solve(self._factor, np.eye(len(self.rows)))
+        far = np.abs(self._weights) / np.sqrt(np.diag(inverse))
+        points = list(self.rows)
+        return [points[i] for i in np.argsort(-far) if far[i] > _SURPRISE and len(points) > 1]
+
+    def left_out(self) -> dict[Point, float]:
+        """Return the ms that the other rows say of each row."""
+        if len(self.rows) < 2:
+            return {}
+        inverse = cho_solve(self._factor, np.eye(len(self.rows)))
+        missed = self._weights / np.diag(inverse)
+        return {p: ms / float(np.exp(m)) for (p, ms), m in zip(self.rows.items(), missed, strict=True)}
+
+    # ---- the bilinear form, and what is left of it --------------------------------------------------------------
+
+    def _fitted(self, measured: Floats) -> Floats:
+        """Fit the form's coefficients, none negative, to relative errors."""
+        top = float(measured[max(range(len(measured)), key=list(self.rows).__getitem__)])
+        terms = self._terms(self._at, len(measured))
+        form = np.array(_FORM if len(self.grids) == 2 else (_FORM[0], sum(_FORM[1:])))[: terms.shape[1]]
+        rows = np.concatenate([terms * (top / measured)[:, None], _SURELY * np.eye(len(form))])
+        found, _ = nnls(rows, np.concatenate([np.ones(len(measured)), _SURELY * form]))
+        return np.asarray(top * np.maximum(found, 1e-4))
+
+    def _bilinear(self, at: Sequence[Ints]) -> Floats:
+        if not at:
+            return np.asarray(self._form.sum(), np.float64)
+        terms: list[Floats] = self._shares(at)
+        if len(terms) == 1:
+            return np.asarray(self._form[0] + self._form[1] * terms[0])
+        (x, y), (a, b, c, d) = terms, self._form
+        return np.asarray(a + b * x + c * y + d * x * y)
+
+    def _terms(self, at: Sequence[Ints], count: int) -> Floats:
+        shares = self._shares(at)
+        columns = [np.ones(count), *shares, *([shares[0] * shares[1]] if len(shares) == 2 else [])]
+        return np.stack(columns, axis=1)
+
+    def _shares(self, at: Sequence[Ints]) -> list[Floats]:
+        """Return widths on their scales, as shares of the full one."""
+        axes = zip(self.scales, at, self.grids, strict=True)
+        return [scale.coordinate(one) / scale.coordinate(grid[-1]) for scale, one, grid in axes]
+
+    def _kernel(self, at: Sequence[Ints]) -> Floats:
+        """Return the covariances of widths with the rows, [widths, rows]."""
+        parts = [self._parts(axis, one) for axis, one in enumerate(at)]
+        if not parts:
+            return np.full((1, 1), _ALIKE**2)
+        slow, fast = (np.multiply.reduce([part[i] for part in parts]) for i in (0, 1))
+        each = sum(_EACH**2 * part[0] + part[2] for part in parts)
+        return np.asarray(_ALIKE**2 + each + _BOTH**2 * slow + _FAST**2 * fast)
+
+    def _parts(self, axis: int, widths: Ints) -> tuple[Floats, Floats, Floats]:
+        """Return, [widths, rows], how alike they are along one axis: slowly, fast, and by being on the other path."""
+        scale, rows = self.scales[axis], self._at[axis]
+        here, there = (np.log(scale.coordinate(one)) for one in (widths, rows))
+        apart = np.abs(here[:, None] - there[None, :])
+        slow, fast = (_matern(apart / length) for length in (_SLOWLY, _QUICKLY))
+        both_off = scale.off(widths)[:, None] * scale.off(rows)[None, :]
+        return slow, fast, both_off * (_PATH**2 + _ALONG**2 * slow)
 
     @cached_property
-    def _lines(self) -> tuple[Floats, Floats, Floats]:
-        """What was measured along the lines of constant x, of constant y, and where they cross."""
-        (ax, ay), get = self.axes, self._points
-        along_y = np.array([[get[i, j] for j in ay.samples] for i in ax.lines])
-        along_x = np.array([[get[i, j] for i in ax.samples] for j in ay.lines])
-        crossings = np.array([[get[i, j] for j in ay.lines] for i in ax.lines])
-        return along_y, along_x, crossings
+    def _constant(self) -> float:
+        return float(_ALIKE**2 * self._weights.sum())
+
+    @cached_property
+    def _lines(self) -> list[Floats]:
+        """What each width by itself adds, from the least to the full one."""
+        lines = []
+        for grid, (slow, fast, path) in zip(self.grids, self._along, strict=True):
+            alone = _BOTH**2 * slow + _FAST**2 * fast if len(self.grids) == 1 else 0.0
+            lines.append(np.asarray((_EACH**2 * slow + path + alone) @ self._weights))
+            assert len(lines[-1]) == grid[-1] - grid[0] + 1
+        return lines
+
+    @cached_property
+    def _sides(self) -> tuple[Floats, Floats]:
+        """What two widths add together is the sum over [.., n] of one side's times the other's."""
+        (slow_x, fast_x, _), (slow_y, fast_y, _) = self._along
+        x = np.concatenate([_BOTH**2 * slow_x * self._weights, _FAST**2 * fast_x * self._weights], axis=1)
+        return x, np.concatenate([slow_y, fast_y], axis=1)
+
+    @cached_property
+    def _along(self) -> list[tuple[Floats, Floats, Floats]]:
+        return [self._parts(axis, np.arange(grid[0], grid[-1] + 1)) for axis, grid in enumerate(self.grids)]
+
+    def _checked(self, widths: Sequence[Ints]) -> tuple[Ints, ...]:
+        if len(widths) != len(self.grids):
+            raise InputError(f"{len(widths)} widths were given, the block has {len(self.grids)}")
+        arrays = tuple(np.asarray(one, np.int64) for one in widths)
+        for grid, array in zip(self.grids, arrays, strict=True):
+            if array.size and (array.min() < grid[0] or array.max() > grid[-1]):
+                outside = array[(array < grid[0]) | (array > grid[-1])].flat[0]
+                raise TableError(
+                    f"{outside} channels were asked for, {grid[0]} to {grid[-1]} were measured; "
+                    "measure the block on a wider grid"
+                )
+        return arrays
 
 
-def surface_points(axes: Sequence[Axis]) -> tuple[Point, ...]:
-    """Return the widths that a `Surface` over ``axes`` needs."""
-    if not axes:
-        return ((),)
-    if len(axes) == 1:
-        return tuple((v,) for v in axes[0].samples)
-    x, y = axes
-    points = [(i, j) for i in x.lines for j in y.samples] + [(i, j) for j in y.lines for i in x.samples]
-    return tuple(dict.fromkeys(points))
+def choose_scales(alike: Sequence[tuple[Grids, Mapping[Point, float]]]) -> tuple[Scale, ...]:
+    """Return the scales, one a width, that make the rows of blocks of one kind likeliest; ties go to the plainer."""
+    found = [Scale()] * len(alike[0][0])
+    best = _likelihood(alike, found)
+    for _, axis in itertools.product(range(2), range(len(found))):
+        for scale in SCALES:
+            other = [*found[:axis], scale, *found[axis + 1 :]]
+            likely = _likelihood(alike, other)
+            if likely > best + _MARGIN:
+                found, best = other, likely
+    return tuple(found)
 
 
-def held_out_errors(surface: Surface, probes: Sequence[Point], known: Mapping[Point, float]) -> Floats:
-    """Return |interpolated - measured| / measured at ``probes``."""
-    if not probes:
-        return np.zeros(0)
-    measured = np.array([known[p] for p in probes])
-    predicted = surface(*np.array(probes, dtype=np.int64).T)
-    errors: Floats = np.abs(predicted - measured) / measured
-    return errors
+#: A scale must make rows likelier by this, in logarithms, than a plainer one.
+_MARGIN = 1.0
 
 
-def is_aligned(width: Any, multiple: int) -> Any:
-    """Whether widths (an int or an array) are multiples."""
-    return width % multiple == 0
+def _likelihood(alike: Sequence[tuple[Grids, Mapping[Point, float]]], scales: Sequence[Scale]) -> float:
+    return sum(Surface(grids, rows, scales).likelihood() for grids, rows in alike)
 
 
-def _bilinear(x: Floats, y: Floats, xs: Floats, ys: Floats, values: Floats) -> Floats:
-    """Return the values at (x, y), interpolated linearly in both between the nodes ``xs`` and ``ys``."""
-    i, u = _locate(x, xs)
-    j, v = _locate(y, ys)
-    k, m = np.minimum(i + 1, len(xs) - 1), np.minimum(j + 1, len(ys) - 1)
-    low = values[i, j] * (1 - v) + values[i, m] * v
-    high = values[k, j] * (1 - v) + values[k, m] * v
-    result: Floats = low * (1 - u) + high * u
-    return result
+def _is_at(point: Point, widths: Sequence[Ints]) -> NDArray[np.bool_]:
+    return functools.reduce(np.logical_and, [one == width for one, width in zip(widths, point, strict=True)])
 
 
-def _locate(at: Floats, nodes: Floats) -> tuple[NDArray[np.intp], Floats]:
-    """Return the node at or below each value, and the share of the way to the next."""
-    below = np.clip(np.searchsorted(nodes, at, side="right") - 1, 0, max(len(nodes) - 2, 0))
-    if len(nodes) == 1:
-        return below, np.zeros(np.shape(at))
-    return below, (at - nodes[below]) / (nodes[below + 1] - nodes[below])
+def _matern(distance: Floats) -> Floats:
+    """Matérn's covariance of smoothness 5/2."""
+    r = np.sqrt(5) * distance
+    return np.asarray((1 + r + r * r / 3) * np.exp(-r))

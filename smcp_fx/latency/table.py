@@ -1,16 +1,15 @@
 """The latency table: what the fused blocks of networks cost on one device, measured once and kept.
 
 table = LatencyTable("table.sqlite")
-report = table.measure(blocks, backend)               # fills what is missing, adaptively
-home = priced_as(blocks)[block.signature, block.grids]
-surface = table.surface(home, backend.fingerprint())  # surface(c_in, c_out) in ms, vectorised
+report = table.measure(blocks, backend, whole=False)     # a few rows a block
+(surfaces,) = table.surfaces(blocks, backend.fingerprint(), 0.0)
+surface = surfaces[block.signature, block.grids]         # surface(c_in, c_out) in ms, vectorised
+report = table.learn([(block, (64, 128))], blocks, backend)  # and one more
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,30 +19,25 @@ from numpy.typing import NDArray
 
 from smcp_fx.backends.base import Backend, BlockLatency, Fingerprint
 from smcp_fx.backends.timing.measuring import Measurement, TimingConfig
-from smcp_fx.blocks.sharing import Block, unique_blocks
+from smcp_fx.blocks.sharing import Block, Grids, priced_as, unique_blocks
 from smcp_fx.errors import InputError, TableError
-from smcp_fx.latency.filling import Filling, MeasureReport
+from smcp_fx.latency.filling import Filling, MeasureReport, Wanted
 from smcp_fx.latency.progress import Watcher
-from smcp_fx.latency.sampling import SamplingConfig, SamplingPlan, plan_samples
+from smcp_fx.latency.sampling import rows_of_all, rows_to_begin
+from smcp_fx.latency.scale import kind_of
 from smcp_fx.latency.store import LatencyStore, TableRow
-from smcp_fx.latency.surface import Point, Surface, held_out_errors
+from smcp_fx.latency.surface import Point, Surface, choose_scales
 
 #: The signature of the row that holds what a run costs beside its blocks.
 RUN_SIGNATURE = '{"steps":"none"}'
 
-#: How far a row in cache is off between sessions (half an interquartile range, relative) if its weights have so many
-#: bytes or more; with fewer bytes it falls by the square. Where weights lie in memory decides how many of them a
-#: shared cache keeps: medians of linear layers of 7.5, 13.5, 16 and 21 MiB in eight sessions each, beside 32 MiB of
-#: cache, had standard deviations of 2.6, 12, 9 and 12 %. It does not depend on the cache of the machine that asks:
-#: whether a table is complete must not depend on who reads it.
-_LUCK, _LUCK_BYTES = 0.08, 12 << 20
 #: Where a block takes less (ms), an error says more about the profiler's clock (1 us) than about interpolation.
 MEASURABLE_MS = 0.01
 
 
 @dataclass(frozen=True)
 class HeldOutError:
-    """Relative errors of interpolation at points it does not rest on, the ms measured there, and which these are.
+    """Relative errors of what the other rows say of each row, the ms measured there, and which these are.
 
     ``steady``: which were steady when they were measured. The others are as far off from themselves.
     """
@@ -94,12 +88,10 @@ class LatencyTable:
         *,
         create: bool = True,
         read_only: bool = False,
-        sampling: SamplingConfig | None = None,
         cold_share: float | None = None,
     ) -> None:
         if cold_share is not None and not 0 <= cold_share <= 1:
             raise InputError(f"cold_share = {cold_share}: from 0 (weights in cache) to 1 (weights in memory)")
-        self.sampling = sampling or SamplingConfig()
         self.cold_share = cold_share
         self.store = LatencyStore(path, create=create, read_only=read_only)
 
@@ -116,6 +108,8 @@ class LatencyTable:
         """Return all rows, or those of one fingerprint, for reports."""
         return self.store.rows(fingerprint)
 
+    # ---- measuring ----------------------------------------------------------------------------------------------
+
     def measure(
         self,
         blocks: Iterable[Block],
@@ -123,80 +117,206 @@ class LatencyTable:
         progress: Watcher | None = None,
         config: TimingConfig | None = None,
         *,
+        whole: bool = True,
         retry_failed: bool = False,
         retry_unstable: bool = False,
     ) -> MeasureReport:
-        """Measure what `surface` lacks to hold on the blocks' grids; every row is kept as it comes.
+        """Measure what the table lacks of blocks; every row is kept as it comes.
 
-        Adaptive: see `plan_samples`. Rows that another process has claimed are waited for. A row whose measurement
-        fails is marked, and the rest goes on. At the end, rows of this call are measured again if they are unsteady,
-        or of a moment in which the core was slower than it turned out to be. ``retry_failed`` and ``retry_unstable``
-        measure such rows of earlier calls again, too. ``progress`` is called after every row.
+        ``whole``: as many rows as tell the blocks' whole ranges; else the few that prices begin with, to which
+        `learn` adds. Rows that another process has claimed are waited for. A row whose measurement fails is marked,
+        and the rest goes on. At the end, rows of this call are measured again if they are unsteady, of a moment in
+        which the core was slower than it turned out to be, or far from what the others say. ``retry_failed`` and
+        ``retry_unstable`` measure such rows of earlier calls again, too. ``progress`` is called after every row.
 
         Raises `MachineBusyError`, at the beginning or in the middle, where the machine is too busy for a row to mean
         anything; the rows so far are kept.
         """
-        unique = unique_blocks(blocks)
-        fingerprint = backend.fingerprint()
-        reused = 0
-        for block in unique:
-            if retry_failed:
+        unique, fingerprint = unique_blocks(blocks), backend.fingerprint()
+        if retry_failed:
+            for block in unique:
                 self.store.forget_failures(block.signature, fingerprint)
-            reused += len(self.store.measured(block.signature, fingerprint))
-        filling = Filling(self, unique, backend, config, progress)
-        if filling.incomplete or retry_unstable:
-            backend.require_quiet()
-        self._measure_run(backend, fingerprint)
-        return filling.run(reused, retry_unstable)
+        again = self.unsteady(unique, fingerprint) if retry_unstable else None
+        return self._fill(
+            unique, backend, lambda: self.wanted(unique, fingerprint, whole), progress, config, again
+        )
+
+    def learn(
+        self,
+        rows: Iterable[tuple[Block, Point]],
+        blocks: Iterable[Block],
+        backend: Backend,
+        progress: Watcher | None = None,
+        config: TimingConfig | None = None,
+    ) -> MeasureReport:
+        """Measure these rows, as far as they are not known or failed, as `measure` does.
+
+        ``blocks``: those whose rows, these among them, are held against each other.
+        """
+        given, fingerprint = list(rows), backend.fingerprint()
+
+        def lacking() -> Wanted:
+            found: dict[str, tuple[Block, list[Point]]] = {}
+            for block, point in given:
+                found.setdefault(block.signature, (block, []))[1].append(point)
+            return [
+                (block, points)
+                for block, all_points in found.values()
+                if (points := self._unknown(block, all_points, fingerprint))
+            ]
+
+        return self._fill(unique_blocks(blocks), backend, lacking, progress, config)
 
     def wanted(
-        self, blocks: Iterable[Block], fingerprint: Fingerprint, ahead: bool = False
+        self, blocks: Iterable[Block], fingerprint: Fingerprint, whole: bool = True
     ) -> list[tuple[Block, tuple[Point, ...]]]:
-        """Return the blocks that are not complete, each with the widths to measure next (failed ones left out).
-
-        Sampling adapts: after these, others may be wanted. ``ahead``: add those that will be wanted if the latency
-        turns out to be as smooth as can be; for devices where every question takes long.
-        """
-        found = []
+        """Return the blocks that lack rows, each with the widths to measure (failed ones left out); see `measure`."""
+        choose, found = rows_of_all if whole else rows_to_begin, []
         for block in unique_blocks(blocks):
-            plan, failures = self.plan(block, fingerprint)
-            wanted = self._wanted_ahead(block, fingerprint) if ahead and plan.wanted else plan.wanted
-            points = tuple(point for point in wanted if point not in failures)
-            if points:
+            failed = self.store.failures(block.signature, fingerprint)
+            known = [*self._in_range(block, fingerprint), *(p for p in failed if len(p) == len(block.grids))]
+            if points := tuple(choose(block.grids, known)):
                 found.append((block, points))
         return found
 
-    def plan(
-        self, block: Block, fingerprint: Fingerprint, instead: Mapping[Point, BlockLatency] | None = None
-    ) -> tuple[SamplingPlan, dict[Point, str]]:
-        """Return what to measure next of a block, or its surface; and what failed, where that is wanted.
+    def _fill(
+        self,
+        blocks: Sequence[Block],
+        backend: Backend,
+        ask: Callable[[], Wanted],
+        progress: Watcher | None,
+        config: TimingConfig | None,
+        again: Sequence[tuple[Block, Point, BlockLatency]] | None = None,
+    ) -> MeasureReport:
+        fingerprint = backend.fingerprint()
+        reused = sum(len(self.store.measured(block.signature, fingerprint)) for block in blocks)
+        filling = Filling(self.store, backend, config, progress)
+        if again is not None or ask():
+            backend.require_quiet()
+        self._measure_run(backend, fingerprint)
+        filling.fill(ask)
+        filling.again(again or ())
+        if filling.measured or again:
+            filling.repeat()
+            self._confirm(filling, blocks, fingerprint)
+        failed = tuple(
+            (block.name, point, why)
+            for block in blocks
+            for point, why in self.store.failures(block.signature, fingerprint).items()
+        )
+        unstable = tuple(
+            (block.name, point, max(m.spread for m in (row.hot, row.cold) if m and not m.stable))
+            for block, point, row in self.unsteady(blocks, fingerprint)
+        )
+        return MeasureReport(filling.measured, reused, filling.seconds, failed, unstable, filling.repeated)
 
-        ``instead``: rows to take in place of those in the file.
-        """
-        rows = {**self.store.measured(block.signature, fingerprint), **(instead or {})}
-        # Sampling must not depend on the share, or a table would be complete for one share only. The cliffs are
-        # the kernels', and show in the hot state; what memory adds is smooth.
-        known = {point: _weighed(latency, 0.0) for point, latency in rows.items()}
-        noise = {point: _noise(block, point, row) for point, row in rows.items()}
-        plan = plan_samples(block.grids, known, self.sampling, _seed(block.signature), noise)
-        return plan, self.store.failures(block.signature, fingerprint) if plan.wanted else {}
+    def _measure_run(self, backend: Backend, fingerprint: Fingerprint) -> None:
+        """Keep the run's own cost as a row, so that a prediction is a function of the file alone."""
+        if self.store.measured(RUN_SIGNATURE, fingerprint):
+            return
+        ms = backend.run_overhead_ms()
+        if ms is not None and self.store.claim("one run", RUN_SIGNATURE, fingerprint, [()]) is not None:
+            self.store.write(RUN_SIGNATURE, fingerprint, {(): BlockLatency(Measurement(ms, ms, ms, 1, True))})
+
+    def _unknown(self, block: Block, points: Iterable[Point], fingerprint: Fingerprint) -> list[Point]:
+        known = self.store.measured(block.signature, fingerprint).keys()
+        failed = self.store.failures(block.signature, fingerprint).keys()
+        return [point for point in dict.fromkeys(points) if point not in known and point not in failed]
+
+    # ---- what rows say ------------------------------------------------------------------------------------------
 
     def run_overhead(self, fingerprint: Fingerprint) -> float:
         """Return what a run costs beside its blocks, in ms; 0 where that is not measured."""
         found = self.store.measured(RUN_SIGNATURE, fingerprint).get(())
         return 0.0 if found is None else found.hot.median_ms
 
-    def surface(self, block: Block, fingerprint: Fingerprint, cold_share: float | None = None) -> Surface:
-        """Return the block's latency in ms as a function of its widths (int arrays that broadcast).
+    def surfaces(
+        self, blocks: Iterable[Block], fingerprint: Fingerprint, *cold_shares: float
+    ) -> list[dict[tuple[str, Grids], Surface]]:
+        """Return, for each share, the blocks' latencies in ms as functions of their widths, by signature and grids.
 
-        ``cold_share`` instead of the table's own. `TableError` when the block is not measured on its whole grid, and
-        when the surface is called outside of it.
+        The rows of all ``blocks`` tell how the runtime counts their channels. `TableError` where a block lacks rows
+        to begin with.
         """
-        plan, failures = self.plan(block, fingerprint)
-        if plan.surface is not None:
-            share = self.cold_share if cold_share is None else cold_share
-            return Surface(plan.surface.axes, self._known(block, fingerprint, share or 0.0))
-        for point in plan.wanted:
+        homes = priced_as(blocks)
+        unique = {(home.signature, home.grids): home for home in homes.values()}
+        rows = {key: self._rows_of(home, fingerprint) for key, home in unique.items()}
+        kinds: dict[tuple[str, int], list[tuple[str, Grids]]] = {}
+        for key in unique:
+            kinds.setdefault((kind_of(key[0]), len(key[1])), []).append(key)
+        found: list[dict[tuple[str, Grids], Surface]] = [{} for _ in cold_shares]
+        for alike in kinds.values():
+            scales = choose_scales([(key[1], _weighed(rows[key], 0.0)) for key in alike])
+            for share, surfaces in zip(cold_shares, found, strict=True):
+                surfaces.update({key: Surface(key[1], _weighed(rows[key], share), scales) for key in alike})
+        return [
+            {own: surfaces[home.signature, home.grids] for own, home in homes.items()} for surfaces in found
+        ]
+
+    def surface(self, block: Block, fingerprint: Fingerprint, cold_share: float | None = None) -> Surface:
+        """Return one block's latency as `surfaces` does; ``cold_share`` instead of the table's own."""
+        share = self.cold_share if cold_share is None else cold_share
+        return self.surfaces([block], fingerprint, share or 0.0)[0][block.signature, block.grids]
+
+    def unsteady(
+        self, blocks: Iterable[Block], fingerprint: Fingerprint
+    ) -> list[tuple[Block, Point, BlockLatency]]:
+        """Return the unsteady rows that these blocks' prices rest on, whoever measured them."""
+        found = {
+            (block.signature, point): (block, point, row)
+            for block in unique_blocks(blocks)
+            for point, row in sorted(self._in_range(block, fingerprint).items())
+            if not row.stable
+        }
+        return list(found.values())
+
+    def held_out_error(
+        self, blocks: Iterable[Block], fingerprint: Fingerprint, cold_share: float | None = None
+    ) -> HeldOutError:
+        """Return how far rows are from what the others of their block say, but for those that prices begin with.
+
+        ``cold_share`` as for `surface`: 0 for the state in cache, 1 for that from memory.
+        """
+        share = (self.cold_share if cold_share is None else cold_share) or 0.0
+        unique = unique_blocks(blocks)
+        (surfaces,) = self.surfaces(unique, fingerprint, share)
+        found = [
+            (
+                abs(ms / surface.rows[point] - 1),
+                surface.rows[point],
+                (block, point),
+                _is_steady(rows[point], share),
+            )
+            for block in unique
+            for surface in [surfaces[block.signature, block.grids]]
+            for rows in [self._in_range(block, fingerprint)]
+            for point, ms in surface.left_out().items()
+            if point not in rows_to_begin(block.grids, ())
+        ]
+        errors, measured, points, steady = zip(*found, strict=True) if found else ((), (), (), ())
+        return HeldOutError.of(
+            np.array(errors), np.array(measured), tuple(points), np.array(steady, dtype=bool)
+        )
+
+    def _confirm(self, filling: Filling, blocks: Sequence[Block], fingerprint: Fingerprint) -> None:
+        """Measure rows again that the others do not expect: one after the other, as each tells more of the rest."""
+        known = [
+            block for block in blocks if not rows_to_begin(block.grids, self._in_range(block, fingerprint))
+        ]
+        (surfaces,) = self.surfaces(known, fingerprint, 0.0)
+        for block in known:
+            surface = surfaces[block.signature, block.grids]
+            while filling.confirm(block, surface.surprises()):
+                rows = _weighed(self._in_range(block, fingerprint), 0.0)
+                surface = Surface(block.grids, rows, surface.scales)
+
+    def _rows_of(self, block: Block, fingerprint: Fingerprint) -> dict[Point, BlockLatency]:
+        """Return the rows of a block; `TableError` where it lacks some to begin with."""
+        rows = self._in_range(block, fingerprint)
+        if not (missing := rows_to_begin(block.grids, rows)):
+            return rows
+        failures = self.store.failures(block.signature, fingerprint)
+        for point in missing:
             if point in failures:
                 raise TableError(
                     f"block {block.name!r} could not be measured at widths {point}: {failures[point].rstrip('.')}. "
@@ -205,47 +325,18 @@ class LatencyTable:
         others = [f.describe() for f in self.fingerprints() if f != fingerprint]
         hint = f" The table holds rows of: {'; '.join(others)}." if others else ""
         raise TableError(
-            f"block {block.name!r} is not measured at widths {plan.wanted[0]} in {self.path} on "
+            f"block {block.name!r} is not measured at widths {missing[0]} in {self.path} on "
             f"{fingerprint.describe()}; call measure first.{hint}"
         )
 
-    def unsteady(
-        self, blocks: Iterable[Block], fingerprint: Fingerprint
-    ) -> list[tuple[Block, Point, BlockLatency]]:
-        """Return the unsteady rows that these blocks' prices rest on, whoever measured them."""
-        found = {}
-        for block in unique_blocks(blocks):
-            rows = self.store.measured(block.signature, fingerprint)
-            for point in sorted(self.plan(block, fingerprint)[0].used & rows.keys()):
-                if not rows[point].stable:
-                    found[block.signature, point] = block, point, rows[point]
-        return list(found.values())
-
-    def held_out_error(
-        self, blocks: Iterable[Block], fingerprint: Fingerprint, cold_share: float | None = None
-    ) -> HeldOutError:
-        """Return how far interpolation is off at the measured points that it does not rest on.
-
-        ``cold_share`` as for `surface`: 0 for the state in cache, 1 for that from memory.
-        """
-        share = (self.cold_share if cold_share is None else cold_share) or 0.0
-        errors, measured, rows = [np.zeros(0)], [np.zeros(0)], list[tuple[Block, Point]]()
-        steady: list[bool] = []
-        for block in unique_blocks(blocks):
-            plan, failures = self.plan(block, fingerprint)
-            if plan.surface is None and not failures:
-                self.surface(block, fingerprint)
-            if plan.surface is not None:
-                known = self._known(block, fingerprint, share)
-                surface = Surface(plan.surface.axes, known)
-                errors.append(held_out_errors(surface, plan.probes, known))
-                measured.append(np.array([known[point] for point in plan.probes]))
-                rows += [(block, point) for point in plan.probes]
-                found = self.store.measured(block.signature, fingerprint)
-                steady += [_is_steady(found[point], share) for point in plan.probes]
-        return HeldOutError.of(
-            np.concatenate(errors), np.concatenate(measured), tuple(rows), np.array(steady, dtype=bool)
-        )
+    def _in_range(self, block: Block, fingerprint: Fingerprint) -> dict[Point, BlockLatency]:
+        """Return the rows of a block's signature that lie within its widths."""
+        return {
+            point: row
+            for point, row in self.store.measured(block.signature, fingerprint).items()
+            if len(point) == len(block.grids)
+            and all(g[0] <= width <= g[-1] for g, width in zip(block.grids, point, strict=True))
+        }
 
     def close(self) -> None:
         """Close the file."""
@@ -259,52 +350,15 @@ class LatencyTable:
     ) -> None:
         self.close()
 
-    def _measure_run(self, backend: Backend, fingerprint: Fingerprint) -> None:
-        """Keep the run's own cost as a row, so that a prediction is a function of the file alone."""
-        ms = backend.run_overhead_ms()
-        if ms is not None and self.store.claim("one run", RUN_SIGNATURE, fingerprint, [()]) is not None:
-            self.store.write(RUN_SIGNATURE, fingerprint, {(): BlockLatency(Measurement(ms, ms, ms, 1, True))})
 
-    def _known(self, block: Block, fingerprint: Fingerprint, share: float) -> dict[Point, float]:
-        rows = self.store.measured(block.signature, fingerprint)
-        return {point: _weighed(latency, share) for point, latency in rows.items()}
-
-    def _wanted_ahead(self, block: Block, fingerprint: Fingerprint) -> tuple[Point, ...]:
-        """Plan on with guesses for what is not measured: in proportion to each width, from the largest known."""
-        rows = self.store.measured(block.signature, fingerprint)
-        known = {point: _weighed(latency, 0.0) for point, latency in rows.items()}
-        wanted: list[Point] = []
-        while True:
-            plan = plan_samples(block.grids, known, self.sampling, _seed(block.signature))
-            if not plan.wanted:
-                return tuple(wanted)
-            for point in plan.wanted:
-                top = max(rows, default=point)
-                scale = _weighed(rows[top], 0.0) / float(np.prod(top or (1,))) if rows else 1.0
-                known[point] = scale * float(np.prod(point or (1,)))
-                wanted.append(point)
-
-
-def _weighed(latency: BlockLatency, cold_share: float) -> float:
-    hot = latency.hot.median_ms
-    return hot if latency.cold is None else hot + cold_share * (latency.cold.median_ms - hot)
-
-
-def _noise(block: Block, point: Point, row: BlockLatency) -> float:
-    """Return how far a row in cache may be off, in ms: by its quartiles, and by how much sessions differ."""
-    within = (row.hot.q3_ms - row.hot.q1_ms) / 2
-    if row.cold is None:
-        return within
-    shares = [width / grid[-1] for width, grid in zip(point, block.grids, strict=True)]
-    size = min(block.weight_bytes * math.prod(shares) / _LUCK_BYTES, 1.0)
-    return max(within, _LUCK * size**2 * row.hot.median_ms)
+def _weighed(rows: Mapping[Point, BlockLatency], cold_share: float) -> dict[Point, float]:
+    return {
+        point: row.hot.median_ms + cold_share * (row.cold.median_ms - row.hot.median_ms if row.cold else 0.0)
+        for point, row in rows.items()
+    }
 
 
 def _is_steady(latency: BlockLatency, cold_share: float) -> bool:
     """Return whether those states were steady that count at this share."""
     cold = latency.cold is None or cold_share == 0 or latency.cold.stable
     return cold and (latency.hot.stable or (latency.cold is not None and cold_share == 1))
-
-
-def _seed(signature: str) -> int:
-    return int.from_bytes(hashlib.sha256(signature.encode()).digest()[:8], "big")

@@ -38,9 +38,12 @@ __all__ = ["Pruner", "Solve"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-#: Some costs are exact only near given counts. They are priced again around each choice, at most this often, until
-#: the choice lies within the target (but for rounding), and less than this share below it.
-_PRICINGS, _MISS, _OVER = 5, 0.011, 1e-9
+#: Some costs are exact only near given counts, and some are measured there. They are priced again around each choice,
+#: at most this often, until the choice lies within the target (but for rounding), and less than this share below it.
+_PRICINGS, _MISS, _OVER = 8, 0.011, 1e-9
+#: How far the price of a choice may be in doubt, as a share: while the target still falls, and of the last choices.
+#: Once measuring a choice has moved its price by less than the third, another round is not worth it.
+_PASSING, _LASTING, _MOVED = 0.02, 0.002, 0.005
 
 
 def _eager(method: _Method) -> _Method:
@@ -184,11 +187,14 @@ class Pruner:
 
     def check_target(self) -> None:
         """Raise `InfeasibleBudgetError` now if no permitted choice reaches the final target."""
-        if self.cost.cost(self.cost.smallest_counts) <= self.target:
+        cost = self.cost
+        if cost.cost(cost.smallest_counts) <= self.target:
             return  # good enough: with equal importances, searching for the best choice would take long
+        if cost.learn(cost.smallest_counts, _LASTING):
+            cost = cost.at(cost.smallest_counts)
         flat = torch.ones_like(self._state.gathered)
         try:
-            self._selector.best(flat, self.cost, self.target)
+            self._selector.best(flat, cost, self.target)
         except InfeasibleBudgetError as error:
             raise out_of_reach(
                 error, self._channels, self.cost.unit, self.full_cost, self.config.multiple
@@ -326,28 +332,33 @@ class Pruner:
         if permanent:
             importance = torch.where(self._state.keep, importance, torch.zeros_like(importance))
         cost = self.cost.at(self.counts)
+        moving = self._moving(step)
         found: list[Choice] = []
         for _ in range(_PRICINGS):
             if permanent:
                 cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
             try:
                 scheduled = self.schedule is not None
-                choice = self._selector.settled(
-                    importance, cost, target, self._moving(step), worth, scheduled
-                )
+                choice = self._selector.settled(importance, cost, target, moving, worth, scheduled)
             except InfeasibleBudgetError as error:
+                if self.cost.learn(cost.smallest_counts, _LASTING):  # guesses may put it out of reach
+                    cost = self.cost.at(cost.smallest_counts)
+                    continue
                 if found:
                     break
                 raise out_of_reach(
                     error, self._channels, self.cost.unit, self.full_cost, self.config.multiple
                 ) from error
-            counts = choice.allocation.counts
-            cost = self.cost.at(counts)
-            allocation = dataclasses.replace(choice.allocation, cost=cost.cost(counts))
-            found.append(dataclasses.replace(choice, allocation=allocation))
-            if cost is self.cost or -_MISS <= allocation.cost / target - 1 <= _OVER:
+            counts, guessed = choice.allocation.counts, self.cost.at(choice.allocation.counts)
+            learned = self.cost.learn(counts, _PASSING if moving else _LASTING)
+            cost = self.cost.at(counts) if learned else guessed
+            found.append(_at_price(choice, cost))
+            ms = found[-1].allocation.cost
+            settled = moving or not learned or abs(ms / guessed.cost(counts) - 1) <= _MOVED
+            if cost is self.cost or (settled and -_MISS <= ms / target - 1 <= _OVER):
                 return found[-1]
         # None is close enough: take the dearest within the target, or else the one that exceeds it least.
+        found = [_at_price(choice, self.cost.at(choice.allocation.counts)) for choice in found]
         return min(found, key=lambda c: (c.allocation.cost > target, abs(c.allocation.cost - target)))
 
     def _moving(self, step: int) -> bool:
@@ -369,3 +380,9 @@ class Pruner:
             weight = layer.tensor(self._model)
             with torch.no_grad():
                 weight.mul_(self._state.layer_mask(layer))
+
+
+def _at_price(choice: Choice, cost: NetworkCost) -> Choice:
+    """The choice, at what it costs by ``cost``."""
+    ms = cost.cost(choice.allocation.counts)
+    return dataclasses.replace(choice, allocation=dataclasses.replace(choice.allocation, cost=ms))

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from smcp_fx.allocation import allocate
 from smcp_fx.errors import InfeasibleBudgetError
-from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.cost import LatencyCost, latency_of
+from smcp_fx.latency.rounds import measure_for_targets
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning.pruner import Pruner
 from smcp_fx.recipes.recipe import Recipe
@@ -102,6 +103,9 @@ def print_plan(
 ) -> None:
     """Print the whole plan of a pruning run; `InfeasibleBudgetError` where its target is out of reach."""
     pruner, schedule = prepared.pruner, timeline.schedule
+    priced = latency_of(pruner.cost)
+    if priced is not None:  # a table that is carried elsewhere cannot be asked there
+        measure_for_targets(priced, (pruner.target / pruner.full_cost,))
     unit, full, final = pruner.cost.unit, pruner.full_cost, pruner.target
     _print_run(timeline, console)
     _say(

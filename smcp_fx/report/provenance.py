@@ -48,7 +48,7 @@ def _certainty(report: Report) -> list[tuple[str, str]]:
     points = number(table.held_out_points)
     rows.append(
         (
-            "table's error at points it does not rest on",
+            "how far rows are from what others predict",
             f"median {percent(table.held_out_median)}, 95th percentile {percent(table.held_out_p95)}, "
             f"of {count(points)} points"
             if points
@@ -67,6 +67,13 @@ def _certainty(report: Report) -> list[tuple[str, str]]:
     if correction is not None:
         rows.append(("correction of the table by an engine, before masks were fixed", f"× {correction:.3f}"))
     return rows
+
+
+def _rows_taken(table: TableFacts) -> str:
+    """What measuring rows took, as far as it is known."""
+    if number(table.seconds) is None:
+        return ""
+    return f" in {table.seconds:.0f} s: {count(table.for_solves)} for solves; {count(table.repeated)} repetitions"
 
 
 def _described(fingerprint: Mapping[str, Any]) -> str:
@@ -100,8 +107,8 @@ def _run(report: Report) -> list[tuple[str, str]]:
         rows.append(
             (
                 "table's rows",
-                f"{count(table.rows)}; this run measured {count(table.measured)} and reused "
-                f"{count(table.reused)}",
+                f"{count(table.rows)}; this run measured {count(table.measured)} and reused {count(table.reused)}"
+                + _rows_taken(table),
             )
         )
     return rows

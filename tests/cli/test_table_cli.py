@@ -163,11 +163,31 @@ def test_what_is_wanted_goes_out_with_its_networks(
     file, folder = tmp_path / "todo.csv", tmp_path / "onnx"
     flags = ["--wanted", "--model", model, "--input-size", "16", "--device", "another", "--onnx", str(folder)]
     assert main(["export", str(table), str(file), *flags]) == 0
-    assert "4 rows to measure" in said(capsys)
+    count = len(rows(table)) - 1  # but for a run's own cost
+    assert f"{count} rows to measure" in said(capsys)
     lines = file.read_text().splitlines()
-    assert len(lines) == 5
+    assert len(lines) == count + 1
     assert all('""device"": ""another""' in line for line in lines[1:])
-    assert sorted(p.name.split("_")[0] for p in folder.iterdir()) == ["00002", "00003", "00004", "00005"]
+    numbers = sorted(int(p.name.split("_")[0]) for p in folder.iterdir())
+    assert numbers == list(range(2, count + 2))
+    # what prunings to a target rest on goes out in rounds, the first of few rows a block
+    assert main(["export", str(table), str(file), *flags[:-2], "--targets", "0.5"]) == 0
+    assert 4 <= len(file.read_text().splitlines()) - 1 < count
+
+
+def test_measure_for_targets_asks_for_fewer_rows_and_ends(
+    model: str, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = tmp_path / "few.sqlite"
+    assert main(measuring(model, few, "--targets", "0.6,0.3")) == 0
+    found = rows(few)
+    assert 4 < len(found) < len(rows(table))
+    assert main(["check", str(few), "--model", model, "--input-size", "16"]) in (0, 1)
+    assert "missing" not in said(capsys)
+    assert main(measuring(model, few, "--targets", "0.6,0.3", "--shard", "1/2")) == 2
+    assert "leave --shard out" in said(capsys)
+    with pytest.raises(SystemExit):
+        main(measuring(model, few, "--targets", "1.5"))
 
 
 #: ``smcp-table`` on a machine that is taken for quiet, as it is in every test's own process.

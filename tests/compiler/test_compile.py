@@ -345,7 +345,10 @@ def test_a_table_of_another_device_is_refused_or_used_as_it_is(
     assert main(arguments(f"{model_file}:build", tmp_path / "first", *flags, "--allow-missed")) == 0
     rows = tmp_path / "rows.json"
     assert table_main(["export", str(tmp_path / "table.sqlite"), str(rows)]) == 0
-    device = json.loads((tmp_path / "first" / "report.json").read_text())["backend"]["device"]
+    told = json.loads((tmp_path / "first" / "report.json").read_text())
+    device, facts = told["backend"]["device"], told["table"]
+    assert facts["measured"] + 1 == facts["rows"]  # and a run's own cost
+    assert 0 <= facts["for_solves"] < facts["measured"] and facts["seconds"] > 0
     rows.write_text(rows.read_text().replace(json.dumps(device), '"a toaster"'))
     other = tmp_path / "toaster.sqlite"
     assert table_main(["import", str(rows), str(other)]) == 0

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_latencies import FakeBackend, FakeBlock, cliffs, conv, grid
 
 from smcp_fx.backends.base import BlockLatency, Measurement
 from smcp_fx.errors import MachineBusyError, TableError
-from smcp_fx.latency.filling import MeasuringProgress
+from smcp_fx.latency.progress import MeasuringProgress
+from smcp_fx.latency.sampling import rows_of_all
 from smcp_fx.latency.table import LatencyTable
 
 
@@ -123,9 +125,7 @@ def test_a_machine_that_becomes_busy_ends_measuring_and_the_rows_so_far_are_kept
         assert all(row.latency is not None for row in table.rows())  # none is marked as failed
         backend.busy = lambda n: False
         table.measure([block], backend)
-        assert (
-            len(set(backend.log)) == len(backend.log) - 1
-        )  # none was lost, and a run's own cost asked for twice
+        assert len(set(backend.log)) == len(backend.log)  # none was lost
         table.surface(block, backend.fingerprint())
 
 
@@ -247,24 +247,6 @@ def test_each_state_of_a_row_is_that_of_its_calmer_measurement(tmp_path):
         assert set(table.store.measured("{}", backend.fingerprint()).values()) == {found(1, True, 2, True)}
 
 
-def test_rows_that_a_calmer_though_unsteady_measurement_makes_necessary_are_measured(tmp_path):
-    """All are unsteady; what is measured first is a straight line, and what is measured again has cliffs."""
-    block = conv()
-
-    class Changing(FakeBackend):
-        def block_latency(self, block, widths, config=None):
-            again = (block.name, widths) in self.log
-            ms = super().block_latency(block, widths).hot.median_ms if again else 1e-3 * sum(widths)
-            self.log.append((block.name, widths))
-            return BlockLatency(Measurement(ms, ms, (1.01 if again else 1.02) * ms, 3, stable=False))
-
-    with LatencyTable(tmp_path / "t.sqlite") as table:
-        backend = Changing()
-        report = table.measure([block], backend)
-        surface = table.surface(block, backend.fingerprint())
-        assert {point for _, point, _ in report.unstable} >= set(surface.points)
-
-
 def test_unsteady_rows_of_earlier_calls_are_measured_again_when_asked_for_and_the_steady_stand(tmp_path):
     block = conv()
     busy, calm = Moments(lambda n: (1.5, 0.01, n % 2 > 0, 1.0)), FakeBackend()
@@ -293,7 +275,6 @@ def test_unsteady_rows_that_no_price_rests_on_are_not_told(tmp_path):
 
 
 def test_a_table_is_complete_at_every_moment_in_which_rows_are_measured_again(tmp_path):
-    """What sampling wants because of a better row is there before that row is."""
     block = conv()
 
     class Changing(FakeBackend):
@@ -312,35 +293,7 @@ def test_a_table_is_complete_at_every_moment_in_which_rows_are_measured_again(tm
         assert table.measure([block], backend).unstable == ()
         assert prices
         rows = table.store.measured(block.signature, backend.fingerprint())
-        for point in table.plan(block, backend.fingerprint())[0].used:
-            assert rows[point].hot.median_ms == cliffs(*point)
-
-
-def test_a_failure_that_sampling_no_longer_asks_for_is_none(tmp_path):
-    """A row misleads the sampling into asking for others, of which one crashes; measured again, it does not."""
-    block = FakeBlock("b", "{}", (grid(256),))
-
-    class Misled(FakeBackend):
-        def block_latency(self, block, widths, config=None):
-            again = (block.name, widths) in self.log
-            found = super().block_latency(block, widths)
-            if widths == (192,) and not again:
-                return BlockLatency(Measurement(900.0, 900.0, 900.0, 3, stable=False))
-            return found
-
-    with LatencyTable(tmp_path / "t.sqlite") as table:
-        straight = FakeBackend()
-        table.measure([block], straight)
-        asked = {widths for _, widths in straight.log}
-    with LatencyTable(tmp_path / "u.sqlite") as table:
-        misled = Misled()
-        table.measure([block], misled)
-        only_misled = {widths for _, widths in misled.log} - asked
-        assert only_misled
-    with LatencyTable(tmp_path / "v.sqlite") as table:
-        backend = Misled(fails_at=min(only_misled))
-        assert table.measure([block], backend).failed == ()
-        table.surface(block, backend.fingerprint())
+        assert all(row.hot.median_ms == cliffs(*point) for point, row in rows.items())
 
 
 def test_a_measurement_in_a_slower_state_of_the_core_replaces_none(tmp_path):
@@ -363,3 +316,51 @@ def test_of_two_unsteady_measurements_of_a_row_the_calmer_stands(tmp_path):
         assert report.repeated == 1
         assert [spread for *_, spread in report.unstable] == [pytest.approx(0.3)]
         assert len(first.log) == 3
+
+
+class Outliers(FakeBackend):
+    """Gives some rows ``factors``, one a measurement of the row, and is right after the last."""
+
+    def __init__(self, factors: dict[tuple[int, ...], list[float]]) -> None:
+        super().__init__(latency=lambda x, y: 0.1 + 1e-4 * x * y)
+        self.left = {point: list(each) for point, each in factors.items()}
+
+    def block_latency(self, block, widths, config=None):
+        hot = super().block_latency(block, widths).hot
+        factor = self.left[widths].pop(0) if self.left.get(widths) else 1.0
+        return BlockLatency(replace(hot, median_ms=factor * hot.median_ms))
+
+
+@pytest.mark.parametrize("factor", [0.001, 0.4, 2.0])
+def test_a_row_unlike_the_others_is_measured_again(tmp_path, factor):
+    """Steady, and wrong: the repetition does not confirm it, and the middle one of three counts."""
+    point = (128, 128)
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        backend = Outliers({point: [factor]})
+        report = table.measure([conv()], backend)
+        rows = table.store.measured(conv().signature, backend.fingerprint())
+        assert all(row.hot.median_ms == pytest.approx(backend.latency(*p)) for p, row in rows.items())
+        assert 2 <= report.repeated <= 6
+
+
+def test_a_row_unlike_the_others_that_repeats_stands(tmp_path):
+    """A cliff of the runtime: it is asked for once more, and nothing around it is measured for it."""
+    point = (128, 128)
+    with LatencyTable(tmp_path / "a.sqlite") as a, LatencyTable(tmp_path / "b.sqlite") as b:
+        smooth, cliff = Outliers({}), Outliers({point: [1.7] * 9})
+        first, second = a.measure([conv()], smooth), b.measure([conv()], cliff)
+        assert (first.measured, first.repeated) == (second.measured, 0)
+        row = b.store.measured(conv().signature, cliff.fingerprint())[point]
+        assert row.hot.median_ms == pytest.approx(1.7 * smooth.latency(*point))
+        assert cliff.log.count(("conv", point)) == 2
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.3])
+def test_noise_asks_for_no_more_rows(tmp_path, noise):
+    """Rows that repeat differently, as on a busy machine: as many of them, and as few."""
+    rng = np.random.default_rng(0)
+    backend = Moments(lambda n: (rng.lognormal(0, noise), 0.05, True, 1.0))
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        report = table.measure([conv()], backend)
+        assert {point for _, point in backend.log} == set(rows_of_all(conv().grids, ()))
+        assert report.measured == len(rows_of_all(conv().grids, ()))

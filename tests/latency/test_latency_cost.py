@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import FrozenInstanceError, replace
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,9 @@ from fake_latencies import FakeBackend, network, smooth
 from torch import nn
 
 import smcp_fx
-from smcp_fx.errors import TableError
+from smcp_fx.errors import MachineBusyError, TableError
 from smcp_fx.latency.cost import LatencyCost, latency_of
-from smcp_fx.latency.network import NetworkLatency
+from smcp_fx.latency.network import SURE, NetworkLatency
 from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.prepare import PreparedModel
@@ -231,10 +232,132 @@ def test_two_models_on_one_cost_keep_their_own_prices(tmp_path: Path) -> None:
         assert [b.name for b in latency(shared).blocks] == [b.name for b in latency(own).blocks]
 
 
-def test_a_bound_latency_does_not_change(tmp_path: Path) -> None:
-    found = bound(tmp_path)
-    with pytest.raises(FrozenInstanceError):
-        found.residency = RISING  # type: ignore[misc]
+def pruned(tmp_path: Path, fraction: float, backend: FakeBackend, **options: object) -> PreparedModel:
+    """A network pruned to a fraction of its latency, in one solve; its table began empty."""
+    rows = LatencyCost(LatencyTable(tmp_path / "t.sqlite"), backend, residency=RISING, **options)  # type: ignore[arg-type]
+    inputs = torch.randn(2, 3, 12, 12)
+    prepared = smcp_fx.prepare(network(), inputs, target=fraction, cost=rows)
+    prepared(inputs).square().sum().backward()
+    prepared.pruner.step()
+    prepared.pruner.solve()
+    return prepared
+
+
+def rows_at(cost: NetworkLatency, counts: dict[str, int]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(b.signature, tuple(width.channels(counts) for width in b.widths)) for b in cost.blocks]
+
+
+@pytest.mark.parametrize("fraction", [0.7, 0.4, 0.25])
+def test_the_chosen_network_s_rows_are_measured(tmp_path: Path, fraction: float) -> None:
+    """Cliffs and all: its price is the sum of what was measured, and few rows were."""
+
+    def latency_of_block(*widths: int) -> float:
+        rounded = [-(-width // 16) * 16 for width in widths]
+        return 0.002 + 1e-4 * math.prod(rounded) / (1 if len(widths) == 2 else 10)
+
+    backend = FakeBackend(latency=latency_of_block)
+    prepared = pruned(tmp_path, fraction, backend)
+    cost, counts = latency(prepared), prepared.pruner.counts
+    truth = sum(latency_of_block(*widths) for _, widths in rows_at(cost, counts))
+    measured = {(row.signature, row.widths) for row in cost.table.rows()}
+    unmeasured = [row for row in rows_at(cost, counts) if row not in measured]
+    assert sum(latency_of_block(*widths) for _, widths in unmeasured) < 0.02 * truth
+    assert cost.latency(counts) == pytest.approx(truth, rel=2e-3)
+    assert prepared.pruner.present_cost <= (1 + 1e-9) * prepared.pruner.target
+    for name, count in counts.items():  # nothing wider fits
+        wider = {**counts, name: count // 16 * 16 + 16}
+        true = sum(latency_of_block(*widths) for _, widths in rows_at(cost, wider))
+        assert wider[name] > cost.full_counts[name] or true > prepared.pruner.target
+    assert len(measured) <= 45
+    assert cost.report is not None and cost.report.measured == len(measured)
+
+
+def test_a_choice_that_wins_by_a_guess_has_it_measured_first(tmp_path: Path) -> None:
+    """Where rows to begin with promise a straight line, counts in its middle cost four times as much."""
+
+    def trap(*widths: int) -> float:
+        between = len(widths) == 2 and widths[1] in (40, 48, 56) and widths[0] == 32
+        return smooth(*widths) * (4.0 if between else 1.0)
+
+    prepared = pruned(tmp_path, 0.6, FakeBackend(latency=trap))
+    cost, counts = latency(prepared), prepared.pruner.counts
+    true = sum(trap(*widths) for _, widths in rows_at(cost, counts))
+    full = sum(trap(*widths) for _, widths in rows_at(cost, cost.full_counts))
+    assert true <= 0.603 * full
+
+
+def test_a_frozen_table_never_measures(tmp_path: Path) -> None:
+    """Neither one that was told not to, nor another device's: choices rest on what is there."""
+    backend = FakeBackend(latency=smooth)
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        cost = LatencyCost(table, backend)
+        smcp_fx.prepare(network(), torch.randn(2, 3, 12, 12), cost=cost)
+    begun = len(backend.log)
+    assert len({point for _, point in backend.log}) < 40
+    for options in ({"measure": False}, {"fingerprint": backend.fingerprint()}):
+        here = FakeBackend(latency=smooth) if "measure" in options else FakeBackend(device="here")
+        prepared = pruned(tmp_path, 0.6, here, **options)
+        assert here.log == [] and latency(prepared).report is None
+        assert 0.985 <= prepared.pruner.present_cost / prepared.pruner.target <= 1 + 1e-9
+    with LatencyTable(tmp_path / "t.sqlite", read_only=True) as table:
+        assert len(table.rows()) == begun
+        cost = LatencyCost(table, FakeBackend(latency=smooth), measure=False)
+        smcp_fx.prepare(network(), torch.randn(2, 3, 12, 12), cost=cost)
+
+
+def test_solves_of_a_ramp_ask_for_fewer_rows_than_the_last(tmp_path: Path) -> None:
+    """What a passing choice costs may stay in doubt; the last one's may not."""
+    backend = FakeBackend(latency=smooth)
+    rows = LatencyCost(LatencyTable(tmp_path / "t.sqlite"), backend, residency=RISING)
+    schedule = smcp_fx.Schedule.scaled(90, 1, 1)
+    inputs = torch.randn(2, 3, 12, 12)
+    prepared = smcp_fx.prepare(network(), inputs, target=0.6, cost=rows, schedule=schedule)
+    begun = len(backend.log)
+    optimiser = torch.optim.SGD(prepared.parameters(), 1e-6)
+    for _ in range(schedule.last_step):
+        prepared(inputs).square().sum().backward()
+        prepared.pruner.step()
+        optimiser.step()
+        optimiser.zero_grad()
+    cost, counts = latency(prepared), prepared.pruner.counts
+    truth = sum(smooth(*widths) for _, widths in rows_at(cost, counts))
+    assert cost.latency(counts) == pytest.approx(truth, rel=2e-3)
+    assert len(backend.log) - begun < len(prepared.pruner.history)
+    assert cost.lacking(counts, 0.002) == []
+
+
+def test_a_machine_that_becomes_busy_stops_what_lasts_and_not_what_passes(tmp_path: Path) -> None:
+    class Busy(FakeBackend):
+        busy = False
+
+        def require_quiet(self) -> None:
+            if self.busy:
+                raise MachineBusyError("others have the cores")
+
+    backend = Busy(latency=lambda *widths: 0.01 + 1e-4 * math.prod(widths) ** 1.3)
+    rows = LatencyCost(LatencyTable(tmp_path / "t.sqlite"), backend, residency=RISING)
+    cost = latency(smcp_fx.prepare(network(), torch.randn(2, 3, 12, 12), cost=rows))
+    backend.busy, counts = True, {"0": 24, "2": 40, "4": 24}
+    assert cost.lacking(counts, 0.02)
+    before = cost.latency(counts)
+    assert cost.learn(counts, 0.02) is False and cost.latency(counts) == before
+    with pytest.raises(MachineBusyError, match="others have the cores"):
+        cost.learn(counts, SURE)
+
+
+def test_a_target_that_guesses_put_out_of_reach_is_measured_before_it_is_refused(tmp_path: Path) -> None:
+    """The narrowest network is far faster than rows to begin with let expect."""
+
+    def cheap(*widths: int) -> float:
+        return smooth(*widths) * (0.02 if max(widths) <= 8 else 1.0)
+
+    rows = LatencyCost(LatencyTable(tmp_path / "t.sqlite"), FakeBackend(latency=cheap), residency=RISING)
+    prepared = smcp_fx.prepare(network(), torch.randn(2, 3, 12, 12), target=0.1, cost=rows)
+    cost = latency(prepared)
+    guessed = cost.latency(cost.around(cost.full_counts).smallest_counts) / cost.latency(cost.full_counts)
+    prepared.pruner.check_target()
+    known = cost.latency(cost.around(cost.full_counts).smallest_counts) / cost.latency(cost.full_counts)
+    assert known < 0.1 < guessed
 
 
 def test_what_a_run_costs_is_kept_with_the_table(tmp_path: Path) -> None:

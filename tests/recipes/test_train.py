@@ -233,7 +233,8 @@ def test_a_latency_table_is_measured_used_and_needed(
     assert rows > 10
     assert main([*common, "--data", str(folder), "--out", str(tmp_path / "run")]) == 0
     record = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert len(smcp_fx.LatencyTable(table).rows()) == rows
+    known = len(smcp_fx.LatencyTable(table).rows())
+    assert rows <= known < 2 * rows  # solves ask for what they lack
     share = record["values"]["predicted_ms"] / record["dense"]["predicted_ms"]
     assert 0.4 < share <= 0.5 + 1e-9
     for part in ("values", "dense"):
@@ -247,6 +248,7 @@ def test_a_latency_table_is_measured_used_and_needed(
     capsys.readouterr()
     assert main([*common, "--threads", "3", "--dry-run"]) == 0
     assert ", 1 thread," in capsys.readouterr().out
+    assert len(smcp_fx.LatencyTable(table).rows()) == known
     assert main([*common, "--threads", "3", "--dry-run", "--set", "size=48"]) == 2
     assert "is not measured" in words(capsys.readouterr().err)
 

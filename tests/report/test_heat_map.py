@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 from fake_latencies import FakeBackend, network, smooth
@@ -100,9 +101,14 @@ def test_surfaces_of_a_network_are_its_tables_prices(tmp_path: Path) -> None:
     assert inner.chosen == (16, 40)
     assert inner.full == (32, 64)
     xs, ys = (axis.values for axis in inner.axes)
+    block = next(block for block in latency.blocks if block.name == "2")
+    prices = latency.surfaces(0.5)[block.signature, block.grids]
+    assert all(
+        float(prices(*map(np.array, point))) == pytest.approx(2 * smooth(*point)) for point in inner.measured
+    )
     for i, x in enumerate(xs):
         for j, y in enumerate(ys):
-            assert inner.ms[i][j] == pytest.approx(2 * smooth(x, y), rel=0.05)
+            assert inner.ms[i][j] == pytest.approx(float(prices(np.array(x), np.array(y))))
     assert [16, 40] in [[x, y] for x in xs for y in ys]
     page = render_page(Report(model="m", surfaces=tuple(found.values())))
     assert "Latency by channels" in page

@@ -42,7 +42,7 @@ def test_page_is_well_formed_and_tells_the_figures(real: Report) -> None:
         *(
             "at least 98.6 % of the importance",
             "pruned.onnx",
-            "790 and reused 22",
+            "790 and reused 22 in 61 s: 41 for solves; 17 repetitions",
             "rows in use that are unsteady 5",
         ),
     ):

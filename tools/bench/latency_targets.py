@@ -40,8 +40,8 @@ PAIRS = (
 MET = 0.03
 #: The comparison in a new process.
 COMPARE = CompareConfig(error=0.005, longest_seconds=10.0)
-#: A few steps of training, to get importances.
-TRAIN, EPOCHS, EVERY, IMAGES = 4, 2, 2, 48
+#: What channels are chosen by.
+IMAGES = 48
 #: Seconds between two tries on a machine that is too busy; and how often a run may refuse its table.
 WAIT, REFUSALS = 20.0, 5
 _NETWORK = """
@@ -86,8 +86,8 @@ def sought(model: str, setting: str, asked: float, rows: Path) -> dict[str, Any]
         file, out = Path(folder) / "network.py", Path(folder) / "out"
         file.write_text(_NETWORK.format(model=model, images=IMAGES, side=side))
         settings = CompileSettings(
-            model=f"{file}:network", data=f"{file}:data", target=str(asked), batch=batch, train_batch=TRAIN,
-            dense_epochs=0, epochs=EPOCHS, every=EVERY, lr=1e-3, table=str(rows), out=str(out),
+            model=f"{file}:network", data=f"{file}:data", target=str(asked), batch=batch, dense_epochs=0,
+            epochs=0, table=str(rows), out=str(out),
         )  # fmt: skip
         report = compile_model(settings, PruningConfig(), Console(quiet=True))
         tried = json.loads((out / "state" / "comparisons.json").read_text())

@@ -196,8 +196,8 @@ class Bench:
         self.prepared = smcp_fx.prepare(copy.deepcopy(self.model).cpu(), (x,), cost=cost)
         self.cost = latency_of(self.prepared.pruner.cost)
         assert self.cost is not None
-        report = self.cost.report
-        assert report is not None
+        report = table.measure(self.cost.blocks, self.backend, lambda state: self.watch(state, found))
+        self.cost.read()
         error = table.held_out_error(self.cost.blocks, self.backend.fingerprint())
         found |= {
             "complete": True, "blocks": len(self.cost.blocks), "rows": report.measured, "reused": report.reused,

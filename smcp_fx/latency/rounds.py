@@ -1,0 +1,58 @@
+"""The rows that prunings of a network rest on, while nothing is known of its channels' importances.
+
+A device where every question takes long is asked in rounds: first for the rows that prices begin with, then for those
+that the network at a target would rest on if all channels of a group were worth the same, until there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from smcp_fx.allocation import allocate
+from smcp_fx.blocks.fused import FusedBlock
+from smcp_fx.errors import InfeasibleBudgetError
+from smcp_fx.latency.network import SURE, NetworkLatency
+
+#: Keeping a share s of a group is worth s to this power, as with the default `PruningConfig.width_exponent`.
+_POWER = 0.1
+#: So often a choice is priced again, until it is within this share below its target.
+_PRICINGS, _MISS = 5, 0.01
+
+
+def rows_for_targets(
+    latency: NetworkLatency, targets: Sequence[float]
+) -> list[tuple[FusedBlock, tuple[int, ...]]]:
+    """Return the rows to measure next for prunings to these fractions of the dense latency."""
+    found = {
+        (block.signature, point): (block, point)
+        for target in targets
+        for block, point in latency.lacking(_counts_at(latency, target), SURE)
+    }
+    return list(found.values())
+
+
+def measure_for_targets(latency: NetworkLatency, targets: Sequence[float], rounds: int = 8) -> None:
+    """Measure them, round by round, until there are none or so many rounds are over."""
+    for _ in range(rounds):
+        if not latency.take(rows_for_targets(latency, targets)):
+            return
+
+
+def _counts_at(latency: NetworkLatency, target: float) -> dict[str, int]:
+    counts = latency.full_counts
+    budget = target * latency.latency(counts)
+    for _ in range(_PRICINGS):
+        cost = latency.around(counts)
+        values = {
+            name: allowed[-1] * (np.array(allowed) / allowed[-1]) ** _POWER
+            for name, allowed in cost.permitted.items()
+        }
+        try:
+            counts = allocate(values, cost, budget).counts
+        except InfeasibleBudgetError:
+            return cost.smallest_counts
+        if -_MISS <= latency.latency(counts) / budget - 1 <= 0:
+            break
+    return counts
