@@ -173,7 +173,7 @@ def test_a_tensor_in_the_place_of_a_number_is_told_and_not_printed(
     edit_manifest(saved, edit)
     monkeypatch.setattr(torch.Tensor, "__repr__", printed)
     with pytest.raises(
-        CheckpointError, match=f"'stem': {'a tuple of tensors' if pair else 'a tensor'} is no value"
+        CheckpointError, match=f"'stem': {'a tuple of tensors' if pair else 'a tensor'} is not a value"
     ):
         load(saved)
 
