@@ -79,8 +79,11 @@ class Constants:
         """What a convolution or linear writes when it reads nothing."""
         shape = [1] * len(layer.out_shape)
         shape[layer.axis] = layer.output_channels.numel()
-        weight = held(self.module, layer.weight)
-        bias = weight.new_zeros(shape) if layer.bias is None else held(self.module, layer.bias)
+        try:
+            weight = held(self.module, layer.weight)
+            bias = weight.new_zeros(shape) if layer.bias is None else held(self.module, layer.bias)
+        except AttributeError:  # computed, and not folded yet
+            raise NoValueError from None
         assert isinstance(bias, Tensor)
         return bias.detach().reshape(shape).clone()
 

@@ -8,7 +8,7 @@ import models_weights
 import pytest
 import torch
 import torch.nn.functional as F
-from models import random_masks, randomise, run
+from models import check_slicing, random_masks, randomise, run
 from tolerances import assert_close
 from torch import Tensor, nn
 
@@ -108,3 +108,8 @@ def test_a_frozen_weight_stays_frozen() -> None:
     prepared = smcp_fx.prepare(model, IMAGE, config=CONFIG)
     converted = smcp_fx.convert(prepared)
     assert not converted.mid.weight.requires_grad and converted.stem.weight.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["slimmable", "factors_of_a_weight", "weight_norm_by_hook"])
+def test_layer_pruning_of_networks_that_compute_weights(kind: str) -> None:
+    check_slicing(getattr(models_weights, kind)(), (IMAGE,), seeds=(0, 1), layer_pruning=True)
