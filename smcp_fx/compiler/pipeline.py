@@ -48,6 +48,9 @@ from smcp_fx.zoo.models import FittedModel, example_images, load_model
 from smcp_fx.zoo.pretrained import preprocessing_of, pretrained_weights
 from smcp_fx.zoo.weights import read_weights
 
+#: What only masks that are learnt while training heed.
+_LEARNT = ("mask", "momentum", "memory", "tolerance")
+
 
 def compile_model(
     settings: CompileSettings, config: PruningConfig | None = None, console: Console | None = None
@@ -57,9 +60,12 @@ def compile_model(
     Raises the library's errors for whatever does not fit; what was finished stays in ``--out`` and a run with
     ``resume`` goes on from there.
     """
-    if config is not None and config.mask != "soft" and not settings.masks:
-        raise InputError(f"--mask {config.mask} is of masks that are learnt: give --prune during, too")
-    run = _Compilation(placed(settings), config or PruningConfig(), console or Console())
+    config, usual = config or PruningConfig(), PruningConfig()
+    for name in _LEARNT:
+        if getattr(config, name) != getattr(usual, name) and not settings.masks:
+            given = f"--{name} {getattr(config, name)}"
+            raise InputError(f"{given} is of masks that are learnt: give --prune during, too")
+    run = _Compilation(placed(settings), config, console or Console())
     return run.go()
 
 

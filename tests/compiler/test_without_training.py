@@ -109,6 +109,7 @@ def test_who_teaches(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--data", "images:images", "--prune", "during"), "images without labels train only"),
         (("--data", "images:images", "--taught", "0"), "images without labels train only"),
         (("--mask", "permanent"), "--mask permanent is of masks that are learnt: give --prune during"),
+        (("--memory", "0.5"), "--memory 0.5 is of masks that are learnt: give --prune during"),
         (("--taught", "1.5"), "--taught must be a share"),
         (("--warmup", "1"), "--warmup is of soft masks: give --prune during"),
         (("--epochs", "0", "--prune", "during", "--every", "1"), "--every is of soft masks"),
