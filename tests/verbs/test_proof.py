@@ -190,3 +190,19 @@ def test_a_model_that_is_not_the_same_twice_is_not_held_against_itself() -> None
 
     model = nn.Sequential(network(), Restless())
     assert smcp_fx.prepare(model, IMAGE, config=CONFIG).channels.free_share == 1.0
+
+
+class ChannelsLast(nn.LayerNorm):
+    """A layer norm over channels, computed otherwise once prepared."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def test_means_that_are_zero_but_for_rounding_are_no_fault() -> None:
+    """A batch norm behind another's channels gathers means of about 1e-17, of which no digit is the same."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), ChannelsLast(16), nn.GELU(), nn.BatchNorm2d(16),
+        nn.Conv2d(16, 32, 1, bias=False), nn.BatchNorm2d(32), nn.GELU(), nn.Conv2d(32, 4, 1),
+    )  # fmt: skip
+    assert smcp_fx.prepare(model, torch.randn(1, 3, 8, 8)).channels.free_share == 1
