@@ -21,6 +21,7 @@ from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.rewrite_constants import rewrite_graph
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.masking import META, Constant, mark_of
+from smcp_fx.tracing.values import canonical_names
 
 
 class SliceChannels(GraphPass):
@@ -158,13 +159,10 @@ def _slice_parameters(module: nn.Module, indices: dict[str, dict[int, Tensor]]) 
 
 def _owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """Every place a tensor is held, under its first name (shared tensors have several places)."""
-    first: dict[int, str] = {}
     owners: dict[str, list[tuple[nn.Module, str]]] = {}
-    for kind in ("named_parameters", "named_buffers"):
-        for name, tensor in getattr(module, kind)(remove_duplicate=False):
-            path, _, attribute = name.rpartition(".")
-            canonical = first.setdefault(id(tensor), name)
-            owners.setdefault(canonical, []).append((module.get_submodule(path), attribute))
+    for name, canonical in canonical_names(module).items():
+        path, _, attribute = name.rpartition(".")
+        owners.setdefault(canonical, []).append((module.get_submodule(path), attribute))
     return owners
 
 

@@ -27,7 +27,7 @@ from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import describe, may_be_operand, operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
-from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, held
+from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, canonical_names, held
 
 Rule = Callable[["Propagation", Call], Any]
 
@@ -70,7 +70,7 @@ class Propagation:
             self.trail.origins = dict(earlier[0].origins)
             self.trail.count = earlier[0].count
             self._seen = earlier[1]
-        self._names = _canonical_names(module)
+        self._names = canonical_names(module)
         self._views: dict[str, tuple[str, Dims]] = {}  # nodes that move a weight's dimensions
         for view in weight_views(module).values():
             places = zip(view.chain, view.dims, strict=True)
@@ -394,15 +394,3 @@ def _is_plain_slice(node: fx.Node) -> bool:
         return False
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     return all(part is Ellipsis or (isinstance(part, slice) and part.step is None) for part in index)
-
-
-def _canonical_names(module: nn.Module) -> dict[str, str]:
-    names: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for pairs in (
-        module.named_parameters(remove_duplicate=False),
-        module.named_buffers(remove_duplicate=False),
-    ):
-        for name, tensor in pairs:
-            names[name] = first.setdefault(id(tensor), name)
-    return names

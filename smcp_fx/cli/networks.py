@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smcp_fx.backends.tensorrt.options import EngineSettings
@@ -39,18 +40,43 @@ def fractions(text: str) -> tuple[float, ...]:
     return found
 
 
+@dataclass(frozen=True)
+class Network:
+    """The network that the options name, its channels and its blocks."""
+
+    traced: Traced
+    channels: ChannelGraph
+    blocks: list[FusedBlock]
+
+    def latency(
+        self, table: LatencyTable, fingerprint: Fingerprint, measurer: Measurer | None = None
+    ) -> NetworkLatency:
+        """Return its latency by the rows of a table; without a ``measurer``, as if its weights were in cache."""
+        from smcp_fx.latency.network import NetworkLatency
+        from smcp_fx.latency.residency import Residency
+
+        here = Residency(math.inf) if measurer is None else Residency.of_cache(measurer.backend.cache_bytes())
+        return NetworkLatency.bind(
+            self.traced, self.channels, self.blocks, table, fingerprint, here, measurer
+        )
+
+
 def wanted_of(
-    arguments: argparse.Namespace, blocks: Sequence[Block], table: LatencyTable, fingerprint: Fingerprint
+    network: Network,
+    targets: Sequence[float] | None,
+    blocks: Sequence[Block],
+    table: LatencyTable,
+    fingerprint: Fingerprint,
 ) -> list[tuple[Block, tuple[tuple[int, ...], ...]]]:
-    """Return the rows of ``blocks`` to measure next on another device, block by block."""
+    """Return the rows of ``blocks``, some of the network's, to measure next on another device, block by block."""
     from smcp_fx.latency.rounds import rows_for_targets
 
-    wanted = table.wanted(blocks, fingerprint, whole=not arguments.targets)
-    if wanted or not arguments.targets:
+    wanted = table.wanted(blocks, fingerprint, whole=not targets)
+    if wanted or not targets:
         return wanted
-    latency, mine = latency_of_network(arguments, table, fingerprint), {block.signature for block in blocks}
+    latency, mine = network.latency(table, fingerprint), {block.signature for block in blocks}
     rows: dict[str, tuple[Block, list[tuple[int, ...]]]] = {}
-    for block, point in rows_for_targets(latency, arguments.targets):
+    for block, point in rows_for_targets(latency, targets):
         if block.signature in mine:
             rows.setdefault(block.signature, (block, []))[1].append(point)
     return [(block, tuple(points)) for block, points in rows.values()]
@@ -82,13 +108,12 @@ def backend_of(arguments: argparse.Namespace) -> Backend:
 
 def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
     """Return the blocks of the network that the options name."""
+    return network_of(arguments).blocks
+
+
+def network_of(arguments: argparse.Namespace) -> Network:
+    """Return the network that the options name."""
     from smcp_fx.blocks.cutting import cut
-
-    return cut(*network_of(arguments))
-
-
-def network_of(arguments: argparse.Namespace) -> tuple[Traced, ChannelGraph]:
-    """Return the network that the options name, and its channels."""
     from smcp_fx.channels import build
     from smcp_fx.tracing.example_inputs import shape_of_text
     from smcp_fx.tracing.other_sizes import at_another_size
@@ -106,24 +131,5 @@ def network_of(arguments: argparse.Namespace) -> tuple[Traced, ChannelGraph]:
         raise InputError(f"--input-size {arguments.input_size!r} includes a batch: give that as --batch")
     traced = trace(model, (example_images(*shape),))
     other = at_another_size(traced)
-    return traced, build(traced.module, traced.values, multiple=arguments.multiple, other=other)
-
-
-def latency_of_network(
-    arguments: argparse.Namespace,
-    table: LatencyTable,
-    fingerprint: Fingerprint,
-    measurer: Measurer | None = None,
-) -> NetworkLatency:
-    """Return the latency of the network that the options name, by the rows of a table."""
-    from smcp_fx.blocks.cutting import cut
-    from smcp_fx.latency.network import NetworkLatency
-    from smcp_fx.latency.residency import Residency
-
-    traced, channels = network_of(arguments)
-    residency = (
-        Residency(math.inf) if measurer is None else Residency.of_cache(measurer.backend.cache_bytes())
-    )
-    return NetworkLatency.bind(
-        traced, channels, cut(traced, channels), table, fingerprint, residency, measurer
-    )
+    channels = build(traced.module, traced.values, multiple=arguments.multiple, other=other)
+    return Network(traced, channels, cut(traced, channels))

@@ -21,7 +21,7 @@ from smcp_fx.cli.networks import (
     add_targets_option,
     backend_of,
     blocks_of,
-    latency_of_network,
+    network_of,
     wanted_of,
 )
 from smcp_fx.errors import InputError
@@ -122,18 +122,18 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     shard, shards = _shard(arguments.shard)
     if arguments.table.exists():  # report an unusable one before anything is built
         LatencyTable(arguments.table).close()
-    backend, blocks = backend_of(arguments), blocks_of(arguments)
     if arguments.targets and shards > 1:
         raise InputError("--targets needs all of the network: leave --shard out")
+    backend, network = backend_of(arguments), network_of(arguments)
     with LatencyTable(arguments.table) as table:
-        mine = unique_blocks(blocks, shard, shards)
+        mine = unique_blocks(network.blocks, shard, shards)
         with watched(True) as tell:
             report = table.measure(
                 mine, backend, tell, whole=not arguments.targets,
                 retry_failed=arguments.retry_failed, retry_unstable=arguments.retry_unstable,
             )  # fmt: skip
         if arguments.targets and not report.failed:
-            latency = latency_of_network(arguments, table, backend.fingerprint(), Measurer(backend))
+            latency = network.latency(table, backend.fingerprint(), Measurer(backend))
             measure_for_targets(latency, arguments.targets)
             assert latency.report is not None
             report = latency.report.after(report)
@@ -300,13 +300,13 @@ def _wanted(arguments: argparse.Namespace) -> list[TableRow]:
 
     if not arguments.model:
         raise InputError("--wanted needs --model: of which network?")
-    blocks, fingerprint = blocks_of(arguments), backend_of(arguments).fingerprint()
+    network, fingerprint = network_of(arguments), backend_of(arguments).fingerprint()
     if arguments.device:
         fingerprint = replace(fingerprint, device=arguments.device)
     with LatencyTable(arguments.table) as table:
         wanted = [
             (block, widths)
-            for block, points in wanted_of(arguments, blocks, table, fingerprint)
+            for block, points in wanted_of(network, arguments.targets, network.blocks, table, fingerprint)
             for widths in points
         ]
     if arguments.onnx:

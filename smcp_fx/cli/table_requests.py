@@ -11,7 +11,7 @@ from rich.console import Console
 from smcp_fx.backends.tensorrt.options import EngineSettings
 from smcp_fx.cli.common import line
 from smcp_fx.cli.flags import chosen
-from smcp_fx.cli.networks import blocks_of, wanted_of
+from smcp_fx.cli.networks import network_of, wanted_of
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
     options = chosen(EngineSettings, vars(arguments)).of_build
     failed = 0
     with LatencyTable(arguments.table) as table:
-        mine = unique_blocks(blocks_of(arguments), shard, shards)
+        network = network_of(arguments)
+        mine = unique_blocks(network.blocks, shard, shards)
         fingerprint = _of_table(table, options)
         if arguments.read_answers:
             answers = read_answers(arguments.read_answers)
@@ -56,7 +57,7 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
         if arguments.retry_failed:
             for block in mine:
                 table.store.forget_failures(block.signature, fingerprint)
-        wanted = wanted_of(arguments, mine, table, fingerprint)
+        wanted = wanted_of(network, arguments.targets, mine, table, fingerprint)
         rows = sum(len(points) for _, points in wanted)
         if unsteady := table.unsteady(mine, fingerprint):
             console.print(f"  {len(unsteady)} of the rows in use are unsteady")

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from smcp_fx.calibration import recalibrate
 from smcp_fx.compiler.settings import CompileSettings
 from smcp_fx.compiler.telling import Teller
-from smcp_fx.compiler.training import is_guessing, training_loop
+from smcp_fx.compiler.training import checkpoint_of, is_guessing, training_loop
 from smcp_fx.prepare import PreparedModel
 from smcp_fx.pruning.solve import Solve
 from smcp_fx.training import Epoch, Teacher, TrainingLoop
@@ -50,9 +50,10 @@ class Phases:
         settings = self.settings
         if not self.trains_dense:
             return []
-        loop = self._loop(
-            self.fitted.model, "dense", epochs=settings.dense_epochs, lr=settings.rate, seed=settings.seed
-        )
+        loop = training_loop(
+            self.fitted.model, self.fitted, self.data, settings, "dense",
+            epochs=settings.dense_epochs, lr=settings.rate, seed=settings.seed,
+        )  # fmt: skip
         if settings.resume:
             loop.load()
         with self.tell.stage("training the dense model"), self.tell.bar("training the dense model") as tick:
@@ -81,7 +82,7 @@ class Phases:
     @property
     def tuning(self) -> bool:
         """Is there a checkpoint of the repaired network to go on from?"""
-        return (self.settings.folder / "state" / "tuning.safetensors").exists()
+        return checkpoint_of(self.settings, "tuning").exists()
 
     def recalibrate(self, smaller: nn.Module) -> None:
         """Estimate batch norms anew where averages of a small momentum (MobileNetV3's) are far behind the weights."""
@@ -95,9 +96,11 @@ class Phases:
 
     def _pruned(self, network: nn.Module, name: str) -> TrainingLoop:
         """The loop of a network that was or is pruned."""
-        settings, teacher = self.settings, self._teacher()
-        lr, seed = settings.rate * _FINE, settings.seed + 1
-        return self._loop(network, name, epochs=settings.epochs, lr=lr, seed=seed, teacher=teacher)
+        settings = self.settings
+        return training_loop(
+            network, self.fitted, self.data, settings, name, epochs=settings.epochs, lr=settings.rate * _FINE,
+            seed=settings.seed + 1, teacher=self._teacher(),
+        )  # fmt: skip
 
     def _teacher(self) -> tuple[Teacher | None, float]:
         """The dense network to learn from, and its share; none of one that knows nothing."""
@@ -106,22 +109,6 @@ class Phases:
         if not taught or not trained or is_guessing(self.dense_accuracy, self.data.classes):
             return None, 0.0
         return Teacher(self.fitted.model), taught
-
-    def _loop(
-        self, network: nn.Module, name: str, *, epochs: float, lr: float, seed: int,
-        teacher: tuple[Teacher | None, float] = (None, 0.0),
-    ) -> TrainingLoop:  # fmt: skip
-        return training_loop(
-            network,
-            self.fitted,
-            self.data,
-            self.settings,
-            name,
-            epochs=epochs,
-            lr=lr,
-            seed=seed,
-            teacher=teacher,
-        )
 
     def _run(
         self, loop: TrainingLoop, name: str, solved: Callable[[Solve], None] | None = None

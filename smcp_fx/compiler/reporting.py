@@ -63,7 +63,10 @@ def build_report(
     seconds: Mapping[str, float],
     notes: Sequence[str],
 ) -> Report:
-    """Return the report. ``filled``: what measuring the table took; ``training``: the epochs of each phase."""
+    """Return the report.
+
+    ``begun``: what the rows took that prices begin with; ``training``: the epochs of each phase.
+    """
     pruner, latency = prepared.pruner, measured.latency
     network_latency = latency_of(pruner.cost)
     dense, pruned = _sides(prepared, measured)

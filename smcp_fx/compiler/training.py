@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +56,7 @@ def training_loop(
         evaluate=lambda _: {"accuracy": accuracy(network, fitted, data)},
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
-        checkpoint=settings.folder / "state" / f"{phase}.safetensors",
+        checkpoint=checkpoint_of(settings, phase),
         seed=seed,
         device=device_of(network),
         teacher=teacher[0],
@@ -63,6 +64,11 @@ def training_loop(
         mixed=settings.amp,
         advice=f"Try a smaller learning rate than {lr} (--lr)",
     )
+
+
+def checkpoint_of(settings: CompileSettings, phase: str) -> Path:
+    """Return where a phase's training keeps its checkpoint."""
+    return settings.folder / "state" / f"{phase}.safetensors"
 
 
 def _one_cycle(step: int, total: int) -> float:

@@ -68,9 +68,8 @@ class Filling:
     ) -> None:
         self._store, self._backend, self._config, self._progress = store, backend, config, progress
         self._fingerprint = backend.fingerprint()
-        self._rows: dict[
-            tuple[str, Point], tuple[Block, BlockLatency]
-        ] = {}  # those that may be measured again
+        # Those that may be measured again.
+        self._rows: dict[tuple[str, Point], tuple[Block, BlockLatency]] = {}
         self._repeated_rows = set[tuple[str, Point]]()
         self._pace_ms = 0.0  # of the last measurement
         self.measured = self.repeated = 0
@@ -88,9 +87,11 @@ class Filling:
             self._backend.prepare_rows([(block, point) for block, points in wanted for point in points])
             left, before = sum(len(points) for _, points in wanted), self.measured
             for block, points in wanted:
-                while point := self._claimed(block, points):
+                while (
+                    point := self._store.claim(block.name, block.signature, self._fingerprint, points)
+                ) is not None:
                     left -= 1
-                    self._measure_claimed(block, point[0], left)
+                    self._measure_claimed(block, point, left)
             if self.measured == before:
                 time.sleep(0.05)
 
@@ -118,10 +119,6 @@ class Filling:
                 self._confirm(key)
                 return True
         return False
-
-    def _claimed(self, block: Block, points: Sequence[Point]) -> tuple[Point] | None:
-        point = self._store.claim(block.name, block.signature, self._fingerprint, points)
-        return None if point is None else (point,)
 
     def _measure_claimed(self, block: Block, point: Point, left: int) -> None:
         try:

@@ -12,11 +12,12 @@ import numpy as np
 
 from smcp_fx.allocation import allocate
 from smcp_fx.blocks.fused import FusedBlock
+from smcp_fx.config import PruningConfig
 from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency.network import SURE, NetworkLatency
 
-#: Keeping a share s of a group is worth s to this power, as with the default `PruningConfig.width_exponent`.
-_POWER = 0.1
+#: Keeping a share s of a group of equal units is worth s to this power.
+_POWER = 1 - PruningConfig().width_exponent
 #: So often a choice is priced again, until it is within this share below its target.
 _PRICINGS, _MISS = 5, 0.01
 

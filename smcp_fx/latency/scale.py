@@ -63,11 +63,5 @@ def kind_of(signature: str) -> str:
         step = json.loads(signature)["steps"][0]
         module = step.get("module", {})
         return json.dumps([step["operation"], module.get("kernel_size"), module.get("groups") == "depthwise"])
-    except (
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-    ):  # of another make, as imported rows' may be
-        return signature
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return signature  # of another make, as imported rows' may be

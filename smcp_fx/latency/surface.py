@@ -37,6 +37,8 @@ _SLOWLY, _QUICKLY = 1.0, 0.35
 _FORM, _SURELY = (0.03, 0.06, 0.06, 0.85), 0.5
 #: So many standard deviations are a surprise.
 _SURPRISE = 3.0
+#: A scale must make rows likelier by this, in logarithms, than a plainer one. Chosen, not measured.
+_MARGIN = 1.0
 #: A clock too coarse for a block says 0; no block is faster than this.
 _LEAST_MS = 1e-6
 
@@ -217,10 +219,6 @@ def choose_scales(alike: Sequence[tuple[Grids, Mapping[Point, float]]]) -> tuple
             if likely > best + _MARGIN:
                 found, best = other, likely
     return tuple(found)
-
-
-#: A scale must make rows likelier by this, in logarithms, than a plainer one.
-_MARGIN = 1.0
 
 
 def _likelihood(alike: Sequence[tuple[Grids, Mapping[Point, float]]], scales: Sequence[Scale]) -> float:

@@ -289,9 +289,9 @@ class LatencyTable:
             )
             for block in unique
             for surface in [surfaces[block.signature, block.grids]]
-            for rows in [self._in_range(block, fingerprint)]
+            for rows, begun in [(self._in_range(block, fingerprint), rows_to_begin(block.grids, ()))]
             for point, ms in surface.left_out().items()
-            if point not in rows_to_begin(block.grids, ())
+            if point not in begun
         ]
         errors, measured, points, steady = zip(*found, strict=True) if found else ((), (), (), ())
         return HeldOutError.of(

@@ -28,3 +28,10 @@ def held(module: nn.Module, target: str) -> Any:
     """Return what a `get_attr` node of this target reads."""
     path, _, name = target.rpartition(".")
     return getattr(module.get_submodule(path), name)
+
+
+def canonical_names(module: nn.Module) -> dict[str, str]:
+    """Return, for every name of a parameter or buffer, the first under which the same tensor is held."""
+    first: dict[int, str] = {}
+    named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(tensor), name) for each in named for name, tensor in each}

@@ -13,27 +13,22 @@ moment it is done; a run that the record holds is not repeated. Torch-Pruning is
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from latency import Record
-from pretrained.dense import dense_network, tasks
-from pretrained.networks import NETWORKS
+from pretrained.command import DenseNetworks, command_line, obey, run_cases
+from pretrained.dense import tasks
 from pretrained.tasks import Task
-from without_training_methods import METHODS, Setting, UnavailableError
+from records import Record
+from without_training_methods import METHODS, Setting
 from without_training_report import print_tables, write_document
 
 TARGETS = (0.5, 0.25, 0.7, 0.35)
 #: Images that all methods see, and those of the runs that vary them, at one target.
 IMAGES, COUNTS, VARIED = 640, (32, 128, 512, 2048, 4096), 0.35
-_PACKAGES = ("smcp_fx", "torch", "torchvision", "scikit-learn", "torch-pruning")
 
 
 @dataclass(frozen=True)
@@ -66,96 +61,38 @@ class Bench:
     """Keeps what several runs share: data, dense networks, and what was prepared of them."""
 
     def __init__(self, glyphs: Path, work: Path) -> None:
-        self.tasks, self.work = tasks(glyphs), work
-        self.dense: dict[tuple[str, str], tuple[torch.nn.Module, float]] = {}
+        self.tasks, self.dense = tasks(glyphs), DenseNetworks(work)
         self._setting: tuple[tuple[Any, ...], Setting] | None = None
 
-    def setting(self, case: Case) -> tuple[Setting, float]:
-        """What the case's network and images are, and the dense accuracy."""
-        task: Task = self.tasks[case.task]
-        if (case.task, case.network) not in self.dense:
-            model = dense_network(task, case.network, 0, self.work)
-            self.dense[case.task, case.network] = model, task.accuracy(model)
-        model, accuracy = self.dense[case.task, case.network]
+    def run(self, case: Case) -> dict[str, Any]:
+        """What a case came to."""
+        task = self.tasks[case.task]
+        dense, accuracy = self.dense.of(task, case.network)
+        model, share = METHODS[case.method](self._shared(task, case, dense), case.target)
+        return {"dense": accuracy, "accuracy": task.accuracy(model), "flops_share": share}
+
+    def _shared(self, task: Task, case: Case, dense: torch.nn.Module) -> Setting:
         key = (case.task, case.network, case.images, case.labels, case.seed)
         if self._setting is None or self._setting[0] != key:
             images, labels = task.draw(case.images, 900_000_001 + case.seed)
-            self._setting = key, Setting(model, images, labels if case.labels else None, case.seed)
-        return self._setting[1], accuracy
+            self._setting = key, Setting(dense, images, labels if case.labels else None, case.seed)
+        return self._setting[1]
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run what the record lacks."""
-    deadline = time.monotonic() + 60 * arguments.minutes
-    torch.set_num_threads(1)
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    record, bench = Record(arguments.record), Bench(arguments.glyphs, arguments.work)
-    said: set[str] = set()
-    for case in cases(arguments):
-        if time.monotonic() > deadline:
-            print(f"{arguments.minutes:g} minutes are over; run again to go on")
-            return
-        if case.method in said or record.find("run", **asdict(case)):
-            continue
-        setting, dense = bench.setting(case)
-        began, busy = time.perf_counter(), time.process_time()
-        try:
-            model, share = METHODS[case.method](setting, case.target)
-        except UnavailableError as error:
-            print(f"left out: {case.method}: {error}", flush=True)
-            said.add(case.method)
-            continue
-        took, busy = time.perf_counter() - began, time.process_time() - busy
-        accuracy = bench.tasks[case.task].accuracy(model)
-        record.add(
-            "run", **asdict(case), dense=dense, accuracy=accuracy, flops_share=share, seconds=round(took, 2),
-            cpu_seconds=round(busy, 2), versions=versions(), system=platform.platform(),
-        )  # fmt: skip
+    bench = Bench(arguments.glyphs, arguments.work)
+
+    def named(case: Case) -> str:
         images = f"{case.images} images{'' if case.labels else ' without labels'}"
-        print(
-            f"{case.task} {case.network} seed {case.seed}, {images}, {case.method} at {case.target:.0%}: "
-            f"{accuracy:.1%} of {dense:.1%}; {took:.0f} s",
-            flush=True,
-        )
+        return f"{case.task} {case.network} seed {case.seed}, {images}, {case.method} at {case.target:.0%}"
 
-
-def versions() -> dict[str, str]:
-    """Versions of what the results rest on; packages that are not installed are left out."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    run_cases(arguments, Record(arguments.record), cases(arguments), bench.run, named)
 
 
 def main() -> None:
     """Parse the command line and run it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--glyphs", type=Path, help="file that pretrained/render.py wrote")
-    parser.add_argument("--work", type=Path, help="folder for the dense networks")
-    parser.add_argument("--record", type=Path, help="file of JSON lines to fill")
-    parser.add_argument("--seeds", type=int, default=5, help="of calibration images")
-    parser.add_argument("--tasks", nargs="+", default=["glyphs"], choices=["glyphs", "digits"])
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--minutes", type=float, default=600.0, help="start nothing after so long")
-    parser.add_argument("--show", type=Path, metavar="RECORD", help="print a record's tables instead")
-    parser.add_argument("--out", type=Path, help="with --show: folder for the page and its pictures")
-    arguments = parser.parse_args()
-    if arguments.show:
-        lines = [json.loads(line) for line in arguments.show.read_text(encoding="utf-8").splitlines()]
-        if arguments.out:
-            write_document(lines, arguments.out)
-        else:
-            print_tables(lines)
-    elif arguments.record and arguments.glyphs and arguments.work:
-        run(arguments)
-    else:
-        parser.error("give --glyphs, --work and --record to run, or --show to see")
+    obey(command_line(__doc__, list(METHODS), seeds=5), run, print_tables, write_document)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
+from pretrained.command import UnavailableError
 from torch import Tensor, nn
 
 import smcp_fx
@@ -21,10 +22,6 @@ from smcp_fx.errors import InfeasibleBudgetError
 _BATCH = 64
 #: Steps of Torch-Pruning on its way to an empty network, stopped at the target; and how often gradients are renewed.
 _STEPS, _EVENTS = 200, 5
-
-
-class UnavailableError(Exception):
-    """A package that the method needs is not installed."""
 
 
 class Setting:

@@ -21,9 +21,9 @@ The most accurate network at a share of the FLOPs, by training budget: a share o
 network was trained for. Networks for 20 × 20 images of letters and digits in typefaces that training never saw, 47
 classes, coloured and distorted on noisy grounds; trained to their end before they are pruned. All methods choose by
 the same 640 images, train on the same images in the same order, and learn from the dense network as well as from
-labels, but where a row says otherwise. Each has the learning rate that is best for it, by images of the training
-set's kind; accuracies are of 4,000 test images. Seeds are of the calibration images and of training; the dense
-network is one.
+labels, but where a row says otherwise. Each has the best learning rate of those tried with it (listed below), by
+images of the training set's kind; accuracies are of 4,000 test images. Seeds are of the calibration images and of
+training; the dense network is one.
 
 Brackets hold 95 % intervals over paired seeds, in points; with one seed there is none.
 [What it means](../explanations/accuracy.md).

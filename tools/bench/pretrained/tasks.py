@@ -49,12 +49,18 @@ class Task(ABC):
 
     def accuracy(self, model: nn.Module) -> float:
         """Share of the test images that the model gets right, in eval mode."""
-        training = model.training
-        model.eval()
-        with torch.no_grad():
-            right = torch.cat([model(images).argmax(1) for images in self.test[0].split(500)]) == self.test[1]
-        model.train(training)
-        return float(right.double().mean())
+        return accuracy_on(self.test, model)
+
+
+def accuracy_on(images_and_labels: tuple[Tensor, Tensor], model: nn.Module) -> float:
+    """Share of these images that the model gets right, in eval mode."""
+    images, labels = images_and_labels
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        right = torch.cat([model(some).argmax(1) for some in images.split(500)]) == labels
+    model.train(training)
+    return float(right.double().mean())
 
 
 class Glyphs(Task):
