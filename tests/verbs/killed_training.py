@@ -1,9 +1,9 @@
 """A training run that a test kills: resumes from its checkpoint, saves every step, and writes its last state.
 
-    python killed_training.py FOLDER [pause: write|rename]
+    python killed_training.py FOLDER [pause: step|write|rename]
 
-``pause`` stops in the middle of saving (before the file is synced, or before it is renamed), says so by a file
-named "paused", and waits to be killed.
+``pause`` stops halfway (before the step is saved, before its file is synced, or before it is renamed), says so by a
+file named "paused", and waits to be killed. The file "progress" holds the step of the last checkpoint.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def main(folder: Path, pause: str) -> None:
     step = 0
     if checkpoint.exists():
         step = smcp_fx.load_checkpoint(checkpoint, *everything)["step"]
+        (folder / "progress").write_text(str(step))  # it may have been killed between the two files
     while step < STEPS:
         # Data, dropout and noise come from all three generators.
         x = torch.randn(8, 3, 6, 6) + random.random() + torch.from_numpy(np.random.rand(8, 3, 6, 6)).float()
@@ -70,6 +71,8 @@ def wait_in(pause: str, folder: Path) -> None:
         (folder / "paused").touch()
         time.sleep(600)
 
+    if pause == "step":
+        stop()
     setattr(os, {"write": "fsync", "rename": "replace"}[pause], stop)
 
 
