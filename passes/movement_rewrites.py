@@ -75,6 +75,23 @@ def _sizes(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) 
     return True
 
 
+def _repeats(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
+    """What repeats one value for every channel does so as often as there are channels."""
+    found = run.sliced.axis(outputs[0])
+    as_tuple = len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
+    times: list[Any] = list(node.args[1]) if as_tuple else list(node.args[1:])  # type: ignore[arg-type]
+    if found is None or run.sliced.axis(before) is not None or len(times) != outputs[0].dim():
+        return False
+    dim, wanted = found[0], found[1].numel()
+    known = run.new.get(times[dim].name) if isinstance(times[dim], fx.Node) else times[dim]
+    ahead = outputs[0].dim() - before.dim()
+    if known == wanted or (dim >= ahead and before.shape[dim - ahead] > 1):
+        return False
+    times[dim] = wanted
+    node.args = (node.args[0], tuple(times)) if as_tuple else (node.args[0], *times)
+    return True
+
+
 def _splits(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:
     found = run.sliced.axis(before)
     if found is None:
@@ -170,6 +187,7 @@ def _squeeze(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]
 
 REWRITES: dict[str, Callable[[Rewriter, fx.Node, Tensor, list[Tensor]], bool]] = {
     **dict.fromkeys(SIZES, _sizes),
+    **dict.fromkeys(("repeat", "tile"), _repeats),
     **dict.fromkeys(SPLITS, _splits),
     "getitem": _index,
     "narrow": _narrow,

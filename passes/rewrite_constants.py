@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from smcp_fx.channels.rules_movement import SPREADS
 from smcp_fx.channels.trail import ParameterRef, ParameterView
 from smcp_fx.errors import PassError
 from smcp_fx.passes.label_runs import LabelRuns, repeat
 from smcp_fx.passes.movement_rewrites import REWRITES, SIZES
 from smcp_fx.passes.original_numbers import OriginalNumbers, recomputed
-from smcp_fx.passes.size_rewrites import fill, pad, set_second
+from smcp_fx.passes.size_rewrites import fill, pad, set_argument
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name, writes_in_place
@@ -29,10 +30,6 @@ from smcp_fx.tracing.traits import Trait, has
 
 #: Movements of a weight that say its sizes, or depend on which of them are 1.
 _SHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze"}
-
-
-#: What may spread one value over the channels.
-_SPREADS = {"expand", "expandas", "broadcastto"}
 
 
 def rewrite_graph(module: fx.GraphModule, sliced: Sliced) -> list[str]:
@@ -114,6 +111,8 @@ class _Rewriter:
             self._resize_norm(node, target)
         elif operation == "groupnorm":
             self._regroup(node, target)
+        elif name in self.trail.kernels:
+            self._count_kernels(node)
         else:
             self._freeze_numbers(node)
 
@@ -163,7 +162,7 @@ class _Rewriter:
         if tuple(known) != wanted:
             sizes = self.parts_of(given, node) if isinstance(given, fx.Node) else given
             pairs = zip(sizes, known, wanted, strict=True)
-            set_second(node, "normalized_shape", tuple(s if n == w else w for s, n, w in pairs))
+            set_argument(node, 1, "normalized_shape", tuple(s if n == w else w for s, n, w in pairs))
 
     def _regroup(self, node: fx.Node, module: Any) -> None:
         """A group norm says how many groups there are: fewer where whole groups go."""
@@ -184,7 +183,18 @@ class _Rewriter:
         )
         wanted = before if labels is None or groups is None else groups * left // labels.numel()
         if known != wanted:
-            set_second(node, "num_groups", wanted)
+            set_argument(node, 1, "num_groups", wanted)
+
+    def _count_kernels(self, node: fx.Node) -> None:
+        """A depthwise convolution has as many groups as channels; a number that the graph works out is right already."""
+        groups: Any = node.args[6] if len(node.args) > 6 else node.kwargs["groups"]
+        known = self.new[groups.name] if isinstance(groups, fx.Node) else groups
+        wanted = self.new[node.name].shape[self.trail.kernels[node.name]]
+        if known != wanted and isinstance(groups, fx.Node):
+            groups = self.originals.in_proportion(groups, known, wanted)
+        set_argument(node, 6, "groups", 1)
+        self._freeze_numbers(node)
+        set_argument(node, 6, "groups", groups if isinstance(groups, fx.Node) else wanted)
 
     def _now(self, node: fx.Node) -> Any:
         return self.new[node.name]
@@ -236,7 +246,7 @@ class _Rewriter:
         rewrite, written = REWRITES.get(operation), (node.op, node.target, node.args, node.kwargs)
         if rewrite is not None and rewrite(self, node, before, outputs):
             self.report.append(f"{node.name}: {operation} rewritten")
-        if operation in _SPREADS and kept_in is None and self.runs.fits(node, self.sliced.slice(outputs[0])):
+        if operation in SPREADS and kept_in is None and self.runs.fits(node, self.sliced.slice(outputs[0])):
             return  # one value for all channels, which the labels alone tell apart
         # The channels of a diagonal are told apart by where they are in other dimensions.
         coupled = operation == "diagonal"

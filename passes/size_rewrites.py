@@ -34,7 +34,7 @@ def pad(run: Rewriter, node: fx.Node) -> list[str]:
         new[place + 1] = -int((ins >= before.shape[dim] + last).sum())
     if new == list(amounts):
         return []
-    set_second(node, "pad", tuple(new))
+    set_argument(node, 1, "pad", tuple(new))
     return [f"{node.name}: pads by {new[place]}, {new[place + 1]} channels"]
 
 
@@ -63,8 +63,9 @@ def fill(run: Rewriter, node: fx.Node, labels: Tensor) -> str:
     return f"{node.name}: of shape {tuple(wanted)}"
 
 
-def set_second(node: fx.Node, name: str, value: Any) -> None:
-    if len(node.args) > 1:
-        node.args = (node.args[0], value, *node.args[2:])
+def set_argument(node: fx.Node, position: int, name: str, value: Any) -> None:
+    """Give the call another argument, where it has been given one."""
+    if len(node.args) > position:
+        node.args = (*node.args[:position], value, *node.args[position + 1 :])
     else:
         node.kwargs = {**node.kwargs, name: value}

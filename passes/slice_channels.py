@@ -19,6 +19,7 @@ from smcp_fx.channels.labels import varied_dims
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.rewrite_constants import rewrite_graph
+from smcp_fx.passes.size_rewrites import set_argument
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.masking import META, Constant, mark_of
 from smcp_fx.tracing.values import canonical_names
@@ -121,7 +122,7 @@ class SliceChannels(GraphPass):
             if layer.kind == "depthwise" and node is not None and node.op != "call_module":
                 groups = sliced.positions(layer.input_channels).numel()
                 if groups != layer.groups:
-                    _set_argument(node, 6, "groups", groups)
+                    set_argument(node, 6, "groups", groups)
         return report
 
 
@@ -197,13 +198,6 @@ def resize_fields(module: nn.Module) -> None:
         module.num_parameters = module.weight.numel()
     elif isinstance(module, nn.Embedding):
         module.embedding_dim = module.weight.shape[1]
-
-
-def _set_argument(node: fx.Node, position: int, name: str, value: Any) -> None:
-    if len(node.args) > position:
-        node.args = (*node.args[:position], value, *node.args[position + 1 :])
-    else:
-        node.kwargs = {**node.kwargs, name: value}
 
 
 def check_shapes(module: fx.GraphModule) -> None:

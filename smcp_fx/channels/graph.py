@@ -15,6 +15,8 @@ from smcp_fx.channels import (
     rules_layers,
     rules_movement,
     rules_products,
+    rules_recurrent,
+    rules_spectra,
     rules_statistics,
     rules_windows,
 )
@@ -38,6 +40,8 @@ RULES: dict[str, Rule] = {
     **rules_statistics.RULES,
     **rules_products.RULES,
     **rules_windows.RULES,
+    **rules_spectra.RULES,
+    **rules_recurrent.RULES,
 }
 
 
@@ -132,7 +136,7 @@ class ChannelGraph:
         """For every label, the index of the dense layer that wrote it; -1 for none."""
         found = torch.full((self.trail.count,), -1, dtype=torch.int64)
         for index, layer in enumerate(self.layers):
-            if layer.kind == "dense":
+            if layer.kind == "dense" and not layer.part:
                 labels = layer.output_channels
                 found[labels[labels > 0]] = index
         return found

@@ -26,6 +26,7 @@ from smcp_fx.channels.trail import Call, Computed, ConstantRef, MadeRef, Paramet
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import describe, may_be_operand, operation_name, writes_in_place
+from smcp_fx.tracing.plain_recurrent import RECURRENT
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, canonical_names, held
 
@@ -40,6 +41,10 @@ getattr size dim ndimension numel nelement len isfloatingpoint iscomplex isconti
 type assert bymode
 """.split()
 )
+
+
+#: Beside what is element-wise or joins: operations whose rules say where tensors of one value have channels.
+_LABELLING = {"bymode", *RECURRENT}
 
 
 class Propagation:
@@ -71,6 +76,7 @@ class Propagation:
             self.trail.count = earlier[0].count
             self._seen = earlier[1]
         self._names = canonical_names(module)
+        self._learned = {name for name, _ in module.named_parameters()}
         self._views: dict[str, tuple[str, Dims]] = {}  # nodes that move a weight's dimensions
         for view in weight_views(module).values():
             places = zip(view.chain, view.dims, strict=True)
@@ -184,6 +190,8 @@ class Propagation:
                 else self.fresh(value.name, count).reshape(shape).expand(value.shape)
             )
             self.trail.elements[value.name] = labels
+            if isinstance(value, MadeRef) or value.name in self._learned:
+                self.trail.free_standing.add(value.name)
         return self.trail.elements[value.name]
 
     # ---- parameters -------------------------------------------------------------------------------------
@@ -260,7 +268,7 @@ class Propagation:
         rule = self.rules.get(call.name or "")
         if rule is None:
             return self.unknown(call)
-        if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or call.name == "bymode"):
+        if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or call.name in _LABELLING):
             args, kwargs = pytree.tree_map(self._labelled, (call.args, call.kwargs))
             call = replace(call, args=args, kwargs=kwargs)
         try:
@@ -301,7 +309,7 @@ class Propagation:
         through = (
             first
             or is_by_mode(node)
-            or has(self._named(node), Trait.MOVES)
+            or has(self.named(node), Trait.MOVES)
             or may_be_operand(node, self.module)
         )
         sources = [operand for operand in operands if isinstance(operand, fx.Node)] if through else []
@@ -310,14 +318,15 @@ class Propagation:
     def _refuse_write(self, call: Call, path: list[fx.Node]) -> None:
         moved = shared = False
         for view, source in itertools.pairwise(path[1:]):
-            moved |= has(self._named(view), Trait.MOVES) and not _is_plain_slice(view)
+            moved |= has(self.named(view), Trait.MOVES) and not _is_plain_slice(view)
             shared |= moved and any(user not in (view, call.node) for user in source.users)
         for node in (path[1], path[-1]) if shared else ():
             for labels in tensor_leaves(self.trail.labels[node.name]):
                 why = f"{call.node.name!r} writes into a view of {path[-1].name!r}"
                 self.pin(self.of(labels), call.node.name, why)
 
-    def _named(self, node: fx.Node) -> str | None:
+    def named(self, node: fx.Node) -> str | None:
+        """The node's operation."""
         return operation_name(node, self._called(node)) if node.op.startswith("call") else None
 
     def _attribute(self, target: str, value: Any) -> Any:

@@ -61,6 +61,8 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
             run.tie(merged, core)
         merged = merged.expand(shape)
     for labels in spread:
+        for dim in set(varied_dims(labels)) - set(varied_dims(merged)):  # the result has one channel there
+            labels = run.tie_along(labels, dim)
         reason = run.reason(call.node.name, why)
         run.trail.spread.append(Spread(_core(merged, varied), _core(labels, varied), reason))
     return merged

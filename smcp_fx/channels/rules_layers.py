@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from smcp_fx.channels.labels import narrow_uniform
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place
@@ -17,13 +17,18 @@ def convolution(run: Propagation, call: Call) -> Any:
     name = call.name or ""
     transposed, rank = "transpose" in name, int(name[-2])
     weights = _weights(run, call)
-    if weights is None:
-        return run.unknown(call, "a convolution whose weight is computed, not a parameter")
-    weight, bias = weights
     groups = int(call.option(6, "groups", 1))
+    if weights is None:
+        return _kernel_a_channel(run, call, groups)
+    weight, bias = weights
     labels = run.of(call.argument(0, "input"))
     axis = labels.dim() - rank - 1
     varied = run.varied(labels)
+    if varied and max(varied) < axis:  # channels folded into the batch: each is convolved on its own
+        for parameter in weights:
+            if parameter is not None:
+                run.fix_parameter(parameter, call.node.name, "mixes along a dimension without channels")
+        return labels[(slice(None),) * axis + (slice(1),) * (rank + 1)].expand(call.shape)
     if varied and axis not in varied:
         return _sliding(run, call, labels, varied, weights)
     inputs = channel_labels(run, labels, axis)
@@ -44,6 +49,26 @@ def convolution(run: Propagation, call: Call) -> Any:
     shape, dims = tuple(labels.shape), (in_dim, out_dim)
     _record(run, call, weight, bias, kind, dims, groups, slots, channel_pair, shape, (axis, axis))
     return place(outputs, call.shape, axis)
+
+
+def _kernel_a_channel(run: Propagation, call: Call, groups: int) -> Any:
+    """A depthwise convolution by kernels that are computed, one a channel: these go with the channels."""
+    why = "a convolution whose weight is computed, not a parameter"
+    labels, given = run.of(call.argument(0, "input")), [call.argument(1, "weight"), call.argument(2, "bias")]
+    axis = labels.dim() - int((call.name or "")[-2]) - 1
+    channels = labels.shape[axis]
+    source = call.node.args[0]
+    if channels == 1 or not channels == groups == call.shape[axis] or not isinstance(source, fx.Node):
+        return run.unknown(call, why)
+    inputs = channel_labels(run, labels, axis)
+    in_one_line = torch.unique(inputs).numel() < channels  # the channels of all images
+    if in_one_line and not run.follows_input(source, axis):
+        return run.unknown(call, why)
+    for one in given:
+        if one is not None:
+            run.tie(channel_labels(run, run.of(one, [0 - len(one.shape)]), 0), inputs)
+    run.trail.kernels[call.node.name] = axis
+    return place(inputs, call.shape, axis)
 
 
 def _sliding(
@@ -101,7 +126,7 @@ def dense_convolution(
         outputs = run.fresh(call.node.name, call.shape[axis])
     else:
         outputs = renamed(run, call, known.repeat(groups) if transposed and groups > 1 else known)
-    inputs = _inputs(run, call, inputs)
+    inputs = own_inputs(run, call, inputs)
     in_slots, out_slots = inputs, outputs
     if groups > 1:
         rows = inputs.reshape(groups, -1)
@@ -161,7 +186,7 @@ def dense(
             if parameter is not None:
                 run.fix_parameter(parameter, call.node.name, "mixes along a dimension without channels")
         return labels.narrow(axis, 0, 1).movedim(axis, out_axis).expand(call.shape)
-    inputs = _inputs(run, call, channel_labels(run, labels, axis))
+    inputs = own_inputs(run, call, channel_labels(run, labels, axis))
     known = run.trail.slots.get(weight.name, {}).get(out_dim)
     outputs = run.fresh(call.node.name, call.shape[out_axis]) if known is None else renamed(run, call, known)
     run.slot(weight.name, in_dim, inputs)
@@ -220,8 +245,10 @@ def batch_norm(run: Propagation, call: Call) -> Any:
     labels = run.of(call.argument(0, "input"))
     axis = 0 if call.name == "instancenorm" and labels.dim() == _unbatched_rank(call) else 1
     channels = channel_labels(run, labels, axis)
-    if not carry(run, call, channels, {1: "running_mean", 2: "running_var", 3: "weight", 4: "bias"}):
+    if not carry(run, call, channels, {1: "running_mean", 2: "running_var"}):
         return run.unknown(call, "a batch norm whose statistics are computed, not buffers")
+    for weight in affine_of(run, call, {3: "weight", 4: "bias"}):
+        go_with(run, weight, channels, 0, (channels.numel(),))
     if call.name == "batchnorm" and call.module is not None:
         run.trail.norms.append(Norm(call.node.name, str(call.node.target), channels))
     if call.name == "instancenorm":
@@ -253,7 +280,7 @@ def embedding(run: Propagation, call: Call) -> Any:
     return place(channels, call.shape, -1)
 
 
-def _inputs(run: Propagation, call: Call, labels: Tensor) -> Tensor:
+def own_inputs(run: Propagation, call: Call, labels: Tensor) -> Tensor:
     """Give the slots that read a fixed source labels of their own, pinned for the source's reason."""
     fixed = labels < 0
     if not bool(fixed.any()):
@@ -297,6 +324,21 @@ def carry(run: Propagation, call: Call, channels: Tensor, names: dict[int, str],
         elif value is not None:
             return False
     return True
+
+
+def affine_of(run: Propagation, call: Call, names: dict[int, str]) -> list[Any]:
+    """A norm's weight and bias: parameters, labels of what is computed, or None."""
+    if call.module is not None:
+        return [own_parameter(run, call, name) for name in names.values()]
+    return [call.argument(position, name) for position, name in names.items()]
+
+
+def go_with(run: Propagation, weight: Any, channels: Tensor, dim: int, shape: tuple[int, ...]) -> None:
+    """Dimension ``dim`` of a norm's weight, of the shape, has these channels."""
+    if isinstance(weight, ParameterRef):
+        run.slot(weight.name, dim, channels)
+    elif isinstance(weight, Tensor):
+        run.tie(weight, place(channels, shape, dim))
 
 
 def _unbatched_rank(call: Call) -> int:

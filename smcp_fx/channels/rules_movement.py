@@ -16,8 +16,11 @@ from smcp_fx.channels.labels import along, compress, narrow_uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
 from smcp_fx.channels.shuffles import _CHAIN, find_shuffle
 from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef
+from smcp_fx.channels.weight_views import weight_of
 from smcp_fx.tracing.traits import Trait, named
 
+#: What may spread one value over the channels.
+SPREADS = {"expand", "expandas", "broadcastto", "repeat", "tile"}
 _PARTS = set(
     """
 chunk getitem indexselect narrow select split splitwithsizes tensorsplit unbind unsafechunk unsafesplit
@@ -27,7 +30,7 @@ chunk getitem indexselect narrow select split splitwithsizes tensorsplit unbind 
 _ATTRIBUTES: dict[str, Callable[[Tensor], Tensor]] = {
     "T": torch.t,
     "mT": lambda t: t.transpose(-2, -1),
-    "data": lambda t: t,
+    **dict.fromkeys(("data", "real", "imag"), lambda t: t),
 }
 
 
@@ -45,6 +48,8 @@ def move(run: Propagation, call: Call) -> Any:
     if isinstance(table, ParameterRef) and isinstance(index, ConstantRef) and _looks_up(table, index):
         # Rows that are looked up over and over (relative positions) are no channels: one label a column.
         run.of(table, range(1 - len(table.shape), 0))
+    if isinstance(table, ParameterRef) and call.name in SPREADS and _read_along(run, call.node) == [0]:
+        run.of(table, [-len(table.shape)])  # a kernel has channels along its first dimension alone
     args, kwargs = labelled(run, call.args[:1]) + known_values(call.args[1:]), known_values(call.kwargs)
     args, kwargs = labelled(run, (args, kwargs))
     source = args[0]
@@ -58,7 +63,7 @@ def move(run: Propagation, call: Call) -> Any:
     ):  # as many of these as the other has
         both = {*varied_dims(result), *varied_dims(args[1])}
         run.tie(*(narrow_uniform(labels, keep=list(both)) for labels in (result, args[1])))
-    if call.name in ("expand", "expandas", "broadcastto") and isinstance(result, Tensor):
+    if call.name in SPREADS and isinstance(result, Tensor):
         result = _expanded(run, call, source, result, args[1] if call.name == "expandas" else None)
     if call.name in _PARTS:
         run.trail.parts.append(call.node.name)
@@ -67,7 +72,7 @@ def move(run: Propagation, call: Call) -> Any:
     if call.name in _CHAIN:
         find_shuffle(run, call)
     if call.name in ("view", "reshape", "flatten", "unflatten"):
-        _refuse_batch(run, call, source, result)
+        result = _folded_into_batch(run, call, source, result)
     else:  # the numbers of a view follow from the tensor's own size: another size tells whether they matter
         _refuse_numbers(run, call, source)
     return result
@@ -76,11 +81,13 @@ def move(run: Propagation, call: Call) -> Any:
 def _expanded(run: Propagation, call: Call, source: Tensor, result: Tensor, other: Tensor | None) -> Tensor:
     """One value for all channels has as many of these as what it is spread for, whatever meets it there.
 
-    They lie along the dimension that the other tensor's do, or, where sizes are given, along the second one.
+    They lie along the dimension that the other tensor's do, or, where sizes are given, along the one that what reads
+    them says, else along the second one.
     """
     ahead = result.dim() - source.dim()
     spread = [d for d, n in enumerate(result.shape) if n > 1 and (d < ahead or source.shape[d - ahead] == 1)]
-    places = [d for d in spread if (d == 1 if other is None else d in run.varied(other))]
+    told = _read_along(run, call.node) if other is None else run.varied(other)
+    places = [d for d in spread if d in told]
     uniform = not varied_dims(source)
     if not uniform or len(places) != 1 or run.follows_input(call.node, places[0]):
         if other is not None:
@@ -91,6 +98,16 @@ def _expanded(run: Propagation, call: Call, source: Tensor, result: Tensor, othe
     if other is not None:
         run.tie(channels, other)
     return channels
+
+
+def _read_along(run: Propagation, node: fx.Node) -> list[int]:
+    """Where the channels are of what is spread: kernels of a depthwise convolution, places that are gathered."""
+    for user in node.users:
+        if weight_of(user) is node:
+            return [0]
+        if run.named(user) in ("gather", "takealongdim") and isinstance(user.args[0], fx.Node):
+            return run.varied(run.of(run.trail.labels.get(user.args[0].name)))
+    return [1]
 
 
 def _tie_expanded(run: Propagation, source: Tensor, other: Tensor) -> None:
@@ -215,10 +232,27 @@ def _looks_up(table: ParameterRef, index: ConstantRef) -> bool:
     return len(table.shape) > 1 and len(index.shape) == 1 and index.shape[0] > table.shape[0]
 
 
-def _refuse_batch(run: Propagation, call: Call, source: Tensor, result: Tensor) -> None:
-    """Channels folded into the batch would bake the batch size into the sliced graph: pin them."""
-    if result.dim() > 1 and source.dim() > 1 and 0 in run.varied(result) and 0 not in run.varied(source):
+def _folded_into_batch(run: Propagation, call: Call, source: Tensor, result: Any) -> Any:
+    """Channels folded into the batch: those of equal offsets in each group go together, where there are groups.
+
+    Otherwise the batch itself loses some, and its size must be worked out from the input's: one that is written down
+    would be that of the example.
+    """
+    if result.dim() < 2 or source.dim() < 2 or 0 not in varied_dims(result) or 0 in varied_dims(source):
+        return result
+    varied = run.varied(result)
+    if varied != [0]:
+        run.blind = True
+        if result.shape[1] > 1:
+            return run.tie_along(result, 0)
+        for dim in varied_dims(result)[1:]:  # a kernel a channel: [b * c, 1, 3, 3]
+            result = run.tie_along(result, dim)
+    given = call.node.args[1:]
+    first = next(iter(given[0] if given and isinstance(given[0], (tuple, list)) else given), None)
+    written = isinstance(first, int) and first >= 0 and call.name in ("view", "reshape")
+    if written or not run.follows_input(call.node, 0):
         run.pin(source, call.node.name, f"channels are folded into the batch by {call.node.name!r}")
+    return result
 
 
 def _refuse_parts(run: Propagation, call: Call, source: Tensor) -> None:

@@ -20,6 +20,7 @@ from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import dense
 from smcp_fx.channels.rules_statistics import mix, mixes
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
+from smcp_fx.channels.weight_views import FIRST_FACTOR
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 #: Whether an index of a weight is one of the other operand, and of the result: what is summed over, what is made.
@@ -28,13 +29,23 @@ _READ_AND_MADE = ((True, False), (False, True))
 
 def matmul(run: Propagation, call: Call) -> Any:
     """`a @ b`, in any of its ranks; with a matrix of parameters on one side, a linear layer."""
-    if len(call.args) < 2 or not all(isinstance(a, (Tensor, ParameterRef)) for a in call.args[:2]):
+    first = FIRST_FACTOR.get(call.name or "", 0)
+    if len(call.args) < first + 2 or not all(isinstance(a, (Tensor, ParameterRef)) for a in call.args):
         return run.unknown(call)
-    left, right = call.args[:2]
+    left, right = call.args[first : first + 2]
     if _is_weight(right, run) and isinstance(left, Tensor) and left.dim() > 1:
-        return dense(run, call, left, right, None, dims=(0, 1), axes=(-1, -1))
-    if _is_weight(left, run) and isinstance(right, Tensor) and right.dim() > 1:
-        return dense(run, call, right, left, None, dims=(1, 0), axes=(-2, -2))
+        made = dense(run, call, left, right, None, dims=(0, 1), axes=(-1, -1))
+    elif _is_weight(left, run) and isinstance(right, Tensor) and right.dim() > 1:
+        made = dense(run, call, right, left, None, dims=(1, 0), axes=(-2, -2))
+    else:
+        made = _of_matrices(run, call, left, right)
+    if not first or call.shape != tuple(made.shape):
+        return made
+    told = [dim - made.dim() for dim in varied_dims(made)]
+    return bring_together(run, call, [run.of(call.args[0], told), made], call.shape)
+
+
+def _of_matrices(run: Propagation, call: Call, left: Any, right: Any) -> Any:
     sides = [len(side.shape) for side in (left, right)]
     names = ["k"] if sides[0] == 1 else [*_LETTERS[26 - sides[0] : 24], "y", "k"]
     others = ["k"] if sides[1] == 1 else [*_LETTERS[26 - sides[1] : 24], "k", "z"]
@@ -44,6 +55,20 @@ def matmul(run: Propagation, call: Call) -> Any:
     if len(out) != rank:
         return run.unknown(call)
     return _product(run, call, (left, right), (names, others), out, call.shape)
+
+
+def tensordot(run: Propagation, call: Call) -> Any:
+    """A product that sums over dimensions of both operands: the einsum that says so."""
+    left, right = call.args[:2]
+    dims = call.argument(2, "dims", 2)
+    if isinstance(dims, int):
+        dims = (range(len(left.shape) - dims, len(left.shape)), range(dims))
+    names, others = list(_LETTERS[: len(left.shape)]), list(_LETTERS[13 : 13 + len(right.shape)])
+    for one, other in zip(*dims, strict=True):
+        others[other] = names[one]
+    summed = {names[one] for one in dims[0]}
+    out = [name for name in names + others if name not in summed]
+    return _two_operands(run, call, (left, right), ("".join(names), "".join(others)), "".join(out))
 
 
 def einsum(run: Propagation, call: Call) -> Any:
@@ -61,6 +86,14 @@ def einsum(run: Propagation, call: Call) -> Any:
     out = _spelled_out(out, len(call.shape))
     if any(len(set(names)) != len(names) for names in (left, right, out)):
         return run.unknown(call, "an einsum that takes a diagonal has no channel rule")
+    return _two_operands(run, call, (operands[0], operands[1]), (left, right), out)
+
+
+def _two_operands(
+    run: Propagation, call: Call, operands: tuple[Any, Any], inputs: tuple[str, str], out: str
+) -> Any:
+    """An einsum of two operands: a linear layer where one of them is a matrix of parameters."""
+    left, right = inputs
     for names, others, weight, tensor in (
         (left, right, operands[0], operands[1]),
         (right, left, operands[1], operands[0]),
@@ -73,7 +106,7 @@ def einsum(run: Propagation, call: Call) -> Any:
             if read and made and kept == [n for n in out if n != made]:
                 dims, axes = (names.index(read), names.index(made)), (others.index(read), out.index(made))
                 return dense(run, call, tensor, weight, None, dims=dims, axes=axes)
-    return _product(run, call, (operands[0], operands[1]), (list(left), list(right)), list(out), call.shape)
+    return _product(run, call, operands, (list(left), list(right)), list(out), call.shape)
 
 
 def _spelled_out(names: str, rank: int) -> str:
@@ -96,11 +129,11 @@ def attention(run: Propagation, call: Call) -> Any:
     """softmax(q k^T + mask) v: heads go as a whole where all three can tell them apart."""
     query, key, value = (call.argument(i, name) for i, name in enumerate(("query", "key", "value")))
     mask = call.argument(3, "attn_mask")
-    if call.kwargs.get("enable_gqa") or not all(
-        isinstance(t, (Tensor, ParameterRef)) for t in (query, key, value)
-    ):
+    if not all(isinstance(t, (Tensor, ParameterRef)) for t in (query, key, value)):
         return run.unknown(call)
     q, k, v = run.of(query), run.of(key), run.of(value)
+    if call.kwargs.get("enable_gqa"):  # each head of keys and values serves several of the queries
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     lead = list(_LETTERS[: q.dim() - 2])
     shape = (*q.shape[:-1], k.shape[-2])
     scores = _product(run, call, (q, k), ([*lead, "n", "d"], [*lead, "m", "d"]), [*lead, "n", "m"], shape)
@@ -160,7 +193,7 @@ def _contracted(
     """
     dims = [{d for d, name in enumerate(own) if name not in out} for own in names]
     mixed = [mix(run, call, labels, summed) for labels, summed in zip(sides, dims, strict=True)]
-    first = 1 if call.name == "einsum" else 0
+    first = FIRST_FACTOR.get(call.name or "", 0)
     if mixed == [None, None] and len(dims[0]) == len(dims[1]) == 1 and _is_apart(call, first):
         (left,), (right,) = dims
         run.tie(channel_labels(run, sides[0], left), channel_labels(run, sides[1], right))
@@ -200,6 +233,9 @@ RULES: dict[str, Rule] = {
     "matmul": matmul,
     "bmm": matmul,
     "mm": matmul,
+    "addmm": matmul,
+    "baddbmm": matmul,
     "einsum": einsum,
+    "tensordot": tensordot,
     "scaleddotproductattention": attention,
 }

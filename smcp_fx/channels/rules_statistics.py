@@ -10,13 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.labels import narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.labels import compress, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place, tensor_leaves
 from smcp_fx.channels.rules_elementwise import bring_together, elementwise, like
-from smcp_fx.channels.rules_layers import at_full_width, own_parameter, renamed
+from smcp_fx.channels.rules_layers import affine_of, at_full_width, go_with, own_parameter, renamed
 from smcp_fx.channels.trail import Call, Mix, ParameterRef
+from smcp_fx.tracing.values import TensorInfo
 
 #: How a reduction is told which channels it may see; those that are not here find places among the channels, or sort
 #: them, and keep all of them.
@@ -52,7 +54,15 @@ def mixes(
     run: Propagation, call: Call, labels: Tensor, form: str, operand: int = 0, options: tuple[Any, ...] = ()
 ) -> None:
     """Note that the operation mixes these channels of an operand."""
+    pin_in_batch(run, call, labels, operand)
     run.trail.mixes.append(Mix(call.node.name, operand, narrow_uniform(labels), form, options))
+
+
+def pin_in_batch(run: Propagation, call: Call, labels: Tensor, operand: int = 0) -> None:
+    """Keep channels that lie along a dimension of other sizes for other inputs: a mask has one length."""
+    given = call.node.args[operand] if len(call.node.args) > operand else None
+    if isinstance(given, fx.Node) and any(run.follows_input(given, dim) for dim in run.varied(labels)):
+        run.pin(labels, call.node.name, f"channels that {call.name!r} mixes lie along the batch, or along space")
 
 
 def neighbours(run: Propagation, call: Call) -> Any:
@@ -168,6 +178,35 @@ def softmax(run: Propagation, call: Call) -> Any:
     return like(call, place(renamed(run, call, channels), tuple(labels.shape), axis))
 
 
+def ranked(run: Propagation, call: Call) -> Any:
+    """Sorts along one dimension, or picks from it: channels elsewhere pass."""
+    labels = run.of(call.argument(0, "input"))
+    dim = int(call.argument(2 if call.name in ("topk", "kthvalue") else 1, "dim", -1)) % labels.dim()
+    mixed = mix(run, call, labels, {dim})
+    return run.unknown(call, f"channels are mixed by {call.name!r}") if mixed is None else _along(call, mixed, dim)
+
+
+def gathered(run: Propagation, call: Call) -> Any:
+    """Each channel is read along another dimension, at places of its own or at those of all."""
+    labels, dim, index = run.of(call.argument(0, "input")), call.argument(1, "dim"), call.argument(2, "index")
+    dim = int(dim) % labels.dim()
+    mixed = mix(run, call, labels, {dim})
+    if mixed is None or len(index.shape) != labels.dim():
+        return run.unknown(call, f"channels are mixed by {call.name!r}")
+    if any(index.shape[d] != labels.shape[d] for d in run.varied(mixed)):
+        return run.unknown(call, f"{call.name!r} reads some of the channels")
+    read = mixed.narrow(dim, 0, 1)[tuple(slice(size) for size in index.shape)]  # of other dimensions, the first
+    shape = tuple(index.shape)
+    return bring_together(run, call, [compress(read.expand(shape)), run.of(index)], shape)
+
+
+def _along(call: Call, labels: Tensor, dim: int) -> Any:
+    """Labels that are uniform along the dimension, for results of other sizes there."""
+    return pytree.tree_map(
+        lambda v: labels.narrow(dim, 0, 1).expand(v.shape) if isinstance(v, TensorInfo) else v, call.value
+    )
+
+
 def layer_norm(run: Propagation, call: Call) -> Any:
     """Normalises over dimensions, by the kept channels' statistics. So does RMS norm."""
     labels = run.of(call.argument(0, "input"))
@@ -178,7 +217,7 @@ def layer_norm(run: Propagation, call: Call) -> Any:
     tied = mix(run, call, labels, dims)
     if tied is not None:
         # Channels that can be told apart elsewhere, too (heads), go with all that is normalised.
-        for weight in (_shape_of(run, call, shape), *_affine_of(run, call, names)):
+        for weight in (_shape_of(run, call, shape), *affine_of(run, call, names)):
             if isinstance(weight, ParameterRef):
                 run.fix_parameter(weight, call.node.name, "weight of a layer norm")
             elif isinstance(weight, Tensor):
@@ -186,8 +225,8 @@ def layer_norm(run: Propagation, call: Call) -> Any:
         return tied
     axis = max(dims, key=lambda dim: torch.unique(_line(labels, dim)).numel())
     channels = channel_labels(run, labels, axis)
-    for weight in (_shape_of(run, call, shape), *_affine_of(run, call, names)):
-        _go_with(run, weight, channels, axis - first, shape)
+    for weight in (_shape_of(run, call, shape), *affine_of(run, call, names)):
+        go_with(run, weight, channels, axis - first, shape)
     mixes(run, call, place(channels, tuple(labels.shape), axis), "instead")
     return place(renamed(run, call, channels), call.shape, axis)
 
@@ -209,29 +248,14 @@ def group_norm(run: Propagation, call: Call) -> Any:
     else:
         run.tie(rows, rows[:, :1].expand_as(rows))
         run.trail.grouped[call.node.name] = (groups, channels)
-    for weight in _affine_of(run, call, {2: "weight", 3: "bias"}):
-        _go_with(run, weight, channels, 0, (channels.numel(),))
+    for weight in affine_of(run, call, {2: "weight", 3: "bias"}):
+        go_with(run, weight, channels, 0, (channels.numel(),))
     return place(renamed(run, call, channels), call.shape, 1)
-
-
-def _affine_of(run: Propagation, call: Call, names: dict[int, str]) -> list[Any]:
-    """A norm's weight and bias: parameters, labels of what is computed, or None."""
-    if call.module is not None:
-        return [own_parameter(run, call, name) for name in names.values()]
-    return [call.argument(position, name) for position, name in names.items()]
 
 
 def _shape_of(run: Propagation, call: Call, shape: tuple[int, ...]) -> ParameterRef | None:
     """What a module says of its shape, which all its calls share, as if it were a weight."""
     return None if call.module is None else ParameterRef(f"{call.node.target}.normalized_shape", shape)
-
-
-def _go_with(run: Propagation, weight: Any, channels: Tensor, dim: int, shape: tuple[int, ...]) -> None:
-    """Dimension ``dim`` of a norm's weight, of the shape, has these channels."""
-    if isinstance(weight, ParameterRef):
-        run.slot(weight.name, dim, channels)
-    elif isinstance(weight, Tensor):
-        run.tie(weight, place(channels, shape, dim))
 
 
 def _line(labels: Tensor, dim: int) -> Tensor:
@@ -248,6 +272,8 @@ RULES: dict[str, Rule] = {
     ),
     "localresponsenorm": neighbours,
     "cosinesimilarity": cosine_similarity,
+    **dict.fromkeys(("topk", "sort", "argsort", "msort"), ranked),
+    **dict.fromkeys(("gather", "takealongdim"), gathered),
     "layernorm": layer_norm,
     "rmsnorm": layer_norm,
     "groupnorm": group_norm,

@@ -124,6 +124,7 @@ class Layer:
     axis: int  # of the output's channels
     source: str  # the parameter that the weight is, or is computed from
     computed: bool  # is it computed, so that its gradients are those of its mask?
+    part: str = ""  # of a node that has several weights (a recurrent layer): which of them
 
     def tensor(self, module: nn.Module) -> Tensor:
         """The parameter that the weight is, or one that it is computed from."""
@@ -202,6 +203,7 @@ class Trail:
     spread: list[Spread] = field(default_factory=list)
     slots: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dim -> labels
     elements: dict[str, Tensor] = field(default_factory=dict)  # parameter -> labels of its shape
+    free_standing: set[str] = field(default_factory=set)  # of these, the ones that need no layer: learned, or made
     layers: list[Layer] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)  # weights and biases, by name
@@ -212,6 +214,9 @@ class Trail:
     full: dict[str, int] = field(
         default_factory=dict
     )  # nodes that run on all channels, zeros in the place of those that are gone: where these lie
+    kernels: dict[str, int] = field(
+        default_factory=dict
+    )  # depthwise convolutions whose kernels are computed: where their channels lie
     parts: list[str] = field(default_factory=list)  # nodes whose tensors hold a part of another's elements
     shuffles: dict[str, Shuffle] = field(default_factory=dict)
     virtual: set[str] = field(default_factory=set)  # nodes exempt from rectangularity

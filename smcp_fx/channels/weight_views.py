@@ -37,6 +37,8 @@ contiguous flatten getitem movedim permute reshape squeeze t transpose unflatten
 _ATTRIBUTES = ("T", "mT")
 _MASKS = tuple(MASKS.values())  # may stand between a parameter and the movements
 _QUESTIONS = ("size", "dim", "numel", "ndim", "shape")
+#: Products of two tensors, and where the first factor stands among their arguments.
+FIRST_FACTOR = {"matmul": 0, "mm": 0, "bmm": 0, "tensordot": 0, "einsum": 1, "addmm": 1, "baddbmm": 1}
 #: For each dimension of a view, the parameter's dimension that it is; None for one of size 1 that it does not have.
 Dims = tuple[int | None, ...]
 
@@ -91,15 +93,18 @@ def contracted(use: fx.Node, rank: int) -> int:
         inputs, _, out = str(use.args[0]).replace(" ", "").partition("->")
         names = inputs.split(",")[place]
         return next((d for d, name in enumerate(names) if name not in out), 0)
+    if operation_name(use, None) == "tensordot":
+        dims = use.args[2] if len(use.args) > 2 else use.kwargs["dims"]
+        return rank - 1 if dims == 1 and place == 0 else 0 if dims == 1 else int(dims[place][0])  # type: ignore[index, arg-type]
     return rank - 1 if place == 0 else max(rank - 2, 0)
 
 
 def factors(use: fx.Node) -> list[fx.Node]:
     """The two factors of a product of tensors; none for another call."""
     name = operation_name(use, None) if use.op in ("call_function", "call_method") else None
-    if name not in ("matmul", "mm", "bmm", "einsum"):
+    if name not in FIRST_FACTOR:
         return []
-    given = use.args[1:] if name == "einsum" else use.args
+    given = use.args[FIRST_FACTOR[name] :][:2]
     if len(given) == 1 and isinstance(given[0], (list, tuple)):
         given = tuple(given[0])
     operands = [operand for operand in given if isinstance(operand, fx.Node)]

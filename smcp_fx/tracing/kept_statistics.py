@@ -29,7 +29,7 @@ def zero_kept(x: Tensor, mask: Tensor) -> Tensor:
 
 def mean_kept(x: Tensor, mask: Tensor) -> Tensor:
     """Return ``x`` so that its mean over all channels is the mean of the kept ones."""
-    mask = mask.to(torch.promote_types(x.dtype, torch.float32))
+    mask = mask.to(torch.promote_types(x.dtype.to_real(), torch.float32))
     return x * (mask * (mask.numel() / mask.sum().clamp(min=1))).to(x.dtype)
 
 

@@ -75,6 +75,7 @@ def _function_names() -> dict[int, str]:
             value = getattr(space, name, None)
             if callable(value) and not isinstance(value, type) and not name.startswith("__"):
                 names.setdefault(id(value), normal_name(name))
+    names.update((id(getattr(torch.fft, name)), normal_name(f"fft{name}")) for name in torch.fft.__all__)
     names[id(getattr)] = "getattr"
     names[id(torch.linalg.norm)], names[id(torch.linalg.vector_norm)] = "norm", "vectornorm"
     return names
