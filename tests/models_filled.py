@@ -47,9 +47,9 @@ def states_of_a_recurrent_convolution() -> nn.Module:
     return between(wiring, 8, 6, gates=conv(14, 24))
 
 
-@awkward(16 / 20)
+@awkward(1.0)
 def zeros_that_no_layer_takes_the_place_of() -> nn.Module:
-    """Nothing says what a channel of zeros is worth: they stay."""
+    """What reads a channel of zeros is worth nothing."""
     return between(lambda s, h: s.mid(torch.cat([h, h.new_zeros(len(h), 4, 8, 8)], 1)), mid=conv(12, 8))
 
 

@@ -187,3 +187,30 @@ def weight_computed_from_the_input() -> nn.Module:
 def weight_used_as_it_is_and_computed_from() -> nn.Module:
     """A weight that a module reads as well cannot hold what is computed from it, which gets a name of its own."""
     return between(lambda s, h: s.mid(h) + F.conv2d(h, s.mid.weight.flip(2), padding=1), mid=conv(8, 8))
+
+
+@awkward(1.0)
+def products_by_other_names() -> nn.Module:
+    """`tensordot`, `addmm` with a matrix of parameters, `baddbmm` of two tensors."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h = torch.tensordot(h, s.mix, dims=([1], [0])).permute(0, 3, 1, 2)
+        gate = torch.addmm(s.shift, h.mean((2, 3)), s.gate)
+        keys, tokens = s.keys(h).flatten(2), h.flatten(2)
+        same = torch.baddbmm(h.new_zeros(1, 64, 64), tokens.mT, keys, alpha=0.1)
+        return (tokens @ same.softmax(-1)).view(h.shape) * gate[:, :, None, None]
+
+    parts = {"mix": free_parameter(8, 8), "gate": free_parameter(8, 8), "shift": free_parameter(8)}
+    return between(wiring, keys=conv(8, 8), **parts)
+
+
+@awkward(1.0, TOKENS)
+def heads_that_share_keys() -> nn.Module:
+    """Two heads of queries a head of keys and values."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        q, k, v = heads(s.q(x), 4), heads(s.k(x), 2), heads(s.v(x), 2)
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return s.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    return Net(wiring, q=nn.Linear(6, 16), k=nn.Linear(6, 8), v=nn.Linear(6, 8), out=nn.Linear(16, 4))

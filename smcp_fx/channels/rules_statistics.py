@@ -50,6 +50,14 @@ def mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor 
     return labels
 
 
+def as_image(run: Propagation, labels: Tensor, dims: set[int]) -> Tensor:
+    """Of images whose channels lie in space, too (pixel shuffle): those of one channel, where channels are mixed."""
+    if labels.dim() == 4 and dims in ({1}, {3}) and run.varied(labels) == [1, 2, 3]:
+        for dim in {1, 2, 3} - dims:
+            labels = run.tie_along(labels, dim)
+    return labels
+
+
 def mixes(
     run: Propagation, call: Call, labels: Tensor, form: str, operand: int = 0, options: tuple[Any, ...] = ()
 ) -> None:
@@ -87,6 +95,7 @@ def reduction(run: Propagation, call: Call) -> Any:
     reduced = {
         int(dim) % max(labels.dim(), 1) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])
     }
+    labels = as_image(run, labels, reduced)
     reduced_labels = mix(run, call, labels, reduced)
     if reduced_labels is None:
         form = _form(call)
@@ -165,6 +174,7 @@ def softmax(run: Propagation, call: Call) -> Any:
     else:
         told = True
     axis = int(dim) % labels.dim()
+    labels = as_image(run, labels, {axis})
     mixed = mix(run, call, labels, {axis})
     if mixed is not None:
         return like(call, mixed)
@@ -214,6 +224,7 @@ def layer_norm(run: Propagation, call: Call) -> Any:
     first = labels.dim() - len(shape)
     dims = set(range(first, labels.dim()))
     names = {2: "weight"} if call.name == "rmsnorm" else {2: "weight", 3: "bias"}
+    labels = as_image(run, labels, dims)
     tied = mix(run, call, labels, dims)
     if tied is not None:
         # Channels that can be told apart elsewhere, too (heads), go with all that is normalised.

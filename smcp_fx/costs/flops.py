@@ -118,4 +118,4 @@ def _positions(layer: Layer, images: int) -> float:
     kernel = prod(size for dim, size in enumerate(layer.weight_shape) if dim not in dims)
     shape = layer.in_shape if layer.transposed else layer.out_shape
     channels = layer.input_channels if layer.transposed else layer.output_channels
-    return kernel * prod(shape) / (images * channels.numel())
+    return kernel * prod(shape) / (images * max(channels.numel(), 1))  # a layer may have none

@@ -1,8 +1,8 @@
-"""`torch.autograd.Function`: called as it is, so that its own backward stays.
+"""`torch.autograd.Function`: called as it is, so that its own backward stays, unless it is autograd's anyway.
 
     Reverse.apply(x)   is one call in the graph; traced through, it would be what autograd makes of its forward
 
-Nothing is known of what it does with channels: what it reads and returns is pinned.
+Of those that are called, nothing is known of what they do with channels: what they read and return is pinned.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from torch.fx.proxy import Proxy
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from smcp_fx.tracing.plain_functions import forward_of_function, is_plain_function
+
 
 @contextmanager
-def functions_kept(tracer: fx.Tracer) -> Iterator[None]:
+def functions_kept(tracer: Any) -> Iterator[None]:
     """While it lasts, functions of autograd that are applied to proxies become nodes.
 
     So do those whose `apply` was taken before (`swish = Swish.apply`): it is code in C, which looks up the class's
@@ -35,7 +37,12 @@ def functions_kept(tracer: fx.Tracer) -> Iterator[None]:
             return _plain_apply.__get__(None, cls)(*args, **kwargs)
         if issubclass(cls, CheckpointFunction):
             return args[0](*args[2:])  # it recomputes what it runs, which changes no number
+        if not kwargs and is_plain_function(cls, pytree.tree_map(seen, args)):
+            return forward_of_function(cls)(*args)
         return tracer.create_proxy("call_function", applied(cls), args, kwargs)
+
+    def seen(given: Any) -> Any:
+        return tracer.value(given.node) if isinstance(given, Proxy) else given
 
     def looked_up(cls: Any, name: str) -> Any:
         found = type.__getattribute__(cls, name)

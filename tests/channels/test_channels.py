@@ -6,10 +6,13 @@ import itertools
 
 import models_broadcasts  # noqa: F401  (these register their networks)
 import models_filled  # noqa: F401
+import models_folded  # noqa: F401
 import models_layers  # noqa: F401
 import models_movement  # noqa: F401
 import models_products  # noqa: F401
+import models_recurrent  # noqa: F401
 import models_shapes  # noqa: F401
+import models_spectra  # noqa: F401
 import models_statistics  # noqa: F401
 import models_weights  # noqa: F401
 import models_windows  # noqa: F401

@@ -1,0 +1,82 @@
+"""Functions of autograd whose backward is the one that autograd would make of their forward: written to save memory.
+
+They are traced through (a layer norm of one's own, a swish that recomputes). Others stay as they are: estimators
+that pass gradients straight through, reversals, what is written in another language.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_NO_SETUP = torch.autograd.Function.setup_context
+#: Sizes of values, and of gradients, on which both backwards are compared: one that clips is another for large ones.
+_SCALES = ((1.0, 1.0), (8.0, 1e-3), (0.1, 1e3))
+
+
+class Context:
+    """What a forward is given in the place of autograd's context; raises where it marks what it returns."""
+
+    needs_input_grad = (True,) * 64
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Save nothing: there is no backward of its own."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Change nothing."""
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        """A forward that writes into its inputs is none to trace through."""
+        raise TypeError("marked")
+
+    mark_non_differentiable = mark_dirty
+
+
+def forward_of_function(cls: Any) -> Any:
+    """The function's forward, on its arguments alone."""
+    forward, setup = (type.__getattribute__(cls, name) for name in ("forward", "setup_context"))  # as written
+    return functools.partial(forward, Context()) if setup is _NO_SETUP else forward
+
+
+def is_plain_function(cls: Any, args: tuple[Any, ...]) -> bool:
+    """Has the function the gradients of its forward? ``args``: its arguments, or fake tensors like them."""
+    leaves = pytree.tree_leaves(args)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if any(tensor.is_complex() or not tensor.is_floating_point() for tensor in tensors):
+        return False
+    found: list[bool] = []
+
+    def compare() -> None:
+        with torch.enable_grad(), contextlib.suppress(Exception):  # whatever a forward says to other values
+            found.append(all(_alike(cls, args, *scales) for scales in _SCALES))
+
+    apart = threading.Thread(target=compare)  # which no trace follows
+    apart.start()
+    apart.join()
+    return found == [True]
+
+
+def _alike(cls: Any, args: tuple[Any, ...], size: float, steepness: float) -> bool:
+    drawn = torch.Generator().manual_seed(0)
+    given = pytree.tree_map(
+        lambda v: (size * torch.randn(v.shape, generator=drawn, dtype=torch.float64)) if isinstance(v, Tensor) else v, args
+    )
+    found = []
+    cotangents: list[Tensor] = []
+    for function in (cls.apply, forward_of_function(cls)):
+        own = pytree.tree_map(lambda v: v.clone().requires_grad_() if isinstance(v, Tensor) else v, given)
+        inputs = [leaf for leaf in pytree.tree_leaves(own) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in pytree.tree_leaves(function(*own)) if isinstance(leaf, Tensor)]
+        cotangents = cotangents or [steepness * torch.randn(v.shape, generator=drawn, dtype=torch.float64) for v in outputs]
+        gradients = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+        found.append([*outputs, *(torch.zeros(()) if g is None else g for g in gradients)])
+    return len(found[0]) == len(found[1]) and all(
+        a.shape == b.shape and torch.allclose(a, b, 1e-6, 1e-9 * steepness, equal_nan=True)
+        for a, b in zip(*found, strict=True)
+    )
