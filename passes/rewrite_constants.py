@@ -186,7 +186,7 @@ class _Rewriter:
             set_argument(node, 1, "num_groups", wanted)
 
     def _count_kernels(self, node: fx.Node) -> None:
-        """A depthwise convolution has as many groups as channels; a number that the graph works out is right already."""
+        """A depthwise convolution has as many groups as channels; what the graph works out is right already."""
         groups: Any = node.args[6] if len(node.args) > 6 else node.kwargs["groups"]
         known = self.new[groups.name] if isinstance(groups, fx.Node) else groups
         wanted = self.new[node.name].shape[self.trail.kernels[node.name]]

@@ -9,8 +9,6 @@ what it gave before, less the removed channels.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx, nn
 

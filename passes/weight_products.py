@@ -40,7 +40,9 @@ def insert_product(
     kind: Literal["mask", "scale"],
 ) -> bool:
     """Let ``uses``, in order, take function(weight, buffer ``factor`` of the state); False if they do already."""
-    reads = dict(_read(use, weight) for use in uses)  # calls that read one view of the weight read it together
+    reads = dict(
+        _read(use, weight) for use in uses
+    )  # calls that read one view of the weight read it together
     place = {node: index for index, node in enumerate(graph.nodes)}
     readers = sorted(reads, key=place.__getitem__)
     if any(reads[reader] is None if is_recurrent(reader) else mark_of(reader) for reader in readers):

@@ -31,7 +31,7 @@ def one_kernel_for_every_channel() -> nn.Module:
     """Blurring: each channel of each image is an image of its own, or a depthwise kernel is spread."""
 
     def wiring(s: Any, h: Tensor) -> Tensor:
-        images, channels, height, width = h.shape
+        channels, height, width = h.shape[1:]
         blurred = F.conv2d(h.reshape(-1, 1, height, width), s.blur, padding=1).view(h.shape)
         return F.conv2d(blurred, s.blur.expand(channels, -1, -1, -1), padding=1, groups=channels)
 
@@ -54,7 +54,10 @@ def kernels_from_the_image() -> nn.Module:
 @awkward(0.0)
 def folded_by_a_written_batch() -> nn.Module:
     """The example has two images; sixteen would be the size of that alone."""
-    return between(lambda s, h: F.conv2d(h.reshape(16, 1, 8, 8), s.blur, padding=1).view(-1, 8, 8, 8), blur=free_parameter(1, 1, 3, 3))
+    return between(
+        lambda s, h: F.conv2d(h.reshape(16, 1, 8, 8), s.blur, padding=1).view(-1, 8, 8, 8),
+        blur=free_parameter(1, 1, 3, 3),
+    )
 
 
 @awkward(1.0)
@@ -77,7 +80,9 @@ def positions_picked() -> nn.Module:
         best = s.score(tokens).squeeze(-1).topk(6, 1)[1]
         read = tokens.gather(1, best.unsqueeze(-1).repeat(1, 1, tokens.shape[-1]))
         again = tokens.gather(1, best.unsqueeze(-1).expand(-1, -1, 8)).sort(1)[0]
-        return h * s.mid(read + again).amax(1)[:, :, None, None] + tokens.topk(3, 1)[0].mean(1)[:, :, None, None]
+        return (
+            h * s.mid(read + again).amax(1)[:, :, None, None] + tokens.topk(3, 1)[0].mean(1)[:, :, None, None]
+        )
 
     return between(wiring, score=nn.Linear(8, 1), mid=nn.Linear(8, 8))
 

@@ -293,7 +293,7 @@ def resize_like() -> nn.Module:
     return between(lambda s, h: h + F.interpolate(s.mid(h), size=h.shape[-2:]), mid=conv(8, 8, stride=2))
 
 
-@awkward(8 / 10)
+@awkward(1.0)
 def concat_with_zeros() -> nn.Module:
     return between(lambda s, h: torch.cat([h, h.new_zeros(h.shape[0], 2, 8, 8)], 1), 8, 10)
 

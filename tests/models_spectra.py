@@ -15,12 +15,16 @@ def fourier_unit() -> nn.Module:
     """Real and imaginary parts beside each other (FFC), or one after the other."""
 
     def wiring(s: Any, h: Tensor) -> Tensor:
-        images, channels, height, width = h.shape
+        images, (height, width) = h.shape[0], h.shape[2:]
         spectrum = torch.fft.rfftn(h, dim=(-2, -1), norm="ortho")
         beside = torch.stack((spectrum.real, spectrum.imag), -1).permute(0, 1, 4, 2, 3).contiguous()
-        mixed = s.mid(beside.view(images, -1, height, width // 2 + 1)).view(images, -1, 2, height, width // 2 + 1)
+        mixed = s.mid(beside.view(images, -1, height, width // 2 + 1)).view(
+            images, -1, 2, height, width // 2 + 1
+        )
         mixed = mixed.permute(0, 1, 3, 4, 2).contiguous()
-        h = torch.fft.irfftn(torch.complex(mixed[..., 0], mixed[..., 1]), s=(height, width), dim=(-2, -1), norm="ortho")
+        h = torch.fft.irfftn(
+            torch.complex(mixed[..., 0], mixed[..., 1]), s=(height, width), dim=(-2, -1), norm="ortho"
+        )
         pair = torch.view_as_real(torch.fft.fft2(h)).flatten(-2)
         return h + torch.fft.ifft2(torch.view_as_complex(pair.unflatten(-1, (-1, 2)))).real
 

@@ -85,7 +85,9 @@ def recurrent(b: Builder) -> None:
         return x + s.of_state(state)[:, :, None, None]
 
     if b.random.random() < 0.3:
-        b.add("recurrent cell", c, (source,), steps, cell=nn.GRUCell(c, hidden), of_state=nn.Linear(hidden, c))
+        b.add(
+            "recurrent cell", c, (source,), steps, cell=nn.GRUCell(c, hidden), of_state=nn.Linear(hidden, c)
+        )
         return
     parts = {"read": read, "out_of": nn.Linear(hidden * ways, c), "of_state": nn.Linear(hidden, c)}
     b.add(f"recurrent {kind.__name__}", c, (source,), columns, **parts)

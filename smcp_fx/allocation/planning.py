@@ -210,7 +210,7 @@ def plan(problem: CoupledProblem, max_cells: int = MAX_CELLS) -> EliminationOrde
         if not only.links:
             return only
     tried: list[tuple[bool, int, int, int, int]] = []
-    for limit in (max_cells, max_cells >> 2, max_cells >> 4):
+    for limit in (max_cells, max_cells >> 2, max_cells >> 4, max_cells >> 6):
         for patience in (1, 16, 256):
             dry = _run(problem, limit, patience, dry=True)
             slow = bool(dry.links) and dry.cells * (_SOLVES + _SOLVES_PER_LINK * len(dry.links)) > _ALL_CELLS

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels.labels import compress, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place, tensor_leaves
 from smcp_fx.channels.rules_elementwise import bring_together, elementwise, like
-from smcp_fx.channels.rules_layers import affine_of, at_full_width, go_with, own_parameter, renamed
+from smcp_fx.channels.rules_layers import affine_of, at_full_width, go_with, renamed
 from smcp_fx.channels.trail import Call, Mix, ParameterRef
 from smcp_fx.tracing.values import TensorInfo
 
@@ -70,7 +70,9 @@ def pin_in_batch(run: Propagation, call: Call, labels: Tensor, operand: int = 0)
     """Keep channels that lie along a dimension of other sizes for other inputs: a mask has one length."""
     given = call.node.args[operand] if len(call.node.args) > operand else None
     if isinstance(given, fx.Node) and any(run.follows_input(given, dim) for dim in run.varied(labels)):
-        run.pin(labels, call.node.name, f"channels that {call.name!r} mixes lie along the batch, or along space")
+        run.pin(
+            labels, call.node.name, f"channels that {call.name!r} mixes lie along the batch, or along space"
+        )
 
 
 def neighbours(run: Propagation, call: Call) -> Any:
@@ -193,7 +195,11 @@ def ranked(run: Propagation, call: Call) -> Any:
     labels = run.of(call.argument(0, "input"))
     dim = int(call.argument(2 if call.name in ("topk", "kthvalue") else 1, "dim", -1)) % labels.dim()
     mixed = mix(run, call, labels, {dim})
-    return run.unknown(call, f"channels are mixed by {call.name!r}") if mixed is None else _along(call, mixed, dim)
+    return (
+        run.unknown(call, f"channels are mixed by {call.name!r}")
+        if mixed is None
+        else _along(call, mixed, dim)
+    )
 
 
 def gathered(run: Propagation, call: Call) -> Any:
@@ -205,7 +211,9 @@ def gathered(run: Propagation, call: Call) -> Any:
         return run.unknown(call, f"channels are mixed by {call.name!r}")
     if any(index.shape[d] != labels.shape[d] for d in run.varied(mixed)):
         return run.unknown(call, f"{call.name!r} reads some of the channels")
-    read = mixed.narrow(dim, 0, 1)[tuple(slice(size) for size in index.shape)]  # of other dimensions, the first
+    read = mixed.narrow(dim, 0, 1)[
+        tuple(slice(size) for size in index.shape)
+    ]  # of other dimensions, the first
     shape = tuple(index.shape)
     return bring_together(run, call, [compress(read.expand(shape)), run.of(index)], shape)
 

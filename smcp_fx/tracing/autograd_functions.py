@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
 from torch.autograd.function import FunctionMeta
 from torch.fx.proxy import Proxy
 from torch.utils import _pytree as pytree

@@ -65,7 +65,12 @@ def is_plain_function(cls: Any, args: tuple[Any, ...]) -> bool:
 def _alike(cls: Any, args: tuple[Any, ...], size: float, steepness: float) -> bool:
     drawn = torch.Generator().manual_seed(0)
     given = pytree.tree_map(
-        lambda v: (size * torch.randn(v.shape, generator=drawn, dtype=torch.float64)) if isinstance(v, Tensor) else v, args
+        lambda v: (
+            (size * torch.randn(v.shape, generator=drawn, dtype=torch.float64))
+            if isinstance(v, Tensor)
+            else v
+        ),
+        args,
     )
     found = []
     cotangents: list[Tensor] = []
@@ -73,7 +78,9 @@ def _alike(cls: Any, args: tuple[Any, ...], size: float, steepness: float) -> bo
         own = pytree.tree_map(lambda v: v.clone().requires_grad_() if isinstance(v, Tensor) else v, given)
         inputs = [leaf for leaf in pytree.tree_leaves(own) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in pytree.tree_leaves(function(*own)) if isinstance(leaf, Tensor)]
-        cotangents = cotangents or [steepness * torch.randn(v.shape, generator=drawn, dtype=torch.float64) for v in outputs]
+        cotangents = cotangents or [
+            steepness * torch.randn(v.shape, generator=drawn, dtype=torch.float64) for v in outputs
+        ]
         gradients = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
         found.append([*outputs, *(torch.zeros(()) if g is None else g for g in gradients)])
     return len(found[0]) == len(found[1]) and all(
