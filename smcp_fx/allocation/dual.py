@@ -178,9 +178,7 @@ class _Cuts:
 
     def minimise(self, lower: Array, upper: Array) -> tuple[Array, float] | None:
         """Return where in a box the model is least, and its value there; None on failure."""
-        from scipy.optimize import (
-            linprog,
-        )  # imported here: it takes a third of a second, and only loosened sums need it
+        from scipy.optimize import linprog  # here: it takes a third of a second to load
 
         solved = linprog(
             np.concatenate([np.zeros(self.size), [1.0]]),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +37,6 @@ from smcp_fx.texts import amount, table
 
 __all__ = ["Pruner", "Solve"]
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
 #: Some costs are exact only near given counts, and some are measured there. They are priced again around each choice,
 #: at most this often, until the choice lies within the target (but for rounding), and less than this share below it.
 _PRICINGS, _MISS, _OVER = 8, 0.011, 1e-9
@@ -46,9 +45,14 @@ _PRICINGS, _MISS, _OVER = 8, 0.011, 1e-9
 _PASSING, _LASTING, _MOVED = 0.02, 0.002, 0.005
 
 
-def _eager(method: _Method) -> _Method:
-    """Keep `torch.compile` out of a method; its type stays."""
-    return cast(_Method, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+@functools.cache
+def _run_eagerly() -> None:
+    """Keep `torch.compile` out of the pruner's methods.
+
+    Not at import: this loads torch's compiler, as the first optimiser does, and takes as long as all the rest.
+    """
+    for method in (Pruner.step, Pruner.solve):
+        setattr(Pruner, method.__name__, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
 
 
 class Pruner:
@@ -69,6 +73,7 @@ class Pruner:
         schedule: Schedule | None,
         asked: bool = True,
     ) -> None:
+        _run_eagerly()
         self._model = model
         self.cost = cost
         self.target = target
@@ -123,7 +128,6 @@ class Pruner:
 
     # ---- in the training loop ---------------------------------------------------------------------------
 
-    @_eager
     def step(self, scaler: Any = None) -> Solve | None:
         """Gather importance, and solve for the masks when the schedule says so.
 
@@ -172,7 +176,6 @@ class Pruner:
         self._watch.active = self.schedule is not None and self._calls < self.schedule.last_step
         return self._calls
 
-    @_eager
     def solve(self, target: float | str | None = None) -> Solve:
         """Solve for masks now, from the importances gathered so far.
 
