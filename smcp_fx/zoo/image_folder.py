@@ -29,6 +29,8 @@ def image_folder(
     from torchvision.datasets import ImageFolder
 
     images = images or Preprocessing()
+    if not root.is_dir():
+        raise InputError(f"imagefolder:{root}: there is no such folder")
     test_folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
     if not (root / "train").is_dir() or test_folder is None:
         raise InputError(
@@ -50,6 +52,8 @@ def plain_images(root: Path, images: Preprocessing | None = None) -> tuple[Datas
     """Return all images below a folder, every fifth one for testing, and 0 classes; each has the label 0."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
+    if not root.is_dir():
+        raise InputError(f"images:{root}: there is no such folder")
     files = sorted(str(path) for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
     if len(files) < 2:
         raise InputError(f"images:{root}: there are {len(files)} images below it; two are the least")
