@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,11 +35,15 @@ _PUBLISHED = smcp_fx.PruningConfig(
 
 @dataclass(frozen=True)
 class Effort:
-    """Optimiser steps, their peak learning rate, the seed of their images, the dense network's share of the loss."""
+    """Optimiser steps, their peak learning rate, the seed of their images, the dense network's share of the loss.
+
+    ``dense_steps``: what the dense network was trained for.
+    """
 
     steps: int
     rate: float
     seed: int
+    dense_steps: int
     taught: float = _TAUGHT
 
 
@@ -73,7 +77,7 @@ def _first(choice: str, taught: float = _TAUGHT) -> Callable[[Setting, Task, flo
 
     def method(setting: Setting, task: Task, target: float, effort: Effort) -> Found:
         model, share = CHOICES[choice](setting, target)
-        train(model, setting, task, Effort(effort.steps, effort.rate, effort.seed, taught))
+        train(model, setting, task, replace(effort, taught=taught))
         return model, share
 
     return method
@@ -84,8 +88,9 @@ def _masks(config: smcp_fx.PruningConfig) -> Callable[[Setting, Task, float, Eff
 
     def method(setting: Setting, task: Task, target: float, effort: Effort) -> Found:
         schedule = smcp_fx.Schedule.scaled(effort.steps / _EPOCH, _EPOCH)
-        example = setting.images[0][:2]
-        prepared = smcp_fx.prepare(setting.model, example, target=target, schedule=schedule, config=config)
+        prepared = smcp_fx.prepare(
+            setting.model, setting.example, target=target, cost=setting.cost, schedule=schedule, config=config
+        )
         train(prepared, setting, task, effort)
         share = prepared.pruner.present_cost / prepared.pruner.full_cost
         return smcp_fx.convert(prepared, check=False), share
@@ -93,32 +98,53 @@ def _masks(config: smcp_fx.PruningConfig) -> Callable[[Setting, Task, float, Eff
     return method
 
 
-def _narrow(setting: Setting, task: Task, target: float, effort: Effort) -> Found:
-    """The same share of every layer, from random weights."""
-    model, share = CHOICES["uniform L2"](setting, target)
-    torch.manual_seed(effort.seed)
-    for module in model.modules():
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            reset()
-    train(model, setting, task, effort)
-    return model, share
+def _narrow(longer: int) -> Callable[[Setting, Task, float, Effort], Found]:
+    """The same share of every layer, from random weights; ``longer``: for the dense network's steps as well."""
+
+    def method(setting: Setting, task: Task, target: float, effort: Effort) -> Found:
+        model, share = CHOICES["uniform L2"](setting, target)
+        torch.manual_seed(effort.seed)
+        for module in model.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+        train(model, setting, task, replace(effort, steps=effort.steps + longer * effort.dense_steps))
+        return model, share
+
+    return method
 
 
-#: Method by name; those of `UNTRAINED` give a usable network without any step.
+#: Method by name. Those of `CHOICES` give a usable network without any step.
 METHODS: dict[str, Callable[[Setting, Task, float, Effort], Found]] = {
     "ours": _first("ours"),
+    "ours, by FLOPs": _first("ours, by FLOPs"),
     "ours without teacher": _first("ours", taught=0.0),
     "ours without repair": _first("ours without repair"),
+    "uniform, eliminated and repaired": _first("uniform, eliminated and repaired"),
     "uniform L2": _first("uniform L2"),
     "random": _first("random"),
     "Torch-Pruning": _first("Torch-Pruning"),
+    "Torch-Pruning, isomorphic": _first("Torch-Pruning, isomorphic"),
+    "torch-kirigami": _first("torch-kirigami"),
     "soft masks": _masks(smcp_fx.PruningConfig()),
     "permanent masks": _masks(smcp_fx.PruningConfig(mask="permanent")),
     "as published": _masks(_PUBLISHED),
-    "narrow, from scratch": _narrow,
+    "narrow, from scratch": _narrow(0),
+    "narrow, dense steps as well": _narrow(1),
 }
-UNTRAINED = ("ours", "ours without repair", "uniform L2", "random", "Torch-Pruning")
+_UNIFORM = (
+    "random",
+    "uniform, eliminated and repaired",
+    "narrow, from scratch",
+    "narrow, dense steps as well",
+)
+
+
+def chooser(method: str) -> str:
+    """Return the method without training that chooses the same widths at the same cost, or nearly so."""
+    if method in _UNIFORM:
+        return "uniform L2"
+    return "ours" if method.startswith("ours without") or method not in CHOICES else method
 
 
 def steps_of(task: Task, network: str, budget: float) -> int:
