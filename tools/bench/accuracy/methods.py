@@ -7,25 +7,19 @@ images in the same order, with the dense network as teacher.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from pretrained.networks import STEPS
-from pretrained.tasks import Task, cosine
-from torch import nn
+from pretrained.tasks import Task
 from without_training_methods import METHODS as CHOICES
 from without_training_methods import Found, Setting
 
 import smcp_fx
-from smcp_fx.training import TrainingLoop
+from accuracy.training import TAUGHT, Effort, train
+from accuracy.variants import VARIANTS
 
-_BATCH, _SMOOTHING, _DECAY = 64, 0.05, 1e-4
-#: Share of the dense network's answers in the loss, as in smcp-compile.
-_TAUGHT = 0.9
 #: What a schedule counts as an epoch; the shares of it are what matter.
 _EPOCH = 10
 _PUBLISHED = smcp_fx.PruningConfig(
@@ -33,46 +27,7 @@ _PUBLISHED = smcp_fx.PruningConfig(
 )
 
 
-@dataclass(frozen=True)
-class Effort:
-    """Optimiser steps, their peak learning rate, the seed of their images, the dense network's share of the loss.
-
-    ``dense_steps``: what the dense network was trained for.
-    """
-
-    steps: int
-    rate: float
-    seed: int
-    dense_steps: int
-    taught: float = _TAUGHT
-
-
-def train(model: nn.Module, setting: Setting, task: Task, effort: Effort) -> None:
-    """Train to the end of the effort: SGD with Nesterov momentum, a short rise of the rate and a cosine."""
-    if not effort.steps:
-        return
-    first = (effort.seed + 77) * 1_000_003
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": _DECAY}, {"params": plain, "weight_decay": 0.0}]
-    with tempfile.TemporaryDirectory() as folder:
-        TrainingLoop(
-            model,
-            torch.optim.SGD(groups, effort.rate, momentum=0.9, nesterov=True),
-            batches=lambda *_: (task.draw(_BATCH, first + step) for step in range(effort.steps)),
-            loss=lambda outputs, labels: F.cross_entropy(outputs, labels, label_smoothing=_SMOOTHING),
-            rate=lambda step: effort.rate * cosine(step, effort.steps),
-            evaluate=lambda _: {},
-            steps_per_epoch=effort.steps,
-            total_steps=effort.steps,
-            checkpoint=Path(folder) / "end.safetensors",
-            seed=effort.seed,
-            teacher=smcp_fx.Teacher(setting.model) if effort.taught else None,
-            taught=effort.taught,
-        ).run()
-
-
-def _first(choice: str, taught: float = _TAUGHT) -> Callable[[Setting, Task, float, Effort], Found]:
+def _first(choice: str, taught: float = TAUGHT) -> Callable[[Setting, Task, float, Effort], Found]:
     """Channels go first, then what is left is trained."""
 
     def method(setting: Setting, task: Task, target: float, effort: Effort) -> Found:
@@ -131,6 +86,9 @@ METHODS: dict[str, Callable[[Setting, Task, float, Effort], Found]] = {
     "as published": _masks(_PUBLISHED),
     "narrow, from scratch": _narrow(0),
     "narrow, dense steps as well": _narrow(1),
+    "ours, half taught": _first("ours", taught=0.5),
+    "ours, taught alone": _first("ours", taught=1.0),
+    **VARIANTS,
 }
 _UNIFORM = (
     "random",
@@ -144,7 +102,7 @@ def chooser(method: str) -> str:
     """Return the method without training that chooses the same widths at the same cost, or nearly so."""
     if method in _UNIFORM:
         return "uniform L2"
-    return "ours" if method.startswith("ours without") or method not in CHOICES else method
+    return method if method in CHOICES and not method.startswith("ours without") else "ours"
 
 
 def steps_of(task: Task, network: str, budget: float) -> int:
