@@ -198,14 +198,9 @@ class Backend(ABC):
             return BlockLatency(engine.latency(config=config or QUICK))
 
 
-def measure_interleaved(
-    engines: Sequence[Engine],
-    inputs: Sequence[Sequence[Array] | None] | None = None,
-    config: TimingConfig | None = None,
-) -> list[Measurement]:
+def measure_interleaved(engines: Sequence[Engine], config: TimingConfig | None = None) -> list[Measurement]:
     """Measure ``engines`` in turns (a b a b ...), so that their ratio is fair; one result each, in order."""
-    given = inputs if inputs is not None else [None] * len(engines)
-    timers = [engine.timer(i) for engine, i in zip(engines, given, strict=True)]
+    timers = [engine.timer() for engine in engines]
     return measure_timers(timers, config, cpu_bound=all(engine.cpu_bound for engine in engines))
 
 
@@ -230,9 +225,9 @@ def cpu_name() -> str:
     return name or platform.processor() or platform.machine()
 
 
-def gpu_name(index: int = 0) -> tuple[str, str]:
-    """Return a GPU's name and its driver's version, as nvidia-smi tells them; `BackendError` without it."""
-    query = ["nvidia-smi", f"--id={index}", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+def gpu_name() -> tuple[str, str]:
+    """Return the first GPU's name and its driver's version, by nvidia-smi; `BackendError` without it."""
+    query = ["nvidia-smi", "--id=0", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError) as error:

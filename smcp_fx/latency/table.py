@@ -147,7 +147,6 @@ class LatencyTable:
         blocks: Iterable[Block],
         backend: Backend,
         progress: Watcher | None = None,
-        config: TimingConfig | None = None,
     ) -> MeasureReport:
         """Measure those of ``rows`` that are neither known nor failed, as `measure` does.
 
@@ -165,7 +164,7 @@ class LatencyTable:
                 if (points := self._unknown(block, all_points, fingerprint))
             ]
 
-        return self._fill(unique_blocks(blocks), backend, lacking, progress, config)
+        return self._fill(unique_blocks(blocks), backend, lacking, progress, None)
 
     def wanted(
         self, blocks: Iterable[Block], fingerprint: Fingerprint, whole: bool = True
