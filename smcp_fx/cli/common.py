@@ -23,12 +23,19 @@ _BROKEN_PIPE = 141
 _LONGEST_WORD = 500
 
 
+class _Help(argparse.HelpFormatter):
+    """Wraps sentences to the terminal, and leaves texts of several lines (examples) as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser without abbreviations, with --version, and with errors in one sentence."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         options.setdefault("allow_abbrev", False)
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", _Help)
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
         if " " not in self.prog:  # not a subcommand's parser
             told = f"%(prog)s {version('smcp_fx')}"

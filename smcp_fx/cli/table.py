@@ -31,15 +31,23 @@ if TYPE_CHECKING:
     from smcp_fx.latency.store import TableRow
 
 _EXAMPLES = """examples:
-  smcp-table measure torchvision:resnet50 --batch 1              fill table.sqlite with what ResNet-50 needs here
-  smcp-table measure torchvision:resnet50 --shard 2/8 --table part2.sqlite      an eighth of it, on another machine
-  smcp-table merge table.sqlite part1.sqlite part2.sqlite        join the parts
-  smcp-table show table.sqlite                                   what is in it, measured on what and when
-  smcp-table check table.sqlite --model torchvision:resnet50     is it sound, and complete for this model
-  smcp-table export table.sqlite rows.csv                        for a spreadsheet, or another tool
-  smcp-table export table.sqlite todo.csv --wanted --model torchvision:resnet50      what is still to be measured
-  smcp-table import rows.csv table.sqlite                        take rows that were measured elsewhere
-  smcp-table measure torchvision:resnet50 --backend tensorrt --emit-requests todo   to be measured on another device
+  # fill table.sqlite with what ResNet-50 needs on this machine
+  smcp-table measure torchvision:resnet50 --batch 1
+  # what is in it, and whether it is sound and complete for this model
+  smcp-table show table.sqlite
+  smcp-table check table.sqlite --model torchvision:resnet50
+  # share the work between machines of one kind
+  smcp-table measure torchvision:resnet50 --shard 2/8 --table part2.sqlite
+  smcp-table merge table.sqlite part1.sqlite part2.sqlite
+  # for a spreadsheet
+  smcp-table export table.sqlite rows.csv
+  # rows to measure on another device, and their answers
+  smcp-table export table.sqlite todo.csv --wanted --onnx todo \\
+      --model torchvision:resnet50 --device my-phone
+  smcp-table import done.csv table.sqlite
+  # the same for TensorRT on another device
+  smcp-table measure torchvision:resnet50 --backend tensorrt \\
+      --emit-requests todo
 """
 
 
