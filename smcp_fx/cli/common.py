@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 from rich.console import Console
 from rich.text import Text
 
 from smcp_fx.errors import SmcpError
+
+Main = TypeVar("Main", bound=Callable[..., int])
 
 #: Errors of a disk that is full or read-only.
 _NO_PLACE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -66,6 +69,20 @@ class CommandParser(argparse.ArgumentParser):
             if "\0" in text:
                 self.error(f"{text!r} holds a null character")
         return self.parse_args(given)
+
+
+def interruptible(main: Main) -> Main:
+    """Let Ctrl-C end a command in a word from its first moment on, while it loads libraries."""
+
+    @functools.wraps(main)
+    def run(*arguments: Any) -> int:
+        try:
+            return main(*arguments)
+        except KeyboardInterrupt:
+            print("\nInterrupted.", file=sys.stderr)
+            return 130
+
+    return cast(Main, run)
 
 
 def consoles() -> tuple[Console, Console]:

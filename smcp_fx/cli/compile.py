@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from smcp_fx.cli.common import CommandParser, consoles, guarded, tell
+from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, tell
 from smcp_fx.cli.flags import add_options, chosen
 from smcp_fx.config import PruningConfig
 
@@ -53,6 +53,7 @@ def build_parser() -> CommandParser:
     return parser
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = build_parser()

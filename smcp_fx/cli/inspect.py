@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from smcp_fx.cli.common import CommandParser, consoles, guarded
+from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible
 from smcp_fx.errors import InputError
 
 _NO_WRAP = 100_000
@@ -64,6 +64,7 @@ def build_parser() -> CommandParser:
     return parser
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = build_parser().parsed(argv)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from smcp_fx.cli.common import CommandParser, consoles, guarded, line
+from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, line
 from smcp_fx.cli.networks import (
     add_network_options,
     add_targets_option,
@@ -100,6 +100,7 @@ def build_parser() -> CommandParser:
     return parser
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 1 if ``check`` found problems, 2 for errors."""
     arguments = build_parser().parsed(argv)

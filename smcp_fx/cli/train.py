@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from smcp_fx.cli.common import CommandParser, consoles, guarded
+from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible
 from smcp_fx.cli.flags import add_options, chosen
 
 _EXAMPLES = """examples:
@@ -45,6 +45,7 @@ def build_parser() -> CommandParser:
     return parser
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = vars(build_parser().parsed(argv))

@@ -140,7 +140,7 @@ def build_model(spec: str, **options: Any) -> nn.Module:
     if kind == "timm" and name:
         return _create_timm(name, **options)
     if kind == "smcp" and name:
-        from smcp_fx.zoo import build_network
+        from smcp_fx.zoo.networks import build_network
 
         return build_network(name, **options)
     return _from_factory(spec)
