@@ -65,6 +65,15 @@ class CostSource(Protocol):
         """Find out what it costs at these counts, but for this share; return whether prices changed."""
         ...
 
+    @property
+    def as_of(self) -> float:
+        """When the last of what it rests on was found out (seconds)."""
+        ...
+
+    def price_as_of(self, as_of: float) -> bool:
+        """Take what was found out up to then, and nothing else; return whether that was possible."""
+        ...
+
 
 @dataclass(frozen=True)
 class NetworkCost:

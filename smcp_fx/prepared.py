@@ -37,13 +37,16 @@ class Tracing:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a prepared model was made with; shared by its copies. ``asked``: the target was given, not the default."""
+    """What a prepared model was made with; shared by its copies.
+
+    ``target`` as it was given; ``asked``: it was, and is not the default.
+    """
 
     channels: ChannelGraph
     cost: NetworkCost
     flops: NetworkCost
     parameters: NetworkCost
-    target: float
+    target: float | str
     config: PruningConfig
     schedule: Schedule | None
     example_inputs: tuple[Any, ...]

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -27,12 +28,12 @@ from smcp_fx.pruning.loop_watch import LoopWatch
 from smcp_fx.pruning.observers import Observer
 from smcp_fx.pruning.scores import scores
 from smcp_fx.pruning.selection import Choice, Selector
-from smcp_fx.pruning.solve import Solve
+from smcp_fx.pruning.solve import Solve, table_of
 from smcp_fx.pruning.solve_watch import SolveWatch
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Floats, KnownWorth, Worth
 from smcp_fx.schedule import Schedule
-from smcp_fx.texts import amount, table
+from smcp_fx.texts import amount
 
 __all__ = ["Pruner", "Solve"]
 
@@ -64,14 +65,16 @@ class Pruner:
         channels: ChannelGraph,
         state: PruningState,
         cost: NetworkCost,
-        target: float,
+        target: float | str,
         config: PruningConfig,
         schedule: Schedule | None,
         asked: bool = True,
     ) -> None:
         self._model = model
         self.cost = cost
-        self.target = target
+        self.full_cost = cost.cost(cost.full_counts)
+        self._wanted = target
+        self.target = absolute_target(target, self.full_cost, cost.unit)
         self.config = config
         self.schedule = schedule
         self._asked = asked
@@ -90,7 +93,8 @@ class Pruner:
         # Calls of `step`, counted here to avoid asking the device; never below the state's own count.
         self._calls = 0
         self._loads = -1
-        self.full_cost = cost.cost(cost.full_counts)
+        state.listener = weakref.ref(self)
+        self._note_prices()
 
     def __repr__(self) -> str:
         unit, solves = self.cost.unit, len(self.history)
@@ -101,14 +105,7 @@ class Pruner:
 
     def summary(self) -> str:
         """Return a table of the solves so far: step, target, cost, and how much of the importance was kept."""
-        unit = self.cost.unit
-        rows = [
-            (str(s.step), amount(s.target, unit), amount(s.cost, unit), f"{s.importance_kept:.1%}",
-             f"{s.changed_share:.1%}")
-            for s in self.history
-        ]  # fmt: skip
-        head = ("step", "target", "cost", "importance kept", "masks changed")
-        return f"{self!r}\n\n{table(head, rows)}"
+        return f"{self!r}\n\n{table_of(self.history, self.cost.unit)}"
 
     @property
     def correction(self) -> float:
@@ -190,7 +187,7 @@ class Pruner:
         cost = self.cost
         if cost.cost(cost.smallest_counts) <= self.target:
             return  # good enough: with equal importances, searching for the best choice would take long
-        if cost.learn(cost.smallest_counts, _LASTING):
+        if self._learn(cost.smallest_counts, _LASTING):
             cost = cost.at(cost.smallest_counts)
         flat = torch.ones_like(self._state.gathered)
         try:
@@ -226,6 +223,28 @@ class Pruner:
         """Copy from ``other`` what its model's copy does not hold: the history and the count of calls."""
         self.history, self.rises = list(other.history), other.rises
         self._calls, self._loads = other._calls, other._loads
+        self.full_cost, self.target = other.full_cost, other.target
+        self.cost = dataclasses.replace(other.cost, source=copy.copy(other.cost.source))
+        self._note_prices()
+
+    def loaded(self) -> None:
+        """Go back to the prices that the loaded state was made with."""
+        source, full = self.cost.source, float(self._state.full_cost)
+        if source is not None and source.price_as_of(float(self._state.as_of)):
+            if self.target == absolute_target(self._wanted, self.full_cost, self.cost.unit):
+                self.target = absolute_target(self._wanted, full, self.cost.unit)
+            self.full_cost = full
+        self._note_prices()
+
+    def _learn(self, counts: Mapping[str, int], doubt: float) -> bool:
+        """`NetworkCost.learn`, noted in the state."""
+        learned = self.cost.learn(counts, doubt)
+        self._note_prices()
+        return learned
+
+    def _note_prices(self) -> None:
+        self._state.full_cost.fill_(self.full_cost)
+        self._state.as_of.fill_(0.0 if self.cost.source is None else self.cost.source.as_of)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pruner:
         """Copy the whole model, and return the copy's pruner."""
@@ -263,8 +282,7 @@ class Pruner:
         return {g.name: self._state.of_group(vector, g.name) for g in self._channels.groups if g.free}
 
     def _scores(self) -> Tensor:
-        schedule = self.schedule
-        arrived = schedule is not None and int(self._state.steps) >= schedule.ramp_end
+        arrived = self.schedule is not None and int(self._state.steps) >= self.schedule.ramp_end
         return scores(self._state, self.config, arrived)
 
     @property
@@ -284,6 +302,8 @@ class Pruner:
         importance = ranks.broadcast(self._scores())
         before = state.keep.clone()
         found = agree(state.keep, importance, lambda: self._choose(importance, target, step))
+        if self.cost.source is not None:  # rank 0 alone has learnt
+            self.cost.source.price_as_of(float(ranks.broadcast(state.as_of)))
         state.refresh()
         if self.config.mask == "permanent":
             self._zero_pruned()
@@ -341,7 +361,7 @@ class Pruner:
                 scheduled = self.schedule is not None
                 choice = self._selector.settled(importance, cost, target, moving, worth, scheduled)
             except InfeasibleBudgetError as error:
-                if self.cost.learn(cost.smallest_counts, _LASTING):  # guesses may put it out of reach
+                if self._learn(cost.smallest_counts, _LASTING):  # guesses may put it out of reach
                     cost = self.cost.at(cost.smallest_counts)
                     continue
                 if found:
@@ -350,7 +370,7 @@ class Pruner:
                     error, self._channels, self.cost.unit, self.full_cost, self.config.multiple
                 ) from error
             counts, guessed = choice.allocation.counts, self.cost.at(choice.allocation.counts)
-            learned = self.cost.learn(counts, _PASSING if moving else _LASTING)
+            learned = self._learn(counts, _PASSING if moving else _LASTING)
             cost = self.cost.at(counts) if learned else guessed
             found.append(_at_price(choice, cost))
             ms = found[-1].allocation.cost
@@ -368,18 +388,13 @@ class Pruner:
     def _remaining(self, permitted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return permitted counts up to the present ones: permanently pruned channels do not return."""
         counts = self.counts
-        return {
-            name: tuple(c for c in allowed if c <= counts[name]) or (counts[name],)
-            for name, allowed in permitted.items()
-        }
+        return {n: tuple(c for c in cs if c <= counts[n]) or (counts[n],) for n, cs in permitted.items()}
 
+    @torch.no_grad()
     def _zero_pruned(self) -> None:
         for layer in self._importance.layers:
-            if layer.computed:  # its mask is as hard
-                continue
-            weight = layer.tensor(self._model)
-            with torch.no_grad():
-                weight.mul_(self._state.layer_mask(layer))
+            if not layer.computed:  # its mask is as hard
+                layer.tensor(self._model).mul_(self._state.layer_mask(layer))
 
 
 def _at_price(choice: Choice, cost: NetworkCost) -> Choice:
