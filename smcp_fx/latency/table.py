@@ -323,7 +323,7 @@ class LatencyTable:
         ``asked``: look only at these widths, one point a block.
         """
         blocks = list(blocks)
-        points = [None] * len(blocks) if asked is None else list(asked)
+        points: list[Point | None] = [None] * len(blocks) if asked is None else list(asked)
         wanted = {(block.signature, point) for block, point in zip(blocks, points, strict=True)}
         found = [
             moment
