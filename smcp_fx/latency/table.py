@@ -239,8 +239,8 @@ class LatencyTable:
     ) -> list[dict[tuple[str, Grids], Surface]]:
         """Return, for each share, the blocks' latencies in ms as functions of their widths, by signature and grids.
 
-        How the runtime counts channels is learned from the rows of all ``blocks``. ``as_of``: rows measured later do not
-        count. `TableError` if a block lacks its first rows.
+        How the runtime counts channels is learned from the rows of all ``blocks``. ``as_of``: rows measured later do
+        not count. `TableError` if a block lacks its first rows.
         """
         homes = priced_as(blocks)
         unique = {(home.signature, home.grids): home for home in homes.values()}

@@ -26,6 +26,7 @@ from smcp_fx.pruning.gradients import all_finite, loss_scale, norm
 from smcp_fx.pruning.importance import TaylorImportance
 from smcp_fx.pruning.loop_watch import LoopWatch
 from smcp_fx.pruning.observers import Observer
+from smcp_fx.pruning.repricing import LASTING, MISS, OVER, choose_at_price
 from smcp_fx.pruning.scores import scores
 from smcp_fx.pruning.selection import Choice, Selector
 from smcp_fx.pruning.solve import Solve, table_of
@@ -38,13 +39,6 @@ from smcp_fx.texts import amount
 __all__ = ["Pruner", "Solve"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-#: Some costs are exact only near given counts, and some are measured there. They are priced again around each choice,
-#: at most this often, until the choice lies within the target (but for rounding), and less than this share below it.
-_PRICINGS, _MISS, _OVER = 8, 0.011, 1e-9
-#: How far the price of a choice may be in doubt, as a share: while the target still falls, and of the last choices.
-#: Once measuring a choice has moved its price by less than the third, another round is not worth it.
-_PASSING, _LASTING, _MOVED = 0.02, 0.002, 0.005
 
 
 def _eager(method: _Method) -> _Method:
@@ -187,19 +181,17 @@ class Pruner:
         cost = self.cost
         if cost.cost(cost.smallest_counts) <= self.target:
             return  # good enough: with equal importances, searching for the best choice would take long
-        if self._learn(cost.smallest_counts, _LASTING):
+        if self._learn(cost.smallest_counts, LASTING):
             cost = cost.at(cost.smallest_counts)
         flat = torch.ones_like(self._state.gathered)
         try:
             self._selector.best(flat, cost, self.target)
         except InfeasibleBudgetError as error:
-            raise out_of_reach(
-                error, self._channels, self.cost.unit, self.full_cost, self.config.multiple
-            ) from error
+            raise self._out_of_reach(error) from error
 
     def warn_of_idle_target(self, target: float) -> None:
         """Warn when the unpruned network already meets the target, so that nothing would be pruned."""
-        if target > (1 + _OVER) * self.full_cost:
+        if target > (1 + OVER) * self.full_cost:
             self._solve_watch.idle_target(target, self.full_cost, self.cost.unit)
 
     def check_finished(self) -> None:
@@ -216,7 +208,7 @@ class Pruner:
             return
         cost = self.present_cost
         solved_for = self.history[-1].target if self.history else math.inf
-        if cost > (1 + _MISS) * target and solved_for > (1 + _OVER) * target:
+        if cost > (1 + MISS) * target and solved_for > (1 + OVER) * target:
             self._solve_watch.unfinished(steps, self.schedule, cost, target, self.cost.unit)
 
     def go_on_from(self, other: Pruner) -> None:
@@ -351,35 +343,20 @@ class Pruner:
         permanent = self.config.mask == "permanent"
         if permanent:
             importance = torch.where(self._state.keep, importance, torch.zeros_like(importance))
-        cost = self.cost.at(self.counts)
-        moving = self._moving(step)
-        found: list[Choice] = []
-        for _ in range(_PRICINGS):
+        moving, scheduled = self._moving(step), self.schedule is not None
+
+        def select(cost: NetworkCost) -> Choice:
             if permanent:
                 cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
-            try:
-                scheduled = self.schedule is not None
-                choice = self._selector.settled(importance, cost, target, moving, worth, scheduled)
-            except InfeasibleBudgetError as error:
-                if self._learn(cost.smallest_counts, _LASTING):  # guesses may put it out of reach
-                    cost = self.cost.at(cost.smallest_counts)
-                    continue
-                if found:
-                    break
-                raise out_of_reach(
-                    error, self._channels, self.cost.unit, self.full_cost, self.config.multiple
-                ) from error
-            counts, guessed = choice.allocation.counts, self.cost.at(choice.allocation.counts)
-            learned = self._learn(counts, _PASSING if moving else _LASTING)
-            cost = self.cost.at(counts) if learned else guessed
-            found.append(_at_price(choice, cost))
-            ms = found[-1].allocation.cost
-            settled = moving or not learned or abs(ms / guessed.cost(counts) - 1) <= _MOVED
-            if cost is self.cost or (settled and -_MISS <= ms / target - 1 <= _OVER):
-                return found[-1]
-        # None is close enough: take the dearest within the target, or else the one that exceeds it least.
-        found = [_at_price(choice, self.cost.at(choice.allocation.counts)) for choice in found]
-        return min(found, key=lambda c: (c.allocation.cost > target, abs(c.allocation.cost - target)))
+            return self._selector.settled(importance, cost, target, moving, worth, scheduled)
+
+        try:
+            return choose_at_price(self.cost, self.counts, target, select, self._learn, moving)
+        except InfeasibleBudgetError as error:
+            raise self._out_of_reach(error) from error
+
+    def _out_of_reach(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+        return out_of_reach(error, self._channels, self.cost.unit, self.full_cost, self.config.multiple)
 
     def _moving(self, step: int) -> bool:
         """Whether the target is still falling."""
@@ -395,9 +372,3 @@ class Pruner:
         for layer in self._importance.layers:
             if not layer.computed:  # its mask is as hard
                 layer.tensor(self._model).mul_(self._state.layer_mask(layer))
-
-
-def _at_price(choice: Choice, cost: NetworkCost) -> Choice:
-    """The choice, at what it costs by ``cost``."""
-    ms = cost.cost(choice.allocation.counts)
-    return dataclasses.replace(choice, allocation=dataclasses.replace(choice.allocation, cost=ms))
