@@ -188,7 +188,7 @@ def masked_mib(options: argparse.Namespace) -> float:
 
 def print_variants(found: dict[str, list[float]], memory: dict[str, float]) -> dict[str, dict[str, Any]]:
     """Print a line a variant, its times over the plain model's; return the numbers."""
-    table = {}
+    table: dict[str, dict[str, Any]] = {}
     for name, what in VARIANTS.items():
         ratios = sorted(a / b for a, b in zip(found[name], found["plain"], strict=True))
         quarter = len(ratios) // 4
