@@ -29,7 +29,7 @@ from smcp_fx.storage.files import brief, parse_json
 #: A claim from another machine, whose process cannot be looked up, is void after this long. Chosen: no row takes
 #: longer.
 _REMOTE_CLAIM_SECONDS = 600.0
-#: A row whose process died this often while measuring it is marked as failed.
+#: A row whose process died this often while measuring it is marked as failed. Chosen, not measured.
 MAX_ATTEMPTS = 3
 
 _HOT = "hot_ms, hot_q1_ms, hot_q3_ms, hot_repeats, hot_stable"
