@@ -28,7 +28,7 @@ from smcp_fx.tracing.sentences import TAKEN
 
 @dataclass(frozen=True)
 class Tracing:
-    """How a model was traced: what its graph takes for given of the inputs, and the parts where it is no whole."""
+    """How a model was traced: what its graph assumes about the inputs, and the parts if it was traced in parts."""
 
     assumptions: tuple[str, ...] = ()
     joined: Joined | None = None
