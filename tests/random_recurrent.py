@@ -55,7 +55,7 @@ def spectrum(b: Builder) -> None:
 
     def sizes(s: Any, x: Tensor) -> Tensor:
         made = torch.fft.fft2(x, norm="ortho")
-        return torch.fft.ifft2(torch.polar(s.layer(made.abs()), made.angle()), norm="ortho").real
+        return torch.fft.ifft2(made * s.layer(made.abs()).sigmoid(), norm="ortho").real
 
     wide = b.random.random() < 0.5
     layer = nn.Conv2d(2 * c, 2 * c, 1) if wide else nn.Conv2d(c, c, 1)

@@ -203,9 +203,8 @@ class Trail:
     spread: list[Spread] = field(default_factory=list)
     slots: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dim -> labels
     elements: dict[str, Tensor] = field(default_factory=dict)  # parameter -> labels of its shape
-    free_standing: set[str] = field(
-        default_factory=set
-    )  # of these, the ones that need no layer: learned, or made
+    #: Of these, the ones that need no layer to write them: learned, or made.
+    free_standing: set[str] = field(default_factory=set)
     layers: list[Layer] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)  # weights and biases, by name
