@@ -36,7 +36,7 @@ class Constants:
         self.flow = flow
         self.walk = walk
         self.labels = flow.channels.trail.labels
-        self._layers = {layer.node: layer for layer in flow.channels.layers if not layer.part}
+        self._layers = {layer.node: layer for layer in flow.channels.layers}
         self._known: dict[fx.Node, Any] = {}
         #: What these give depends on which channels are kept, and those that go are here still.
         self._mixes = {mix.node for mix in flow.channels.trail.mixes}

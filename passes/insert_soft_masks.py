@@ -22,7 +22,7 @@ from smcp_fx.tracing.masking import MASKS
 
 def mask_name(layer: Layer) -> str:
     """Name of the buffer that holds a layer's mask, in the prepared model's state module."""
-    return f"mask_{layer.node}" + (f"_{layer.part}" if layer.part else "")
+    return f"mask_{layer.node}"
 
 
 def masked_layers(channels: ChannelGraph) -> list[Layer]:

@@ -20,8 +20,6 @@ from smcp_fx.channels.weight_views import factors, weight_of, weight_view
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.tracing.masking import META, STATE, Mark, forward_with_weight, mark_of
-from smcp_fx.tracing.operations import operation_name
-from smcp_fx.tracing.plain_recurrent import RECURRENT
 from smcp_fx.tracing.values import held
 
 
@@ -40,12 +38,10 @@ def insert_product(
     kind: Literal["mask", "scale"],
 ) -> bool:
     """Let ``uses``, in order, take function(weight, buffer ``factor`` of the state); False if they do already."""
-    reads = dict(
-        _read(use, weight) for use in uses
-    )  # calls that read one view of the weight read it together
+    reads = dict(_read(use) for use in uses)  # calls that read one view of the weight read it together
     place = {node: index for index, node in enumerate(graph.nodes)}
     readers = sorted(reads, key=place.__getitem__)
-    if any(reads[reader] is None if is_recurrent(reader) else mark_of(reader) for reader in readers):
+    if mark_of(readers[0]) is not None:
         return False
     products: dict[fx.Node | None, fx.Node] = {}
     for reader in readers:
@@ -61,23 +57,14 @@ def insert_product(
     return True
 
 
-def is_recurrent(node: fx.Node) -> bool:
-    """Does the node read several weights, each with a mask of its own?"""
-    return node.op == "call_function" and operation_name(node, None) in RECURRENT
-
-
-def _read(use: fx.Node, name: str) -> tuple[fx.Node, fx.Node | None]:
+def _read(use: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     """Which node reads the weight itself, the use or the first movement of its weight, and the node of the weight.
 
-    No node of the weight where a module's call reads it, or where its product is read already.
+    No node of the weight where a module's call reads it.
     """
     if use.op == "call_module":
         return use, None
     module, weight = use.graph.owning_module, weight_of(use)
-    if is_recurrent(use):
-        assert module is not None
-        known = (node for node in use.all_input_nodes if node.op == "get_attr")
-        return use, next((n for n in known if held(module, str(n.target)) is held(module, name)), None)
     if weight is None:
         computed = (one for one in factors(use) if all(n.op != "placeholder" for n in ancestors(one)))
         given = next(computed, use.args[1])
@@ -150,7 +137,8 @@ def attribute(module: nn.Module, node: fx.Node) -> Tensor:
 def _restore(graph: fx.Graph, use: fx.Node, product: fx.Node, original: fx.Node) -> None:
     """Turn a `forward_with_weight` node back into the module call (or functional call) it was made from."""
     mark = mark_of(use)
-    if mark is None or mark.path is None:  # none: of several products that it read, others are folded already
+    assert mark is not None
+    if mark.path is None:
         use.replace_input_with(product, original)
     else:
         owner = use.args[0]
@@ -158,4 +146,4 @@ def _restore(graph: fx.Graph, use: fx.Node, product: fx.Node, original: fx.Node)
         use.args = use.args[2:]
         assert isinstance(owner, fx.Node)
         graph.erase_node(owner)
-    use.meta.pop(META, None)
+    del use.meta[META]

@@ -48,8 +48,6 @@ def still_true(attributes: Mapping[str, Any], channels: ChannelGraph, kept: Kept
 
 def _module_of(layer: Layer) -> str:
     """The module that holds a layer's weight; the weight's own name where that is the model."""
-    if layer.part:  # one of several
-        return layer.weight
     return layer.path if layer.path != layer.weight else layer.weight.rpartition(".")[0] or layer.weight
 
 

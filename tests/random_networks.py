@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import random_branches
+import random_folded
 import random_gates
 import random_products
-import random_recurrent
 import random_statistics
 import random_windows
 import torch
@@ -315,7 +315,7 @@ OPERATIONS: list[tuple[Callable[[Builder], None], int]] = [
     (rare, 1),
     *random_products.OPERATIONS,
     *random_windows.OPERATIONS,
-    *random_recurrent.OPERATIONS,
+    *random_folded.OPERATIONS,
 ]
 STATISTICS = [(function, 4 * share) for function, share in random_statistics.OPERATIONS]
 GATES = [(function, 2 * share) for function, share in random_gates.OPERATIONS]

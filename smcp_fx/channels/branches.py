@@ -94,7 +94,7 @@ class Flow:
         self.channels = channels
         nodes = list(module.graph.nodes)
         self.place = {node.name: index for index, node in enumerate(nodes)}
-        dense = {la.node: la for la in channels.layers if la.kind == "dense" and not la.part}
+        dense = {layer.node: layer for layer in channels.layers if layer.kind == "dense"}
         self.steps: list[FlowNode] = []
         starts = 0
         for node in nodes:

@@ -15,7 +15,6 @@ from smcp_fx.channels import (
     rules_layers,
     rules_movement,
     rules_products,
-    rules_recurrent,
     rules_spectra,
     rules_statistics,
     rules_windows,
@@ -41,7 +40,6 @@ RULES: dict[str, Rule] = {
     **rules_products.RULES,
     **rules_windows.RULES,
     **rules_spectra.RULES,
-    **rules_recurrent.RULES,
 }
 
 
@@ -136,7 +134,7 @@ class ChannelGraph:
         """For every label, the index of the dense layer that wrote it; -1 for none."""
         found = torch.full((self.trail.count,), -1, dtype=torch.int64)
         for index, layer in enumerate(self.layers):
-            if layer.kind == "dense" and not layer.part:
+            if layer.kind == "dense":
                 labels = layer.output_channels
                 found[labels[labels > 0]] = index
         return found

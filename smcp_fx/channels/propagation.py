@@ -25,7 +25,6 @@ from smcp_fx.channels.trail import Call, Computed, ConstantRef, MadeRef, Paramet
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import describe, may_be_operand, operation_name, writes_in_place
-from smcp_fx.tracing.plain_recurrent import RECURRENT
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, canonical_names, held
 
@@ -40,10 +39,6 @@ getattr size dim ndimension numel nelement len isfloatingpoint iscomplex isconti
 type assert bymode
 """.split()
 )
-
-
-#: Beside what is element-wise or joins: operations whose rules say where tensors of one value have channels.
-_LABELLING = {"bymode", *RECURRENT}
 
 
 class Propagation:
@@ -265,7 +260,7 @@ class Propagation:
         rule = self.rules.get(call.name or "")
         if rule is None:
             return self.unknown(call)
-        if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or call.name in _LABELLING):
+        if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or call.name == "bymode"):
             args, kwargs = pytree.tree_map(self._labelled, (call.args, call.kwargs))
             call = replace(call, args=args, kwargs=kwargs)
         try:

@@ -124,7 +124,6 @@ class Layer:
     axis: int  # of the output's channels
     source: str  # the parameter that the weight is, or is computed from
     computed: bool  # is it computed, so that its gradients are those of its mask?
-    part: str = ""  # of a node that has several weights (a recurrent layer): which of them
 
     def tensor(self, module: nn.Module) -> Tensor:
         """The parameter that the weight is, or one that it is computed from."""

@@ -21,10 +21,8 @@ from smcp_fx.tracing.example_runs import first_line, unchanged
 from smcp_fx.tracing.mode_paths import Modes, ModeTrace
 from smcp_fx.tracing.mode_reads import ReadsOfTraining
 from smcp_fx.tracing.mode_steps import alike
-from smcp_fx.tracing.operations import is_changed
 from smcp_fx.tracing.own_weights import computed_by_hooks, is_parametrised_layer, own_weight
 from smcp_fx.tracing.plain_attention import forward_of, is_plain, slow_path
-from smcp_fx.tracing.plain_recurrent import is_recurrent, recurrent_forward
 from smcp_fx.tracing.sentences import is_ours
 from smcp_fx.tracing.shape_tracer import ShapeTracer
 
@@ -67,8 +65,6 @@ class _Tracer(ShapeTracer):
         try:
             if not self._evaluating and is_plain(m, args, kwargs):
                 return self._call_plainly(m, forward_of(m, forward, self._seen), args, kwargs)
-            if not self._evaluating and is_recurrent(m, args) and not is_changed(m):
-                return self._call_plainly(m, recurrent_forward(m, self._seen), args, kwargs)
             if not self._evaluating and (is_parametrised_layer(m) or computed_by_hooks(m)):
                 return self._call_computing(m, forward, args, kwargs)
             return super().call_module(m, forward, args, kwargs)

@@ -1,4 +1,4 @@
-"""Channels in the batch, computed kernels, Fourier transforms, recurrent layers: steps of random networks."""
+"""Channels in the batch, computed kernels, Fourier transforms: steps of random networks."""
 
 from __future__ import annotations
 
@@ -62,35 +62,4 @@ def spectrum(b: Builder) -> None:
     b.add(f"spectrum {'unit' if wide else 'sizes'}", c, (source,), unit if wide else sizes, layer=layer)
 
 
-def recurrent(b: Builder) -> None:
-    """A recurrent layer along the columns, or a cell."""
-    source = b.pick(2, most=16)
-    c = b.channels[source]
-    kind = b.random.choice([nn.LSTM, nn.GRU, nn.RNN])
-    hidden, ways = b.random.choice([2, 3, 6]), b.random.choice([1, 2])
-    first = b.random.random() < 0.5
-    read = kind(c, hidden, b.random.choice([1, 2]), batch_first=first, bidirectional=ways == 2)
-
-    def columns(s: Any, x: Tensor) -> Tensor:
-        tokens = x.mean(2).mT if first else x.mean(2).permute(2, 0, 1)
-        made, state = s.read(tokens)
-        state = (state[0] if isinstance(state, tuple) else state)[-1]
-        made = made if first else made.transpose(0, 1)
-        return x * s.out_of(made).mT.unsqueeze(2) + s.of_state(state)[:, :, None, None]
-
-    def steps(s: Any, x: Tensor) -> Tensor:
-        state = None
-        for step in range(2):
-            state = s.cell(x[..., step].mean(2), state)
-        return x + s.of_state(state)[:, :, None, None]
-
-    if b.random.random() < 0.3:
-        b.add(
-            "recurrent cell", c, (source,), steps, cell=nn.GRUCell(c, hidden), of_state=nn.Linear(hidden, c)
-        )
-        return
-    parts = {"read": read, "out_of": nn.Linear(hidden * ways, c), "of_state": nn.Linear(hidden, c)}
-    b.add(f"recurrent {kind.__name__}", c, (source,), columns, **parts)
-
-
-OPERATIONS = [(folded, 2), (spectrum, 1), (recurrent, 2)]
+OPERATIONS = [(folded, 2), (spectrum, 1)]
