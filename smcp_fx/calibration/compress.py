@@ -50,6 +50,8 @@ def compress(
     Raises what these raise: `InputError` for batches that do not fit, `InfeasibleBudgetError` for a target out of
     reach, `TraceError` for a model that cannot be traced.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"compress needs an nn.Module, not {type(model).__name__}")
     batches = again(batches)
     first = next(each_batch(batches))
     if first.kwargs:
@@ -83,6 +85,10 @@ def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None =
     """
     state, batches = prepared.smcp, again(batches)
     first_order(prepared, batches, loss)
+    if not bool((state.gathered > 0).any()) and state.gathered.numel():
+        raise InputError(
+            "no channel matters to the loss of these batches: are all inputs, or all outputs, zero?"
+        )
     elimination, device = Elimination(prepared, int(state.gathers)), device_of(prepared)
     with in_mode(elimination.whole, False):
         for parameter in elimination.whole.parameters():  # it is a copy
@@ -99,7 +105,7 @@ def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None =
             importances[order.units.to(importances.device)] = importances.sort().values
             if order.rises is not None:
                 rises[name] = order.rises
-    prepared.pruner.rises = rises if len(rises) == len(state.free_masks()) else None
+    state.rises = rises if len(rises) == len(state.free_masks()) else None
 
 
 def first_order(prepared: PreparedModel, batches: Any, loss: Loss | None = None) -> None:
@@ -148,6 +154,8 @@ def _loss_of(outputs: Any, batch: Batch, loss: Loss | None) -> Tensor:
         )
     if loss is None and labels is None:
         scores = outputs.detach().float().movedim(1, -1)
+        if not bool(torch.isfinite(scores).all()):
+            raise InputError(f"the model's outputs for {batch} are NaN or infinite: look at its activations")
         drawn = torch.multinomial(scores.softmax(-1).flatten(0, -2), 1)
         labels = drawn.reshape(scores.shape[:-1])
     try:
@@ -155,7 +163,7 @@ def _loss_of(outputs: Any, batch: Batch, loss: Loss | None) -> Tensor:
     except SmcpError:
         raise
     except Exception as error:
-        raise InputError(f"the loss of {batch} fails: {first_line(error)}") from error
+        raise InputError(f"the loss of {batch} fails: {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(value, Tensor) or value.numel() != 1 or not bool(torch.isfinite(value).all()):
         shown = (
             f"of shape {tuple(value.shape)}"
@@ -163,4 +171,8 @@ def _loss_of(outputs: Any, batch: Batch, loss: Loss | None) -> Tensor:
             else f"{value}"
         )
         raise InputError(f"the loss of {batch} is {shown}; it must be one finite number, as a tensor")
+    if not value.requires_grad:
+        raise InputError(
+            f"the loss of {batch} has no gradient: it must be computed from the outputs, by torch"
+        )
     return value

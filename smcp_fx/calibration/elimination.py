@@ -31,7 +31,7 @@ from smcp_fx.calibration.frontier import Frontier
 from smcp_fx.calibration.layer_rows import Consumer
 from smcp_fx.calibration.regression import WIDEST, Sums
 from smcp_fx.passes.insert_soft_masks import masked_layers
-from smcp_fx.prepare import full_graph
+from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel
 
 #: Least output positions to take, if there are as many: this number, and this many times a layer's inputs.
@@ -117,7 +117,7 @@ class Elimination:
 
     def __init__(self, prepared: PreparedModel, batches: int) -> None:
         self._state = prepared.smcp
-        self.graph, self.whole = full_graph(prepared)
+        self.graph, self.whole = trained_graph(prepared)
         self._joined = prepared.plan.traced.joined
         self._batches = batches
         self._images = 0

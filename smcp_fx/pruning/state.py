@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from smcp_fx.channels import ChannelGraph
@@ -23,18 +25,21 @@ from smcp_fx.passes.insert_soft_masks import mask_name, masked_layers
 class PruningState(nn.Module):
     """Masks, scales, importances and the position in the schedule, as buffers.
 
-    ``keep`` [units] bool; ``flipped`` [units] bool, whose mask the last solve changed; ``gathered`` and
-    ``remembered`` [units] float32, importances since the last solve and before it; ``steps``, ``gathers`` (steps
-    since the last solve) and ``solves`` int64 scalars; ``correction`` float64, see `Pruner.correction`. Masks
-    (``mask_*`` of weights, ``kept_*`` of what mixes channels), scales (``scale_*``) and ``skipped`` (steps since the
-    last solve whose gradients were not finite) are not part of the state dict. Masks of weights have the type, device
-    and memory format that the layers of ``module`` have there.
+    ``keep`` [units] bool; ``trained`` [units] bool, what was kept in the last step of training: the network that
+    weights and statistics belong to; ``flipped`` [units] bool, whose mask the last solve changed; ``gathered`` and
+    ``remembered`` [units] float32, importances since the last solve and before it; ``losses`` float64, see `rises`;
+    ``steps``, ``gathers`` (steps since the last solve) and ``solves`` int64 scalars; ``correction`` float64, see
+    `Pruner.correction`. Masks (``mask_*`` of weights, ``kept_*`` of what mixes channels), scales (``scale_*``) and
+    ``skipped`` (steps since the last solve whose gradients were not finite) are not part of the state dict. Masks of
+    weights have the type, device and memory format that the layers of ``module`` have there.
     """
 
     keep: Tensor
+    trained: Tensor
     flipped: Tensor
     gathered: Tensor
     remembered: Tensor
+    losses: Tensor
     steps: Tensor
     gathers: Tensor
     solves: Tensor
@@ -49,9 +54,11 @@ class PruningState(nn.Module):
         self.loads = 0  # counts loaded state dicts: values read before are outdated
         self._derived = -1  # the version of ``keep`` that masks and scales were derived from
         self.register_buffer("keep", torch.ones(count, dtype=torch.bool))
+        self.register_buffer("trained", torch.ones(count, dtype=torch.bool))
         self.register_buffer("flipped", torch.zeros(count, dtype=torch.bool))
         self.register_buffer("gathered", torch.zeros(count))
         self.register_buffer("remembered", torch.zeros(count))
+        self.register_buffer("losses", torch.full((count + len(self._free),), torch.nan, dtype=torch.float64))
         for name in ("steps", "gathers", "solves"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64))
         self.register_buffer("correction", torch.ones((), dtype=torch.float64))
@@ -111,6 +118,22 @@ class PruningState(nn.Module):
     def of_group(self, vector: Tensor, name: str) -> Tensor:
         """Return the part of a flat vector that belongs to a free group."""
         return vector[self._slices[name]]
+
+    @property
+    def rises(self) -> dict[str, NDArray[np.float64]] | None:
+        """By free group, the rise of the loss by number of units kept, [size + 1]; None where it is not known."""
+        if not self._free or bool(torch.isnan(self.losses[0])):
+            return None
+        parts = self.losses.cpu().split([group.size + 1 for group in self._free])
+        return {group.name: part.numpy() for group, part in zip(self._free, parts, strict=True)}
+
+    @rises.setter
+    def rises(self, rises: Mapping[str, NDArray[np.float64]] | None) -> None:
+        if rises is None:
+            self.losses.fill_(torch.nan)
+        else:
+            flat = np.concatenate([rises[group.name] for group in self._free])
+            self.losses.copy_(torch.from_numpy(flat))
 
     def set_masks(self, masks: Mapping[str, Tensor]) -> None:
         """Set groups' masks ([size] bool), or raise `InputError` and change nothing.
@@ -221,7 +244,7 @@ class PruningState(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> PruningState:
         # Importances are sums over many steps: keep float32 when the model becomes half precision.
-        exact = {name: getattr(self, name) for name in ("gathered", "remembered", "correction")}
+        exact = {name: getattr(self, name) for name in ("gathered", "remembered", "losses", "correction")}
         learning = [name for name, _, _ in self._masked if getattr(self, name).requires_grad]
         with torch.no_grad():  # masks that take gradients stay leaves
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
