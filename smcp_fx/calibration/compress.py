@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from smcp_fx.outcomes import in_mode
 from smcp_fx.prepare import convert, prepare
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning.importance import TaylorImportance
+from smcp_fx.pruning.state import PruningState
+from smcp_fx.pruning.worth import Floats
 from smcp_fx.tracing.example_runs import first_line
 
 Loss = Callable[[Any, Any], Tensor]
@@ -72,9 +75,9 @@ def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None =
 
     In which order a group's channels go is what the layers that read them say: first those that the others make up
     for best when the weights are fitted anew, as `repair` does. What that raises the loss by is what the group is
-    worth (`smcp_fx.calibration.elimination`). Where it is not known of all groups (a layer is called as a function,
-    or too wide), groups are compared by the first-order importances of their channels, the mean of those of each
-    batch; the largest is that of the channel that goes last.
+    worth (`smcp_fx.calibration.elimination`). Where it is not known of a group (a layer is called as a function, or
+    has more than 8,192 inputs an output), the first-order importances of its channels, the mean of those of each
+    batch, stand in, on the scale of what is known; the largest is that of the channel that goes last.
 
     ``loss(outputs, labels)`` returns a scalar; cross entropy by default. Batches without labels get some that are
     drawn from the model's own predictions, so that the gradients are those of the Fisher information: gradients of a
@@ -97,7 +100,7 @@ def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None =
             batch = batch.to(device)
             elimination.add(batch)
             elimination.gradients(batch, partial(_loss_of, batch=batch, loss=loss))
-    rises = {}
+    rises: dict[str, Floats] = {}
     for name in state.free_masks():
         order = elimination.order(name)
         if order is not None:
@@ -105,7 +108,19 @@ def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None =
             importances[order.units.to(importances.device)] = importances.sort().values
             if order.rises is not None:
                 rises[name] = order.rises
-    state.rises = rises if len(rises) == len(state.free_masks()) else None
+    state.rises = _all_rises(state, rises) if rises else None
+
+
+def _all_rises(state: PruningState, known: dict[str, Floats]) -> dict[str, Floats]:
+    """Add the groups whose rises are not known: first-order importances, scaled to agree where half is kept."""
+    lost = {}
+    for name in state.free_masks():
+        importances = state.of_group(state.gathered, name).double().cpu().sort().values.numpy()
+        lost[name] = np.concatenate([np.cumsum(importances)[::-1], [0.0]])
+    measured, assumed = (sum(float(of[name][of[name].size // 2]) for name in known) for of in (known, lost))
+    return {
+        name: known.get(name, lost[name] * measured / assumed if assumed else lost[name]) for name in lost
+    }
 
 
 def first_order(prepared: PreparedModel, batches: Any, loss: Loss | None = None) -> None:
