@@ -40,7 +40,7 @@ from smcp_fx.zoo.models import FittedModel
 
 
 @dataclass(frozen=True)
-class Measured:
+class FinalFigures:
     """Dense and pruned, measured in turns, and read for accuracy; ``asked``: the fraction of the dense cost."""
 
     latency: RelativeLatency
@@ -56,7 +56,7 @@ def build_report(
     data: ImageData,
     backend: Backend,
     corrector: Corrector,
-    measured: Measured,
+    measured: FinalFigures,
     *,
     begun: MeasureReport | None,
     training: Sequence[tuple[str, list[Epoch]]],
@@ -128,7 +128,7 @@ def target_row(prepared: PreparedModel, measured: RelativeLatency, accuracy: flo
     )
 
 
-def _sides(prepared: PreparedModel, measured: Measured) -> tuple[Side, Side]:
+def _sides(prepared: PreparedModel, measured: FinalFigures) -> tuple[Side, Side]:
     """Return the figures of the dense and the pruned network."""
     pruner, plan = prepared.pruner, prepared.plan
     latency, in_ms = measured.latency, pruner.cost.unit == "ms"
