@@ -27,11 +27,11 @@ class PruningState(nn.Module):
 
     ``keep`` [units] bool; ``trained`` [units] bool, what was kept in the last step of training: the network that
     weights and statistics belong to; ``flipped`` [units] bool, whose mask the last solve changed; ``gathered`` and
-    ``remembered`` [units] float32, importances since the last solve and before it; ``losses`` float64, see `rises`;
-    ``steps``, ``gathers`` (steps since the last solve) and ``solves`` int64 scalars; ``correction`` float64, see
-    `Pruner.correction`. Masks (``mask_*`` of weights, ``kept_*`` of what mixes channels), scales (``scale_*``) and
-    ``skipped`` (steps since the last solve whose gradients were not finite) are not part of the state dict. Masks of
-    weights have the type, device and memory format that the layers of ``module`` have there.
+    ``remembered`` [units] float32, importances since the last solve and before it; ``losses`` float64, the `rises`,
+    -1 where they are not known; ``steps``, ``gathers`` (steps since the last solve) and ``solves`` int64 scalars;
+    ``correction`` float64, see `Pruner.correction`. Masks (``mask_*`` of weights, ``kept_*`` of what mixes channels),
+    scales (``scale_*``) and ``skipped`` (steps since the last solve whose gradients were not finite) are not part of
+    the state dict. Masks of weights have the type, device and memory format that the layers of ``module`` have there.
     """
 
     keep: Tensor
@@ -58,7 +58,7 @@ class PruningState(nn.Module):
         self.register_buffer("flipped", torch.zeros(count, dtype=torch.bool))
         self.register_buffer("gathered", torch.zeros(count))
         self.register_buffer("remembered", torch.zeros(count))
-        self.register_buffer("losses", torch.full((count + len(self._free),), torch.nan, dtype=torch.float64))
+        self.register_buffer("losses", torch.full((count + len(self._free),), -1.0, dtype=torch.float64))
         for name in ("steps", "gathers", "solves"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64))
         self.register_buffer("correction", torch.ones((), dtype=torch.float64))
@@ -122,7 +122,7 @@ class PruningState(nn.Module):
     @property
     def rises(self) -> dict[str, NDArray[np.float64]] | None:
         """By free group, the rise of the loss by number of units kept, [size + 1]; None where it is not known."""
-        if not self._free or bool(torch.isnan(self.losses[0])):
+        if not self._free or float(self.losses[0]) < 0:
             return None
         parts = self.losses.cpu().split([group.size + 1 for group in self._free])
         return {group.name: part.numpy() for group, part in zip(self._free, parts, strict=True)}
@@ -130,7 +130,7 @@ class PruningState(nn.Module):
     @rises.setter
     def rises(self, rises: Mapping[str, NDArray[np.float64]] | None) -> None:
         if rises is None:
-            self.losses.fill_(torch.nan)
+            self.losses.fill_(-1.0)
         else:
             flat = np.concatenate([rises[group.name] for group in self._free])
             self.losses.copy_(torch.from_numpy(flat))
