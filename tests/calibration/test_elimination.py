@@ -89,6 +89,7 @@ def test_copies_go_first_and_then_what_is_left_stays() -> None:
 def test_a_group_keeps_its_importances_and_changes_who_has_them() -> None:
     torch.manual_seed(0)
     model, x = randomise(chain(8, 12)).eval(), torch.randn(32, 3, 8, 8)
+    found = []
     for gather in (smcp_fx.gather_importance, first_order):
         prepared = smcp_fx.prepare(model, x[:2], config=SMALL)
         gather(prepared, [(x, torch.arange(32) % 5)])
