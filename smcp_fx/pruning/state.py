@@ -143,8 +143,9 @@ class PruningState(nn.Module):
         """By free group, the rise of the loss by number of units kept, [size + 1]; None where it is not known."""
         if not self._free or float(self.losses[0]) < 0:
             return None
-        parts = self.losses.cpu().split([group.size + 1 for group in self._free])
-        return {group.name: part.numpy() for group, part in zip(self._free, parts, strict=True)}
+        ends = np.cumsum([group.size + 1 for group in self._free])
+        parts = np.split(self.losses.cpu().numpy(), ends[:-1])
+        return {group.name: part for group, part in zip(self._free, parts, strict=True)}
 
     @rises.setter
     def rises(self, rises: Mapping[str, NDArray[np.float64]] | None) -> None:
