@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from smcp_fx.cli.common import CommandParser, consoles, guarded, line
+from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, line
 from smcp_fx.cli.networks import (
     add_network_options,
     add_targets_option,
@@ -32,15 +32,23 @@ if TYPE_CHECKING:
     from smcp_fx.latency.table import HeldOutError
 
 _EXAMPLES = """examples:
-  smcp-table measure torchvision:resnet50 --batch 1              fill table.sqlite with what ResNet-50 needs here
-  smcp-table measure torchvision:resnet50 --shard 2/8 --table part2.sqlite      an eighth of it, on another machine
-  smcp-table merge table.sqlite part1.sqlite part2.sqlite        join the parts
-  smcp-table show table.sqlite                                   what is in it, measured on what and when
-  smcp-table check table.sqlite --model torchvision:resnet50     is it sound, and complete for this model
-  smcp-table export table.sqlite rows.csv                        for a spreadsheet, or another tool
-  smcp-table export table.sqlite todo.csv --wanted --model torchvision:resnet50      what is still to be measured
-  smcp-table import rows.csv table.sqlite                        take rows that were measured elsewhere
-  smcp-table measure torchvision:resnet50 --backend tensorrt --emit-requests todo   to be measured on another device
+  # fill table.sqlite with what ResNet-50 needs on this machine
+  smcp-table measure torchvision:resnet50 --batch 1
+  # what is in it, and whether it is sound and complete for this model
+  smcp-table show table.sqlite
+  smcp-table check table.sqlite --model torchvision:resnet50
+  # share the work between machines of one kind
+  smcp-table measure torchvision:resnet50 --shard 2/8 --table part2.sqlite
+  smcp-table merge table.sqlite part1.sqlite part2.sqlite
+  # for a spreadsheet
+  smcp-table export table.sqlite rows.csv
+  # rows to measure on another device, and their answers
+  smcp-table export table.sqlite todo.csv --wanted --onnx todo \\
+      --model torchvision:resnet50 --device my-phone
+  smcp-table import done.csv table.sqlite
+  # the same for TensorRT on another device
+  smcp-table measure torchvision:resnet50 --backend tensorrt \\
+      --emit-requests todo
 """
 
 
@@ -93,6 +101,7 @@ def build_parser() -> CommandParser:
     return parser
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 1 if ``check`` found problems, 2 for errors."""
     arguments = build_parser().parsed(argv)

@@ -149,7 +149,7 @@ class _Compilation:
                 self._tell_rows(prepared, f"solve at step {solve.step}")
 
             results = phases.masks(prepared, solved, resumed=corrector.resume)
-            smaller = convert(prepared)
+            smaller: nn.Module = convert(prepared)
         else:
             smaller, corrector, without = self._chosen(prepared, phases, corrector, corrects)
             fraction = corrector.fraction

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +39,15 @@ from smcp_fx.texts import amount
 
 __all__ = ["Pruner", "Solve"]
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
+@functools.cache
+def _run_eagerly() -> None:
+    """Keep `torch.compile` out of the pruner's methods.
 
-def _eager(method: _Method) -> _Method:
-    """Keep `torch.compile` out of a method; its type stays."""
-    return cast(_Method, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+    Not at import: this loads torch's compiler, as the first optimiser does, and takes as long as all the rest.
+    """
+    for method in (Pruner.step, Pruner.solve):
+        setattr(Pruner, method.__name__, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
 
 
 class Pruner:
@@ -64,6 +68,7 @@ class Pruner:
         schedule: Schedule | None,
         asked: bool = True,
     ) -> None:
+        _run_eagerly()
         self._model = model
         self.cost = cost
         self.full_cost = cost.cost(cost.full_counts)
@@ -111,7 +116,6 @@ class Pruner:
 
     # ---- in the training loop ---------------------------------------------------------------------------
 
-    @_eager
     def step(self, scaler: Any = None) -> Solve | None:
         """Gather importance, and solve for the masks when the schedule says so.
 
@@ -162,7 +166,6 @@ class Pruner:
         self._watch.active = self.schedule is not None and self._calls < self.schedule.last_step
         return self._calls
 
-    @_eager
     def solve(self, target: float | str | None = None) -> Solve:
         """Solve for masks now, from the importances gathered so far.
 
