@@ -68,7 +68,8 @@ def target_table(report: Report) -> Table | None:
     rows = target_rows(report)
     if not rows:
         return None
-    table = Table(title="What each target costs", box=box.SIMPLE_HEAD)
+    # Eight columns fit into a terminal of 80 characters.
+    table = Table(title="What each target costs", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in target_head(report):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -79,7 +80,7 @@ def target_table(report: Report) -> Table | None:
 def target_head(report: Report) -> tuple[str, ...]:
     """Return the names of `target_rows`' columns."""
     word = "agreement" if report.agreement else "accuracy"
-    return ("target", "cost", "latency", "of dense", word, "parameters", "FLOPs", "file")
+    return ("target", "cost", "latency", "of dense", word, "params", "FLOPs", "file")
 
 
 def repair_bars(layers: Sequence[RepairRow]) -> Markup | None:
