@@ -19,7 +19,7 @@ import argparse
 import copy
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,9 +29,9 @@ from pretrained.latency import Stopwatch
 from pretrained.libraries import flops
 from pretrained.tasks import Task, accuracy_on
 from records import Record
-from torch import nn
+from torch import Tensor, nn
 from without_training_methods import METHODS as CHOICES
-from without_training_methods import Setting
+from without_training_methods import WIDTHS, Setting
 
 import smcp_fx
 from accuracy.methods import METHODS, Effort, chooser, steps_of
@@ -75,7 +75,7 @@ class Bench:
         aim = case.target if watch is None else self._aim(case, setting, watch)
         torch.manual_seed(case.seed)
         model, _ = METHODS[case.method](setting, task, aim, effort)
-        judging = task.draw(JUDGED, _JUDGED_SEED)  # of the training set's kind, seen by no method
+        judging = self._judging(case.task)
         judged = accuracy_on(judging, model)
         if effort.steps and not case.method.startswith("ours"):  # ours is left as the product leaves it
             settled = copy.deepcopy(model)
@@ -96,9 +96,14 @@ class Bench:
         known = self._record.find("aim", **key)
         if known:
             return float(known[0]["aim"])
-        aim = watch.narrowed(case.target, partial(CHOICES[name], setting))
+        aim = watch.narrowed(case.target, partial(WIDTHS[name], setting))
         self._record.add("aim", **key, aim=aim)
         return aim
+
+    @cache  # noqa: B019 - there is one bench
+    def _judging(self, task: str) -> tuple[Tensor, Tensor]:
+        """Images of the training set's kind, seen by no method."""
+        return self.tasks[task].draw(JUDGED, _JUDGED_SEED)
 
     def _watch(self, task: Task, case: Case, dense: nn.Module) -> Stopwatch | None:
         if case.cost == "flops":

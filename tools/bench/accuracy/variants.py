@@ -80,6 +80,23 @@ def by_root_of_rise(setting: Setting, task: Task, target: float, effort: Effort)
     prepared = copy.deepcopy(setting.ours)
     assert prepared.pruner.rises is not None
     prepared.pruner.rises = {name: rises.clamp(min=0).sqrt() for name, rises in prepared.pruner.rises.items()}
+    return _trained(prepared, setting, task, target, effort)
+
+
+def whole_blocks(setting: Setting, task: Task, target: float, effort: Effort) -> Found:
+    """Groups may keep nothing, so that whole branches go."""
+    torch.manual_seed(setting.seed)
+    config = smcp_fx.PruningConfig(layer_pruning=True)
+    prepared = smcp_fx.prepare(
+        setting.model, setting.example, target=target, cost=setting.cost, config=config
+    )
+    smcp_fx.gather_importance(prepared, setting.batches)
+    return _trained(prepared, setting, task, target, effort)
+
+
+def _trained(
+    prepared: smcp_fx.PreparedModel, setting: Setting, task: Task, target: float, effort: Effort
+) -> Found:
     prepared.pruner.solve(target)
     smaller = smcp_fx.convert(prepared, check=False).eval()
     smcp_fx.repair(smaller, prepared, setting.images)
@@ -91,4 +108,5 @@ VARIANTS: dict[str, Callable[[Setting, Task, float, Effort], Found]] = {
     "ours, taught by stages": taught_by_stages,
     "ours, in two steps": in_two_steps,
     "ours, by the root of the rise": by_root_of_rise,
+    "ours, whole blocks": whole_blocks,
 }
