@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 
 import torch
-from pretrained.libraries import Step, kirigami, torch_pruning
+from pretrained.torch_pruning_path import Step, torch_pruning
 from torch import Tensor, nn
 
 import smcp_fx
@@ -143,7 +143,6 @@ METHODS: dict[str, Callable[[Setting, float], Found]] = {
     "ours without repair": without_repair,
     "Torch-Pruning": _library("Torch-Pruning", partial(torch_pruning, isomorphic=False)),
     "Torch-Pruning, isomorphic": _library("isomorphic", partial(torch_pruning, isomorphic=True)),
-    "torch-kirigami": _library("torch-kirigami", kirigami),
     "uniform L2": uniform_l2,
     "random": random,
     "uniform, eliminated and repaired": uniform_eliminated,

@@ -26,8 +26,8 @@ import torch
 from pretrained.command import DenseNetworks, command_line, obey, run_cases
 from pretrained.dense import tasks
 from pretrained.latency import Stopwatch
-from pretrained.libraries import flops
 from pretrained.tasks import Task, accuracy_on
+from pretrained.torch_pruning_path import flops
 from records import Record
 from torch import Tensor, nn
 from without_training_methods import METHODS as CHOICES
