@@ -114,7 +114,7 @@ def test_the_table_lists_every_room_and_no_arrow_that_is_gone() -> None:
 
 def test_the_table_of_the_architecture_is_this_one() -> None:
     rows = [line.split("|") for line in (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()]
-    told = {}
+    told: dict[str, set[str]] = {}
     for row in rows:
         if len(row) == 5 and (found := re.match(r" (?:`(?:smcp_fx/)?(\w+)/`|(contracts|verbs))", row[1])):
             told[found[1] or found[2]] = set(re.findall(r"\w+", row[3])) - {"nothing", "of", "ours"}

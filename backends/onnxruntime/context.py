@@ -14,7 +14,7 @@ from smcp_fx.blocks.feeding import ACTIVATION, CONVOLUTION, MOVEMENT
 
 #: Prefix of such nodes' names.
 CONTEXT = "smcp_context"
-#: Up to this many channels an input is the network's own (an image), and is fed as it is.
+#: Up to this many channels an input is the network's own (an image), and is fed as it is. Chosen, not measured.
 _IMAGE_CHANNELS = 4
 _FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, TensorProto.DOUBLE: np.float64}
 

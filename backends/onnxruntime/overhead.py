@@ -26,7 +26,8 @@ from smcp_fx.backends.onnxruntime.session import create_session, session_options
 from smcp_fx.backends.timing.measuring import Sample, Timer, calm, stopwatch, summarise, take_sample
 from smcp_fx.backends.timing.pace import pace
 
-#: Channels of the chain's convolutions (one vector), and nodes in the short and in the long chain.
+#: Channels of the chain's convolutions (one vector), and nodes in the short and in the long chain. Chosen, not
+#: measured.
 _CHANNELS, _LENGTHS = 16, (8, 48)
 #: Rounds, and runs of both chains in each. All of it takes 25 ms. Chosen, not measured.
 _ROUNDS, _RUNS = 3, 60

@@ -31,7 +31,7 @@ from smcp_fx.backends.timing.pace import pace
 #: The share that is gone after t ms is 1 / (1 + (half / t) ** FADING). Fitted to shares after 0.5 to 16 ms (docs:
 #: Latency).
 FADING = 1.8
-#: How much is read: more than inner caches hold, and little beside the outer one.
+#: How much is read: more than inner caches hold, and little beside the outer one. Chosen, not measured.
 _BYTES = 4 << 20
 #: Pauses after which it is read. On a shared server, part of it is gone after each of them (docs: Latency).
 _PAUSES_MS = (1.0, 2.0, 4.0, 8.0)

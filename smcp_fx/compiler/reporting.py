@@ -101,16 +101,21 @@ def build_report(
         blocks=_blocks(network_latency, pruner.counts) if network_latency is not None else (),
         surfaces=surfaces(network_latency, pruner.counts) if network_latency is not None else (),
         table=_table_facts(network_latency, begun, backend) if network_latency is not None else None,
-        files={
-            "dense": "dense.onnx",
-            "pruned": "pruned.onnx",
-            **_weight_files(settings),
-            "report": "report.html",
-            "data": "report.json",
-            **_engine_files(backend, settings),
-        },
+        files=_files(backend, settings),
         notes=tuple(notes),
     )
+
+
+def _files(backend: Backend, settings: CompileSettings) -> dict[str, str]:
+    """Return the names of the run's files, by what they are."""
+    return {
+        "dense": "dense.onnx",
+        "pruned": "pruned.onnx",
+        **_weight_files(settings),
+        "report": "report.html",
+        "data": "report.json",
+        **_engine_files(backend, settings),
+    }
 
 
 def target_row(prepared: PreparedModel, measured: RelativeLatency, accuracy: float, file: str) -> TargetRow:

@@ -153,12 +153,9 @@ class TableFile:
         database = _connect(self.path, "immutable=1")
         beside = self.path.with_name(f"{self.path.name}-wal")
         try:
-            alone = _seen(database)
-            if (
-                alone.objects or alone.application
-            ):  # else it is being created, and all of it is in the second file
-                self._refuse(alone)
-            if not beside.exists() or beside.stat().st_size == 0:
+            changed = beside.exists() and beside.stat().st_size > 0
+            alone = self._alone(database, changed)
+            if not changed:
                 return database
         except BaseException:
             database.close()
@@ -166,6 +163,10 @@ class TableFile:
         database.close()
         database = self._with_changes(beside)
         try:
+            if alone is None:
+                if [row[0] for row in database.execute("PRAGMA integrity_check")] != ["ok"]:
+                    raise sqlite3.DatabaseError("the changes beside it do not make it whole")
+                return database
             for attempt in range(_LOOKS):  # other processes may write marks between two looks
                 found = _seen(database)
                 if alone.mark is None or found.mark is None or alone.mark[0] in found.mark:
@@ -182,6 +183,22 @@ class TableFile:
         except BaseException:
             database.close()
             raise
+
+    def _alone(self, database: sqlite3.Connection, changed: bool) -> _Seen | None:
+        """Return what the file is by itself, and refuse what is not a table.
+
+        None for half of one whose changes lie beside it: the disk was full, or the process killed, while SQLite wrote
+        them into the file. It writes them again.
+        """
+        try:
+            alone = _seen(database)
+        except sqlite3.DatabaseError:
+            if changed:
+                return None
+            raise
+        if alone.objects or alone.application:  # else it is just being made, and all of it lies beside
+            self._refuse(alone)
+        return alone
 
     def _with_changes(self, beside: Path) -> sqlite3.Connection:
         """Return a connection that also reads the changes beside the table."""

@@ -18,7 +18,7 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
 from smcp_fx.costs.parameters import ParamsCost
 from smcp_fx.costs.terms import without_branch
-from smcp_fx.errors import MachineBusyError
+from smcp_fx.errors import MachineBusyError, TableError
 from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.latency.progress import Watcher, watched
 from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency, Whole
@@ -49,6 +49,9 @@ class Measurer:
 class NetworkLatency:
     """The parts of a network's latency. Its prices get more certain as `learn` measures rows that they lack.
 
+    Rows count up to the last one that was asked for (``as_of``, seconds), so that a resumed run does not know what it
+    measured later.
+
     ``blocks``: what the network was cut into; ``report``: what was measured so far, None if nothing is. ``hot`` and
     ``cold``: the sums over blocks with weights in cache and in memory, ms; ``weights`` and ``activations``: the
     bytes that a run reads and writes. ``run_ms``: what a run costs beside its blocks. ``cold_share``: set by the
@@ -66,6 +69,7 @@ class NetworkLatency:
     cold_share: float | None
     measurer: Measurer | None = field(default=None, repr=False)
     report: MeasureReport | None = None
+    as_of: float = 0.0
     hot: NetworkCost = field(init=False, repr=False)
     cold: NetworkCost = field(init=False, repr=False)
     _surfaces: dict[tuple[str, Grids], Surface] = field(init=False, repr=False)
@@ -104,13 +108,28 @@ class NetworkLatency:
             measurer=measurer,
             report=report,
         )
+        found.as_of = table.latest(blocks, fingerprint)
         found.read()
         found.learn(found.full_counts, SURE)
         return found
 
+    def price_as_of(self, as_of: float) -> bool:
+        """Take the prices from the rows up to a time; return whether that was possible.
+
+        Where they are not enough, the table is another or was measured anew, and all its rows count.
+        """
+        before, self.as_of = self.as_of, as_of
+        try:
+            if before != as_of:
+                self.read()
+        except TableError:
+            self.as_of = self.table.latest(self.blocks, self.fingerprint)
+            self.read()
+        return self.as_of == as_of
+
     def read(self) -> None:
-        """Compute the prices from the table's present rows."""
-        hot, cold = self.table.surfaces(self.blocks, self.fingerprint, 0.0, 1.0)
+        """Compute the prices from the table's rows."""
+        hot, cold = self.table.surfaces(self.blocks, self.fingerprint, 0.0, 1.0, as_of=self.as_of)
         permitted = _permitted(self.channels)
         self.hot, self.cold = (
             _sum_of_blocks(self.blocks, self.channels, permitted, surfaces) for surfaces in (hot, cold)
@@ -135,14 +154,17 @@ class NetworkLatency:
             return False  # guesses are good enough for masks that will change again
 
     def take(self, rows: Sequence[tuple[FusedBlock, tuple[int, ...]]]) -> bool:
-        """Measure these rows; return whether prices changed."""
+        """Measure these rows, or find them measured; return whether prices changed."""
         if self.measurer is None or not rows:
             return False
         with watched(self.measurer.progress) as tell:
             found = self.table.learn(rows, self.blocks, self.measurer.backend, tell)
         self.report = found if self.report is None else found.after(self.report)
+        blocks, points = zip(*rows, strict=True)
+        before, latest = self.as_of, self.table.latest(blocks, self.fingerprint, points)
+        self.as_of = max(before, latest)
         self.read()
-        return found.measured + found.repeated > 0
+        return self.as_of > before or found.measured + found.repeated > 0
 
     def lacking(self, counts: Mapping[str, int], doubt: float) -> list[tuple[FusedBlock, tuple[int, ...]]]:
         """Return the rows that make the latency at these counts too uncertain; see `learn`."""
@@ -156,7 +178,7 @@ class NetworkLatency:
             if float(surface.doubt(*at)) * float(surface(*at)) > limit:
                 found[block.signature, point] = block
         failed = {
-            block.signature: self.table.store.failures(block.signature, self.fingerprint)
+            block.signature: self.table.store.failures(block.signature, self.fingerprint, self.as_of)
             for block in found.values()
         }
         return [(block, point) for (_, point), block in found.items() if point not in failed[block.signature]]
@@ -199,7 +221,7 @@ class NetworkLatency:
 
     def surfaces(self, cold_share: float) -> dict[tuple[str, Grids], Surface]:
         """Return the latencies of `blocks` as functions of their widths, by signature and grids."""
-        return self.table.surfaces(self.blocks, self.fingerprint, cold_share)[0]
+        return self.table.surfaces(self.blocks, self.fingerprint, cold_share, as_of=self.as_of)[0]
 
     def around(self, counts: Mapping[str, int]) -> NetworkCost:
         """Return the latency as a sum of terms: exact at these counts, to first order in the footprint near them.

@@ -7,6 +7,7 @@ process is gone. `kill -9` therefore loses the row being measured and nothing el
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sqlite3
@@ -28,7 +29,7 @@ from smcp_fx.storage.files import brief, parse_json
 #: A claim from another machine, whose process cannot be looked up, is void after this long. Chosen: no row takes
 #: longer.
 _REMOTE_CLAIM_SECONDS = 600.0
-#: A row whose process died this often while measuring it is marked as failed.
+#: A row whose process died this often while measuring it is marked as failed. Chosen, not measured.
 MAX_ATTEMPTS = 3
 
 _HOT = "hot_ms, hot_q1_ms, hot_q3_ms, hot_repeats, hot_stable"
@@ -75,24 +76,37 @@ class LatencyStore:
             used = {number for (number,) in self._file.run("SELECT DISTINCT fingerprint FROM latency")}
             return [self._fingerprint(*row) for row in self._file.run(_FINGERPRINTS) if row[0] in used]
 
-    def measured(self, signature: str, fingerprint: Fingerprint) -> dict[Point, BlockLatency]:
-        """Return the measured rows of one block, by widths."""
+    def measured(
+        self, signature: str, fingerprint: Fingerprint, as_of: float = math.inf
+    ) -> dict[Point, BlockLatency]:
+        """Return the rows of one block that were measured up to a time (seconds), by widths."""
         found: dict[Point, BlockLatency] = {}
         with self._reported():
-            for row in self._of_block(f"widths, {_HOT}, {_COLD}", "measured", signature, fingerprint):
+            columns = f"widths, {_HOT}, {_COLD}"
+            for row in self._of_block(columns, "measured", signature, fingerprint, as_of):
                 with self._placed(signature, row[0]):
                     point = values.widths_of_text(row[0])
                     found[point] = values.latency(row[1:])
                     values.as_many(point, len(next(iter(found))))
         return found
 
-    def failures(self, signature: str, fingerprint: Fingerprint) -> dict[Point, str]:
-        """Return the errors of one block's failed measurements, by widths."""
+    def failures(self, signature: str, fingerprint: Fingerprint, as_of: float = math.inf) -> dict[Point, str]:
+        """Return the errors of one block's measurements that failed up to a time, by widths."""
         found: dict[Point, str] = {}
         with self._reported():
-            for row in self._of_block("widths, error", "failed", signature, fingerprint):
+            for row in self._of_block("widths, error", "failed", signature, fingerprint, as_of):
                 with self._placed(signature, row[0]):
                     found[values.widths_of_text(row[0])] = values.text(row[1], "the error")
+        return found
+
+    def times(self, signature: str, fingerprint: Fingerprint) -> dict[Point, float]:
+        """Return when the rows of one block were measured or failed (seconds), by widths."""
+        found: dict[Point, float] = {}
+        with self._reported():
+            for state in ("measured", "failed"):
+                for row in self._of_block("widths, changed", state, signature, fingerprint):
+                    with self._placed(signature, row[0]):
+                        found[values.widths_of_text(row[0])] = values.moment(row[1], "its time")
         return found
 
     def rows(self, fingerprint: Fingerprint | None = None) -> list[TableRow]:
@@ -276,11 +290,12 @@ class LatencyStore:
             ).rowcount
 
     def _of_block(
-        self, columns: str, state: str, signature: str, fingerprint: Fingerprint
+        self, columns: str, state: str, signature: str, fingerprint: Fingerprint, as_of: float = math.inf
     ) -> Iterator[tuple[Any, ...]]:
+        limit = "" if as_of == math.inf else f" AND changed <= {as_of!r}"  # without one, odd values are seen
         return self._file.run(
             f"SELECT {columns} FROM latency JOIN block ON block.id = block JOIN fingerprint f ON f.id = fingerprint "
-            "WHERE signature = ? AND key = ? AND state = ?",
+            f"WHERE signature = ? AND key = ? AND state = ?{limit}",
             (signature, fingerprint.key(), state),
         )
 
@@ -330,7 +345,8 @@ class LatencyStore:
         try:
             yield
         except sqlite3.OperationalError as error:
-            advice = "; free space, or measure into another folder" if "full" in str(error) else ""
+            full = any(word in str(error) for word in ("full", "disk I/O error"))  # SQLite's, of a full disk
+            advice = "; free space, or measure into another folder" if full else ""
             raise TableError(f"the latency table {self.path} cannot be used: {error}{advice}") from error
         except (
             sqlite3.DatabaseError,

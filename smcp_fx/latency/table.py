@@ -9,6 +9,7 @@ report = table.learn([(block, (64, 128))], blocks, backend)  # and one more
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,16 +231,20 @@ class LatencyTable:
         return 0.0 if found is None else found.hot.median_ms
 
     def surfaces(
-        self, blocks: Iterable[Block], fingerprint: Fingerprint, *cold_shares: float
+        self,
+        blocks: Iterable[Block],
+        fingerprint: Fingerprint,
+        *cold_shares: float,
+        as_of: float = math.inf,
     ) -> list[dict[tuple[str, Grids], Surface]]:
         """Return, for each share, the blocks' latencies in ms as functions of their widths, by signature and grids.
 
-        How the runtime counts channels is learned from the rows of all ``blocks``. `TableError` if a block lacks its
-        first rows.
+        How the runtime counts channels is learned from the rows of all ``blocks``. ``as_of``: rows measured later do
+        not count. `TableError` if a block lacks its first rows.
         """
         homes = priced_as(blocks)
         unique = {(home.signature, home.grids): home for home in homes.values()}
-        rows = {key: self._rows_of(home, fingerprint) for key, home in unique.items()}
+        rows = {key: self._rows_of(home, fingerprint, as_of) for key, home in unique.items()}
         kinds: dict[tuple[str, int], list[tuple[str, Grids]]] = {}
         for key in unique:
             kinds.setdefault((kind_of(key[0]), len(key[1])), []).append(key)
@@ -309,9 +314,27 @@ class LatencyTable:
                 rows = _weighed(self._in_range(block, fingerprint), 0.0)
                 surface = Surface(block.grids, rows, surface.scales)
 
-    def _rows_of(self, block: Block, fingerprint: Fingerprint) -> dict[Point, BlockLatency]:
+    def latest(
+        self, blocks: Iterable[Block], fingerprint: Fingerprint, asked: Iterable[Point] | None = None
+    ) -> float:
+        """Return when the last row of these blocks was measured or failed (seconds); 0 where none was.
+
+        ``asked``: look only at these widths, one point a block.
+        """
+        blocks = list(blocks)
+        points: list[Point | None] = [None] * len(blocks) if asked is None else list(asked)
+        wanted = {(block.signature, point) for block, point in zip(blocks, points, strict=True)}
+        found = [
+            moment
+            for signature in {signature for signature, _ in wanted}
+            for point, moment in self.store.times(signature, fingerprint).items()
+            if not wanted.isdisjoint({(signature, None), (signature, point)})
+        ]
+        return max(found, default=0.0)
+
+    def _rows_of(self, block: Block, fingerprint: Fingerprint, as_of: float) -> dict[Point, BlockLatency]:
         """Return the rows of a block; `TableError` if it lacks some of the first ones."""
-        rows = self._in_range(block, fingerprint)
+        rows = self._in_range(block, fingerprint, as_of)
         if not (missing := rows_to_begin(block.grids, rows)):
             return rows
         failures = self.store.failures(block.signature, fingerprint)
@@ -328,11 +351,13 @@ class LatencyTable:
             f"{fingerprint.describe()}; call measure first.{hint}"
         )
 
-    def _in_range(self, block: Block, fingerprint: Fingerprint) -> dict[Point, BlockLatency]:
+    def _in_range(
+        self, block: Block, fingerprint: Fingerprint, as_of: float = math.inf
+    ) -> dict[Point, BlockLatency]:
         """Return the rows of a block's signature that lie within its widths."""
         return {
             point: row
-            for point, row in self.store.measured(block.signature, fingerprint).items()
+            for point, row in self.store.measured(block.signature, fingerprint, as_of).items()
             if len(point) == len(block.grids)
             and all(g[0] <= width <= g[-1] for g, width in zip(block.grids, point, strict=True))
         }

@@ -17,7 +17,7 @@ from smcp_fx.errors import TraceError
 from smcp_fx.tracing.attributes import numbers_of
 from smcp_fx.tracing.example_runs import unchanged
 
-#: What is added to a counter, to see whether it decides anything later.
+#: What is added to a counter, to see whether it decides anything later. Chosen, not measured.
 _LATER = 10**6
 
 
