@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from types import ModuleType
 from typing import Any
 
 from smcp_fx.backends.base import (
@@ -51,7 +52,7 @@ _BACKENDS = {
 }
 
 
-#: Threads that a runtime is started with at most, where the machine has not more cores.
+#: The most threads that a runtime may be started with, unless the machine has more cores.
 _MOST_THREADS = 64
 
 
@@ -73,14 +74,7 @@ def get_backend(name: str, **options: Any) -> Backend:
             f"threads = {options['threads']}: at most {most} on this machine of {os.cpu_count()} cores"
         )
     module, attribute, install = _BACKENDS[name]
-    try:
-        factory = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("smcp_fx"):
-            raise
-        raise BackendError(
-            f"backend {name!r} needs the package {error.name!r}, which is not installed: {install}"
-        ) from error
+    factory = getattr(import_runtime(module, f"backend {name!r}", install), attribute)
     try:
         backend: Backend = factory(**options)
     except TypeError as error:
@@ -88,3 +82,15 @@ def get_backend(name: str, **options: Any) -> Backend:
             f"backend {name!r} does not take the options {sorted(options)}: {error}"
         ) from error
     return backend
+
+
+def import_runtime(module: str, what: str, install: str) -> ModuleType:
+    """Import a module of ours; `BackendError` says how to ``install`` a package that it lacks, and for ``what``."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("smcp_fx"):
+            raise
+        raise BackendError(
+            f"{what} needs the package {error.name!r}, which is not installed: {install}"
+        ) from error

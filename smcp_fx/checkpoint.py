@@ -51,7 +51,7 @@ class Stateful(Protocol):
         """Return the state, of tensors and plain values."""
         ...
 
-    def load_state_dict(self, state: Any) -> Any:
+    def load_state_dict(self, state: Any, /) -> Any:
         """Go back to a state."""
         ...
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels import build
 from smcp_fx.config import PruningConfig
-from smcp_fx.costs.binding import CostModel, absolute_target, bind
+from smcp_fx.costs.binding import CostModel, bind
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.kept_channels import kept_channels, still_true
 from smcp_fx.outcomes import in_mode
@@ -37,7 +37,9 @@ from smcp_fx.tracing.own_modes import own_modes
 from smcp_fx.tracing.tracer import Traced, trace
 from smcp_fx.tracing.wrapping import unwrapped
 
-__all__ = ["PreparedModel", "convert", "prepare"]
+__all__ = ["ConvertedModule", "PreparedModel", "convert", "prepare"]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 _DEFAULT_TARGET = 0.5
 
@@ -119,13 +121,12 @@ def _prepared(
             "channel may go."
         )
     network_cost = bind(cost, traced, channels)
-    full = network_cost.cost(network_cost.full_counts)
     plan = Preparation(
         channels=channels,
         cost=network_cost,
         flops=network_cost if cost == "flops" else bind("flops", traced, channels),
         parameters=network_cost if cost == "params" else bind("params", traced, channels),
-        target=absolute_target(_DEFAULT_TARGET if target is None else target, full, network_cost.unit),
+        target=_DEFAULT_TARGET if target is None else target,
         config=config,
         schedule=schedule,
         example_inputs=inputs,
@@ -147,7 +148,7 @@ def _prepared(
         carry(prepared, plain_attributes(model))
         keep_in_state(own, prepared)
         copy_modes(traced.module, prepared)
-    prepared.pruner.warn_of_idle_target(plan.target)
+    prepared.pruner.warn_of_idle_target(prepared.pruner.target)
     return prepared
 
 
@@ -208,6 +209,10 @@ def trace_parts(
         return join_regions(model, inputs, split)
 
 
+@overload
+def convert(prepared: nn.Module, *, into: None = None, check: bool = True) -> ConvertedModule: ...
+@overload
+def convert(prepared: nn.Module, *, into: Model, check: bool = True) -> Model: ...
 def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool = True) -> nn.Module:
     """Return a plain, physically smaller model that computes what the masked model computes.
 
@@ -218,8 +223,8 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
             weights, by `resize`: your class, with its methods and attributes.
         check: compare the two on a few of the example's images.
 
-    Without ``into``, the result is a `GraphModule`. It runs, trains, exports and unpickles without this library,
-    unless it asks a module for its mode or a value for more than tensors can (`ConvertedModule`). A model that was
+    Without ``into``, the result is a `GraphModule` (a `ConvertedModule`). It runs, trains, exports and unpickles
+    without this library, unless it asks a module for its mode or a value for more than tensors can. A model that was
     traced in regions becomes a module of its own class, whose regions run as sliced graphs; to unpickle it needs this
     library.
 
@@ -246,7 +251,7 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
     if check:
         check_converted(prepared, converted, prepared.plan.example_inputs)
     if into is None:
-        return converted
+        return converted  # of a model traced in regions: a module of its class
     own = resize(deep_copy(into), converted, prepared.plan.example_inputs, check=check)
     copy_modes(converted, own)
     return own

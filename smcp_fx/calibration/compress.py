@@ -17,7 +17,7 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel
 from smcp_fx.errors import InputError, SmcpError
 from smcp_fx.outcomes import in_mode
-from smcp_fx.prepare import convert, prepare
+from smcp_fx.prepare import ConvertedModule, convert, prepare
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning.importance import TaylorImportance
 from smcp_fx.tracing.example_runs import first_line
@@ -33,7 +33,7 @@ def compress(
     cost: str | CostModel = "flops",
     loss: Loss | None = None,
     config: PruningConfig | None = None,
-) -> nn.Module:
+) -> ConvertedModule:
     """Return a smaller model that computes nearly the same, from a trained one and a few hundred images.
 
     `prepare`, `gather_importance`, ``prepared.pruner.solve()``, `convert` and `repair` in one; call them yourself to

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def add_options(parser: argparse._ArgumentGroup, kind: type, without: type | None = None) -> None:
+def add_options(parser: argparse._ArgumentGroup, options: type, without: type | None = None) -> None:
     """Add a flag for each field of a config dataclass (except ``without``), with its default and help."""
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(options)
     left_out = {entry.name for entry in fields(without)} if without is not None else set()
-    for entry in fields(kind):
+    for entry in fields(options):
         if entry.name in left_out:
             continue
         flag = "--" + entry.name.replace("_", "-")
@@ -32,13 +32,15 @@ def add_options(parser: argparse._ArgumentGroup, kind: type, without: type | Non
             parser.add_argument(flag, nargs="*", default=default, help=help_text, metavar="NAME")
         else:
             choices = entry.metadata.get("choices") or None
+            kind = _plain_type(hints[entry.name])
+            word = "N" if kind in (int, float) else entry.name.rpartition("_")[2].upper()
             parser.add_argument(
                 flag,
-                type=_plain_type(hints[entry.name]),
+                type=kind,
                 default=default,
                 choices=choices,
                 help=help_text + shown,
-                metavar=None if choices else entry.name.upper(),
+                metavar=None if choices else word,
             )
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from smcp_fx.cli.common import CommandParser, consoles, guarded, line
+from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, line
 from smcp_fx.cli.networks import (
     add_network_options,
     add_targets_option,
@@ -29,17 +29,26 @@ from smcp_fx.errors import InputError
 if TYPE_CHECKING:
     from smcp_fx.backends.timing.measuring import Measurement
     from smcp_fx.latency.store import TableRow
+    from smcp_fx.latency.table import HeldOutError
 
 _EXAMPLES = """examples:
-  smcp-table measure torchvision:resnet50 --batch 1              fill table.sqlite with what ResNet-50 needs here
-  smcp-table measure torchvision:resnet50 --shard 2/8 --table part2.sqlite      an eighth of it, on another machine
-  smcp-table merge table.sqlite part1.sqlite part2.sqlite        join the parts
-  smcp-table show table.sqlite                                   what is in it, measured on what and when
-  smcp-table check table.sqlite --model torchvision:resnet50     is it sound, and complete for this model
-  smcp-table export table.sqlite rows.csv                        for a spreadsheet, or another tool
-  smcp-table export table.sqlite todo.csv --wanted --model torchvision:resnet50      what is still to be measured
-  smcp-table import rows.csv table.sqlite                        take rows that were measured elsewhere
-  smcp-table measure torchvision:resnet50 --backend tensorrt --emit-requests todo   to be measured on another device
+  # fill table.sqlite with what ResNet-50 needs on this machine
+  smcp-table measure torchvision:resnet50 --batch 1
+  # what is in it, and whether it is sound and complete for this model
+  smcp-table show table.sqlite
+  smcp-table check table.sqlite --model torchvision:resnet50
+  # share the work between machines of one kind
+  smcp-table measure torchvision:resnet50 --shard 2/8 --table part2.sqlite
+  smcp-table merge table.sqlite part1.sqlite part2.sqlite
+  # for a spreadsheet
+  smcp-table export table.sqlite rows.csv
+  # rows to measure on another device, and their answers
+  smcp-table export table.sqlite todo.csv --wanted --onnx todo \\
+      --model torchvision:resnet50 --device my-phone
+  smcp-table import done.csv table.sqlite
+  # the same for TensorRT on another device
+  smcp-table measure torchvision:resnet50 --backend tensorrt \\
+      --emit-requests todo
 """
 
 
@@ -92,6 +101,7 @@ def build_parser() -> CommandParser:
     return parser
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 1 if ``check`` found problems, 2 for errors."""
     arguments = build_parser().parsed(argv)
@@ -113,7 +123,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     from smcp_fx.latency.network import Measurer
     from smcp_fx.latency.progress import duration, watched
     from smcp_fx.latency.rounds import measure_for_targets
-    from smcp_fx.latency.table import MEASURABLE_MS, LatencyTable
+    from smcp_fx.latency.table import LatencyTable
 
     if arguments.emit_requests or arguments.read_answers:
         from smcp_fx.cli.table_requests import exchange
@@ -146,17 +156,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
         + (f" (shard {arguments.shard})" if shards > 1 else "")
     )
     console.print(f"  on {line(backend.fingerprint().describe())}")
-    if error.points:
-        console.print(
-            f"  {error.points} rows as predicted by the others: off by {error.median:.1%} in the median, "
-            f"{error.p95:.1%} for 95 of 100"
-        )
-        telling = error.telling()
-        if 0 < telling.points < error.points:
-            console.print(
-                f"  at the {telling.points} of them that were steady and took {1e3 * MEASURABLE_MS:.0f} µs and more: "
-                f"{telling.median:.1%} and {telling.p95:.1%}"
-            )
+    _print_errors(error, console)
     if report.repeated:
         console.print(
             f"  {report.repeated} times a row was measured again that had been unsteady, slow or unlike the others"
@@ -168,6 +168,24 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     for name, widths, why in report.failed:
         console.print(f"  failed: {line(name)} at {widths}: {line(why)}")
     return 1 if report.failed else 0
+
+
+def _print_errors(error: HeldOutError, console: Console) -> None:
+    """Print how well rows predict each other."""
+    from smcp_fx.latency.table import MEASURABLE_MS
+
+    if not error.points:
+        return
+    console.print(
+        f"  {error.points} rows as predicted by the others: off by {error.median:.1%} in the median, "
+        f"{error.p95:.1%} for 95 of 100"
+    )
+    telling = error.telling()
+    if 0 < telling.points < error.points:
+        console.print(
+            f"  at the {telling.points} of them that were steady and took {1e3 * MEASURABLE_MS:.0f} µs and more: "
+            f"{telling.median:.1%} and {telling.p95:.1%}"
+        )
 
 
 def _show(arguments: argparse.Namespace, console: Console) -> int:

@@ -40,7 +40,7 @@ from smcp_fx.zoo.models import FittedModel
 
 
 @dataclass(frozen=True)
-class Measured:
+class FinalFigures:
     """Dense and pruned, measured in turns, and read for accuracy; ``asked``: the fraction of the dense cost."""
 
     latency: RelativeLatency
@@ -56,7 +56,7 @@ def build_report(
     data: ImageData,
     backend: Backend,
     corrector: Corrector,
-    measured: Measured,
+    measured: FinalFigures,
     *,
     begun: MeasureReport | None,
     training: Sequence[tuple[str, list[Epoch]]],
@@ -101,16 +101,21 @@ def build_report(
         blocks=_blocks(network_latency, pruner.counts) if network_latency is not None else (),
         surfaces=surfaces(network_latency, pruner.counts) if network_latency is not None else (),
         table=_table_facts(network_latency, begun, backend) if network_latency is not None else None,
-        files={
-            "dense": "dense.onnx",
-            "pruned": "pruned.onnx",
-            **_weight_files(settings),
-            "report": "report.html",
-            "data": "report.json",
-            **_engine_files(backend, settings),
-        },
+        files=_files(backend, settings),
         notes=tuple(notes),
     )
+
+
+def _files(backend: Backend, settings: CompileSettings) -> dict[str, str]:
+    """Return the names of the run's files, by what they are."""
+    return {
+        "dense": "dense.onnx",
+        "pruned": "pruned.onnx",
+        **_weight_files(settings),
+        "report": "report.html",
+        "data": "report.json",
+        **_engine_files(backend, settings),
+    }
 
 
 def target_row(prepared: PreparedModel, measured: RelativeLatency, accuracy: float, file: str) -> TargetRow:
@@ -128,7 +133,7 @@ def target_row(prepared: PreparedModel, measured: RelativeLatency, accuracy: flo
     )
 
 
-def _sides(prepared: PreparedModel, measured: Measured) -> tuple[Side, Side]:
+def _sides(prepared: PreparedModel, measured: FinalFigures) -> tuple[Side, Side]:
     """Return the figures of the dense and the pruned network."""
     pruner, plan = prepared.pruner, prepared.plan
     latency, in_ms = measured.latency, pruner.cost.unit == "ms"
