@@ -386,8 +386,7 @@ def _drop_constant_questions(graph: fx.Graph) -> None:
         asked = node.op == "call_function" and (
             node.target in INFIX or node.target in (operator.not_, getattr)
         )
-        asked = asked or asks_if_finite(node) is not None or _called(node) in _OF_VALUES
-        if asked and not node.users:
+        if (asked or asks_if_finite(node) or _called(node) in _OF_VALUES) and not node.users:
             graph.erase_node(node)
 
 

@@ -120,7 +120,7 @@ class _Tracer(ShapeTracer):
         changed = bool(m._forward_pre_hooks)
         for number, hook in m._forward_hooks.items():
             named = (kwargs,) if number in m._forward_hooks_with_kwargs else ()
-            changed |= hook(m, args, *named, output) is not None  # type: ignore[call-arg, arg-type]
+            changed |= hook(m, args, *named, output) is not None
         if not changed:
             self.leaves.observed.add(self._paths[m])
 
