@@ -15,6 +15,7 @@ from smcp_fx.backends.tensorrt.engine import TensorRTEngine
 from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
 from smcp_fx.calibration import gather_importance
 from smcp_fx.compiler.calibrating import (
+    Counted,
     Repaired,
     calibration_batches,
     calibration_facts,
@@ -297,8 +298,9 @@ class _Compilation:
         settings, pruner = self.settings, prepared.pruner
         batches = calibration_batches(data, fitted, settings.calibration, settings.seed, self.device)
         images = sum(len(x) for x, _ in batches)
-        with self.tell.stage(f"gathering importances from {images} images"):
-            gather_importance(prepared, batches)
+        name = f"gathering importances from {images} images"
+        with self.tell.stage(name), self.tell.bar(name) as tick:
+            gather_importance(prepared, Counted(batches, 2, tick))
         points = []
         targets = sorted(settings.targets, reverse=True) or [corrector.fraction]
         for target in targets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.errors import TraceError
+from smcp_fx.errors import SmcpError, TraceError
 from smcp_fx.tracing.attributes import Attributes
 from smcp_fx.tracing.autograd_functions import functions_kept
 from smcp_fx.tracing.buffers import Buffers, WritesBuffersError
@@ -250,7 +251,7 @@ def _trace_once(
     except Exception as error:
         where = next(
             (
-                f"{frame.filename}:{frame.lineno} ({frame.line})"
+                f"{frame.filename}:{frame.lineno} ({textwrap.shorten(frame.line or '', 100)})"
                 for frame in reversed(traceback.extract_tb(error.__traceback__))
                 if Path(torch.__file__).parent not in Path(frame.filename).parents
                 and not is_ours(frame.filename)
@@ -260,11 +261,16 @@ def _trace_once(
         names = {id(module): name for name, module in model.named_modules()}
         stopped = names.get(id(tracer.stopped), "")
         inside = f"in module {stopped!r} ({type(tracer.stopped).__name__}), " if stopped else ""
+        advice = (
+            ""  # the library's own says what to do
+            if isinstance(error, SmcpError)
+            else " Control flow must not depend on tensors' values; move it out of forward, wrap it with "
+            "torch.fx.wrap, or name the module in prepare(..., leaves=[...])."
+        )
         kind = HooksError if isinstance(error, KeptOutsideError) else TraceError
         raise kind(
-            f"torch.fx cannot trace {type(model).__name__}: {first_line(error)} It stopped {inside}at {where}. "
-            "Control flow must not depend on tensors' values; move it out of forward, wrap it with "
-            "torch.fx.wrap, or name the module in prepare(..., leaves=[...])."
+            f"torch.fx cannot trace {type(model).__name__}: {first_line(error)} It stopped {inside}at {where}."
+            + advice
         ) from error
     finally:
         written |= buffers.restore()
