@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
+#: What networks run in. A backend refuses what its runtime or device lacks.
+PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -127,6 +130,12 @@ class Engine(ABC):
     @abstractmethod
     def reload(self) -> Engine:
         """Return another engine of the same network, loaded anew: memory elsewhere is other luck with caches."""
+
+    def layers(self) -> list[dict[str, Any]]:
+        """Return what each layer of the running network takes, where the runtime tells: name, ``ms``, ``nodes`` (the
+        modules that it computes, by path) and ``reformat`` (whether it only converts). None by default.
+        """
+        return []
 
     def close(self) -> None:
         """Free what the runtime holds."""

@@ -22,9 +22,9 @@ from smcp_fx.backends.base import (
     to_arrays,
 )
 from smcp_fx.backends.onnx.blocks import BlockModels
+from smcp_fx.backends.onnx.context import random_feed
 from smcp_fx.backends.onnx.export import export_model_proto, export_onnx
 from smcp_fx.backends.onnxruntime.blocks import BLOCK_TIMING, measure_block
-from smcp_fx.backends.onnxruntime.context import random_feed
 from smcp_fx.backends.onnxruntime.overhead import (
     overhead,
 )
@@ -117,10 +117,19 @@ class OnnxRuntimeBackend(Backend):
     name: ClassVar[str] = "onnxruntime"
 
     def __init__(
-        self, threads: int = 1, spinning: bool = True, opset: int | None = None, device: str = "cpu"
+        self,
+        threads: int = 1,
+        spinning: bool = True,
+        opset: int | None = None,
+        device: str = "cpu",
+        precision: str | None = None,
     ) -> None:
         if threads < 1:
             raise InputError(f"threads = {threads}: at least 1 is needed")
+        if precision not in (None, "fp32"):
+            raise InputError(
+                f"precision {precision!r}: ONNX Runtime runs what this library writes for it in fp32"
+            )
         check_device(device)
         self.threads, self.spinning, self.opset, self.device = threads, spinning, opset, device
         self._models = BlockModels(opset)

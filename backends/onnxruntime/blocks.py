@@ -14,9 +14,8 @@ it tells what the profiler adds to each node.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -25,35 +24,23 @@ from smcp_fx.backends.base import BlockLatency
 from smcp_fx.backends.onnxruntime.overhead import code_warmer, overhead, profiler_beside
 from smcp_fx.backends.onnxruntime.own_time import BlockInContext
 from smcp_fx.backends.onnxruntime.profile import RESOLUTION_MS, NodeTime, Profiler
-from smcp_fx.backends.timing.fading import displace_inner_caches, evict_caches
+from smcp_fx.backends.timing.block_runs import COLD_SPREAD, FEW_COLD_RUNS, BlockRuns
 from smcp_fx.backends.timing.measuring import (
     QUICK,
     Measurement,
     Sample,
-    Timer,
     TimingConfig,
     calm,
     stopwatch,
     summarise,
-    take_sample,
     warm_up,
 )
-from smcp_fx.backends.timing.pace import Pace, pace
+from smcp_fx.backends.timing.pace import pace
 from smcp_fx.backends.timing.physics import least_ms, multiply_adds
 from smcp_fx.errors import BackendError, MachineBusyError
 
 #: Changes with the way blocks are timed: rows of another way are not mixed with these.
 BLOCK_TIMING = "10"
-#: Runs in the hot state, beside those that follow a cold one; and so many undisturbed ones do where their
-#: interquartile range is this small a share of their median. On 63 rows of ResNet-18, four times either way, 11 such
-#: runs gave the medians of 25 within 0.1 % (docs: Experiments).
-_HOT_RUNS, _ENOUGH, _AGREEING = 25, 11, 0.03
-#: So many do where a core that is slow most of the time has had them waited for this long (ms). Chosen, not measured.
-_FEW_RUNS, _LONG_MS = 9, 150.0
-#: Runs in the cold state: emptying the caches takes longer than all the rest. The median of three leaves out one that
-#: something came between; two do where they agree. Their spread may be larger by this factor: others use the memory,
-#: too, and the table's sums average that out. Chosen, not measured.
-_COLD_RUNS, _FEW_COLD_RUNS, _COLD_SPREAD = 3, 2, 3.0
 #: What a disturbed run tells of its block: see `sample_of_block`. Chosen, not measured.
 _TELLING, _OF_CONTEXT = 0.8, 0.5
 #: No block is faster than this.
@@ -110,7 +97,7 @@ def _attempt(
     """Return (hot, cold) of one session; None where no run of a state tells what the block took."""
     node_ms = overhead(threads, spinning).node_ms
     with Profiler(block.data, threads, spinning) as profiler:
-        runs = _Runs(
+        runs = BlockRuns(
             stopwatch(lambda: profiler.session.run(None, block.feed)), pace() if threads == 1 else None
         )
         warm = warm_up(runs.timer, config)
@@ -126,64 +113,12 @@ def _attempt(
     least = block.ms([replace(node, ms=node_ms) for node in profiles[0]], 0.0, "cold")
     return (
         _summary(hot, config.min_repeats, config.spread_limit, least),
-        _summary(cold, _FEW_COLD_RUNS, _COLD_SPREAD * config.spread_limit, least),
+        _summary(cold, FEW_COLD_RUNS, COLD_SPREAD * config.spread_limit, least),
     )
 
 
-@dataclass
-class _Runs:
-    """Timed runs of a session, in order: each one's state, hot or cold, and its sample, the context in it."""
-
-    timer: Timer
-    core: Pace | None
-    states: list[str] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-
-    def of(self, state: str) -> list[Sample]:
-        """The samples of a state."""
-        return [sample for what, sample in zip(self.states, self.samples, strict=True) if what == state]
-
-    def take_hot(self, config: TimingConfig) -> None:
-        """Run one right after another, with the inner caches displaced, until there are enough undisturbed runs."""
-        spent_ms, counted, dropped = 0.0, 0, 0
-        began = time.perf_counter()
-        while counted < config.min_repeats or (counted < _HOT_RUNS and spent_ms < config.budget_ms):
-            waited = 1e3 * (time.perf_counter() - began) >= _LONG_MS
-            if counted >= _FEW_RUNS and (waited or runs_agree(self.of("hot"))):
-                break
-            displace_inner_caches()
-            sample = self._take("hot")
-            spent_ms += sample.ms
-            if sample.disturbed and dropped < config.droppable * _HOT_RUNS:
-                dropped += 1
-            else:
-                counted += 1
-
-    def take_cold(self, config: TimingConfig, warm_code: Callable[[], object]) -> None:
-        """Run behind emptied caches, each time with a hot run behind it."""
-        counted, dropped = 0, 0
-        while counted < _COLD_RUNS:
-            if counted == _FEW_COLD_RUNS and runs_agree(self.of("cold"), counted):
-                break
-            evict_caches()
-            warm_code()
-            cold = self._take("cold")
-            displace_inner_caches()
-            hot = self._take("hot")
-            if (cold.disturbed or hot.disturbed) and dropped < config.droppable * _COLD_RUNS:
-                dropped += 1
-            else:
-                counted += 1
-
-    def _take(self, state: str) -> Sample:
-        sample = take_sample(self.timer, self.core)
-        self.states.append(state)
-        self.samples.append(sample)
-        return sample
-
-
 def _block_samples(
-    block: BlockInContext, runs: _Runs, profiles: Sequence[Sequence[NodeTime]], node_ms: float
+    block: BlockInContext, runs: BlockRuns, profiles: Sequence[Sequence[NodeTime]], node_ms: float
 ) -> tuple[list[Sample | None], list[Sample | None]]:
     """Return the block's part of each run, hot and cold; None of a run that does not tell it."""
     taken = list(zip(profiles, runs.states, runs.samples, strict=True))
@@ -198,15 +133,6 @@ def _block_samples(
     for ms, rest, (_, state, sample) in zip(own, beside, taken, strict=True):
         found[state].append(sample_of_block(ms, rest, sample, usual))
     return found["hot"], found["cold"]
-
-
-def runs_agree(samples: Sequence[Sample], enough: int = _ENOUGH) -> bool:
-    """Whether so many undisturbed runs, the context in them, agree so well that more would not move their median."""
-    times = [sample.ms for sample in samples if not sample.disturbed]
-    if len(times) < enough:
-        return False
-    q1, median, q3 = np.percentile(times, [25, 50, 75])
-    return bool(q3 - q1 <= _AGREEING * median)
 
 
 def _summary(runs: list[Sample | None], few: int, spread_limit: float, least_ms: float) -> Measurement:

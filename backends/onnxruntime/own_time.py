@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import onnx
 
 from smcp_fx.backends.base import Array
-from smcp_fx.backends.onnxruntime.context import CONTEXT, add_context, random_feed
+from smcp_fx.backends.onnx.context import CONTEXT, add_context, random_feed, share_of_channels
+from smcp_fx.backends.onnx.twin import add_twin
 from smcp_fx.backends.onnxruntime.overhead import add_reference, without_reference
 from smcp_fx.backends.onnxruntime.profile import NodeTime
-from smcp_fx.backends.onnxruntime.twin import add_twin, halves, is_twins
+from smcp_fx.backends.onnxruntime.twin import halves, is_twins
 
 #: From the runtime's blocked layout into the plain one.
 CONVERSION = "ReorderOutput"
@@ -106,12 +107,3 @@ def own_nodes(
             if len(results) == 1:  # what came before converted an input, of the result's shape perhaps
                 del left[copies - len(seen) :]
     return own
-
-
-def share_of_channels(model: onnx.ModelProto, positions: Collection[int]) -> float:
-    """Return which share of the inputs' channels these inputs have."""
-    if not positions:
-        return 0.0
-    shapes = [value.type.tensor_type.shape.dim for value in model.graph.input]
-    channels = [shape[1].dim_value if len(shape) > 1 else 1 for shape in shapes]
-    return sum(count for position, count in enumerate(channels) if position in positions) / sum(channels)

@@ -11,8 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from smcp_fx.backends import Backend, Engine, compare, get_backend
-from smcp_fx.backends.tensorrt.engine import TensorRTEngine
-from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
+from smcp_fx.backends.layers import blocks_beside_layers
 from smcp_fx.calibration import gather_importance
 from smcp_fx.compiler.calibrating import (
     Repaired,
@@ -179,12 +178,13 @@ class _Compilation:
         return self._write(replace(report, **without), prepared, pruned)
 
     def _write(self, report: Report, prepared: PreparedModel, pruned: Engine) -> Report:
-        """Write the report, with the layers of a TensorRT engine, and print its tables."""
+        """Write the report, with the engine's layers where it tells them, and print its tables."""
         folder, network_latency = self.settings.folder, latency_of(prepared.pruner.cost)
-        if network_latency is not None and isinstance(pruned, TensorRTEngine):
+        layers = pruned.layers() if network_latency is not None else []
+        if network_latency is not None and layers:
             predicted = {block.name: block.pruned_ms or 0.0 for block in report.blocks}
-            layers = blocks_beside_layers(network_latency.blocks, predicted, pruned.layers())
-            report = replace(report, engine_layers=layers)
+            beside = blocks_beside_layers(network_latency.blocks, predicted, layers)
+            report = replace(report, engine_layers=beside)
         write_report(report, folder)
         for table in (summary_table(report), target_table(report)):
             if table is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from smcp_fx.backends import Backend, RelativeLatency
+from smcp_fx.backends import Backend, RelativeLatency, backend_packages
 from smcp_fx.compiler.measuring import Corrector
 from smcp_fx.compiler.saving import WEIGHTS
 from smcp_fx.compiler.settings import CompileSettings, as_record
@@ -264,7 +264,7 @@ def _table_facts(latency: NetworkLatency, begun: MeasureReport | None, backend: 
 
 def _versions() -> dict[str, str]:
     found = {}
-    for name in ("smcp_fx", "torch", "torchvision", "onnx", "onnxruntime", "numpy"):
+    for name in dict.fromkeys(("smcp_fx", "torch", "torchvision", "numpy", *backend_packages())):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

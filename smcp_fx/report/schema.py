@@ -242,7 +242,7 @@ class Report:
     surfaces: tuple[SurfaceRow, ...] = told("latency over channels, of the slowest blocks", ())
     table: TableFacts | None = told("the latency table; null where the target is not a latency")
     engine_layers: Mapping[str, Any] | None = told(
-        "TensorRT's own times by block and layer, where there are any"
+        "the engine's own times by block and layer, where its runtime tells them"
     )
     files: Mapping[str, str] = told("names of the files in the folder, by what they are", {})
     notes: tuple[str, ...] = told("what was noticed", ())
