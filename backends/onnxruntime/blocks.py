@@ -14,7 +14,7 @@ it tells what the profiler adds to each node.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -54,17 +54,19 @@ def measure_block(
     config: TimingConfig | None = None,
     read_before: Collection[int] = (),
     fed_by: Sequence[str] = (),
+    written: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
 ) -> BlockLatency:
     """Measure the nodes of a block's model (all shapes fixed, as `BlockModels` makes it).
 
     Cold: the caches are emptied before the run, so weights and results come from memory, as in a network
     larger than the cache; the context still leaves the input in cache, and a tiny network the runtime's code.
     Hot: a run right after another. ``read_before``: inputs, by position, whose conversion another block pays for.
-    ``fed_by``: how each was written.
+    ``fed_by``: how each was written. ``written``: quantises a model, where the network is; None where it is in float.
     """
     config = config or QUICK
-    count, least = multiply_adds(model), least_ms(model, threads)
-    block = BlockInContext.of(model, read_before, fed_by)
+    # Bytes are multiplied many times as fast as floats: how fast at most, processors do not say.
+    count, least = multiply_adds(model), least_ms(model, threads) if written is None else 0.0
+    block = BlockInContext.of(model, read_before, fed_by, written)
     found: BlockLatency | None = None
     impossible = 0.0  # a time that it cannot have taken
     for _ in range(config.attempts):

@@ -7,7 +7,7 @@ which reads them; all others are the block's, which asks for them as it would in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -39,13 +39,21 @@ class BlockInContext:
 
     @classmethod
     def of(
-        cls, model: onnx.ModelProto, read_before: Collection[int] = (), fed_by: Sequence[str] = ()
+        cls,
+        model: onnx.ModelProto,
+        read_before: Collection[int] = (),
+        fed_by: Sequence[str] = (),
+        written: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
     ) -> BlockInContext:
-        """Build it around a block's model, in place. ``read_before`` and ``fed_by``: as for `measure_block`."""
+        """Build it around a block's model, in place. ``read_before`` and ``fed_by``: as for `measure_block`.
+
+        ``written``: quantises a model, where the network is.
+        """
         paid = share_of_channels(model, read_before)
         shapes = [value.type.tensor_type.shape.dim for value in model.graph.output]
         results = tuple(tuple(dim.dim_value for dim in shape) for shape in shapes)
         twin = add_twin(add_context(model, fed_by))
+        model = written(model) if written is not None else model
         feed = random_feed(add_reference(model))
         return cls(model.SerializeToString(), feed, results, paid, twin)
 
@@ -101,9 +109,17 @@ def own_nodes(
                 own.append(node)
             else:
                 left.remove(result)
-        elif CONTEXT not in node.name:
+        elif CONTEXT not in node.name and not _turns_context(node):
             own.append(node)
             seen.add(is_twins(node))
             if len(results) == 1:  # what came before converted an input, of the result's shape perhaps
                 del left[copies - len(seen) :]
     return own
+
+
+def _turns_context(node: NodeTime) -> bool:
+    """Whether a node turns the context's image, of one channel, or the mean that it takes, of one pixel.
+
+    Quantised layers keep channels last. Such conversions have no names of ours.
+    """
+    return node.operation == "Transpose" and any(shape[-1:] == (1,) for shape in node.output_shapes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,10 +13,12 @@ import openvino as ov
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.backends.base import Array, Backend, BlockLatency, Engine, Fingerprint, cpu_name, to_arrays
+from smcp_fx.backends.base import Array, BlockLatency, Engine, Fingerprint, cpu_name, to_arrays
 from smcp_fx.backends.onnx.blocks import BlockModels
 from smcp_fx.backends.onnx.checking import compare_outputs, eval_mode, flatten_outputs, random_inputs
 from smcp_fx.backends.onnx.export import export_model_proto, export_onnx
+from smcp_fx.backends.onnx.int8 import Quantising
+from smcp_fx.backends.onnx.quantization import SETTING
 from smcp_fx.backends.openvino.blocks import BLOCK_TIMING, measure_block
 from smcp_fx.backends.openvino.overhead import overhead
 from smcp_fx.backends.openvino.session import (
@@ -35,7 +38,8 @@ if TYPE_CHECKING:
     from smcp_fx.blocks.sharing import Block
 
 #: Largest difference from PyTorch's float32 outputs, over their scale: bfloat16 keeps 8 bits, float16 11.
-TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 8e-2}
+#: INT8's error has no bound: what it costs, the emitted file's accuracy tells.
+TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 8e-2, "int8": math.inf}
 
 
 class OpenVINOEngine(Engine):
@@ -87,22 +91,30 @@ class OpenVINOEngine(Engine):
         return self._session
 
 
-class OpenVINOBackend(Backend):
-    """OpenVINO on the CPU with ``threads`` threads; ``precision``: "fp32", or what the processor has of "bf16" and
-    "fp16"."""
+class OpenVINOBackend(Quantising):
+    """OpenVINO on the CPU with ``threads`` threads.
+
+    ``precision``: "fp32", what the processor has of "bf16" and "fp16", or "int8", calibrated on the batches of
+    ``calibration``.
+    """
 
     name: ClassVar[str] = "openvino"
 
-    def __init__(self, threads: int = 1, precision: str | None = None) -> None:
+    def __init__(
+        self, threads: int = 1, precision: str | None = None, calibration: Sequence[Array] = ()
+    ) -> None:
         if threads < 1:
             raise InputError(f"threads = {threads}: at least 1 is needed")
         self.threads, self.precision = threads, precision or "fp32"
         check_precision(self.precision)
         self._models = BlockModels()
+        self.calibrate(calibration)
 
     def fingerprint(self) -> Fingerprint:
         """Return processor, version, threads, precision and properties."""
         fixed = (*settings(self.precision), *page_settings(), ("block_timing", BLOCK_TIMING))
+        if self.calibrated:
+            fixed = (*fixed, SETTING)
         return Fingerprint(
             backend=self.name,
             device=cpu_name(),
@@ -121,13 +133,24 @@ class OpenVINOBackend(Backend):
         ``path``: the ONNX file's (checked); beside it lies OpenVINO's own pair (.xml, .bin), checked, too. Without it
         nothing is written or checked.
         """
+        remarks: tuple[str, ...] = ()
         if path is None:
             proto = export_model_proto(module, example_inputs, dynamic_batch=False)
-            return self._engine(proto.SerializeToString(), example_inputs)
-        onnx_file = export_onnx(module, example_inputs, path)
-        with _writing(onnx_file, example_inputs) as xml, self._engine(xml, example_inputs) as engine:
-            self._compare(engine, module, example_inputs)
-        return self.open(onnx_file.with_suffix(".xml"), example_inputs)
+            if self.calibrated:
+                proto, remarks = self._quantised(proto)
+            engine = self._engine(proto.SerializeToString(), example_inputs)
+        else:
+            file = export_onnx(module, example_inputs, path)
+            remarks = self._quantised_file(file) if self.calibrated else ()
+            with _writing(file, example_inputs) as xml, self._engine(xml, example_inputs) as scratch:
+                self._compare(scratch, module, example_inputs)
+            engine = self.open(file.with_suffix(".xml"), example_inputs)
+        engine.remarks = remarks
+        return engine
+
+    def full_precision(self) -> OpenVINOBackend | None:
+        """Return the same in float32; None where this is."""
+        return None if self.precision == "fp32" else OpenVINOBackend(self.threads)
 
     def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
         """Export ``module`` as `compile` does, and leave it at that."""
@@ -162,7 +185,9 @@ class OpenVINOBackend(Backend):
     ) -> BlockLatency:
         """Measure ``block`` at ``widths`` inside a small network, by the runtime's performance counts."""
         model = self._models.model(block, widths)
-        return measure_block(model, self.threads, self.precision, config, block.read_before, block.fed_by)
+        return measure_block(
+            model, self.threads, self.precision, config, block.read_before, block.fed_by, self._for_blocks()
+        )
 
     def _engine(self, model: Path | str | bytes, example_inputs: Sequence[Tensor | Array]) -> OpenVINOEngine:
         return OpenVINOEngine(model, example_inputs, self.threads, self.precision)

@@ -1,13 +1,14 @@
 """A block timed by OpenVINO as it runs inside a network: its share of a run, by the runtime's performance counts.
 
-Around the block stands the same context as for ONNX Runtime (`smcp_fx.backends.onnx.context`), and all of it is there
-twice (`smcp_fx.backends.onnx.twin`). The counts are means over all runs since a network was compiled, in whole
-microseconds. So they tell which share of a run is the block's; how long a run takes, undisturbed, the clock tells.
+Around the block stands the same context as for ONNX Runtime (`smcp_fx.backends.onnx.context`), and all of it is
+there twice (`smcp_fx.backends.onnx.twin`). The counts are means over all runs since a network was compiled, in whole
+microseconds. They are read behind every run, so that those runs do not count in which others had the core. What a
+run takes in the middle, rather than in the mean, comes from the clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,19 +25,16 @@ from smcp_fx.backends.timing.measuring import (
     Measurement,
     Sample,
     TimingConfig,
-    calm,
     stopwatch,
     summarise,
     warm_up,
 )
 from smcp_fx.backends.timing.pace import pace
 from smcp_fx.backends.timing.physics import least_ms
-from smcp_fx.errors import BackendError
+from smcp_fx.errors import BackendError, MachineBusyError
 
 #: Changes with the way blocks are timed: rows of another way are not mixed with these.
 BLOCK_TIMING = "1"
-#: Cold runs are few, so that the counts before them, which round the more the more runs there were, must be few, too.
-_WARM_BEFORE_COLD = 1
 #: No block is faster than this.
 _LEAST_MS = 1e-4
 
@@ -87,29 +85,40 @@ def measure_block(
     config: TimingConfig | None = None,
     read_before: Collection[int] = (),
     fed_by: Sequence[str] = (),
+    written: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
 ) -> BlockLatency:
     """Measure the nodes of a block's model, all shapes fixed, hot and cold.
 
     ``read_before``: inputs, by position, whose conversion another block pays for. ``fed_by``: how each was written.
+    ``written``: quantises a model, where the network is; None where it is in float.
     """
     config = config or QUICK
-    least = least_ms(model, threads) if precision == "fp32" else 0.0
+    least = least_ms(model, threads) if precision == "fp32" and written is None else 0.0
     paid = share_of_channels(model, read_before)
     add_twin(add_context(model, fed_by))
+    model = written(model) if written is not None else model
     data, feed = model.SerializeToString(), list(random_feed(model).values())
     found: BlockLatency | None = None
+    impossible = False
     for _ in range(config.attempts):
-        states = [_measured(data, feed, threads, precision, paid, config, state) for state in ("hot", "cold")]
-        taken = BlockLatency(*states)
-        if min(state.median_ms for state in states) < least:
+        hot, cold = (
+            _measured(data, feed, threads, precision, paid, config, state) for state in ("hot", "cold")
+        )
+        if hot is None or cold is None:
             continue
-        found = taken if found is None else found.steadier(taken)
+        if impossible := min(hot.median_ms, cold.median_ms) < least:
+            continue
+        found = BlockLatency(hot, cold) if found is None else found.steadier(BlockLatency(hot, cold))
         if found.stable:
             break
-    if found is None:
+    if found is None and impossible:
         raise BackendError(
             f"the block seemed to take less than the {least:.4g} ms that its multiply-adds need on this processor: "
             "the machine was too busy for its clocks to tell. Measure again when it is idle."
+        )
+    if found is None:
+        raise MachineBusyError(
+            "no run of the block was left alone: the machine is too busy. Measure again when it is idle."
         )
     return replace(found, pace_ms=pace().usual_ms if threads == 1 else 0.0)
 
@@ -122,33 +131,60 @@ def _measured(
     paid: float,
     config: TimingConfig,
     state: str,
-) -> Measurement:
-    """Measure a state in a session of its own."""
+) -> Measurement | None:
+    """Measure a state in a session of its own; None where no run was left alone."""
     session = Session(data, threads, precision, counts=True)
     session.feed(feed)
-    runs = BlockRuns(stopwatch(session.run), pace() if threads == 1 else None)
+    timer = stopwatch(session.run)
+    history: list[dict[str, float]] = []  # what was spent up to each run
+
+    def once() -> float:
+        ms = timer()
+        history.append(session.spent())
+        return ms
+
+    runs = BlockRuns(once, pace() if threads == 1 else None)
+    few, spread = config.min_repeats, config.spread_limit
     if state == "hot":
-        warm_up(runs.timer, config)
-        before = session.spent()
+        warm_up(once, config)
         runs.take_hot(config)
     else:
-        for _ in range(_WARM_BEFORE_COLD):
-            session.run()
-        before = session.spent()
+        once()  # counts round the more the more runs there were before
+        few, spread = FEW_COLD_RUNS, COLD_SPREAD * spread
         runs.take_cold_alone(config)
-    after = session.spent()
-    count = len(runs.samples)
-    spent = {name: (ms - before[name]) / count for name, ms in after.items()}
-    parts = Parts.of(session.nodes(), paid)
-    ms = parts.ms(spent, overhead(threads).node_ms, state)
-    # Disturbed runs are in the counts' means: what they took too long, the block is taken to have its share of.
-    walls = float(np.mean([sample.ms for sample in runs.samples]))
-    few, spread = (
-        (config.min_repeats, config.spread_limit)
-        if state == "hot"
-        else (FEW_COLD_RUNS, COLD_SPREAD * config.spread_limit)
-    )
-    still = [Sample(ms * sample.ms / walls, sample.disturbed) for sample in runs.samples]
-    found = summarise(calm(still, few), spread)
-    mostly = 2 * sum(not sample.disturbed for sample in still) >= len(still)
+    spent = spent_undisturbed(history, runs.samples)
+    if spent is None:
+        return None
+    ms = Parts.of(session.nodes(), paid).ms(spent, overhead(threads).node_ms, state)
+    still = [sample for sample in runs.samples if not sample.disturbed]
+    walls = float(np.mean([sample.ms for sample in still]))
+    found = summarise([Sample(ms * sample.ms / walls) for sample in still], spread)
+    mostly = len(still) >= max(few, len(runs.samples) / 2)
     return replace(found, median_ms=max(found.median_ms, _LEAST_MS), stable=found.stable and mostly)
+
+
+def spent_undisturbed(
+    history: Sequence[Mapping[str, float]], samples: Sequence[Sample]
+) -> dict[str, float] | None:
+    """Return the mean ms that each node took in the undisturbed runs; None where there were none.
+
+    ``history``: what was spent up to each run, those before the samples in it.
+    """
+    first = len(history) - len(samples)
+    stretches: list[
+        tuple[int, int]
+    ] = []  # from behind one run to behind another; inside, rounding cancels out
+    for place, sample in enumerate(samples, first):
+        if sample.disturbed:
+            continue
+        if stretches and stretches[-1][1] == place - 1:
+            stretches[-1] = stretches[-1][0], place
+        else:
+            stretches.append((place - 1, place))
+    count = sum(end - begin for begin, end in stretches)
+    if not count:
+        return None
+    return {
+        name: max(sum(history[end][name] - history[begin][name] for begin, end in stretches) / count, 0.0)
+        for name in history[-1]
+    }

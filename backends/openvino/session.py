@@ -17,7 +17,12 @@ from smcp_fx.errors import BackendError, InputError
 
 #: Precision: OpenVINO's name of the type that is computed in, and what the device must be capable of. Quantised
 #: parts of a network run in integers, whatever the type of the others.
-PRECISIONS = {"fp32": ("f32", "FP32"), "bf16": ("bf16", "BF16"), "fp16": ("f16", "FP16")}
+PRECISIONS = {
+    "fp32": ("f32", "FP32"),
+    "bf16": ("bf16", "BF16"),
+    "fp16": ("f16", "FP16"),
+    "int8": ("f32", "INT8"),
+}
 #: Performance counts are whole microseconds: of each run, and of the mean over all runs. Each rounds down.
 _ROUNDED_MS = 0.5e-3
 

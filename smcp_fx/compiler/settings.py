@@ -62,6 +62,11 @@ class CompileSettings:
     precision: str | None = option(
         None, "precision that the network runs in (default: the runtime's own)", PRECISIONS
     )
+    int8_keep: int = option(
+        0,
+        "with --precision int8: so many layers stay in float32, those whose quantisation alone changes the dense "
+        "network's answers most",
+    )
     threads: int = option(1, "threads of the measured runtime")
     batch: int = option(32, "batch size that the latency is measured at")
     train_batch: int = option(64, "batch size of training")
@@ -135,6 +140,10 @@ class CompileSettings:
             raise InputError(f"--taught must be a share in [0, 1], not {self.taught}")
         if self.calibration < 2:
             raise InputError(f"--calibration must be at least 2 images, not {self.calibration}")
+        if self.int8_keep < 0 or (self.int8_keep and self.precision != "int8"):
+            raise InputError(
+                f"--int8-keep {self.int8_keep}: a number of layers, at least 0, and only with --precision int8"
+            )
         if any(not 0 < target <= 1 for target in self.targets):
             raise InputError(
                 f"--targets must be fractions in (0, 1], not {', '.join(map(str, self.targets))}"

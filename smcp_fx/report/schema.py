@@ -202,6 +202,24 @@ class CalibrationFacts:
 
 
 @dataclass(frozen=True)
+class PrecisionFacts:
+    """What less precision did: the same networks in float32 beside the emitted ones."""
+
+    name: str = told("the precision of the emitted files", "")
+    dense_accuracy: float | None = told("accuracy of the dense network in float32")
+    pruned_accuracy: float | None = told("accuracy of the pruned network in float32")
+    dense_ms: float | None = told("median latency of the dense network in float32")
+    fraction: float | None = told("measured latency of the emitted file, over the dense network's in float32")
+    pruned_fraction: float | None = told("measured latency, pruned over dense, both in float32")
+    kept: tuple[str, ...] = told("layers that were left in float32 as asked", ())
+    errors: Mapping[str, float] = told(
+        "where less precision costs more than a point: error of the pruned network's outputs (root mean square, as a "
+        "share of theirs) if a layer alone is quantised",
+        {},
+    )
+
+
+@dataclass(frozen=True)
 class Report:
     """The result of a compile run."""
 
@@ -236,6 +254,7 @@ class Report:
         "whether accuracies are agreement with the dense network, for lack of labels", False
     )
     calibration: CalibrationFacts | None = told("what was repaired; null where masks were learnt in training")
+    precision: PrecisionFacts | None = told("what less precision than float32 did; null where it is that")
     targets: tuple[TargetRow, ...] = told("the trade-off curve, where one was asked for", ())
     validation: tuple[EngineRow, ...] = told("predicted beside measured latency", ())
     blocks: tuple[BlockRow, ...] = told("latency by block; empty where the target is not a latency", ())

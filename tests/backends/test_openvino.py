@@ -17,9 +17,9 @@ from smcp_fx.backends.onnx.context import add_context, random_feed
 from smcp_fx.backends.onnx.twin import add_twin
 from smcp_fx.backends.openvino import backend as module
 from smcp_fx.backends.openvino.backend import OpenVINOEngine
-from smcp_fx.backends.openvino.blocks import Parts
+from smcp_fx.backends.openvino.blocks import Parts, spent_undisturbed
 from smcp_fx.backends.openvino.session import Node, Session
-from smcp_fx.backends.timing.measuring import TimingConfig
+from smcp_fx.backends.timing.measuring import Sample, TimingConfig
 from smcp_fx.errors import BackendError, InputError
 
 FAST = TimingConfig(min_repeats=2, max_repeats=3, budget_ms=1, attempts=1, warmup_ms=1)
@@ -149,3 +149,12 @@ def test_a_block_is_measured_hot_and_cold():
     assert latency.hot.median_ms > 0
     assert latency.cold is not None
     assert latency.cold.median_ms > 0
+
+
+def test_only_undisturbed_runs_count():
+    """Their means come out whole wherever the others lie; what was spent before them does not count."""
+    took = [50.0, 1.0, 9.0, 2.0, 3.0, 9.0]
+    history = [{"a": sum(took[: end + 1])} for end in range(len(took))]
+    samples = [Sample(ms, disturbed=ms == 9) for ms in took[1:]]
+    assert spent_undisturbed(history, samples) == {"a": 2.0}
+    assert spent_undisturbed(history[:3], samples[1:2]) is None
