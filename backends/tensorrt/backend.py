@@ -32,8 +32,8 @@ from smcp_fx.backends.onnx.export import export_model_proto, write_model
 from smcp_fx.backends.onnx.precision import cast_model
 from smcp_fx.backends.tensorrt.answers import OPSET, ROW_TIMING, fingerprint_of, measurement, tiny_model
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine
-from smcp_fx.backends.tensorrt.options import DEFAULT_PRECISION
-from smcp_fx.backends.tensorrt.worker.building import PRECISIONS, BuildOptions
+from smcp_fx.backends.tensorrt.options import checked_precision
+from smcp_fx.backends.tensorrt.worker.building import BuildOptions
 from smcp_fx.backends.tensorrt.worker.client import InProcess, Worker, WorkerProcess, archive
 from smcp_fx.backends.tensorrt.worker.problems import WorkerError, cache_folder
 from smcp_fx.backends.tensorrt.worker.serving import description
@@ -79,11 +79,7 @@ class TensorRTBackend(Backend):
         timeout_s: float = 1800.0,
         check: bool = True,
     ) -> None:
-        precision = precision or DEFAULT_PRECISION
-        if precision not in PRECISIONS:
-            raise InputError(
-                f"precision {precision!r}: TensorRT's engines are built here in {', '.join(PRECISIONS)}"
-            )
+        precision = checked_precision(precision)
         if builders < 1:
             raise InputError(f"builders = {builders}: at least 1 is needed")
         self.threads, self.graph_replay = threads, graph_replay  # the host's threads do not matter on a GPU

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smcp_fx.backends.tensorrt.worker.building import BuildOptions
+from smcp_fx.backends.tensorrt.worker.building import PRECISIONS, BuildOptions
 from smcp_fx.config import option
 from smcp_fx.errors import InputError
 
-#: Of engines, where none is asked for.
-DEFAULT_PRECISION = "fp16"
 _MOST_BUILDERS = 64
 
 
@@ -40,8 +38,17 @@ class EngineSettings:
     def of_build(self, precision: str | None) -> BuildOptions:
         """Return what an engine is built with."""
         return BuildOptions(
-            precision or DEFAULT_PRECISION,
+            checked_precision(precision),
             version_compatible=self.version_compatible,
             lean=self.lean,
             tactic_sources_off=self.tactic_sources_off,
         )
+
+
+def checked_precision(precision: str | None) -> str:
+    """Return the precision of engines, fp16 where none is asked for; `InputError` for what is not built."""
+    if precision not in (None, *PRECISIONS):
+        raise InputError(
+            f"precision {precision!r}: TensorRT's engines are built here in {', '.join(PRECISIONS)}"
+        )
+    return precision or "fp16"
