@@ -13,7 +13,7 @@ test: $(VENV)/installed  ## the whole test suite
 
 test-gpu: $(VENV)/installed  ## the tests that need an NVIDIA GPU, and those of TensorRT; TRT_PYTHON=... where it is elsewhere
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 -m gpu $(ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 tests/backends/test_tensorrt.py tests/backends/test_tensorrt_worker.py tests/backends/test_tensorrt_files.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 tests/backends/test_tensorrt.py tests/backends/test_tensorrt_worker.py tests/backends/test_tensorrt_inspecting.py tests/backends/test_tensorrt_files.py $(ARGS)
 
 check: $(VENV)/installed  ## style and types
 	$(BIN)/ruff check .

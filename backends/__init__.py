@@ -63,7 +63,7 @@ _BACKENDS = {
     "torch": _Entry(f"{_HERE}.pytorch:TorchBackend", "torch"),
 }  # fmt: skip
 
-#: Threads that a runtime is started with at most, where the machine has not more cores.
+#: The most threads that a runtime may be started with, unless the machine has more cores.
 _MOST_THREADS = 64
 
 

@@ -1,7 +1,7 @@
 """The interface between smcp_fx and whatever runs a network: `Backend`, `Engine`, `Fingerprint`.
 
-A backend compiles a module into an engine; an engine runs and is timed. A latency is worth nothing without
-the `Fingerprint` that says on what it was measured.
+A backend compiles a module into an engine; an engine runs and is timed. A latency means nothing without the
+`Fingerprint` that says what it was measured on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BYTES = {"fp16": 2, "bf16": 2, "int8": 1}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """On what a latency was measured. Latencies of unequal fingerprints are never mixed.
+    """What a latency was measured on. Latencies of different fingerprints are never mixed.
 
     ``settings``: whatever else changes a latency on this backend (driver, spinning, graph replay), by name.
     """
@@ -79,8 +79,8 @@ class Fingerprint:
 class BlockLatency:
     """What a block costs: ``hot`` with its weights in cache, ``cold`` with its weights in memory.
 
-    ``cold`` is None where the backend does not tell the two apart. ``pace_ms``: how long a fixed piece of work took
-    at the core's usual pace then (`Pace.usual_ms`); 0 where that was not measured, or is not known any more.
+    ``cold`` is None if the backend does not tell the two apart. ``pace_ms``: how long a fixed piece of work took at
+    the core's usual pace at that time (`Pace.usual_ms`); 0 if that is not known.
     """
 
     hot: Measurement
@@ -93,10 +93,7 @@ class BlockLatency:
         return self.hot.stable and (self.cold is None or self.cold.stable)
 
     def steadier(self, other: BlockLatency) -> BlockLatency:
-        """Return this measurement, or another of the same row that is steady where this is not.
-
-        Where neither is: of each state the surer.
-        """
+        """Return the steady one of two measurements of a row; if neither is, the calmer one of each state."""
         if self.stable or other.stable:
             return self if self.stable else other
         cold = self.cold.surer(other.cold) if self.cold and other.cold else self.cold
@@ -106,8 +103,8 @@ class BlockLatency:
 class Engine(ABC):
     """A compiled network, with the example inputs that it is timed on. Use as a context manager, or close().
 
-    ``cpu_bound``: it computes in the calling thread alone, so that a disturbed run can be told from a slow
-    one. ``remarks``: sentences on what was compiled that a user should read.
+    ``cpu_bound``: it computes in the calling thread alone, so that disturbed runs can be told from slow ones.
+    ``remarks``: sentences on what was compiled that a user should read.
     """
 
     cpu_bound: bool = False
@@ -132,7 +129,7 @@ class Engine(ABC):
 
     @abstractmethod
     def reload(self) -> Engine:
-        """Return another engine of the same network, loaded anew: memory elsewhere is other luck with caches."""
+        """Return the same network, loaded again: caches serve it differently when its memory lies elsewhere."""
 
     def layers(self) -> list[dict[str, Any]]:
         """Return what each layer of the running network takes, where the runtime tells: name, ``ms``, ``nodes`` (the
@@ -176,9 +173,9 @@ class Backend(ABC):
         """
 
     def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:  # noqa: B027
-        """Raise `BackendError` where ``module`` cannot be written for the runtime; nothing is checked or kept.
+        """Raise `BackendError` if ``module`` cannot be written for the runtime; the result is not checked or kept.
 
-        What PyTorch runs needs no other form: nothing happens by default.
+        Does nothing by default: PyTorch itself runs any module.
         """
 
     def files(self, path: Path | str) -> list[Path]:
@@ -207,46 +204,41 @@ class Backend(ABC):
         return {}
 
     def require_quiet(self) -> None:  # noqa: B027
-        """Raise `MachineBusyError` where a measurement would now say more about the machine than about a network.
+        """Raise `MachineBusyError` if the machine is too busy to measure on.
 
-        Nothing happens by default: a device of its own is always quiet.
+        Does nothing by default: a device of its own is always quiet.
         """
 
     def expect_blocks(self, blocks: Sequence[Block]) -> None:  # noqa: B027 - a hint
-        """Get ready to measure these blocks: a chance to do once what all of them need."""
+        """Prepare to measure these blocks; a chance to do once what all of them need."""
 
     def prepare_rows(self, rows: Sequence[tuple[Block, tuple[int, ...]]]) -> None:  # noqa: B027 - a hint
-        """Get ready to measure some of these blocks at these widths: a chance to build several at a time."""
+        """Prepare to measure these blocks at these widths; a chance to build several at a time."""
 
     def run_overhead_ms(self) -> float | None:
-        """Return what a run costs beside its blocks, in ms; None where that is not known, or no part of `latency`."""
+        """Return what a run costs beside its blocks, in ms; None if that is unknown or not part of `latency`."""
         return None
 
     def cache_bytes(self) -> int:
-        """Return the size of the cache that networks outgrow: larger ones fetch their weights from beyond it."""
+        """Return the size of the cache that large networks outgrow, so that they fetch weights from memory."""
         return cache_bytes()
 
     def fading_half_ms(self) -> float:
-        """Return after how many ms half of what that cache held is gone as others use it, too; inf where it stays."""
+        """Return after how many ms others have pushed out half of what that cache held; inf if it stays."""
         return math.inf
 
     def block_latency(
         self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None
     ) -> BlockLatency:
-        """Measure ``block`` at ``widths`` (channels). The plain way: compile it and time it alone."""
+        """Measure ``block`` at ``widths`` (channels); by default it is compiled and timed alone."""
         module, inputs = block.build(widths)
         with self.compile(module, inputs) as engine:
             return BlockLatency(engine.latency(config=config or QUICK))
 
 
-def measure_interleaved(
-    engines: Sequence[Engine],
-    inputs: Sequence[Sequence[Array] | None] | None = None,
-    config: TimingConfig | None = None,
-) -> list[Measurement]:
+def measure_interleaved(engines: Sequence[Engine], config: TimingConfig | None = None) -> list[Measurement]:
     """Measure ``engines`` in turns (a b a b ...), so that their ratio is fair; one result each, in order."""
-    given = inputs if inputs is not None else [None] * len(engines)
-    timers = [engine.timer(i) for engine, i in zip(engines, given, strict=True)]
+    timers = [engine.timer() for engine in engines]
     return measure_timers(timers, config, cpu_bound=all(engine.cpu_bound for engine in engines))
 
 
@@ -256,7 +248,7 @@ def to_arrays(tensors: Sequence[Tensor]) -> list[Array]:
 
 
 def cpu_name() -> str:
-    """Return this machine's processor and its number of cores, as the kernel tells it."""
+    """Return the name of this machine's processor, as the kernel tells it."""
     name = ""
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -271,9 +263,9 @@ def cpu_name() -> str:
     return name or platform.processor() or platform.machine()
 
 
-def gpu_name(index: int = 0) -> tuple[str, str]:
-    """Return a GPU's name and its driver's version, as nvidia-smi tells them; `BackendError` without it."""
-    query = ["nvidia-smi", f"--id={index}", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+def gpu_name() -> tuple[str, str]:
+    """Return the first GPU's name and its driver's version, by nvidia-smi; `BackendError` without it."""
+    query = ["nvidia-smi", "--id=0", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError) as error:
@@ -282,22 +274,23 @@ def gpu_name(index: int = 0) -> tuple[str, str]:
     return name.strip(), driver.strip()
 
 
-#: Convolutional networks have up to some hundred MB of weights. A cache larger than this (a server's last-level
-#: cache, of which a guest has a part) holds nearly all of them: what they outgrow is the one before.
+#: Convolutional networks have up to some hundred MB of weights. A larger cache (a server's last-level cache, of
+#: which a guest gets a part) holds nearly all of them, so the cache that they outgrow is the one inside it. Chosen,
+#: not measured.
 _LARGEST_CACHE = 64 << 20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def cache_bytes() -> int:
-    """Return the size of this machine's largest cache of at most 64 MiB; 32 MiB where the kernel does not tell.
+    """Return the size of the cache that networks outgrow: this machine's largest of at most 64 MiB.
 
-    This is the cache that networks outgrow.
+    32 MiB if the kernel does not say.
     """
     return max((size for size in _cache_sizes() if size <= _LARGEST_CACHE), default=32 << 20)
 
 
 def inner_cache_bytes() -> int:
-    """Return the size of the largest cache inside that one; 1 MiB where the kernel does not tell."""
+    """Return the size of the largest cache inside that one; 1 MiB if the kernel does not say."""
     return max((size for size in _cache_sizes() if size < cache_bytes()), default=1 << 20)
 
 

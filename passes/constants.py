@@ -25,7 +25,7 @@ _NORMS = {"batchnorm": False, "layernorm": False, "rmsnorm": False, "groupnorm":
 
 
 class NoValueError(Exception):
-    """A constant's value cannot be told without the shapes that the network will meet."""
+    """A constant's value depends on the shapes that the network will meet."""
 
 
 class Constants:

@@ -1,4 +1,4 @@
-"""Drop joins that join nothing any more: concats of one tensor, additions of a constant that is zero.
+"""Drop joins that no longer join anything: concatenations of one tensor, additions of zero.
 
     before   add = constant_conv2 + x                      (a convolution without bias was removed: all zeros)
     after    x

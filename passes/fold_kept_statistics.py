@@ -1,6 +1,6 @@
-"""Give what mixes channels its plain form back: the inverse of `InsertKeptStatistics`.
+"""Restore the plain form of operations that mix channels: the inverse of `InsertKeptStatistics`.
 
-The graph then sees every channel it has, and computes what it did with masks once the others are sliced away.
+They then see every channel, and compute what they did with masks once the others are sliced away.
 """
 
 from __future__ import annotations
@@ -43,6 +43,6 @@ class FoldKeptStatistics(GraphPass):
         return PassResult(module, bool(report), tuple(report))
 
     def ensures(self, module: fx.GraphModule) -> None:
-        """No such mask is left."""
+        """Raise `PassError` if such a mask is left."""
         if any(node.target in BEFORE.values() for node in module.graph.nodes):
             raise PassError(f"{self.name} left a mask in the graph")

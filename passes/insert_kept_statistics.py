@@ -1,11 +1,11 @@
-"""Let what mixes channels see the kept ones alone.
+"""Restrict operations that mix channels to the kept ones.
 
     before   norm = call_module[norm](x);  total = x.mean(1)
     after    norm = module_over_kept(get_attr[norm], get_attr[smcp.kept_norm], x)
              total = mean_kept(x, get_attr[smcp.kept_total]).mean(1)
 
-Norms, statistics and products over channels read what a consumer's mask does not reach: the channels themselves. With
-all channels kept they compute what they did.
+Norms, statistics and products over channels read the channels themselves, which consumers' masks do not change. If
+all channels are kept, they compute what they did before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def kept_name(mix: Mix) -> str:
 
 
 def masked_mixes(channels: ChannelGraph) -> list[Mix]:
-    """Those that mix a channel with a choice, in the order they run."""
+    """Operations that mix a channel with a choice, in the order they run."""
     return [mix for mix in channels.trail.mixes if channels.has_choice(mix.labels)]
 
 

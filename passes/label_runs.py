@@ -1,4 +1,4 @@
-"""Operations run on labels or positions in place of a tensor's values, to see what they move where."""
+"""Run operations on labels or positions instead of a tensor's values, to see what they move where."""
 
 from __future__ import annotations
 

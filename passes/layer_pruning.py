@@ -1,9 +1,9 @@
 """Layer pruning: let groups keep nothing where the network stays in one piece without them.
 
-Candidates are the groups whose channels are written inside the modules that the user names; by default, all. Of them
-are taken as many as can keep nothing all at once, with every output still depending on the inputs it depended on.
-Where not all can (one branch of a concat must stay), narrow groups come first, so that the widest connection stays.
-Groups whose absence would leave a constant that only sizes could tell are left out
+Candidates are the groups whose channels are written inside the modules that the user names; by default, all. As many
+of them are allowed as can keep nothing at the same time, with every output still depending on the inputs it depended
+on. If not all can (one branch of a concatenation must stay), narrow groups come first, so that the widest connection
+stays. Groups whose absence would leave a constant that depends on sizes are left out
 (`smcp_fx.passes.remove_branches`).
 """
 

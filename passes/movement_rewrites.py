@@ -1,7 +1,7 @@
-"""Movements rewritten for the channels that are kept: one function an operation.
+"""Movements rewritten for the channels that are kept: one function per operation.
 
-Each gets the rewriter, the node, its input's labels and its outputs' before slicing, and returns True when the node's
-arguments changed.
+Each takes the rewriter, the node, and the labels of its input and outputs before slicing, and returns whether the
+node's arguments changed.
 """
 
 from __future__ import annotations

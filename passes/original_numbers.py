@@ -1,9 +1,9 @@
-"""Numbers that came from a channel count and are used in arithmetic, as they would be if no channel had gone.
+"""Numbers that were computed from a channel count keep the value that they had with all channels.
 
     before   y / (c * h * w)      c = y.shape[1], of 64 channels
     after    y / (64 * h * w)     whatever number of them is kept
 
-The batch and the resolution stay what the input says.
+The batch size and the resolution still follow the input.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.operations import describe
 from smcp_fx.tracing.shape_tracer import plain_lists
 
-#: What labels, which share one place in memory, do not tell.
+#: Queries that labels cannot answer, as they share one place in memory.
 _OF_MEMORY = {"stride", "storage_offset", "is_contiguous"}
 
 
 def recomputed(node: fx.Node, recorded: Any, new: dict[str, Any]) -> Any:
-    """A size or another number on the sliced shapes that ``new`` holds.
+    """Compute a size or another number from the sliced shapes that ``new`` holds.
 
-    What asks a tensor that nobody sees any more stays as recorded, and so does what is no number (a type, a device)
-    and is not known of labels. A number that cannot be computed would be a count of channels that are gone:
-    `PassError`.
+    The recorded value stays if the tensor has no reader any more, or if it is not a number (a type, a device) and
+    cannot be computed from labels. A number that cannot be computed would count channels that are gone: `PassError`.
     """
     if str(getattr(node.target, "__name__", node.target)) in _OF_MEMORY:
         return recorded
@@ -43,7 +42,7 @@ def recomputed(node: fx.Node, recorded: Any, new: dict[str, Any]) -> Any:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target)
         return node.target(*args, **kwargs)
-    except Exception as error:  # whatever the model's own arithmetic says to fewer channels
+    except Exception as error:  # whatever the model's own arithmetic raises for fewer channels
         if not _is_number(recorded):
             return recorded
         raise PassError(

@@ -1,4 +1,4 @@
-"""Remove what is left without channels: branches whose inner layers keep nothing, and layers that only they need.
+"""Remove what is left without channels: branches whose inner layers keep nothing, and layers that only these need.
 
     before   add = bn2(conv2(relu(bn1(conv1(x))))) + x     (all inputs of conv2 masked)
     after    add = constant_bn2 + x                        (a parameter, [1, C, 1, 1])

@@ -1,8 +1,8 @@
 """Constants that tracing baked into a graph, rewritten for the channels that are kept.
 
-Sizes on the channel axis of view, reshape, expand and unflatten become the new size; chunk becomes split;
-split sizes, slices and indices are counted anew; a channel shuffle whose channels thinned out becomes one
-index_select; a channel count that is used as a number (``y * c ** -0.5``, ``y / (c * h * w)``) stays what it was.
+Sizes on the channel axis of view, reshape, expand and unflatten become the new size; chunk becomes split; split
+sizes, slices and indices are recounted; a channel shuffle that loses channels becomes one index_select; a channel
+count that is used as a number (``y * c ** -0.5``, ``y / (c * h * w)``) keeps its value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sizes of what a graph makes beside channels: padding, tensors of one value."""
+"""New sizes for channels that the graph adds: padding, tensors of one value."""
 
 from __future__ import annotations
 

@@ -62,7 +62,16 @@ class CostSource(Protocol):
         ...
 
     def learn(self, counts: Mapping[str, int], doubt: float) -> bool:
-        """Find out what it costs at these counts, but for this share; return whether prices changed."""
+        """Find out the cost at these counts to within this share of it; return whether prices changed."""
+        ...
+
+    @property
+    def as_of(self) -> float:
+        """When the last of what it rests on was found out (seconds)."""
+        ...
+
+    def price_as_of(self, as_of: float) -> bool:
+        """Take what was found out up to then, and nothing else; return whether that was possible."""
         ...
 
 
@@ -72,8 +81,7 @@ class NetworkCost:
 
     ``permitted[k]`` holds group k's permitted counts, ascending; the last is its full size. Groups without
     a choice (pinned) are not listed: they are in the widths' constants. ``fixed``: what is known, by name, of the
-    ``constant``. ``source``: what the cost was made by, where
-    a sum of terms is exact at some counts only; see `at`.
+    ``constant``. ``source``: the true cost, if this sum of terms is exact at some counts only; see `at`.
     """
 
     unit: str
@@ -96,7 +104,7 @@ class NetworkCost:
         return self.constant + sum(term.cost(counts) for term in self.terms)
 
     def by_name(self, counts: Mapping[str, int]) -> dict[str, float]:
-        """Return what each layer, block or parameter costs at these counts, as far as it is known by name."""
+        """Return the cost of each layer, block or parameter at these counts, as far as it is known by name."""
         found = dict(self.fixed)
         for term in self.terms:
             found[term.name] = found.get(term.name, 0.0) + term.cost(counts)
@@ -104,17 +112,17 @@ class NetworkCost:
 
     @property
     def rest(self) -> float:
-        """What of the constant cost is known by no name."""
+        """The part of the constant cost that belongs to no name."""
         return self.constant - sum(self.fixed.values())
 
     def at(self, counts: Mapping[str, int]) -> NetworkCost:
-        """Return the cost as a sum that is exact at these counts: this one, unless it says otherwise."""
+        """Return the cost as a sum that is exact at these counts: this one, unless there is a ``source``."""
         return self if self.source is None else self.source.around(counts)
 
     def learn(self, counts: Mapping[str, int], doubt: float) -> bool:
-        """Make sure what these counts cost, but for a share ``doubt`` of it; return whether prices changed.
+        """Find out the cost at these counts to within the share ``doubt`` of it; return whether prices changed.
 
-        `at` then returns the cost at the new prices. What is known exactly never changes.
+        `at` then returns the cost at the new prices. Exactly known costs never change.
         """
         return self.source is not None and self.source.learn(counts, doubt)
 

@@ -47,7 +47,7 @@ class BackendError(SmcpError):
 
 
 class MachineBusyError(BackendError):
-    """Others have this machine's cores: what is measured now says more of them than of the network."""
+    """Other processes keep this machine's cores busy, so nothing can be measured now."""
 
 
 class CheckpointError(SmcpError):

@@ -1,4 +1,4 @@
-"""Which channels of which module are kept, and which of the original's attributes are true of what is left."""
+"""Which channels of each module are kept, and which attributes of the original still hold for the smaller model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one call of a model gives (outputs, gradients, buffers), and whether two models give the same."""
+"""The outcome of one call of a model (outputs, gradients, buffers), and whether two models have the same."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from smcp_fx.tracing.example_runs import plain, unchanged
 from smcp_fx.tracing.masking import STATE
 from smcp_fx.tracing.sentences import TAKEN
 
-#: What may differ of the scale: the same kernels in the same order, but for sums over a parameter's uses and zeros
-#: that are left out. Judged in double precision where it is more.
+#: How much may differ, as a share of the scale: the same kernels run in the same order, except for sums over a
+#: parameter's uses and for zeros that are left out. If more differs, it is compared again in double precision.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-#: Where double precision cannot be had, since the model names another type.
+#: The same if double precision is impossible, since the model names another type.
 LOOSE = 1e-3
 
 

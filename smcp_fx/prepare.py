@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import build
 from smcp_fx.config import PruningConfig
-from smcp_fx.costs.binding import CostModel, absolute_target, bind
+from smcp_fx.costs.binding import CostModel, bind
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.kept_channels import kept_channels, still_true
 from smcp_fx.outcomes import in_mode
@@ -119,13 +119,12 @@ def _prepared(
             "channel may go."
         )
     network_cost = bind(cost, traced, channels)
-    full = network_cost.cost(network_cost.full_counts)
     plan = Preparation(
         channels=channels,
         cost=network_cost,
         flops=network_cost if cost == "flops" else bind("flops", traced, channels),
         parameters=network_cost if cost == "params" else bind("params", traced, channels),
-        target=absolute_target(_DEFAULT_TARGET if target is None else target, full, network_cost.unit),
+        target=_DEFAULT_TARGET if target is None else target,
         config=config,
         schedule=schedule,
         example_inputs=inputs,
@@ -147,7 +146,7 @@ def _prepared(
         carry(prepared, plain_attributes(model))
         keep_in_state(own, prepared)
         copy_modes(traced.module, prepared)
-    prepared.pruner.warn_of_idle_target(plan.target)
+    prepared.pruner.warn_of_idle_target(prepared.pruner.target)
     return prepared
 
 

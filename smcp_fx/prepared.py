@@ -28,7 +28,7 @@ from smcp_fx.tracing.sentences import TAKEN
 
 @dataclass(frozen=True)
 class Tracing:
-    """How a model was traced: what its graph takes for given of the inputs, and the parts where it is no whole."""
+    """How a model was traced: what its graph assumes about the inputs, and the parts if it was traced in parts."""
 
     assumptions: tuple[str, ...] = ()
     joined: Joined | None = None
@@ -37,13 +37,16 @@ class Tracing:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a prepared model was made with; shared by its copies. ``asked``: the target was given, not the default."""
+    """What a prepared model was made with; shared by its copies.
+
+    ``target`` as it was given; ``asked``: it was, and is not the default.
+    """
 
     channels: ChannelGraph
     cost: NetworkCost
     flops: NetworkCost
     parameters: NetworkCost
-    target: float
+    target: float | str
     config: PruningConfig
     schedule: Schedule | None
     example_inputs: tuple[Any, ...]

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("busy")
 
-collect_ignore = ["conftest.py"]  # as a module with doctests: folders have a conftest of their own
+#: As modules with doctests these would have one name.
+collect_ignore_glob = ["*conftest.py"]
 
 
 @pytest.fixture(autouse=True)

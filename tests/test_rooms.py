@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -109,6 +110,29 @@ def test_the_table_lists_every_room_and_no_arrow_that_is_gone() -> None:
     assert set(MAY_IMPORT) == {room_of(module) for module in modules()}
     listed = {(a, b) for a, rooms in MAY_IMPORT.items() for b in rooms.split()}
     assert listed - set(arrows()) == set()
+
+
+def test_the_table_of_the_architecture_is_this_one() -> None:
+    rows = [line.split("|") for line in (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()]
+    told: dict[str, set[str]] = {}
+    for row in rows:
+        if len(row) == 5 and (found := re.match(r" (?:`(?:smcp_fx/)?(\w+)/`|(contracts|verbs))", row[1])):
+            told[found[1] or found[2]] = set(re.findall(r"\w+", row[3])) - {"nothing", "of", "ours"}
+    ours = {room: set(rooms.split()) for room, rooms in MAY_IMPORT.items()}
+    assert told == {room: rooms for room, rooms in ours.items() if room not in ("smcp_fx", "__main__")}
+
+
+def test_every_pass_has_a_test_file_of_its_own() -> None:
+    passes = [path.stem for path in (ROOT / "passes").glob("*.py") if _is_pass(path)]
+    assert len(passes) > 8
+    tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "passes").glob("test_*.py")}
+    assert set(passes) - tested == set()
+
+
+def _is_pass(path: Path) -> bool:
+    """A pass is a class with the name of its file."""
+    name = path.stem.title().replace("_", "")
+    return f"class {name}(" in path.read_text(encoding="utf-8")
 
 
 def test_imports_go_one_way() -> None:

@@ -126,8 +126,8 @@ def preload(onnx: bool) -> None:
 # ---- the page -------------------------------------------------------------------------------------------
 
 
-def render(rows: dict[str, dict[str, Any]]) -> str:
-    """The document: totals, then a table a family, then what is pinned."""
+def introduction() -> list[str]:
+    """What is checked, on what, and what the columns say."""
     import torch
     import torchvision
 
@@ -136,7 +136,7 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
         import timm
 
         versions += f", timm {timm.__version__}"
-    lines = [
+    return [
         "# Models",
         "",
         "Written by `python tools/sweep_models.py --onnx`, which anyone can run (RegNetY-128GF wants",
@@ -156,6 +156,13 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
         "",
         "Detection models are traced in regions (backbone, heads); what is compared is what the heads give, since",
         "boxes are sorted and suppressed by the last bit of their scores. They are not saved or exported as a whole.",
+    ]
+
+
+def render(rows: dict[str, dict[str, Any]]) -> str:
+    """The document: totals, then a table a family, then what is pinned."""
+    lines = [
+        *introduction(),
         "",
         "| family | models | exact | ONNX checked | not exact |",
         "|---|---|---|---|---|",

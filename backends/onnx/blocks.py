@@ -73,7 +73,7 @@ class Templates:
         """
         template = self._templates.get(shapes.structure)
         if template is not None:
-            model = resize(template, shapes)
+            model = fitted_to(template, shapes)
             if model is not None and consistent(model):
                 return model
         self.exports += 1
@@ -165,7 +165,7 @@ def _moving_nodes(model: onnx.ModelProto, moves: Sequence[tuple[int, ...]]) -> t
     return tuple(str(node.output[0]) for node in nodes) if held == list(moves) else ()
 
 
-def resize(template: Template, wanted: BlockShapes) -> onnx.ModelProto | None:
+def fitted_to(template: Template, wanted: BlockShapes) -> onnx.ModelProto | None:
     """Return ``template`` with random weights of the ``wanted`` shapes; None when they do not correspond."""
     if len(template.modules) != len(wanted.modules) or len(template.moves) != len(wanted.moves):
         return None

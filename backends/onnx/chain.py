@@ -28,9 +28,9 @@ def chain(
 ) -> tuple[list[onnx.NodeProto], list[TensorProto], onnx.ValueInfoProto, onnx.ValueInfoProto]:
     """Return nodes, weights, input and output of a chain of 1x1 convolutions that the runtime fuses with nothing.
 
-    The first has an image of one channel for input, which needs no conversion to the runtime's layout. The others
-    have a bias, as most in a network: the profiler writes the shapes of all that a node reads, and takes longer with
-    more.
+    The first reads an image of one channel, which needs no conversion to the runtime's layout. The others have a
+    bias, as most convolutions in a network do: the profiler writes down the shapes of all inputs, so more take
+    longer.
     """
     node: Callable[..., onnx.NodeProto] = helper.make_node
     first, weight, bias, image = (f"{CHAIN}_{name}" for name in ("first", "weight", "bias", "image"))

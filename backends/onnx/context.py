@@ -1,4 +1,4 @@
-"""What stands around a block that is timed: nodes that write its inputs as a network does, and read its results."""
+"""The context of a block that is timed: nodes that write its inputs as a network would, and read its results."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from smcp_fx.backends.base import Array
 from smcp_fx.backends.onnx.blocks import random_values
 from smcp_fx.blocks.feeding import ACTIVATION, CONVOLUTION, MOVEMENT
 
-#: Begins the names of such nodes.
+#: Prefix of such nodes' names.
 CONTEXT = "smcp_context"
-#: Up to this many channels an input is the network's own (an image), and is fed as it is.
+#: Up to this many channels an input is the network's own (an image), and is fed as it is. Chosen, not measured.
 _IMAGE_CHANNELS = 4
 _FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, TensorProto.DOUBLE: np.float64}
 
 
 def add_context(model: onnx.ModelProto, fed_by: Sequence[str] = ()) -> onnx.ModelProto:
-    """Put nodes in front of a block's inputs that write them as in the network, and means behind its results, in
-    place.
+    """Put nodes that write a block's inputs as in the network before it, and means of its results after it, in place.
 
-    An input is written by a 1x1 convolution with ReLU, by one with SiLU where an activation of its own wrote it, or
-    by an elementwise node in a plain layout. ``fed_by``: which, in the order of the inputs
-    (`smcp_fx.blocks.feeding`). Images are fed as they are. Behind every result of four axes stands the mean of its
-    channels.
+    ``fed_by`` says how the network writes each input (`smcp_fx.blocks.feeding`): a 1x1 convolution with ReLU stands
+    for a convolution, one with SiLU for an activation that is not fused, an elementwise node for a plain layout.
+    Images are fed as they are. Every result of four axes is followed by the mean of each channel.
     """
     graph = model.graph
     nodes: list[onnx.NodeProto] = []
@@ -58,7 +56,7 @@ def _written(name: str, how: str) -> list[onnx.NodeProto]:
     node: Callable[..., onnx.NodeProto] = helper.make_node
     image, conv, gate = f"{name}_image", f"{name}_conv", f"{name}_gate"
     if how == MOVEMENT:
-        return [node("Abs", [image], [name], f"{name}_plain")]  # which is fused with nothing
+        return [node("Abs", [image], [name], f"{name}_plain")]  # the runtime does not fuse it
     first = node("Conv", [image, f"{name}_weight"], [conv], conv)
     if how == ACTIVATION:
         return [
@@ -70,10 +68,10 @@ def _written(name: str, how: str) -> list[onnx.NodeProto]:
 
 
 def _read_results(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Return nodes that read the results, as layers behind would, and make their means the outputs, in place.
+    """Return nodes that read the results as later layers would, and make their means the outputs, in place.
 
-    An output of the graph has memory of its own. A result that is read within the graph goes where earlier results
-    were, as in a network.
+    An output of the graph gets memory of its own. A result that is read within the graph reuses that of earlier ones,
+    as in a network.
     """
     nodes = []
     for value in graph.output:
@@ -89,7 +87,7 @@ def _read_results(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 
 def share_of_channels(model: onnx.ModelProto, positions: Collection[int]) -> float:
-    """Return which share of the inputs' channels these inputs have."""
+    """Return the share of the inputs' channels that these inputs have."""
     if not positions:
         return 0.0
     shapes = [value.type.tensor_type.shape.dim for value in model.graph.input]

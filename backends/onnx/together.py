@@ -16,7 +16,7 @@ from smcp_fx.backends.onnx.export import export_model_proto
 from smcp_fx.errors import BackendError
 
 
-class SideBySide(nn.Module):
+class Combined(nn.Module):
     """Runs several modules, each on its ``counts`` of the inputs; returns all their outputs as one tuple."""
 
     def __init__(self, parts: Sequence[nn.Module], counts: Sequence[int]) -> None:
@@ -34,7 +34,7 @@ class SideBySide(nn.Module):
 
 
 def path_of(index: int, path: str) -> str:
-    """Return the path in `SideBySide` of something with ``path`` in one of the modules."""
+    """Return the path in `Combined` of something with ``path`` in one of the modules."""
     return f"parts.{index}.{path}" if path else f"parts.{index}"
 
 
@@ -48,7 +48,7 @@ def export_side_by_side(
     """
     parts, counts = [module for module, _ in modules], [len(inputs) for _, inputs in modules]
     given = tuple(tensor for _, inputs in modules for tensor in inputs)
-    whole = export_model_proto(SideBySide(parts, counts), given, opset=opset, dynamic_batch=False)
+    whole = export_model_proto(Combined(parts, counts), given, opset=opset, dynamic_batch=False)
     ends = list(whole.graph.input), list(whole.graph.output)
     if (len(ends[0]), len(ends[1])) != (sum(counts), sum(outputs)):
         raise BackendError("the export of several modules lacks some of their inputs or outputs")

@@ -1,14 +1,14 @@
-"""A block's twin, of weights of its own, that runs with it in the same session.
+"""A block's twin: the same nodes with weights of its own, in the same session.
 
-After the caches were emptied, a block that runs alone pays for more than its weights. The memory that its results go
-to, the kernels' code and the profiler are cold as well; in a network the layers before have just used them. (For a
-ShuffleNetV2 at 64 x 64 that runs from memory the blocks added up to 1.96 ms, and the network took 1.18.) The twin has
-the same nodes at the same sizes and runs first. It pays for all that; what is still cold for the block is its own.
+After the caches were emptied, a block that runs alone pays for more than its weights. The memory for its results, the
+kernels' code and the profiler are cold as well; in a network the layers before have just used them. (The blocks of a
+ShuffleNetV2 at 64 x 64 that runs from memory added up to 1.96 ms, while the network took 1.18.) The twin has the same
+nodes of the same sizes and runs first, so it pays for all that. Only what is the block's own is still cold then.
 
-The twin's weights have other values: of two equal weights ONNX Runtime 1.32 keeps one copy, so the second layer would
-find its weights in cache (3.7 MiB of a linear layer took 55 µs behind emptied caches instead of 175).
+The twin's weights have different values. ONNX Runtime 1.32 keeps one copy of two equal weights, so that the second
+layer would find its weights in cache (3.7 MiB of a linear layer took 55 µs after emptying the caches instead of 175).
 
-Hot, both count: the first runs kernels that were displaced, the second kernels that have just run, and a network's
+In the hot state both count: the first copy's kernels were displaced, the second's have just run, and a network's
 nodes are in between.
 """
 
@@ -18,18 +18,19 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-#: Ends a twin's names (beginnings tell context from block).
+#: Suffix of a twin's names (a prefix tells context from block).
 TWIN = "_smcp_twin"
-#: Blocks with more bytes of weights get no twin: what else is cold costs little beside those. Chosen, not measured.
+#: Blocks with more bytes of weights get no twin: all else that is cold costs little beside them. Chosen, not
+#: measured.
 _MOST_BYTES = 4 << 20
-#: Tensors with at most so many numbers keep their values: they may be scales and bounds.
+#: Tensors with at most so many numbers keep their values, as they may be scales or bounds. Chosen, not measured.
 _SMALL = 64
 
 
 def add_twin(model: onnx.ModelProto) -> bool:
-    """Put a copy of all nodes, inputs and outputs, with other weights, in front of the model's own, in place.
+    """Put a copy of all nodes, inputs and outputs, with other weights, before the model's own, in place.
 
-    False, and nothing done, where the weights are too many to copy, or a node holds a graph of its own.
+    Returns False and does nothing if there are too many weights to copy, or a node holds a graph of its own.
     """
     graph = model.graph
     if sum(len(tensor.raw_data) for tensor in graph.initializer) > _MOST_BYTES:

@@ -26,9 +26,7 @@ from smcp_fx.backends.onnx.export import export_model_proto, export_onnx
 from smcp_fx.backends.onnx.int8 import Quantising
 from smcp_fx.backends.onnx.quantization import SETTING
 from smcp_fx.backends.onnxruntime.blocks import BLOCK_TIMING, measure_block
-from smcp_fx.backends.onnxruntime.overhead import (
-    overhead,
-)
+from smcp_fx.backends.onnxruntime.overhead import overhead
 from smcp_fx.backends.onnxruntime.session import (
     PROVIDERS,
     bound_run,
@@ -39,12 +37,7 @@ from smcp_fx.backends.onnxruntime.session import (
     settings,
 )
 from smcp_fx.backends.timing.fading import fading_half_ms
-from smcp_fx.backends.timing.measuring import (
-    QUICK,
-    Timer,
-    TimingConfig,
-    stopwatch,
-)
+from smcp_fx.backends.timing.measuring import QUICK, Timer, TimingConfig, stopwatch
 from smcp_fx.backends.timing.pages import page_settings
 from smcp_fx.backends.timing.quiet import require_core
 from smcp_fx.errors import BackendError, InputError
@@ -56,7 +49,7 @@ if TYPE_CHECKING:
 class OnnxRuntimeEngine(Engine):
     """An ONNX file (or a serialised model) in ONNX Runtime.
 
-    ``example_inputs`` (tensors or arrays) are what it is timed on; without them `latency` needs its inputs.
+    It is timed on ``example_inputs`` (tensors or arrays); without them, `latency` needs inputs.
     """
 
     def __init__(
@@ -94,7 +87,7 @@ class OnnxRuntimeEngine(Engine):
         return stopwatch(lambda: session.run(None, feed))
 
     def reload(self) -> OnnxRuntimeEngine:
-        """Return it in a new session."""
+        """Return the network in a new session."""
         return OnnxRuntimeEngine(self._model, self._inputs, self._threads, self._spinning, self._device)
 
     def close(self) -> None:
@@ -184,11 +177,11 @@ class OnnxRuntimeBackend(Quantising):
         return OnnxRuntimeBackend(self.threads, self.spinning, self.opset) if self.calibrated else None
 
     def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
-        """Export ``module`` as `compile` does, and leave it at that."""
+        """Export ``module`` as `compile` does, and throw the result away."""
         export_model_proto(module, example_inputs, opset=self.opset)
 
     def open(self, path: Path | str, example_inputs: Sequence[Tensor | Array] = ()) -> OnnxRuntimeEngine:
-        """Load an ONNX file that is there already."""
+        """Load an existing ONNX file."""
         return self._engine(path, example_inputs)
 
     def _engine(
@@ -197,17 +190,17 @@ class OnnxRuntimeBackend(Quantising):
         return OnnxRuntimeEngine(model, example_inputs, self.threads, self.spinning, self.device)
 
     def run_overhead_ms(self) -> float | None:
-        """Return what a session's run costs beside its nodes; None on CUDA, where blocks include it."""
+        """Return what a run costs in ms, beside its nodes; None on CUDA, where blocks include it."""
         if self.device != "cpu":
             return None
         return overhead(self.threads, self.spinning).run_ms
 
     def fading_half_ms(self) -> float:
-        """Return after how many ms half of what the outer cache held is gone; inf on CUDA, and where it stays."""
+        """Return after how many ms half of what the outer cache held is gone; inf if it stays, and on CUDA."""
         return fading_half_ms() if self.device == "cpu" else math.inf
 
     def require_quiet(self) -> None:
-        """Ask for a core that this thread has most of the time; on CUDA for nothing."""
+        """Raise `MachineBusyError` unless this thread has a core most of the time; CUDA is always quiet."""
         if self.device == "cpu":
             require_core()
 
@@ -218,7 +211,7 @@ class OnnxRuntimeBackend(Quantising):
     def block_latency(
         self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None
     ) -> BlockLatency:
-        """Measure ``block`` at ``widths``: inside a small network by the runtime's profiler; alone on CUDA."""
+        """Measure ``block`` at ``widths``: with the profiler, inside a small network; on CUDA, alone."""
         model = self._models.model(block, widths)
         if self.device != "cpu":
             inputs = random_feed(model)

@@ -1,15 +1,15 @@
 """A block timed by ONNX Runtime as it runs inside a network.
 
 Timed alone, a block pays for converting its input and output to the runtime's blocked layout, and for a session
-run; inside a network it pays for neither. So its inputs are written in front of it as they are in the network, by
-small 1x1 convolutions for instance, and the runtime's profiler tells the block's nodes from those:
+run; inside a network it pays for neither. So nodes before it write its inputs as the network would, usually small 1x1
+convolutions, and the runtime's profiler tells the block's nodes from these:
 
     image (N, 1, H, W) -> [1x1 convolution, ReLU: context] -> block -> [conversion of the result, its mean: context]
 
-A conversion *between* context and block counts: the block asks for it, as it would in the network. All of this is
-there twice, with other weights (`twin`). Cold, only the second counts: it runs where the first has just run, as a
-block in a network runs behind the layers before. Hot, the mean of both counts. A chain of nodes of known cost beside
-it tells what the profiler adds to each node.
+A conversion *between* context and block counts, as the block needs it in the network too. All of this is there twice,
+with different weights (`twin`). In the cold state only the second copy counts: it runs right after the first, as a
+block in a network runs after other layers. In the hot state the mean of both counts. A chain of nodes of known cost
+beside them shows what the profiler adds to each node.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from smcp_fx.backends.timing.pace import pace
 from smcp_fx.backends.timing.physics import least_ms, multiply_adds
 from smcp_fx.errors import BackendError, MachineBusyError
 
-#: Changes with the way blocks are timed: rows of another way are not mixed with these.
+#: Changes with the way blocks are timed. It is part of the fingerprint, so that rows of different ways are never
+#: mixed.
 BLOCK_TIMING = "10"
-#: What a disturbed run tells of its block: see `sample_of_block`. Chosen, not measured.
+#: When a disturbed run still tells the block's time: see `sample_of_block`. Chosen, not measured.
 _TELLING, _OF_CONTEXT = 0.8, 0.5
-#: No block is faster than this.
+#: No block is faster than this: a run of one node takes about 0.4 us.
 _LEAST_MS = 1e-4
 
 
@@ -58,17 +59,18 @@ def measure_block(
 ) -> BlockLatency:
     """Measure the nodes of a block's model (all shapes fixed, as `BlockModels` makes it).
 
-    Cold: the caches are emptied before the run, so weights and results come from memory, as in a network
-    larger than the cache; the context still leaves the input in cache, and a tiny network the runtime's code.
-    Hot: a run right after another. ``read_before``: inputs, by position, whose conversion another block pays for.
-    ``fed_by``: how each was written. ``written``: quantises a model, where the network is; None where it is in float.
+    Cold: the caches are emptied before the run, so that weights and results come from memory, as in a network larger
+    than the cache. The input is in cache all the same, as the context has just written it, and so is the runtime's
+    code, as a tiny network has just run it. Hot: a run right after another. ``read_before``: inputs, by position,
+    whose conversion another block pays for. ``fed_by``: how the network writes each input.
+    ``written``: quantises a model, if the network is; None if it is in float.
     """
     config = config or QUICK
     # Bytes are multiplied many times as fast as floats: how fast at most, processors do not say.
     count, least = multiply_adds(model), least_ms(model, threads) if written is None else 0.0
     block = BlockInContext.of(model, read_before, fed_by, written)
     found: BlockLatency | None = None
-    impossible = 0.0  # a time that it cannot have taken
+    impossible = 0.0  # a time below the physical bound
     for _ in range(config.attempts):
         states = _attempt(block, threads, spinning, config)
         if states is None:
@@ -87,7 +89,7 @@ def measure_block(
         )
     if found is None:
         raise MachineBusyError(
-            "no run of the block was left alone, or told how much of it others had: the machine is too busy. "
+            "every run of the block was disturbed too much to tell how long it takes: the machine is too busy. "
             "Measure again when it is idle."
         )
     return replace(found, pace_ms=pace().usual_ms if threads == 1 else 0.0)
@@ -96,7 +98,7 @@ def measure_block(
 def _attempt(
     block: BlockInContext, threads: int, spinning: bool, config: TimingConfig
 ) -> tuple[Measurement, Measurement] | None:
-    """Return (hot, cold) of one session; None where no run of a state tells what the block took."""
+    """Return (hot, cold) of one session; None if no run of a state tells how long the block took."""
     node_ms = overhead(threads, spinning).node_ms
     with Profiler(block.data, threads, spinning) as profiler:
         runs = BlockRuns(
@@ -104,14 +106,14 @@ def _attempt(
         )
         warm = warm_up(runs.timer, config)
         runs.take_hot(config)
-        runs.take_cold(config, code_warmer(threads, spinning))  # at last: a session's first runs are slower
+        runs.take_cold(config, code_warmer(threads, spinning))  # last, as a session's first runs are slower
         timed = range(warm, warm + len(runs.samples))
         found = profiler.runs(timed)
     profiles = [found[index] for index in timed]
     hot, cold = _block_samples(block, runs, profiles, node_ms)
     if not any(hot) or not any(cold):
         return None
-    # No node takes less than a link of the chain does: the runtime itself needs most of that, whatever the node.
+    # No node is faster than a link of the chain, most of whose time is the runtime's own.
     least = block.ms([replace(node, ms=node_ms) for node in profiles[0]], 0.0, "cold")
     return (
         _summary(hot, config.min_repeats, config.spread_limit, least),
@@ -122,12 +124,12 @@ def _attempt(
 def _block_samples(
     block: BlockInContext, runs: BlockRuns, profiles: Sequence[Sequence[NodeTime]], node_ms: float
 ) -> tuple[list[Sample | None], list[Sample | None]]:
-    """Return the block's part of each run, hot and cold; None of a run that does not tell it."""
+    """Return the block's part of each run, hot and cold; None for a run that does not tell it."""
     taken = list(zip(profiles, runs.states, runs.samples, strict=True))
     still = [nodes for nodes, state, sample in taken if state == "hot" and not sample.disturbed]
     profiler_ms = profiler_beside(still or profiles, node_ms)
     own = [block.ms(nodes, profiler_ms, state) for nodes, state, _ in taken]
-    # By the wall clock, which is the thread's own time in undisturbed runs alone.
+    # These are wall-clock times, which equal the thread's own time in undisturbed runs only.
     beside = [sum(node.ms for node in nodes) - ms for nodes, ms in zip(profiles, own, strict=True)]
     calm_beside = [ms for ms, sample in zip(beside, runs.samples, strict=True) if not sample.disturbed]
     usual = float(np.median(calm_beside)) if calm_beside else None
@@ -138,10 +140,10 @@ def _block_samples(
 
 
 def _summary(runs: list[Sample | None], few: int, spread_limit: float, least_ms: float) -> Measurement:
-    """Summarise the undisturbed samples; not stable where most were disturbed. ``runs``: None tells nothing.
+    """Summarise the undisturbed samples; not stable if most were disturbed. Runs that tell nothing are None.
 
-    Among many disturbed samples some pass for undisturbed: in 2,400 measurements of one row, those with more than
-    half of their samples disturbed were off by over a fifth in 22 % of cases, the others in 2 % at most.
+    Where many samples are disturbed, some pass for undisturbed: of 2,400 measurements of one row, those with more
+    than half of their samples disturbed were off by over a fifth in 22 % of cases, the others in at most 2 %.
     """
     samples = [sample for sample in runs if sample]
     found = summarise(calm(samples, few), spread_limit, RESOLUTION_MS)
@@ -152,16 +154,16 @@ def _summary(runs: list[Sample | None], few: int, spread_limit: float, least_ms:
 def sample_of_block(
     ms: float, context_ms: float, sample: Sample, usual_context_ms: float | None
 ) -> Sample | None:
-    """Return the block's part of a run; None where the run was disturbed and does not tell it.
+    """Return the block's part of a run; None if the run was disturbed too much to tell it.
 
-    ``ms``, ``context_ms``: what the profiler says of the block's nodes and of all others. It goes by the wall clock,
-    so that in a disturbed run both hold time that others had the core. ``usual_context_ms``: what the others take in
-    undisturbed runs; None where there were none.
+    ``ms``, ``context_ms``: the profiler's times of the block's nodes and of all other nodes. They are wall-clock
+    times, which in a disturbed run include time when others had the core. ``usual_context_ms``: what the other nodes
+    take in undisturbed runs; None if there were none.
 
-    A disturbed run gives bounds. The block took at most what the thread computed (``sample.ms``), and at most what
-    its nodes took by the wall clock. It took at least what the thread computed beyond the context's time. Where
-    these are close together, the run tells. Otherwise the usual context gives a better lower bound, unless the block
-    is small beside it.
+    A disturbed run gives bounds. The block took at most the time for which the thread computed (``sample.ms``), and
+    at most its nodes' wall-clock time; it took at least the thread's time less the context's. If the bounds are
+    close, the upper one is used. Otherwise the usual context gives a better lower bound, unless the block is small
+    beside it.
     """
     if not sample.disturbed:
         return Sample(ms)

@@ -1,12 +1,11 @@
 """What ONNX Runtime's profiler adds to every node's time, and what a run costs beside its nodes.
 
-The profiler's own work counts into the times that it reports: a node of 0.4 us shows as 2 us. A chain of small
-convolutions at two lengths, timed without the profiler, has a slope that is the true cost of a node; the rest of the
-chain's time is what a run costs without any node.
+The times that the profiler reports include its own work: a node of 0.4 us shows as 2 us. Chains of small convolutions
+of two lengths, timed without the profiler, give the true cost of a node (by the difference) and what a run costs
+without any node (the rest).
 
-What the profiler reports above a node's true cost is its own work. It writes to memory, so what it adds depends on
-who else does: 1.7 to 4.1 us a node within a minute on a shared machine. So whatever is profiled has such a chain
-beside it, whose nodes tell what the profiler adds at that moment.
+The profiler writes to memory, so what it adds depends on who else does: 1.7 to 4.1 us per node within one minute on a
+shared machine. So whatever is profiled has such a chain beside it, which shows what the profiler adds at that moment.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from smcp_fx.backends.onnxruntime.session import create_session, session_options
 from smcp_fx.backends.timing.measuring import Sample, Timer, calm, stopwatch, summarise, take_sample
 from smcp_fx.backends.timing.pace import pace
 
-#: Nodes in the short and in the long chain.
+#: Nodes in the short and in the long chain. Chosen, not measured.
 _LENGTHS = (8, 48)
 #: Rounds, and runs of both chains in each. All of it takes 25 ms. Chosen, not measured.
 _ROUNDS, _RUNS = 3, 60
-#: After so many disturbed rounds these must do; a round is undisturbed if so many of its runs are. Chosen, not
+#: After so many disturbed rounds we make do with them; a round is undisturbed if so many of its runs are. Chosen, not
 #: measured.
 _MOST_DISTURBED, _ENOUGH = 2, 12
-#: How many nodes of a chain stand beside a block.
+#: How many nodes of a chain stand beside a block. Chosen, not measured.
 _BESIDE = 8
 
 
@@ -45,20 +44,20 @@ class Overhead:
     node_ms: float
 
 
-#: What was measured, and when it is measured again.
+#: By threads and spinning: when to measure again, and what was measured.
 _known: dict[tuple[int, bool], tuple[float, Overhead]] = {}
-#: It is measured again after so many seconds; later where the core was disturbed all the while, as it then takes 3 to
-#: 17 s.
+#: Seconds until it is measured again; more if the core was disturbed all the while, as it then takes 3 to 17 s.
 _AGAIN_S, _AGAIN_DISTURBED_S = 2.0, 30.0
-#: A new figure counts if it is lower by this factor: the least of many equal ones would only be the luckiest.
+#: A new figure counts only if it is lower by this factor: the lowest of many equal ones is merely the luckiest.
+#: Chosen, not measured.
 _FASTER = 0.95
 
 
 def overhead(threads: int = 1, spinning: bool = True) -> Overhead:
-    """Return the lowest figure of this process so far; it is measured every few seconds, when it is asked for.
+    """Return the lowest figure of this process so far; a call measures it again if the last time is seconds ago.
 
-    Whatever disturbs a run makes it longer, and the core's pace does not show everything that does. A process that
-    measured only once got a third too much, and took that off every node of every row.
+    Disturbances only ever make a run longer, and the core's pace does not show all of them. A process that measured
+    only once got a third too much, and subtracted that from every node of every row.
     """
     key, now = (threads, spinning), time.monotonic()
     if key not in _known or now >= _known[key][0]:
@@ -81,7 +80,7 @@ def add_reference(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def profiler_beside(runs: Sequence[Sequence[NodeTime]], node_ms: float) -> float:
-    """Return what the profiler added to each node of these runs, by the chain's links, averaged as blocks are."""
+    """Return what the profiler added to each node of these runs, in ms, as the chain's links show it."""
     links = [Sample(node.ms) for run in runs for node in run if _is_link(node)]
     return max(summarise(links, 0.0, RESOLUTION_MS).median_ms - node_ms, 0.0)
 
@@ -91,7 +90,7 @@ def without_reference(nodes: Sequence[NodeTime]) -> list[NodeTime]:
     own = [node for node in nodes if not node.name.startswith(CHAIN)]
     for node in reversed(own):
         if node.operation == "ReorderOutput" and node.output_shapes == (CHAIN_SHAPE,):
-            own.remove(node)  # the conversion of its result, which has no name of its own
+            own.remove(node)  # the conversion of the chain's result, which the runtime names
             break
     return own
 
@@ -116,7 +115,7 @@ def _measured(threads: int, spinning: bool) -> tuple[Overhead, bool]:
         kept.append([float(np.median([s.ms for s in calm(own, _ENOUGH)])) for own in each])
     rounds = calm_rounds or others
     node = float(np.median([long - short for short, long in rounds])) / (_LENGTHS[1] - _LENGTHS[0])
-    run = min(short for short, _ in rounds) - _LENGTHS[0] * node  # what disturbs a run makes it longer
+    run = min(short for short, _ in rounds) - _LENGTHS[0] * node  # disturbances only make a run longer
     return Overhead(max(run, 0.0), node), bool(calm_rounds)
 
 
@@ -126,10 +125,10 @@ def _sample(timer: Timer, threads: int) -> Sample:
 
 @functools.cache
 def code_warmer(threads: int = 1, spinning: bool = True) -> Callable[[], object]:
-    """Return a function that runs a tiny network of every common kind of node.
+    """Return a function that runs a tiny network with every common kind of node.
 
-    Run after the caches were emptied, it brings the runtime's code back but hardly any data: as in a network,
-    where a block's weights may be cold, but its kernels are those of the blocks before.
+    After the caches were emptied, it brings the runtime's code back, but hardly any data. In a network, too, a
+    block's weights may be cold, but the blocks before it have run the same kernels.
     """
     session = create_session(_sampler(), session_options(threads, spinning))
     feed = {"x": np.ones((1, CHANNELS, 8, 8), np.float32)}

@@ -1,8 +1,8 @@
 """A block in its context, and which part of a profiled run is the block's own.
 
-ONNX Runtime's profiler tells what each node took. The context's nodes are known by their names. Conversions between
-the runtime's blocked layout and the plain one have no names of ours: those of the block's results are the context's,
-which reads them; all others are the block's, which asks for them as it would in the network.
+ONNX Runtime's profiler says how long each node took. The context's nodes are known by their names. Conversions
+between the runtime's blocked layout and the plain one have names of the runtime's. Those of the block's results
+belong to the context, which reads them; all others to the block, which needs them in the network too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CONVERSION = "ReorderOutput"
 
 @dataclass(frozen=True)
 class BlockInContext:
-    """A block's model in its context, with its twin and the chain beside it.
+    """A block's model in its context, with its twin and a reference chain beside it.
 
-    ``results``: the shapes of what the block alone hands on; ``paid``: of its inputs' conversions this share does not
+    ``results``: the shapes of the block's own results; ``paid``: the share of its inputs' conversions that does not
     count; ``twin``: whether it has one.
     """
 
@@ -47,7 +47,7 @@ class BlockInContext:
     ) -> BlockInContext:
         """Build it around a block's model, in place. ``read_before`` and ``fed_by``: as for `measure_block`.
 
-        ``written``: quantises a model, where the network is.
+        ``written``: quantises a model, if the network is.
         """
         paid = share_of_channels(model, read_before)
         shapes = [value.type.tensor_type.shape.dim for value in model.graph.output]
@@ -58,9 +58,10 @@ class BlockInContext:
         return cls(model.SerializeToString(), feed, results, paid, twin)
 
     def counted(self, nodes: Sequence[NodeTime], state: str) -> tuple[list[list[NodeTime]], int]:
-        """Return the parts of a run that count in a state, context in them, and how often each has the block.
+        """Return the parts of a run that count in a state, with their context, and how often each contains the block.
 
-        Cold, what ran second; hot, both; where the runtime mixes the two, they are one part.
+        In the cold state only the second half counts, in the hot state both. If the runtime mixes the halves, they
+        are one part.
         """
         nodes = without_reference(nodes)
         parts = halves(nodes) if self.twin else [list(nodes)]
@@ -69,7 +70,7 @@ class BlockInContext:
         return (parts[-1:] if state == "cold" else parts), 1
 
     def ms(self, nodes: Sequence[NodeTime], profiler_ms: float, state: str) -> float:
-        """Return the block's ms of one run. ``profiler_ms`` is taken off every node."""
+        """Return the block's ms in one run. ``profiler_ms`` is subtracted from every node."""
         parts, copies = self.counted(nodes, state)
         taken = [block_ms(part, self.results, profiler_ms, self.paid, copies) for part in parts]
         return sum(taken) / (copies * len(parts))
@@ -84,7 +85,7 @@ def block_ms(
 ) -> float:
     """Return the ms of the block's `own_nodes` in one run.
 
-    ``profiler_ms`` is taken off every node. ``paid``: of the inputs' conversions this share does not count.
+    ``profiler_ms`` is subtracted from every node; the share ``paid`` of the inputs' conversions does not count.
     """
     return sum(
         (1 - paid if node.operation == CONVERSION else 1.0) * (node.ms - profiler_ms)
@@ -95,10 +96,10 @@ def block_ms(
 def own_nodes(
     nodes: Sequence[NodeTime], results: Sequence[tuple[int, ...]], copies: int = 1
 ) -> list[NodeTime]:
-    """Return a block's nodes of one run, last to first: all but context and the conversions of its ``results``.
+    """Return a block's nodes in one run, last to first: all but the context and the conversions of its ``results``.
 
-    Of a result either itself is converted, for the context to read, or the mean that the context takes of it.
-    ``copies``: 2 where the nodes of the block and of its twin ran in turns.
+    The runtime converts either a result, for the context to read, or the mean that the context takes of it.
+    ``copies``: 2 if the nodes of the block and of its twin ran in turns.
     """
     own, left, seen = list[NodeTime](), copies * list(results), set[bool]()
     for node in reversed(nodes):
@@ -112,7 +113,7 @@ def own_nodes(
         elif CONTEXT not in node.name and not _turns_context(node):
             own.append(node)
             seen.add(is_twins(node))
-            if len(results) == 1:  # what came before converted an input, of the result's shape perhaps
+            if len(results) == 1:  # earlier conversions are of inputs, which may have the result's shape
                 del left[copies - len(seen) :]
     return own
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime's profiler: what each node of each run took."""
+"""ONNX Runtime's profiler: how long each node of each run took."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import onnxruntime as ort
 from smcp_fx.backends.onnxruntime.session import create_session, session_options
 
 _SUFFIX = "_kernel_time"
-#: What tells the events of nodes, and the one that ends a run.
+#: What marks a node's event, and the one that ends a run.
 _KERNEL, _RUN = f'{_SUFFIX}"', '"model_run"'
-#: An event's duration and its name, as JSON writes it; the arguments behind them are in another order each time.
+#: An event's duration and its name, as JSON; the order of the arguments that follow varies.
 _EVENT = re.compile(r'"dur" :(\d+),.*?"name" :("(?:[^"\\]|\\.)*")')
 #: The profiler's clock counts microseconds.
 RESOLUTION_MS = 0.001
@@ -57,12 +57,12 @@ class Profiler:
         return self._session
 
     def runs(self, wanted: Collection[int] | None = None) -> list[list[NodeTime]]:
-        """Return the nodes of every run so far, in order of execution. The session profiles no further.
+        """Return the nodes of every run so far, in order of execution, and end the profiling.
 
-        ``wanted``: runs to read, by position; of the others the list is empty (reading takes longer than running).
+        ``wanted``: runs to read, by position; the others' lists are empty (reading takes longer than running).
         """
         runs: list[list[NodeTime]] = []
-        events: list[str] = []  # one a line, a node's among them
+        events: list[str] = []  # one per line
         known: list[tuple[str, NodeTime]] = []
         for line in Path(self.session.end_profiling()).read_text().splitlines():
             if _KERNEL in line:
@@ -84,9 +84,9 @@ class Profiler:
 
 
 def _nodes(events: Sequence[str], known: list[tuple[str, NodeTime]]) -> list[NodeTime]:
-    """Return the nodes of a run. ``known``, filled by the first: all but the times is the same in the others.
+    """Return the nodes of a run. ``known`` is filled by the first run: in the others, only the times differ.
 
-    To read every event's JSON takes twice as long, and longer than most nodes do.
+    Reading every event's JSON would take twice as long, and longer than most nodes run.
     """
     nodes = []
     for position, line in enumerate(events):

@@ -1,6 +1,6 @@
 """Which half of a profiled run is a block's twin (`smcp_fx.backends.onnx.twin`).
 
-Runtimes name the nodes they insert as they please, so the order alone tells the two apart.
+Nodes that the runtime inserts have names of its own, so only the order tells the two copies apart.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from smcp_fx.backends.onnxruntime.profile import NodeTime
 
 
 def is_twins(node: NodeTime) -> bool:
-    """Return whether a node is the twin's."""
+    """Return whether a node belongs to the twin."""
     return TWIN in node.name
 
 
 def halves(nodes: Sequence[NodeTime]) -> list[list[NodeTime]] | None:
-    """Return a run's nodes as two parts, one the other's twin; None where these did not run one after the other."""
+    """Return a run's nodes as two halves, each the other's twin; None if these did not run one after the other."""
     half, odd = divmod(len(nodes), 2)
     parts = [list(nodes[:half]), list(nodes[half:])]
     first, second = (Counter((node.operation, node.output_shapes) for node in part) for part in parts)

@@ -1,4 +1,4 @@
-"""Runs of a block in its context, in two states: hot, right after another, and cold, behind emptied caches."""
+"""Runs of a block in its context, in two states: hot, right after another, and cold, after emptying the caches."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from smcp_fx.backends.timing.fading import displace_inner_caches, evict_caches
 from smcp_fx.backends.timing.measuring import Sample, Timer, TimingConfig, take_sample
 from smcp_fx.backends.timing.pace import Pace
 
-#: Runs in the hot state, beside those that follow a cold one; and so many undisturbed ones do where their
-#: interquartile range is this small a share of their median. On 63 rows of ResNet-18, four times either way, 11 such
-#: runs gave the medians of 25 within 0.1 % (docs: Experiments).
+#: Runs in the hot state, beside those that follow a cold one. So many undisturbed ones are enough if their
+#: interquartile range is at most this share of their median: on 63 rows of ResNet-18, measured four times each way,
+#: 11 such runs gave the medians of 25 within 0.1 % (docs: Experiments).
 _HOT_RUNS, _ENOUGH, _AGREEING = 25, 11, 0.03
-#: So many do where a core that is slow most of the time has had them waited for this long (ms). Chosen, not measured.
+#: So many are enough after this long (ms), for a core that is slow most of the time. Chosen, not measured.
 _FEW_RUNS, _LONG_MS = 9, 150.0
-#: Runs in the cold state: emptying the caches takes longer than all the rest. The median of three leaves out one that
-#: something came between; two do where they agree. Their spread may be larger by this factor: others use the memory,
-#: too, and the table's sums average that out. Chosen, not measured.
+#: Runs in the cold state, few because emptying the caches takes longer than all the rest. The median of three ignores
+#: one disturbed run; two are enough if they agree. Their spread may be larger by this factor: others use the memory
+#: too, and noise averages out in the table's sums. Chosen, not measured.
 _COLD_RUNS, FEW_COLD_RUNS, COLD_SPREAD = 3, 2, 3.0
 
 
 @dataclass
 class BlockRuns:
-    """Timed runs of a session, in order: each one's state, hot or cold, and its sample, the context in it."""
+    """Timed runs of a session, in order: the state of each, hot or cold, and its sample, context included."""
 
     timer: Timer
     core: Pace | None
@@ -38,7 +38,7 @@ class BlockRuns:
         return [sample for what, sample in zip(self.states, self.samples, strict=True) if what == state]
 
     def take_hot(self, config: TimingConfig) -> None:
-        """Run one right after another, with the inner caches displaced, until there are enough undisturbed runs."""
+        """Take runs one right after another, displacing the inner caches, until enough of them were undisturbed."""
         spent_ms, counted, dropped = 0.0, 0, 0
         began = time.perf_counter()
         while counted < config.min_repeats or (counted < _HOT_RUNS and spent_ms < config.budget_ms):
@@ -53,8 +53,8 @@ class BlockRuns:
             else:
                 counted += 1
 
-    def take_cold(self, config: TimingConfig, warm_code: Callable[[], object] = lambda: None) -> None:
-        """Run behind emptied caches, each time with a hot run behind it."""
+    def take_cold(self, config: TimingConfig, warm_code: Callable[[], object]) -> None:
+        """Take runs after emptying the caches, each followed by a hot run."""
         counted, dropped = 0, 0
         while counted < _COLD_RUNS:
             if counted == FEW_COLD_RUNS and runs_agree(self.of("cold"), counted):
@@ -70,7 +70,7 @@ class BlockRuns:
                 counted += 1
 
     def take_cold_alone(self, config: TimingConfig) -> None:
-        """Run behind emptied caches only."""
+        """Take runs after emptying the caches, one after another."""
         counted, dropped = 0, 0
         while counted < _COLD_RUNS:
             evict_caches()
@@ -87,7 +87,7 @@ class BlockRuns:
 
 
 def runs_agree(samples: Sequence[Sample], enough: int = _ENOUGH) -> bool:
-    """Whether so many undisturbed runs, the context in them, agree so well that more would not move their median."""
+    """Whether there are ``enough`` undisturbed runs, and they agree so well that more would not move their median."""
     times = [sample.ms for sample in samples if not sample.disturbed]
     if len(times) < enough:
         return False

@@ -1,8 +1,8 @@
 """One network's latency as a fraction of another's, measured for as long as that takes to be known.
 
-Whoever shares a machine's outer cache and memory slows a large and a small network by different factors, for seconds
-and for minutes, which a core's pace does not show (docs: Latency). A second's measurement has that second's luck. So
-networks are compared in rounds, until the rounds agree well enough or time is up.
+Other work on a machine's outer cache and memory slows a large and a small network by different factors, for seconds
+or minutes, and a core's pace does not show it (docs: Latency). So the result of a short measurement depends on when
+it was taken. Networks are therefore compared in rounds, until the rounds agree well enough or time is up.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from smcp_fx.backends.timing.measuring import (
 )
 from smcp_fx.errors import InputError
 
-#: One round. A large network gets one turn of three runs in it. Before a turn it runs untimed for as long as twelve
-#: runs of 10 ms take: it takes about ten until a network runs as it does by itself.
+#: One round, in which a large network gets one turn of three runs. Before each turn it runs untimed for up to 120 ms
+#: (twelve runs of 10 ms): after about ten runs a network is as fast as it is by itself.
 _ROUND = TimingConfig(min_repeats=3, max_repeats=60, budget_ms=150.0, attempts=1, settle_ms=120.0)
 #: The standard error of a median, over that of a mean; and the interquartile range of a normal distribution.
 _MEDIAN, _QUARTILES = math.sqrt(math.pi / 2), 1.349
@@ -39,7 +39,7 @@ class CompareConfig:
 
     ``error``: standard error of the fraction, absolute (0.003: 0.3 points), by its scatter from round to round. After
     ``longest_seconds`` no further round is begun, except the first ``late_rounds``. The defaults are chosen so that a
-    comparison takes seconds: a fraction's own luck of the minute is larger than its error (docs: Latency).
+    comparison takes seconds: a fraction varies more from minute to minute than by its error (docs: Latency).
     """
 
     rounds: int = 5
@@ -58,7 +58,7 @@ class RelativeLatency:
     """Two networks measured in turns, round after round: ms of all rounds, and pruned over dense.
 
     ``fraction``: the median of the rounds' own, dimensionless; ``q1``, ``q3``: their quartiles; ``error``: the
-    standard error of their median. A moment that is slow for both moves the ms, and no fraction.
+    standard error of their median. A moment that is slow for both changes the ms, but not the fraction.
     """
 
     dense: Measurement

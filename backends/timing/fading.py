@@ -1,9 +1,9 @@
-"""How fast the outer cache forgets, because others use it, too.
+"""How fast the outer cache forgets, because others use it too.
 
-A server's cores share their last-level cache with whoever runs beside them. What a network leaves there is pushed out
-while it does something else: of 4 MiB that were read once, two fifths came from memory again after 4 ms of reading
-nothing, and all after 16 ms (a guest on an EPYC; docs: Latency). So a network that takes long finds its weights
-gone however small it is, and a busy hour is one in which that goes faster.
+A server's cores share their last-level cache with whatever runs beside them, which pushes out what a network leaves
+there. Of 4 MiB that were read once, two fifths had to be fetched from memory again after a pause of 4 ms, and all of
+it after 16 ms (a guest on an EPYC; docs: Latency). So a slow network finds its weights gone, however small it is, and
+the busier the machine, the sooner they go.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from smcp_fx.backends.timing.measuring import (
 )
 from smcp_fx.backends.timing.pace import pace
 
-#: What is gone after t ms: 1 / (1 + (half / t) ** FADING). By the shares after 0.5 to 16 ms (docs: Latency).
+#: The share that is gone after t ms is 1 / (1 + (half / t) ** FADING). Fitted to shares after 0.5 to 16 ms (docs:
+#: Latency).
 FADING = 1.8
-#: What is read: larger than inner caches, and small beside the outer one.
+#: How much is read: more than inner caches hold, and little beside the outer one. Chosen, not measured.
 _BYTES = 4 << 20
-#: Pauses behind which it is read: shares after them are neither nothing nor all on a shared server (docs: Latency).
+#: Pauses after which it is read. On a shared server, part of it is gone after each of them (docs: Latency).
 _PAUSES_MS = (1.0, 2.0, 4.0, 8.0)
-#: Reads behind each pause, and behind emptied caches; chosen so that all of it takes 0.3 s.
+#: Reads after each pause, and after emptying the caches; chosen so that all of it takes 0.3 s.
 _RUNS, _COLD_RUNS = 12, 8
-#: So many times as many, at most, where others take this thread's core during a pause.
+#: At most this many times as many where other processes take this thread's core during a pause. Chosen, not measured.
 _LONGER = 3
-#: Shares nearer than this to nothing or to all tell no more than that. Chosen, not measured.
+#: Shares nearer than this to 0 or 1 are too uncertain to compute a time from. Chosen, not measured.
 _TELLING = 0.02
-#: A cache that is faster than memory by less, for all those lines, is as good as none. Chosen, not measured.
+#: If the cache saves less than this on all of the read, it is as good as none. Chosen, not measured.
 _LEAST_MS = 1e-3
 
 
 def fading_half_ms() -> float:
-    """Measure after how many ms half of what the outer cache held is gone; inf where it stays. Takes 0.3 s."""
+    """Measure after how many ms half of what the outer cache held is gone; inf if it stays. Takes 0.3 s."""
     read = stopwatch(_lines().max)
     for _ in range(_RUNS):
         read()
@@ -60,7 +61,7 @@ def fading_half_ms() -> float:
     if max(gone.values()) <= _TELLING:
         return math.inf
     telling = {pause: share for pause, share in gone.items() if _TELLING < share < 1 - _TELLING}
-    if not telling:  # all gone after the shortest
+    if not telling:  # all is gone after the shortest pause
         return float(min(_PAUSES_MS) * (_TELLING / (1 - _TELLING)) ** (1 / FADING))
     return float(
         np.median([pause * ((1 - share) / share) ** (1 / FADING) for pause, share in telling.items()])
@@ -68,10 +69,10 @@ def fading_half_ms() -> float:
 
 
 def evict_caches() -> None:
-    """Read through memory three times as large as the cache that networks outgrow, which leaves nothing else in it.
+    """Read memory three times as large as the cache that networks outgrow, so that nothing else is left in it.
 
-    Half again as much is not quite enough: caches do not forget in the order in which they were filled. (4 MiB read
-    once took 0.169 ms then, 0.176 behind three times as much and 0.177 behind four.)
+    One and a half times as much is not enough, as caches do not forget in the order in which they were filled:
+    reading 4 MiB then took 0.169 ms, after three times as much 0.176 ms, and after four times 0.177 ms.
     """
     _eviction_buffer().max()
 
@@ -82,7 +83,7 @@ def _eviction_buffer() -> Array:
 
 
 def displace_inner_caches() -> None:
-    """Read through memory four times as large as the inner caches: what they held waits in the outer one then."""
+    """Read memory four times as large as the inner caches, so that what they held is left in the outer one only."""
     _displacing_buffer().max()
 
 
@@ -93,15 +94,15 @@ def _displacing_buffer() -> Array:
 
 @functools.cache
 def _lines() -> Array:
-    """One number of each line of some memory that is larger than inner caches and smaller than the outer one."""
+    """One number per cache line, of memory larger than the inner caches and smaller than the outer one."""
     return np.ones(min(_BYTES, cache_bytes() // 4) // 4, dtype=np.float32)[::16]
 
 
 def _median(before: Callable[[], object], read: Timer, runs: int) -> float:
-    """Return what a read takes behind ``before``, in ms.
+    """Return how long a read takes after ``before``, in ms.
 
-    Reads behind which another process had this core meanwhile are left out where there are enough others: what that
-    one used has pushed more out than the machine's other cores do.
+    If another process had this core in between, it pushed out more than the machine's other cores do. Such reads are
+    left out if there are enough others.
     """
     samples: list[Sample] = []
     while len(calm(samples, 0)) < runs and len(samples) < _LONGER * runs:
@@ -114,7 +115,7 @@ def _median(before: Callable[[], object], read: Timer, runs: int) -> float:
 
 
 def idle(ms: float) -> None:
-    """Wait, reading nothing; asleep the thread would lose its core."""
+    """Wait without reading anything. (A thread that sleeps loses its core.)"""
     until = time.perf_counter() + 1e-3 * ms
     while time.perf_counter() < until:
         pass

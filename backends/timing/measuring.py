@@ -1,12 +1,12 @@
 """The measurement loop: warm up until stable, repeat, take the median and the quartiles.
 
-Several timers are measured *interleaved* (a b c a b c ...), so that a slow moment of the machine hits all of them
-alike and their ratio stays fair. Each turn begins with untimed runs, since the others have left it cold caches.
+Several timers are measured *interleaved* (a b c a b c ...), so that a slow moment of the machine affects all of them
+alike and their ratio stays fair. Each turn begins with untimed runs, as the others have left the caches cold.
 
-A run is *disturbed* if another process had the thread's core meanwhile, or if the core runs at another pace than
-usual before or after it. Disturbed runs are dropped while there are enough others; otherwise they count with the
-time that the thread had its core. A set of samples that spreads too far is taken again; if no attempt is calm, the
-calmest is returned and marked unstable.
+A run is *disturbed* if another process had the thread's core meanwhile, or if the core was unusually slow before or
+after it. Disturbed runs are dropped while there are enough others; otherwise each counts with the time for which the
+thread had its core. Samples that spread too far are taken again; if no attempt is calm, the calmest is returned and
+marked unstable.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Measurement:
 class TimingConfig:
     """How long to measure: ``max_repeats`` runs, fewer once ``budget_ms`` is spent, ``min_repeats`` at least.
 
-    ``spread_limit``: interquartile range over median above which the samples are taken again, ``attempts``
-    times at most. ``warmup_tolerance``: the warm-up ends when the median of the last ``warmup_window`` runs
-    is within it of the median of the ones before, or after ``warmup_ms``. ``droppable``: disturbed runs that
-    are dropped, per repeat wanted; beyond that the machine is too busy to measure on, and the result is
-    unstable. Where several timers take turns, a turn begins with ``settle`` untimed runs, or as many as fit into
-    ``settle_ms`` (one at least): the others pushed its data out of the caches, and it takes about ten runs until
-    a network runs as it does by itself. Then follow ``burst`` timed runs.
+    ``spread_limit``: interquartile range over median above which the samples are taken again, ``attempts`` times at
+    most. ``warmup_tolerance``: the warm-up ends when the median of the last ``warmup_window`` runs is within it of
+    the median of the ones before, or after ``warmup_ms``. ``droppable``: how many disturbed runs may be dropped for
+    each repeat wanted; beyond that the machine is too busy to measure on, and the result is unstable. Where several
+    timers take turns, a turn begins with ``settle`` untimed runs, or as many as fit into ``settle_ms`` (one at
+    least), as the others pushed its data out of the caches: after about ten runs a network is as fast as it is by
+    itself. ``burst`` timed runs follow.
     """
 
     min_repeats: int = 7
@@ -82,8 +82,8 @@ class TimingConfig:
             )
 
 
-#: For one block among hundreds: the table's sums average the noise out, so a row may be quick. How many runs do was
-#: measured (docs: Experiments, repeats).
+#: For one block among hundreds. Rows may be measured quickly, as noise averages out in the table's sums. How many
+#: runs are enough was measured (docs: Experiments, repeats).
 QUICK = TimingConfig(
     min_repeats=3,
     max_repeats=5,
@@ -96,16 +96,15 @@ QUICK = TimingConfig(
 )
 
 
-#: A thread that had less of its core than this, as a share of the time that passed, was disturbed. Chosen, not
-#: measured.
+#: A thread that had its core for less than this share of the time was disturbed. Chosen, not measured.
 UNDISTURBED = 0.95
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One run: how long it took, and whether its thread was kept off its core meanwhile, or the core's pace changed.
+    """One run: how long it took, and whether it was disturbed.
 
-    Of a run that was kept off its core ``ms`` is the time that the thread had it.
+    If its thread was kept off its core, ``ms`` is the time for which it had it.
     """
 
     ms: float
@@ -115,9 +114,9 @@ class Sample:
 def take_sample(timer: Timer, pace: Pace | None = None) -> Sample:
     """Run ``timer`` once.
 
-    ``pace``: given where all is computed in this thread, as a disturbance shows only there. Wait until the core
-    runs as it usually does, and call a run disturbed that was kept off it, or before or behind which it runs
-    otherwise.
+    ``pace``: only for what computes in this thread alone, where a disturbance shows. The run waits until the core is
+    as fast as usual. It counts as disturbed if it was kept off the core, or if the core was slower before or after
+    it.
     """
     if pace is None:
         return Sample(timer())
@@ -142,7 +141,7 @@ def stopwatch(run: Callable[[], object]) -> Timer:
 
 
 def calm(samples: Sequence[Sample], least: int) -> Sequence[Sample]:
-    """Return the undisturbed samples where they are so many, else all."""
+    """Return the undisturbed samples if there are at least so many, else all."""
     found = [sample for sample in samples if not sample.disturbed]
     return found if len(found) >= least else samples
 
@@ -210,7 +209,7 @@ def _unrest(result: Sequence[Measurement]) -> tuple[bool, float]:
 def take_turns(timers: Sequence[Timer], config: TimingConfig, cpu_bound: bool = False) -> list[list[Sample]]:
     """Run ``timers`` in turns until there are enough samples of each, and return them, in order.
 
-    Disturbed runs are among them once more were than may be dropped.
+    They include disturbed runs once as many as ``config`` allows have been dropped.
     """
     samples: list[list[Sample]] = [[] for _ in timers]
     droppable = [int(config.droppable * config.min_repeats)] * len(timers)

@@ -1,8 +1,9 @@
 """How fast this core runs right now, compared with what it can.
 
-A core's speed changes by a factor of up to two, within milliseconds and for seconds, as its sibling thread or the
-chip's other cores have work or not. (To a guest the sibling may be another machine's.) That does not keep the thread
-off its core, so its own time shows nothing. A fixed piece of arithmetic, timed before and after a sample, does.
+A core's speed changes by a factor of up to two, from one millisecond to the next and for seconds, depending on the
+work of its sibling thread and of the chip's other cores. (A guest's sibling may belong to another guest.) The thread
+keeps its core all the while, so its own CPU time does not show it. A fixed piece of arithmetic, timed before and
+after a sample, does.
 """
 
 from __future__ import annotations
@@ -16,31 +17,31 @@ from collections import deque
 import numpy as np
 
 #: The fixed work: so many turns of a loop in C, which take some microseconds and no memory. (An interpreted loop
-#: makes and drops numbers; its speed drifted by a fifth within a process, as the heap changed.)
+#: allocates numbers, and its speed drifted by a fifth within a process as the heap changed.)
 _TURNS = 2500
-#: Paces further than this from the usual one (as a ratio) are another state of the core. With it the held-out errors
-#: of a table that was measured on a busy machine fell to a third.
+#: A pace further than this from the usual one (as a ratio) is another state of the core. With this check, the
+#: held-out errors of a table that was measured on a busy machine fell to a third.
 TOLERANCE = 1.1
-#: We measure in the fastest state that the core was in for at least this share of the last minute. Slower states are
-#: many, and one that is frequent now and rare in an hour would give a table rows of two states. Rows measured while
-#: the core was fast for a tenth of the time equalled those measured at three quarters, within 1 to 4 %.
+#: We measure in the fastest state that the core was in for at least this share of the last minute. There are many
+#: slower states, and one that is common now may be rare in an hour: a table would mix rows of two states. Rows
+#: measured while the core was fast for a tenth of the time equalled those measured at three quarters, within 1 to 4
+#: %.
 _SHARE = 0.05
-#: A minute is so many looks, at least so far apart. Time in which nobody looks does not count.
+#: A minute is so many looks at the pace, at least so far apart. Time in which nothing is measured does not count.
 _LOOKS, _BETWEEN_MS = 6000, 10.0
-#: The usual pace is first learned from so long a while, as if the minute before had been alike; then again after so
-#: many looks. A first pace learned from 300 ms was at times that of a slow state.
+#: The usual pace is first learned in this time, as if the whole minute before had been like it, and again after so
+#: many looks. When it was learned in 300 ms, it was at times that of a slow state.
 _FIRST_MS = 1000.0
 _LEARN_AFTER = 100
-#: A core that stays slow for this long is left for the next one that this thread may run on. Chosen, not measured.
+#: If a core stays slow for this long, the thread moves to the next one that it may run on. Chosen, not measured.
 _LEAVE_MS = 20.0
-#: After waiting this long for a pace that does not come, every core is tried only once before each sample. What is
-#: timed then is called disturbed, until the pace comes back or another one has become the usual. Chosen, not
-#: measured.
+#: After waiting this long in vain, every core is tried only once before each sample. Such samples count as disturbed
+#: until the usual pace is back or has been learned anew. Chosen, not measured.
 _PATIENCE_MS = 3000.0
 
 
 class Pace:
-    """Tells whether the core is in its usual state. ``usual_ms``: what the fixed work takes then."""
+    """Tells whether the core is in its usual state. ``usual_ms``: how long the fixed work takes then."""
 
     def __init__(self) -> None:
         start = time.perf_counter()
@@ -54,11 +55,11 @@ class Pace:
         self._learn()
 
     def is_usual(self) -> bool:
-        """Time the fixed work and compare; twice, where what ran before has left the caches to itself."""
+        """Time the fixed work and compare; a second time if what ran before had pushed it out of the caches."""
         return self._fits(_fixed_work_ms()) or self._fits(_fixed_work_ms())
 
     def await_usual(self) -> bool:
-        """Wait until the core is in its usual state, or move to one that is; whether it is when patience ends."""
+        """Wait until the core is in its usual state, or move to one that is. Return whether that worked."""
         cores = _cores()
         for tried, core in enumerate(itertools.cycle(cores), start=1):
             since = time.perf_counter()
@@ -73,7 +74,7 @@ class Pace:
         return False
 
     def _look(self) -> float:
-        """Time the fixed work, and remember it where the last that is remembered was long enough ago."""
+        """Time the fixed work, and remember it if the last one remembered was long enough ago."""
         met, now = _fixed_work_ms(), time.perf_counter()
         if 1e3 * (now - self._looked) >= _BETWEEN_MS:
             self._looks.append(met)
@@ -97,12 +98,12 @@ def pace() -> Pace:
 
 
 def _cores() -> list[int]:
-    """The cores that this thread may run on; one, where the system does not tell."""
+    """The cores that this thread may run on; a single one if the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 
 
 def _move_to(core: int) -> None:
-    """Have this thread go on there, and stay as free as it was."""
+    """Move this thread to a core, without restricting it to that core from then on."""
     allowed = _cores()
     if core in allowed and len(allowed) > 1:
         os.sched_setaffinity(0, {core})

@@ -1,9 +1,9 @@
-"""Whether memory comes in huge pages: other pages, other latencies.
+"""Whether memory comes in huge pages, which changes latencies.
 
 Linux gives memory in pages of 2 MiB and more to every process (``always`` in
 ``/sys/kernel/mm/transparent_hugepage/enabled``) or to those that ask (``madvise``). From version 2.35 on glibc asks,
-if ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1`` is in the environment when a process starts. What that changes differs
-from network to network and from hour to hour (docs: Experiments).
+if ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1`` is in the environment when a process starts. The effect differs from
+network to network and from hour to hour (docs: Experiments).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 #: Memory of this size has a mapping of its own, in which huge pages fit.
 _PROBE_BYTES = 64 << 20
-#: The largest free piece of a heap is smaller than the probe doubled so often. Chosen: 64 GiB are not free at once.
+#: How often the probe is doubled to outgrow the largest free piece of a heap. Chosen: a heap has no 64 GiB free at
+#: once.
 _DOUBLINGS = 10
 
 
@@ -22,8 +23,8 @@ _DOUBLINGS = 10
 def huge_pages() -> bool:
     """Return whether large memory that this process allocates from now on may come in huge pages.
 
-    The kernel's word on memory that is allocated to ask about it, and not touched (``THPeligible`` in
-    ``/proc/self/smaps``); False where it has none.
+    The kernel says so of memory that is allocated for the question and never touched (``THPeligible`` in
+    ``/proc/self/smaps``); False if it does not say.
     """
     smaps = Path("/proc/self/smaps")
     if not smaps.exists():
@@ -37,7 +38,7 @@ def huge_pages() -> bool:
         if address is None:
             return False
         try:
-            # Freed memory that is given again tells what its last user asked for: NumPy asks for huge pages.
+            # Memory that was used before keeps what its last user asked for, and NumPy asks for huge pages.
             if not any(first <= address < end for first, end in before):
                 return _eligible(_text(smaps), address)
         finally:
@@ -46,7 +47,7 @@ def huge_pages() -> bool:
 
 
 def page_settings() -> tuple[tuple[str, str], ...]:
-    """Return, for a fingerprint, that pages are huge; nothing where they are small."""
+    """Return the entry of a fingerprint that says that pages are huge; none if they are small."""
     return (("huge_pages", "on"),) if huge_pages() else ()
 
 
@@ -62,7 +63,7 @@ def _mappings(maps: str) -> list[tuple[int, int]]:
 
 
 def _eligible(maps: str, address: int) -> bool:
-    """Whether huge pages may be used in the mapping of ``maps`` that has this address."""
+    """Whether the mapping at this address may use huge pages."""
     here = False
     for line in maps.splitlines():
         head, _, value = line.partition(" ")

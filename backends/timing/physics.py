@@ -1,6 +1,6 @@
-"""What no convolution can be faster than: its multiply-adds at a processor's peak.
+"""A lower bound on the latency of convolutions: their multiply-adds at the processor's peak.
 
-A bound, far from what a good kernel reaches, that tells a timing gone wrong from a fast one.
+Good kernels stay far above it, so a timing below it has gone wrong.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto
 
-#: Multiply-adds of single precision in a cycle of one core, by what /proc/cpuinfo says it can: two units for fused
-#: multiply-adds, each as wide as the vectors (512, 256, 128 bits). The first that it has counts.
+#: Multiply-adds of single precision per cycle of one core, by flag in /proc/cpuinfo; the first flag that is there
+#: counts. Two units for fused multiply-adds, each as wide as a vector (512, 256, 128 bits).
 _A_CYCLE = {"avx512f": 32, "avx": 16, "sse2": 8}
 #: On other processors: an outer product of two vectors of 512 bits each cycle (SME).
 _A_CYCLE_ELSEWHERE = 256
-#: Cycles a second: more than any processor on sale reaches. (What the system calls the fastest may lack a boost.)
+#: Cycles per second: more than any processor on sale reaches. (What the system calls the maximum may leave out
+#: boosts.)
 _FASTEST_HZ = 6.5e9
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def least_ms(model: onnx.ModelProto, threads: int) -> float:
-    """Return the ms that the model's products of single precision need at least on so many cores."""
+    """Return the least ms that the model's products of single precision need on so many cores."""
     return 1e3 * multiply_adds(model) / (threads * peak())
 
 
 @functools.cache
 def peak() -> float:
-    """Return how many multiply-adds of single precision a core can do in a second at most."""
+    """Return how many multiply-adds of single precision a core can do per second at most."""
     flags = _flags(_CPU_INFO.read_text()) if _CPU_INFO.exists() else set()
     return _FASTEST_HZ * next(
         (count for flag, count in _A_CYCLE.items() if flag in flags), _A_CYCLE_ELSEWHERE
@@ -45,7 +46,7 @@ def _flags(info: str) -> set[str]:
 def multiply_adds(model: onnx.ModelProto) -> int:
     """Count those of convolutions and linear layers whose weights (of single precision) and shapes are known.
 
-    Others count nothing: the sum is at most what the model computes.
+    Others count as 0, so the sum is at most what the model computes.
     """
     weights = {
         weight.name: tuple(weight.dims)
@@ -65,7 +66,7 @@ def _of_node(
     weight = weights.get(node.input[1]) if len(node.input) > 1 else None
     if weight is None:
         return 0
-    if node.op_type == "Conv":  # one for each of a filter's weights, at each of its outputs
+    if node.op_type == "Conv":  # one per weight of a filter and element of its output
         return math.prod(shapes.get(node.output[0], (0,))) * math.prod(weight[1:])
     if node.op_type == "ConvTranspose":
         return math.prod(shapes.get(node.input[0], (0,))) * math.prod(weight[1:])

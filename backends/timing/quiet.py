@@ -1,9 +1,8 @@
-"""Whether this machine is quiet enough to measure on: asked before hours are spent on rows that mean nothing.
+"""Whether this machine is quiet enough to measure on: checked before time is spent on rows that mean nothing.
 
-Noise is waited for and averaged out. A machine on which this thread has its core for less than half of the time is
-another matter: nearly every run of a few ms is interrupted, others fill the caches, and no number of repeats brings
-the true time back. That happens where more processes compute than there are cores, and in a container whose limit is
-less than a core.
+Occasional noise is waited for and averaged out. That does not help if this thread has its core for less than half of
+the time: nearly every run of a few ms is interrupted, others fill the caches, and no number of repeats recovers the
+true time. It happens when more processes compute than there are cores, and in containers limited to less than a core.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from smcp_fx.errors import MachineBusyError
 #: cores rows came out a thousand times too fast; at loads of 2 to 4 within a fifth (a convolution of 151 M
 #: multiply-adds).
 LEAST_SHARE = 0.5
-#: A look is so long: many times what a scheduler gives one of several threads at a time.
+#: How long a look takes: many times longer than a scheduler's time slice.
 _LOOK_S = 0.2
-#: Others' work is waited for this long, with a look every so many seconds. Chosen, not measured.
+#: How long to wait for others' work to end, with a look every so many seconds. Chosen, not measured.
 _PATIENCE_S, _EVERY_S = 20.0, 1.0
 
 
 def core_share() -> float:
-    """Return for which share of a fifth of a second this thread had a core while it wanted one."""
+    """Compute for a fifth of a second, and return the share of it for which this thread had a core."""
     wall, cpu = time.perf_counter(), time.thread_time()
     while (passed := time.perf_counter() - wall) < _LOOK_S:
         pass
@@ -31,7 +30,7 @@ def core_share() -> float:
 
 
 def require_core() -> None:
-    """Return where this thread has most of a core, at once or soon; else raise `MachineBusyError`."""
+    """Return once this thread has most of a core, waiting a while for it; else raise `MachineBusyError`."""
     until = time.monotonic() + _PATIENCE_S
     while (share := core_share()) < LEAST_SHARE:
         if time.monotonic() >= until:

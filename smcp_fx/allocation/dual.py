@@ -109,9 +109,13 @@ def secant(relaxation: Relaxation, cheapest: Ints, most: Ints, costs: tuple[floa
 #: Cells touched in one bundle: about two seconds on one thread. A count instead of seconds makes equal inputs give
 #: equal answers. Each iteration costs about as much again as this many cells.
 _CELLS, _OVERHEAD = 2_000_000_000, 10_000_000
+#: A bundle ends once the bound can fall by no more than this share of it. Chosen, not measured.
+_TOLERANCE = 1e-5
+#: Most cuts in a bundle's model, the last ones. Chosen, not measured.
+_MOST_CUTS = 300
 
 
-def bundle(relaxation: Relaxation, multiplier: float, tolerance: float = 1e-5) -> CoupledDual:
+def bundle(relaxation: Relaxation, multiplier: float) -> CoupledDual:
     """Minimise the bound over the multiplier and the loosened sums' multipliers, from a first multiplier.
 
     The bound is convex in ``x = (1, links) * multiplier``. Each evaluation is a cut below it, and a linear
@@ -142,7 +146,7 @@ def bundle(relaxation: Relaxation, multiplier: float, tolerance: float = 1e-5) -
             best, centre = CoupledDual(bound, float(x[0]), minimum, x[1:] / x[0], ()), point
         elif bound - best.bound > predicted:
             radius *= 0.5
-        enough = tolerance * abs(best.bound)
+        enough = _TOLERANCE * abs(best.bound)
         while True:
             lower = centre - radius
             lower[0] = max(lower[0], 0.1 * centre[0])
@@ -167,20 +171,19 @@ def _with_visited(dual: CoupledDual, visited: list[Ints]) -> CoupledDual:
 class _Cuts:
     """A model of a convex function: the greatest of linear functions below it."""
 
-    def __init__(self, size: int, most: int = 300) -> None:
-        self.size, self.most = size, most
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.slopes: list[Array] = []
         self.rights: list[float] = []
 
     def add(self, slope: Array, point: Array, value: float) -> None:
-        self.slopes = [*self.slopes, slope][-self.most :]
-        self.rights = [*self.rights, float(slope @ point) - value][-self.most :]
+        self.slopes = [*self.slopes, slope][-_MOST_CUTS:]
+        self.rights = [*self.rights, float(slope @ point) - value][-_MOST_CUTS:]
 
     def minimise(self, lower: Array, upper: Array) -> tuple[Array, float] | None:
         """Return where in a box the model is least, and its value there; None on failure."""
-        from scipy.optimize import (
-            linprog,
-        )  # imported here: it takes a third of a second, and only loosened sums need it
+        # It takes a third of a second to import, and only loosened sums need it.
+        from scipy.optimize import linprog
 
         solved = linprog(
             np.concatenate([np.zeros(self.size), [1.0]]),

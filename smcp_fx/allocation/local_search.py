@@ -83,7 +83,7 @@ class Moves:
 _PAIRED, _TRIED = 400, 24
 
 
-def repair(moves: Moves, choice: Ints, budget: float) -> Ints | None:
+def fit_budget(moves: Moves, choice: Ints, budget: float) -> Ints | None:
     """Return a choice within the budget that gives up little value for the cost saved; None when stuck."""
     choice = choice.copy()
     for _ in range(4 * len(moves.values) + 1):

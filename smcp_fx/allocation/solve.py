@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from smcp_fx.allocation.branching import Node, close_gap
 from smcp_fx.allocation.certificate import certify
 from smcp_fx.allocation.dual import CoupledDual, Relaxation, bundle, secant
-from smcp_fx.allocation.local_search import Moves, descend, improve, repair
+from smcp_fx.allocation.local_search import Moves, descend, fit_budget, improve
 from smcp_fx.allocation.paper import paper_choice
 from smcp_fx.allocation.planning import MAX_CELLS, plan
 from smcp_fx.allocation.problem import Array, CoupledProblem, Ints, tabulate, value_arrays
@@ -189,10 +189,10 @@ def _between(problem: CoupledProblem, high: Ints, low: Ints) -> Split:
 
 
 def _polished(moves: Moves, dual: CoupledDual, points: list[Ints], cap: float, scale: float) -> Ints:
-    """Return the best of the points after repair and improvement; the last one is within the budget."""
+    """Return the best of the points made to fit the budget and improved; the last one is within the budget."""
     best = points[-1]
     for point in points:
-        feasible = repair(moves, point, cap)
+        feasible = fit_budget(moves, point, cap)
         if feasible is None:
             continue
         polished = improve(moves, feasible, cap, dual.multiplier, scale)

@@ -1,8 +1,8 @@
-"""Cut a network into the blocks that an engine runs as one: what a latency table has rows of.
+"""Cut a network into blocks that an engine runs as one; a latency table has rows for each.
 
-A block is a convolution or linear with what engines fuse behind it (batch norm, activations, an addition), a
-concatenation with batch norm and activation behind it, or one other operation that costs time. It has at most two
-free widths: the channels it reads and does not hand on, and those it hands on. It can be built at any of them with
+A block is a convolution or linear with what engines fuse into it (batch norm, activations, an addition), a
+concatenation with the batch norm and activation after it, or one other operation that costs time. It has at most two
+free widths: the channels it reads and does not pass on, and those it passes on. It can be built at any widths with
 random weights, by the same slicing that makes the final model.
 """
 
@@ -62,12 +62,12 @@ def _fused(traced: Traced) -> list[list[fx.Node]]:
             continue
         operation = operation_of(traced.module, node)
         target = None
-        # The latest of the blocks that end in this node's operands takes it in: engines fuse an addition
-        # with the convolution that runs last before it.
+        # The node joins the latest block that ends in one of its operands: engines fuse an addition into the
+        # convolution that runs last before it.
         for source in sorted((n for n in node.all_input_nodes if n in home), key=lambda n: -home[n]):
             block = blocks[home[source]]
             if not isinstance(traced.values[source.name], TensorInfo):
-                target = home[source]  # an element of several outputs belongs to what made them
+                target = home[source]  # one of several outputs belongs to the operation that made them
                 break
             alone = block[-1] is source and _tensor_users(traced, source) == 1
             if alone and _joins(traced, block, operation):
@@ -82,12 +82,12 @@ def _fused(traced: Traced) -> list[list[fx.Node]]:
 
 
 def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
-    """Whether an operation that reads a block's result alone is fused into it."""
+    """Whether an operation that only reads a block's result is fused into it."""
     operations = [operation_of(traced.module, node) for node in block]
     if all(name in MOVES for name in operations):
         return operation in MOVES or operation == "linear"
     if operations[0] == "cat":
-        # What follows reads the layout that the concatenation leaves, which its inputs' widths decide.
+        # What follows reads the layout that the concatenation writes, which depends on its inputs' widths.
         return operation in _FOLLOWERS - {"add", "mul"}
     return operation in _FOLLOWERS and (operations[0] in _ANCHORS | _FOLLOWERS or "linear" in operations)
 

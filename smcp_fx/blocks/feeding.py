@@ -1,12 +1,12 @@
-"""How the tensors that a block reads were written, which decides what reading them costs.
+"""How the tensors that a block reads are written, which affects what reading them costs.
 
-On processors, runtimes keep the results of convolutions in blocks of channels, one vector wide, and fuse some
-activations into convolutions. Operations that move channels about (concatenation, split, shuffle) or scale them one
-by one (a gate) leave a plain layout, which the next convolution must convert. And an activation that is not fused
-reads as much as it writes, so that only half of a large tensor is in cache when the next layer reads it.
+On CPUs, runtimes store the results of convolutions in blocks of channels, one vector wide, and fuse some activations
+into convolutions. Operations that move channels (concatenation, split, shuffle) or scale them one by one (a gate)
+write a plain layout, which the next convolution must convert. An activation that is not fused reads as much as it
+writes, so that only half of a large tensor is in cache when the next layer reads it.
 
-In EfficientNet-B0 at 64 x 64, batch 32, a depthwise convolution of 96 channels takes 0.5 ms behind a convolution and
-1.2 to 1.5 ms behind a SiLU. Norms and conversions behind concatenations are an eighth of a pruned DenseNet-121.
+In EfficientNet-B0 at 64 x 64, batch 32, a depthwise convolution of 96 channels takes 0.5 ms after a convolution and
+1.2 to 1.5 ms after a SiLU. Norms and conversions after concatenations are an eighth of a pruned DenseNet-121.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import TensorInfo
 
-#: How a tensor was written: by a convolution and what is fused into it, by an activation behind that, or in a plain
+#: How a tensor is written: by a convolution with what is fused into it, by an activation after one, or in a plain
 #: layout.
 CONVOLUTION, ACTIVATION, MOVEMENT = "convolution", "activation", "movement"
 
-#: What runtimes compute in a convolution's layout, but do not fuse into it; and what they compute in a plain one
-#: only.
+#: Operations that runtimes compute in a convolution's layout but do not fuse, and those they compute in a plain
+#: layout only.
 _UNFUSED = {"silu", "gelu", "hardswish", "mul"}
 _PLAIN = {"elu", "mish", "prelu", "softplus", "groupnorm", "instancenorm", "layernorm", "cat", "stack", "hstack",
           "vstack"} | {f"convtranspose{rank}d" for rank in (1, 2, 3)}  # fmt: skip
-#: What leaves everything where it is; zeros around an image become the padding of the next convolution or pooling.
+#: Operations that cost nothing; zeros around an image become the padding of the next convolution or pooling.
 _NOTHING = {"dropout", "dropout2d", "featuredropout", "identity", "stochasticdepth", "contiguous", "detach", "to",
             "clone", "pad", "zeropad2d"}  # fmt: skip
-#: Elementwise: what reads a plain layout writes one.
+#: Elementwise operations: they write the layout that they read.
 _ELEMENTWISE = {"add", "sub", "div", "batchnorm", "relu", "relu6", "leakyrelu", "hardtanh", "clamp",
                 "sigmoid", "hardsigmoid", "tanh"} | _UNFUSED  # fmt: skip
 
 
 def how_written(traced: Traced) -> dict[fx.Node, str]:
-    """Return how each node of a traced network writes its tensor, for tensors of four axes: (N, C, H, W)."""
+    """Return how each node of a traced network writes its tensor, for tensors [N, C, H, W]."""
     found: dict[fx.Node, str] = {}
     for node in traced.module.graph.nodes:
         operation = operation_of(traced.module, node) if node.op.startswith("call_") else None
@@ -53,7 +53,9 @@ def how_written(traced: Traced) -> dict[fx.Node, str]:
             and (MOVEMENT in ways or any(_shape(traced, source) != shape for source in read))
         ):
             found[node] = MOVEMENT
-        elif operation in _UNFUSED and (operation != "mul" or len(read) > 1):  # by a number: it is folded
+        elif operation in _UNFUSED and (
+            operation != "mul" or len(read) > 1
+        ):  # a product with a number is folded
             found[node] = ACTIVATION
         else:
             found[node] = CONVOLUTION
@@ -63,8 +65,8 @@ def how_written(traced: Traced) -> dict[fx.Node, str]:
 def gated(traced: Traced, how: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
     """Return the tensors that are scaled channel by channel, each with the node that scales it (the gate).
 
-    A gate reads a plain layout at any width. So the gate pays for the conversion, and the mean before it, which can
-    read either, does not.
+    A gate reads a plain layout at any width. So the gate pays for the conversion, not the mean before it, which can
+    read either layout.
     """
     found = {}
     for node, way in how.items():
@@ -77,7 +79,7 @@ def gated(traced: Traced, how: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
 
 
 def _read(traced: Traced, node: fx.Node) -> list[fx.Node]:
-    """Return the tensors of four axes that a node reads, parameters aside: these are folded into what they scale."""
+    """Return the four-axis tensors that a node reads, without parameters, which are folded into what they scale."""
     return [
         source
         for source in node.all_input_nodes
@@ -95,7 +97,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _shape(traced: Traced, node: fx.Node) -> tuple[int, ...] | None:
-    """Return the shape of a node's tensor, None where that has not four axes."""
+    """Return the shape of a node's tensor; None unless it has four axes."""
     for value in pytree.tree_leaves(traced.values[node.name]):
         if isinstance(value, TensorInfo) and len(value.shape) == 4:
             return tuple(value.shape)

@@ -1,4 +1,4 @@
-"""One block of one network: what a latency table has rows of, and how it is built at any width."""
+"""One block of one network, and how it is built at any width."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Port:
 class FusedBlock:
     """A block; implements `blocks.sharing.Block`.
 
-    ``widths`` say how its free widths follow from the network's counts, ``grids`` which values (channels,
-    ascending) they can take. ``signature`` is equal for blocks that differ in nothing but their widths.
-    ``read_before``: inputs, by position, whose conversion into a plain layout another block pays for. Of a
-    concatenation these are the inputs that an earlier one reads, too; of other blocks without a layer the gated ones.
-    ``fed_by``: how each input was written (`blocks.feeding`; empty where all are by convolutions). ``written``: for
-    each tensor that it hands on, the channels, and the bytes of one of them.
+    ``widths`` say how its free widths follow from the network's counts, ``grids`` which values (channels, ascending)
+    they can take. Blocks that differ only in their widths have the same ``signature``. ``read_before``: inputs, by
+    position, whose conversion into a plain layout another block pays for: for a concatenation those that an earlier
+    one also reads, for other blocks without a layer the gated ones. ``fed_by``: how each input is written
+    (`blocks.feeding`; empty if all are written by convolutions). ``written``: for each tensor that it passes on, the
+    channels, and the bytes of one of them.
     """
 
     name: str
@@ -61,7 +61,7 @@ class FusedBlock:
         for line, width in zip(self.lines, widths, strict=True):
             thin(line, width, keep, self.name, [port.units for port in with_channels])
         module = copy.deepcopy(self.module)
-        # With fewer channels than a concatenation has inputs, it has fewer inputs.
+        # A concatenation with fewer channels than inputs loses inputs.
         absent = {port.node for port in with_channels if not keep[port.units].any()}
         if absent:
             take_out(module, absent, self.name)
@@ -88,7 +88,7 @@ class FusedBlock:
         """The widths in the unpruned network."""
         return tuple(grid[-1] for grid in self.grids)
 
-    @cached_property  # sampling asks for it with every row
+    @cached_property  # needed with every row
     def weight_bytes(self) -> float:
         """Bytes of its weights in the unpruned network."""
         return float(sum(weight.numel() * weight.element_size() for weight in self.module.parameters()))

@@ -1,4 +1,4 @@
-"""Make a block of some nodes of a network: a module of its own, its free widths, and what else its latency needs."""
+"""Make a block of some nodes of a network: its own module, its free widths, and what else its latency depends on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_block(
 ) -> FusedBlock:
     """Return the block of these nodes.
 
-    ``converted``: nodes whose tensors another block has converted into a plain layout; ``how``: how each tensor was
+    ``converted``: nodes whose tensors another block has converted into a plain layout; ``how``: how each tensor is
     written (`blocks.feeding.how_written`).
     """
     border = _Border.of(traced, channels, nodes)
@@ -68,7 +68,7 @@ def make_block(
 
 @dataclass(frozen=True)
 class _Border:
-    """Where a block ends: ``tensors`` that it reads, ``ends`` that others read, ``axes`` of the tensors' channels."""
+    """A block's border: ``tensors`` that it reads, ``ends`` that others read, ``axes`` of the tensors' channels."""
 
     tensors: list[fx.Node]
     ends: list[fx.Node]
@@ -94,7 +94,7 @@ def _free_widths(
 ) -> list[tuple[Width, Tensor]]:
     """Return the widths that the network's counts decide, each with the block's own units along it.
 
-    The first is of the channels that the block reads and does not hand on, the second of those it hands on.
+    The first width counts the channels that the block reads and does not pass on, the second those it passes on.
     """
     outputs = [(end.name, axis) for end in border.ends if (axis := _axis(channels, end.name)) is not None]
     handed_on = _distinct([_units_at(own, name, axis) for name, axis in outputs])
@@ -111,9 +111,9 @@ def _free_widths(
 
 
 class _BlockPropagation(Propagation):
-    """Labels for a block on its own: its inputs' channels are as free as any, its outputs pin nothing.
+    """Labels for a block on its own: its inputs' channels are free, and its outputs pin nothing.
 
-    ``network``: where given, channels of one of its units stay together.
+    ``network``: if given, channels of one of its units stay together.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ def _own_channels(
         trail = _BlockPropagation(module, values, axes, network).run()
         own = ChannelGraph(trail, close(trail), 1)
         own.free_units = torch.ones_like(own.free_units)
-        # Of a tensor that holds heads and the channels of each, the network says which may go.
+        # If a tensor holds heads and each head's channels, the network says which of the two may go.
         if all(_axis(own, name) in (None, _axis(channels, name)) for name in trail.labels):
             break
     return own
@@ -192,7 +192,7 @@ def _numbers(traced: Traced, nodes: list[fx.Node]) -> dict[fx.Node, Any]:
 
 
 def _written(traced: Traced, channels: ChannelGraph, node: str) -> tuple[Width, float]:
-    """The channels that a node writes, and each one's bytes; tensors without channels count as a single one."""
+    """The channels that a node writes, and the bytes of one; a tensor without channels counts as one channel."""
     tensors = [v for v in pytree.tree_leaves(traced.values[node]) if isinstance(v, TensorInfo)]
     size = float(sum(prod(info.shape) * info.dtype.itemsize for info in tensors))
     axis = _axis(channels, node)  # of a single tensor
@@ -202,7 +202,7 @@ def _written(traced: Traced, channels: ChannelGraph, node: str) -> tuple[Width, 
 
 
 def _axis(channels: ChannelGraph, node: str) -> int | None:
-    """The axis of a node's tensor that has the channels; None where it has none."""
+    """The channel axis of a node's tensor; None if it has none."""
     labels = channels.trail.labels.get(node)
     if not isinstance(labels, Tensor):
         return None
@@ -222,7 +222,7 @@ def _width(channels: ChannelGraph, node: str, axis: int) -> Width:
 
 
 def _line(tensor: Tensor, axis: int) -> Tensor:
-    """The values along one axis, at the first place on all others."""
+    """The values along one axis, at the first position of all others."""
     for dim in range(tensor.dim()):
         if dim != axis:
             tensor = tensor.narrow(dim, 0, 1)
@@ -246,7 +246,7 @@ def _distinct(lines: list[Tensor]) -> list[Tensor]:
 
 
 def _grid(channels: ChannelGraph, width: Width) -> tuple[int, ...]:
-    """Every value an affine width can take, ascending; not 0 (a block without channels is removed)."""
+    """Every value that an affine width can take, ascending, except 0 (a block without channels is removed)."""
     sums = {width.constant}
     for group, per_unit in width.groups:
         sums = {total + per_unit * count for total in sums for count in channels[group].permitted}

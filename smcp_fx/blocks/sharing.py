@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smcp_fx.errors import InputError
 
-#: Of each free width of a block, the values that it can take, ascending.
+#: For each free width of a block, the values that it can take, ascending.
 Grids = tuple[tuple[int, ...], ...]
 
 
@@ -19,10 +19,10 @@ class Block(Protocol):
     """A part of a network that the engine runs as one fused kernel, with up to two free widths.
 
     ``name``: where it is, for messages. ``signature``: canonical JSON of everything but the widths; blocks of one
-    signature share their rows. ``grids``: for each free width the ascending values that it can take.
+    signature share their rows. ``grids``: for each free width the values that it can take, ascending.
     ``read_before``: inputs, by position, that another block has already converted into the layout that this one
-    reads, where the runtime has layouts. ``fed_by``: how each input was written (`blocks.feeding`); by a convolution
-    where it does not say. ``weight_bytes``: of its weights at the full widths.
+    reads, if the runtime has layouts. ``fed_by``: how each input is written (`blocks.feeding`); if empty, all are
+    written by convolutions. ``weight_bytes``: the size of its weights at the full widths.
     """
 
     @property
@@ -80,8 +80,7 @@ class _Widened:
 
 
 def priced_as(blocks: Iterable[Block]) -> dict[tuple[str, Grids], Block]:
-    """Return the block whose rows price it, by signature and grids: the largest that is at least as wide on each
-    axis.
+    """Return the block whose rows price each block, by signature and grids: the largest, at least as wide everywhere.
 
     The layers of a DenseNet's block, for instance, differ only in how many channels they may read. They are measured
     once rather than each around its own full size.
@@ -108,7 +107,7 @@ def _reaches(grids: Grids, others: Grids) -> bool:
 
 
 def unique_blocks(blocks: Iterable[Block], shard: int = 1, shards: int = 1) -> list[Block]:
-    """Return blocks that share no rows, in order; of these every ``shards``-th, from the ``shard``-th (from 1)."""
+    """Return blocks that share no rows, in order; of these every ``shards``-th, beginning with number ``shard``."""
     if not 1 <= shard <= shards:
         raise InputError(f"shard {shard}/{shards}: give i/n with 1 <= i <= n")
     found = list({(block.signature, block.grids): block for block in priced_as(blocks).values()}.values())

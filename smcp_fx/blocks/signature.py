@@ -1,4 +1,4 @@
-"""What tells a block from another in a latency table: all but its widths."""
+"""What identifies a block in a latency table: everything but its widths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smcp_fx.tracing.values import TensorInfo
 
 #: Operations that move elements and compute nothing.
 MOVES = set(MOVEMENTS) - {"cat", "stack", "hstack", "vstack", "pad", "getattr"}
-#: Fields of modules that say how many channels there are, or that do not matter at inference.
+#: Fields of modules that count channels, or that do not matter at inference.
 _UNSIGNED = set(
     """
 in_channels out_channels in_features out_features num_features num_channels num_groups num_parameters
@@ -35,10 +35,10 @@ def signature(
     read_before: tuple[int, ...],
     fed_by: tuple[str, ...],
 ) -> str:
-    """Return canonical JSON of everything but a block's widths; sizes that are written into the graph count.
+    """Return canonical JSON of everything but a block's widths, including sizes that are constants of the graph.
 
-    ``inputs``: the nodes whose tensors ``nodes`` read; ``axes``: which axis of each has the channels, by name;
-    ``read_before`` and ``fed_by``: as `FusedBlock` has them.
+    ``inputs``: the nodes whose tensors ``nodes`` read; ``axes``: the channel axis of each, by name; ``read_before``
+    and ``fed_by``: as in `FusedBlock`.
     """
     place: dict[fx.Node, str] = {n: f"input{i}" for i, n in enumerate(inputs)}
     place.update({n: f"node{i}" for i, n in enumerate(nodes)})

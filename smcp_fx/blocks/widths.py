@@ -1,4 +1,4 @@
-"""Make a block narrower: which channels stay at a width, and inputs that have none there."""
+"""Make a block narrower: which channels stay at a width, and which inputs are then left without channels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from smcp_fx.tracing.operations import operation_name
 
 
 def take_out(module: fx.GraphModule, names: set[str], block: str) -> None:
-    """Remove inputs of a concat."""
+    """Remove inputs of a concatenation."""
     for node in list(module.graph.nodes):
         if node.name not in names:
             continue
@@ -23,7 +23,7 @@ def take_out(module: fx.GraphModule, names: set[str], block: str) -> None:
 
 
 def thin(line: Tensor, width: int, keep: Tensor, name: str, inputs: list[Tensor]) -> None:
-    """Keep ``width`` slots along a line of units, evenly spread, and some of every input of a concat."""
+    """Keep ``width`` slots along a line of units, evenly spread, and some of every input of a concatenation."""
     order = list(dict.fromkeys(line.tolist()))
     per_unit = int((line == order[0]).sum())
     wanted, rest = divmod(width, per_unit)

@@ -61,7 +61,7 @@ class Content:
 
 
 @dataclass
-class Step:
+class FlowNode:
     """One node: what it reads (places in the order the graph runs), and which channels it reads and holds."""
 
     name: str
@@ -95,13 +95,13 @@ class Flow:
         nodes = list(module.graph.nodes)
         self.place = {node.name: index for index, node in enumerate(nodes)}
         dense = {layer.node: layer for layer in channels.layers if layer.kind == "dense"}
-        self.steps: list[Step] = []
+        self.steps: list[FlowNode] = []
         starts = 0
         for node in nodes:
             reads = tuple(self.place[source.name] for source in node.all_input_nodes)
             held = [self._of(labels) for labels in _tensors(channels, node)]
             content = functools.reduce(operator.or_, held, Content())
-            step = Step(node.name, "other", reads, content, tuple(held) if len(held) > 1 else ())
+            step = FlowNode(node.name, "other", reads, content, tuple(held) if len(held) > 1 else ())
             if node.op == "placeholder":
                 step.kind, step.bit = "start", 1 << starts
                 starts += 1
@@ -155,7 +155,7 @@ class Flow:
         return walk
 
     @staticmethod
-    def _causes(walk: Walk, step: Step) -> int:
+    def _causes(walk: Walk, step: FlowNode) -> int:
         found = 0
         for source in step.reads:
             found |= walk.causes[source]

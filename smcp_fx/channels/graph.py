@@ -1,4 +1,4 @@
-"""The channel graph of a network: its units, its groups, and what a user may ask of them."""
+"""The channel graph of a network: its units, its groups, and queries on them."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class ChannelGraph:
             self.place_in_group[group.units] = torch.arange(group.size)
             self.free_units[group.units] = group.free
         self._free_group = torch.where(self.free_units, self.group_of_unit, -1)
-        #: With layer pruning: which groups may keep nothing, and what goes with them.
+        #: With layer pruning: which groups may keep nothing, and what they take with them.
         self.branches: Branches | None = None
 
     def allow_nothing(self, branches: Branches) -> None:
-        """Let the groups that ``branches`` names keep nothing: 0 is the least of their permitted counts."""
+        """Let the groups that ``branches`` names keep nothing: add 0 to their permitted counts."""
         self.branches = branches
         for index in bits(branches.removable):
             group = self.groups[index]
@@ -74,7 +74,7 @@ class ChannelGraph:
         self._by_name = {group.name: group for group in self.groups}
 
     def __getitem__(self, name: str) -> Group:
-        """Return the group of this name; `InputError` lists near names when there is none."""
+        """Return the group of this name; `InputError` if there is none."""
         if name not in self._by_name:
             raise InputError(
                 f"there is no group {name!r}; the network has {len(self.groups)}: "
@@ -113,13 +113,13 @@ class ChannelGraph:
         return f"{self!r}\n\n{table(('group', 'units', 'written by', 'read by', 'why it must stay'), rows)}"
 
     def has_choice(self, labels: Tensor) -> bool:
-        """Tell whether any of these 1-D labels belongs to a free group."""
+        """Whether any of these 1-D labels belongs to a free group."""
         units = self.units.of(labels)
         return bool((self.free_units[units.clamp(min=0)] & (units >= 0)).any())
 
     @functools.cached_property
     def free_share(self) -> float:
-        """Share of the dense layers' input-channel slots that are free, network inputs left out."""
+        """Share of the dense layers' input-channel slots that are free, without the network's inputs."""
         dense = [self.units.of(layer.in_labels) for layer in self.layers if layer.kind == "dense"]
         if not dense:
             return 0.0
@@ -138,7 +138,7 @@ class ChannelGraph:
         return found
 
     def width(self, labels: Tensor) -> Width:
-        """Channels kept among these 1-D labels, as a function of the groups' counts."""
+        """The number of channels kept among these 1-D labels, as a function of the groups' counts."""
         units = self.units.of(labels)
         group = torch.where(units >= 0, self._free_group[units.clamp(min=0)], -1)
         counts = torch.bincount(group + 1, minlength=1).tolist()
@@ -190,7 +190,7 @@ class ChannelGraph:
         Node attributes: ``kind`` ("group" or "layer"), for groups ``size``, ``pinned`` (a string, empty when
         free); edge attribute ``channels``: channels a unit has there. Exports to GraphML and DOT as it is.
         """
-        import networkx as nx  # a fifth of a second to import, which most runs need not pay
+        import networkx as nx  # takes a fifth of a second, and most runs do not need it
 
         graph: nx.DiGraph[Any] = nx.DiGraph()
         for layer in self.layers:
@@ -213,11 +213,11 @@ def build(
     keep_first_layer: bool = False,
     other: dict[str, Any] | None = None,
 ) -> ChannelGraph:
-    """Derive the channel graph of a traced module from what its example run showed.
+    """Derive the channel graph of a traced module from its example run.
 
     ``values`` maps node names to recorded values (see `smcp_fx.tracing.example_runs`). ``exclude`` names modules
-    whose output channels stay, and so do those of the first layer with ``keep_first_layer``.
-    ``other``: the values at another size of the images, if any: channels that would go with others there must stay.
+    whose output channels stay; with ``keep_first_layer``, those of the first layer stay too. ``other``: the values at
+    another size of the images, if any: channels that are tied to different ones there must stay.
     """
     trail, units = _propagated(module, values, exclude, keep_first_layer, other)
     if other is not None:
@@ -238,7 +238,7 @@ def _propagated(
         trail = run.run()
         _exclude(run, exclude, keep_first_layer)
         units = close(trail)
-        if run.blind:  # ties found late may show what a rule could not see the first time
+        if run.blind:  # a rule may see more once all ties are known
             second = Propagation(module, values, RULES, (trail, units.unit), other, within)
             trail = second.run()
             _exclude(second, exclude, keep_first_layer)
@@ -251,7 +251,7 @@ def _propagated(
 
 
 def _chained(trail: Trail, units: Units) -> set[str]:
-    """Group norms whose groups other norms chain together, so that hardly any could go; and those that chain them."""
+    """Group norms that tie each other's groups together, so that hardly any group could go."""
     known = {name: torch.unique(units.of(labels)) for name, (_, labels) in trail.grouped.items()}
     stuck: set[int] = set()
     for name, (groups, labels) in trail.grouped.items():
@@ -266,7 +266,7 @@ def _chained(trail: Trail, units: Units) -> set[str]:
 
 
 def _keep_unread(trail: Trail, units: Units) -> Units:
-    """Channels that nothing but a statistic reads stay: no weight behind them tells what they are worth."""
+    """Pin channels that only a statistic reads: no weight that reads them says what they are worth."""
     read = torch.zeros(units.count, dtype=torch.bool)
     mixed = read.clone()
     for found, labels in (

@@ -1,4 +1,4 @@
-"""Groups: units among which one count is chosen, and the counts that each permits."""
+"""Groups: units among which one count is chosen, and their permitted counts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from smcp_fx.channels.units import Units, Why
 class Group:
     """Units among which one count is chosen.
 
-    ``consumers`` and ``producers`` are module paths (the weight's name for functional calls); ``pinned``
-    holds the reasons why its units must stay and is empty when all of them are free; ``channels`` maps each
-    consumer or producer, as ``(path, "in" | "out")``, to the channels one unit has there.
+    ``consumers`` and ``producers`` are module paths (the weight's name for functional calls); ``pinned`` holds the
+    reasons why its units must stay, and is empty if they are free; ``channels`` maps each consumer or producer, as
+    ``(path, "in" | "out")``, to the number of channels that one unit has there.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Group:
 
     @property
     def free(self) -> bool:
-        """True when its units may go."""
+        """Whether its units may go."""
         return not self.pinned
 
 
 def form_groups(trail: Trail, units: Units, multiple: int) -> tuple[list[Group], Units]:
-    """Units with the same slots in the same weights form a group. Returns the units, too: unproduced ones stay."""
+    """Group units with the same slots in the same weights. Also returns the units, with unproduced ones pinned."""
     table, orphans = _slots_of(trail, units)
     if orphans.numel():
         units = Units(units.unit, units.why.and_also(orphans, "", "no layer produces it"))
@@ -84,8 +84,8 @@ def _slots_of(trail: Trail, units: Units) -> tuple[_Slots, Tensor]:
         if name not in layered
         for dim, labels in dims.items()
     }
-    # Units that pass other norms, or other pieces of a split tensor, must not share a count: each of these
-    # would not know how many channels it keeps, and could be left with none.
+    # Units that pass through different norms, or different pieces of a split tensor, must not share a count: it would
+    # not say how many channels each of these keeps, and one could be left with none.
     for name, labels in {**others, **trail.elements, **_pieces(trail)}.items():
         table.add((name, "carry"), narrow_uniform(units.of(labels)).reshape(-1), in_layers)
     return table, (in_layers & ~produced & ~units.why.pinned(count)).nonzero().flatten()
@@ -98,7 +98,7 @@ def _group(
     multiple: int,
     taken: set[str],
 ) -> Group:
-    """Return a group under a name that is not ``taken``: after its first producer, else its first consumer."""
+    """Return a group whose name is not ``taken``: that of its first producer, else of its first consumer."""
     consumers = tuple(path for path, side in channels if side == "in")
     producers = tuple(path for path, side in channels if side == "out")
     base = [*producers, *(f"input of {path}" for path in consumers), *(path for path, _ in channels)][0]
@@ -126,7 +126,7 @@ def _counted(units: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Slots:
-    """How many slots each unit has in each weight: rows (unit, key, count), and units compared by their rows."""
+    """How many slots each unit has in each weight: rows (unit, key, count), by which units are compared."""
 
     def __init__(self, count: int) -> None:
         self.present = torch.zeros(count, dtype=torch.bool)
@@ -135,7 +135,7 @@ class _Slots:
         self._sorted: Tensor | None = None
 
     def add(self, key: tuple[str, str], units: Tensor, among: Tensor | None = None) -> Tensor:
-        """Count the units' slots under a key; returns the different units. ``among``: leave out the others."""
+        """Count the units' slots under a key; returns the distinct units. ``among``: ignore other units."""
         found, counts = _counted(units)
         kept = found >= 0
         if among is not None:
@@ -147,9 +147,9 @@ class _Slots:
         return found
 
     def alike(self, why: Why) -> list[Tensor]:
-        """The units that have a row, those with the same rows and reasons together; each ascending.
+        """The units that have a row, in lists of those with the same rows and reasons; each list ascending.
 
-        Sets of rows are compared by the sum of one random 64-bit number for each different row.
+        Sets of rows are compared by the sum of a random 64-bit number for each distinct row.
         """
         if not self._rows:
             return []
@@ -178,7 +178,7 @@ class _Slots:
 
 
 def _pieces(trail: Trail) -> dict[str, Tensor]:
-    """Tensors that hold a part of another tensor's elements: pieces of splits, slices, selections."""
+    """Tensors that hold part of another tensor's elements: pieces of splits, slices, selections."""
     found = {}
     for name in trail.parts:
         for index, labels in enumerate(pytree.tree_leaves(trail.labels[name])):
@@ -190,7 +190,7 @@ def _pieces(trail: Trail) -> dict[str, Tensor]:
 def permitted_counts(size: int, channels_per_unit: Any, multiple: int) -> tuple[int, ...]:
     """Counts that keep a multiple of ``multiple`` channels in every layer, and the full size; never 0.
 
-    ``channels_per_unit``: the channels one unit has at each of the group's producers and consumers.
+    ``channels_per_unit``: how many channels one unit has at each of the group's producers and consumers.
     """
     step = 1
     for channels in channels_per_unit:

@@ -17,7 +17,7 @@ def compress(labels: Tensor) -> Tensor:
     """Return the same labels with every uniform dimension at stride 0."""
     if labels.numel() == 0:
         return labels
-    core = narrow_uniform(labels)  # first, so that what is compared below is as small as it can be
+    core = narrow_uniform(labels)  # first, so that as little as possible is compared below
     for dim in range(core.dim()):
         if core.shape[dim] > 1:
             first = core.narrow(dim, 0, 1)

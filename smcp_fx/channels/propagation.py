@@ -1,9 +1,8 @@
 """Run a traced graph on channel labels instead of numbers.
 
-Every producer's output channels get fresh labels. Operations that move data are executed on the labels as
-they are; element-wise operations tie the labels they bring together; consumers record the label of each
-input slot; an operation without a rule pins what it touches. The rules are in `rules_*.py`, each a function
-``rule(run, call) -> labels of the output``.
+Every producer's output channels get fresh labels. Operations that move data are executed on the labels; element-wise
+operations tie the labels they bring together; consumers record the label of each input slot; an operation without a
+rule pins what it touches. The rules are in `rules_*.py`, each a function ``rule(run, call) -> labels of the output``.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, canoni
 
 Rule = Callable[["Propagation", Call], Any]
 
-#: How the reason starts where a rule does not fit the form its operation is used in.
+#: Start of the reason when an operation is used in a form that its rule does not handle.
 UNFIT = "no channel rule fits this form of"
-#: Operations that read of a tensor what masks do not change: its sizes and its type.
+#: Operations that read only what masks do not change: a tensor's sizes and type.
 _QUESTIONS = frozenset(
     """
 getattr size dim ndimension numel nelement len isfloatingpoint iscomplex iscontiguous getdevice elementsize
@@ -58,14 +57,12 @@ class Propagation:
         self.values = values
         self.other = other or {}  # the values at another size of the images
         self.rules = rules
-        self.within = within  # group norms that lose as many channels of each group, and no whole groups
+        self.within = within  # group norms that lose equally many channels of every group, not whole groups
         self.trail = Trail()
-        self.blind = False  # a rule pinned something because ties found later were not visible yet
+        self.blind = False  # whether a rule pinned something because it could not see ties found later
         self._asked: Counter[str] = Counter()
         self._seen: Tensor | None = None
-        if (
-            earlier is not None
-        ):  # the same nodes get the same labels, so that the earlier ties still speak of them
+        if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still hold
             self.trail.ties = list(earlier[0].ties)
             self.trail.origins = dict(earlier[0].origins)
             self.trail.count = earlier[0].count
@@ -75,8 +72,8 @@ class Propagation:
         for view in weight_views(module).values():
             places = zip(view.chain, view.dims, strict=True)
             self._views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
-        self._computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter it passes for
-        self._hidden: set[str] = set()  # nodes on the way to one: the rules do not see them
+        self._computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
+        self._hidden: set[str] = set()  # nodes that only compute weights: the rules do not see them
         for found in computed_weights(module, self._shape):
             name = self._computed[found.result.name] = self.parameter(found.name)
             self.trail.computed[name] = Computed(found.shape, found.source(module), found.unread)
@@ -105,7 +102,7 @@ class Propagation:
         return -1 - self.reason(node, why)
 
     def pin(self, labels: Tensor, node: str, why: str) -> None:
-        """Keep these channels for good."""
+        """Mark these channels as ones that must stay."""
         kept = torch.unique(narrow_uniform(labels))
         kept = kept[kept > 0]
         if kept.numel():
@@ -117,7 +114,7 @@ class Propagation:
         both = (a > 0) & (b > 0) & (a != b)
         if bool(both.any()):
             a_, b_ = a[both], b[both]
-            if a_.numel() > 2048:  # large ones are often the same pairs many times over
+            if a_.numel() > 2048:  # large tensors often repeat the same pairs
                 single = torch.unique((torch.minimum(a_, b_) << 32) | torch.maximum(a_, b_))
                 a_, b_ = single >> 32, single & 0xFFFFFFFF
             self.trail.ties.append(torch.stack([a_, b_]))
@@ -134,7 +131,7 @@ class Propagation:
         return compress(labels.narrow(dim, 0, 1).expand(labels.shape))
 
     def units(self, labels: Tensor) -> Tensor:
-        """Labels as the ties of the earlier run show them (for uniformity tests only)."""
+        """Labels merged by the ties of the earlier run (for uniformity tests only)."""
         if self._seen is None:
             return labels
         core = narrow_uniform(labels)
@@ -143,11 +140,11 @@ class Propagation:
         return compress(torch.where((core > 0) & (core < count), known, core).expand(labels.shape))
 
     def varied(self, labels: Tensor) -> list[int]:
-        """Dimensions along which the labels change, ties of the earlier run seen through."""
+        """Dimensions along which the labels change, merged by the ties of the earlier run."""
         return varied_dims(self.units(labels))
 
     def follows_input(self, node: fx.Node, dim: int) -> bool:
-        """Is the dimension of another size for other images?"""
+        """Whether the dimension has another size for other images."""
         here, there = self.values[node.name], self.other.get(node.name)
         return (
             isinstance(here, TensorInfo)
@@ -159,8 +156,8 @@ class Propagation:
     def of(self, value: Any, along: Collection[int] | None = None) -> Tensor:
         """Return the labels of a tensor argument, giving a parameter's elements labels on first use.
 
-        ``along``: the parameter's dimensions (from the last, -1) that can hold channels, where it is known that
-        the others cannot: a position embedding added to tokens has a label a channel, not one an element.
+        ``along``: the parameter's dimensions (counted from the last, -1) that can hold channels, if it is known that
+        the others cannot: a position embedding that is added to tokens has a label per channel, not per element.
         """
         if isinstance(value, ParameterView):
             base = self.of(value.base)
@@ -246,7 +243,7 @@ class Propagation:
         call = Call(node, operation_name(node, module), tuple(args), dict(kwargs), module, value)
         if not any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value)):
             if call.name not in _QUESTIONS and tensor_leaves((args, kwargs)):
-                # A tensor's values as a number, or tensors in an object that is not looked into.
+                # A number computed from a tensor's values, or an object that holds tensors out of our sight.
                 self.unknown(call)
             return value  # sizes and other numbers: as recorded
         self._refuse_writes_into_views(call)
@@ -254,7 +251,7 @@ class Propagation:
         return pytree.tree_map(lambda t: compress(t) if isinstance(t, Tensor) else t, result)
 
     def _ruled(self, call: Call) -> Any:
-        """What the operation's rule says; an operation used in a way that its rule does not know is unknown."""
+        """What the operation's rule returns; an operation used in a form that the rule does not handle is unknown."""
         if OPAQUE in call.node.meta:
             return self.unknown(call, str(call.node.meta[OPAQUE]))
         rule = self.rules.get(call.name or "")
@@ -265,7 +262,7 @@ class Propagation:
             call = replace(call, args=args, kwargs=kwargs)
         try:
             result = rule(self, call)
-        except Exception as error:  # a form that the rule was not written for, whatever it trips over there
+        except Exception as error:  # a form that the rule was not written for, whatever it fails on
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             return self.unknown(call, f"{UNFIT} {call.name!r} ({said})")
         leaves = pytree.tree_leaves(result)
@@ -286,9 +283,9 @@ class Propagation:
         return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def _refuse_writes_into_views(self, call: Call) -> None:
-        """An in-place operation on a view changes its base, too: slicing may make a copy of it, so pin both.
+        """Pin views that are written into, and their bases: slicing may turn the view into a copy.
 
-        A plain slice (`x[:, 4:8]`) stays one, and a view.
+        A plain slice (`x[:, 4:8]`) stays a view.
         """
         if not writes_in_place(call.node, self.module):
             return
@@ -296,7 +293,7 @@ class Propagation:
             self._refuse_write(call, path)
 
     def _written(self, node: fx.Node, first: bool = True) -> list[list[fx.Node]]:
-        """Ways back from a write to the tensors whose memory it may change; each begins with the node itself."""
+        """Paths back from a write to the tensors whose memory it may change; each begins with the node itself."""
         operands = node.args[1:] if is_by_mode(node) else node.args[:1]
         through = (
             first
@@ -340,14 +337,14 @@ class Propagation:
                 self.fix_parameter(leaf, call.node.name, why)
             else:
                 self.pin(leaf, call.node.name, why)
-        if call.module is not None:  # its parameters stay as they are, where others share them, too
+        if call.module is not None:  # its parameters stay as they are, also where others share them
             for name, tensor in (*call.module.named_parameters(), *call.module.named_buffers()):
                 reference = ParameterRef(self.parameter(f"{call.node.target}.{name}"), tuple(tensor.shape))
                 self.fix_parameter(reference, call.node.name, why)
         return self.filled(call.value, self.fixed(call.node.name, why))
 
     def fix_parameter(self, parameter: ParameterRef, node: str, why: str) -> None:
-        """Keep all of a parameter, without labelling its elements."""
+        """Pin a whole parameter, without labelling its elements."""
         parameter = parameter.base
         for labels in self.trail.slots.get(parameter.name, {}).values():
             self.pin(labels, node, why)

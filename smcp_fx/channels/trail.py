@@ -1,4 +1,4 @@
-"""What a propagation is told, and what it leaves behind: calls, layers, norms, ties, pins and labels."""
+"""The input of channel rules and the results of a propagation: calls, layers, norms, ties, pins and labels."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class ParameterRef:
         return self
 
     def place(self, dim: int) -> int | None:
-        """The parameter's dimension that a dimension is; None for one of size 1 that the parameter lacks."""
+        """The parameter's dimension behind this one; None for one of size 1 that the parameter lacks."""
         return dim
 
     def size(self, dim: int | None = None) -> int | tuple[int, ...]:
-        """What a tensor of the shape would say."""
+        """As a tensor's ``size``."""
         return self.shape if dim is None else self.shape[dim]
 
 
 @dataclass(frozen=True)
 class ParameterView(ParameterRef):
-    """A parameter seen with its dimensions moved, which a layer reads as its weight: see `channels.weight_views`."""
+    """A parameter whose dimensions are moved before a layer reads it as its weight: see `channels.weight_views`."""
 
     parameter: ParameterRef
     dims: Dims
@@ -46,22 +46,22 @@ class ParameterView(ParameterRef):
         return self.parameter
 
     def place(self, dim: int) -> int | None:
-        """The parameter's dimension that a dimension is; None for one of size 1 that the parameter lacks."""
+        """The parameter's dimension behind this one; None for one of size 1 that the parameter lacks."""
         return self.dims[dim]
 
 
 @dataclass(frozen=True)
 class ConstantRef(ParameterRef):
-    """A tensor of integers or booleans that the model holds: its values are known, an index by it is executed."""
+    """A tensor of integers or booleans in the model: its values are known, so indexing by it is executed."""
 
     value: Tensor = field(compare=False)
 
 
 @dataclass(frozen=True)
 class MadeRef(ParameterRef):
-    """A tensor of one value that a node makes (`torch.zeros(b, n, h, w)`): it has as many channels as what it meets.
+    """A tensor filled with one value (`torch.zeros(b, n, h, w)`): it keeps the same channels as what it meets.
 
-    ``told``: the dimensions that can hold channels, which are of one size for all inputs.
+    ``told``: the dimensions that can hold channels, as their size is the same for all inputs.
     """
 
     told: tuple[int, ...]
@@ -155,11 +155,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Mix:
-    """An operation that mixes the channels of an operand: it may see the kept ones alone.
+    """An operation that mixes the channels of an operand, and can be restricted to the kept ones.
 
-    ``operand``: its place among the node's arguments; ``labels``: of the operand, of size 1 where they do not change;
-    ``form``: how it is told (`tracing.kept_statistics.BEFORE`), or "instead" where another function takes its place;
-    ``options``: what that needs to know beside the mask.
+    ``operand``: its position among the node's arguments; ``labels``: the operand's, of size 1 where they are uniform;
+    ``form``: how it is restricted (`tracing.kept_statistics.BEFORE`), or "instead" if another function replaces it;
+    ``options``: further arguments of that function.
     """
 
     node: str
@@ -181,9 +181,9 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class Spread:
-    """An operand of size 1 along some of the dimensions in which what it meets varies: at last tied to it, or pinned.
+    """An operand of size 1 along some dimensions in which what it meets varies; it is tied or pinned at the end.
 
-    ``merged``: labels of what it meets; ``operand``: its own, of as many dimensions; ``reason``: for the pin.
+    ``merged``: labels of what it meets; ``operand``: its own, with as many dimensions; ``reason``: for pinning.
     """
 
     merged: Tensor
@@ -193,7 +193,7 @@ class Spread:
 
 @dataclass
 class Trail:
-    """What a propagation leaves behind, for the solver."""
+    """The result of a propagation."""
 
     labels: dict[str, Any] = field(default_factory=dict)  # node name -> pytree of label tensors and values
     ties: list[Tensor] = field(default_factory=list)  # each [2, n]
@@ -206,16 +206,13 @@ class Trail:
     norms: list[Norm] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)  # weights and biases, by name
     mixes: list[Mix] = field(default_factory=list)
-    grouped: dict[str, tuple[int, Tensor]] = field(
-        default_factory=dict
-    )  # norms whose groups go as a whole: groups, channel labels
-    full: dict[str, int] = field(
-        default_factory=dict
-    )  # nodes that run on all channels, zeros in the place of those that are gone: where these lie
+    #: Norms whose groups go as a whole: the number of groups, and channel labels.
+    grouped: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    #: Nodes that run on all channels, with zeros for those that are gone: the channels' dimension.
+    full: dict[str, int] = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)  # nodes whose tensors hold a part of another's elements
     shuffles: dict[str, Shuffle] = field(default_factory=dict)
     virtual: set[str] = field(default_factory=set)  # nodes exempt from rectangularity
-    origins: dict[tuple[str, int], tuple[int, int]] = field(
-        default_factory=dict
-    )  # (node, nth) -> first, count
+    #: (node, n-th request of it) -> the first label, and how many.
+    origins: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     count: int = 1  # labels handed out, 0 unused

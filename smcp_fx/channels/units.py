@@ -1,8 +1,8 @@
 """From ties to units: which channel slots must be kept or removed together, and which must stay.
 
-Labels alone would allow ragged tensors. After the ties are closed, every tensor may vary along one dimension
-at most; where one varies along more, the others are tied and the closure is taken again. What broadcasts follows:
-it is tied to the dimension that is left to vary, or stays where it has size 1 there.
+Labels alone would allow ragged tensors. Once the ties are closed, every tensor may vary along one dimension at most;
+if one varies along more, the others are tied and the ties are closed again. An operand that broadcasts is then tied
+to the dimension that still varies, or pinned if it has size 1 there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from smcp_fx.channels.trail import Spread, Trail
 
 
 class Why:
-    """The reasons for which units must stay: a mapping unit -> [(node, reason), ...], kept as two arrays."""
+    """Why units must stay: a mapping unit -> [(node, reason), ...], stored as two arrays."""
 
     def __init__(self, units: list[Tensor], reasons: list[int], texts: list[tuple[str, str]]) -> None:
         sizes = torch.tensor([u.numel() for u in units], dtype=torch.int64)
@@ -29,17 +29,17 @@ class Why:
         self.texts = texts
 
     def get(self, unit: int, default: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Up to eight different reasons of a unit, in the order they were found."""
+        """Up to eight different reasons for a unit, in the order they were found."""
         first, last = torch.searchsorted(self.units, torch.tensor([unit, unit + 1])).tolist()
         found = self.reasons[first:last].tolist()
         return list(dict.fromkeys(self.texts[index] for index in found))[:8] if found else default
 
     def pinned(self, count: int) -> Tensor:
-        """A bool for each of ``count`` units: must it stay?"""
+        """A bool for each of ``count`` units: whether it must stay."""
         return torch.bincount(self.units, minlength=count) > 0
 
     def with_text(self, start: str, count: int) -> Tensor:
-        """A bool for each of ``count`` units: does one of its reasons start like this?"""
+        """A bool for each of ``count`` units: whether one of its reasons starts with this text."""
         starts = torch.tensor([text.startswith(start) for _, text in self.texts] or [False])
         return torch.bincount(self.units[starts[self.reasons]], minlength=count) > 0
 
@@ -53,18 +53,18 @@ class Why:
 
 @dataclass(frozen=True)
 class Units:
-    """``unit[label]`` for every label; ``why`` lists the (node, reason) of those that must stay."""
+    """``unit[label]`` for every label; ``why`` has the (node, reason) of those that must stay."""
 
     unit: Tensor
     why: Why
 
     @property
     def count(self) -> int:
-        """How many units there are."""
+        """The number of units."""
         return int(self.unit.max()) + 1 if self.unit.numel() else 0
 
     def of(self, labels: Tensor) -> Tensor:
-        """Units of labels; -1 where the source always stays."""
+        """Units of labels; -1 for sources that always stay."""
         core = narrow_uniform(labels)
         known = torch.where(core > 0, self.unit[core.clamp(min=0)], -1)
         return compress(known.expand(labels.shape))
@@ -129,7 +129,7 @@ def _tensors(trail: Trail) -> list[Tensor]:
 
 
 def _rectangular(labels: Tensor, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """Ties that leave one varied dimension: the one along which most units can still be told apart."""
+    """Ties after which one dimension varies: the one along which most units are still distinct."""
     known = units.of(labels)
     varied = varied_dims(known)
     if len(varied) < 2:
@@ -144,7 +144,7 @@ def _rectangular(labels: Tensor, units: Units, pins: list[tuple[Tensor, int]]) -
 
 
 def _follow(spread: Spread, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """Ties of an operand that broadcasts to what it meets, unless that varies where the operand has size 1."""
+    """Ties of a broadcast operand to what it meets, unless that varies where the operand has size 1."""
     if _stays(spread, units):
         return []
     return _bind(spread.merged, spread.operand.expand_as(spread.merged), units, pins)
@@ -156,7 +156,7 @@ def _stays(spread: Spread, units: Units) -> bool:
 
 
 def _bind(left: Tensor, right: Tensor, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """Pairs of labels, of tensors of one shape, that are not of one unit yet; what meets a fixed one is pinned."""
+    """Pairs of labels, of equally shaped tensors, that are not in one unit yet; what meets a fixed one is pinned."""
     a, b = left.reshape(-1), right.reshape(-1)
     for one, other in ((a, b), (b, a)):
         met = (one > 0) & (other < 0)
@@ -177,7 +177,7 @@ def _line(known: Tensor, dim: int) -> Tensor:
 
 
 def _whole(trail: Trail) -> list[tuple[str, Tensor]]:
-    """Tensors and parameter dimensions that a unit must not cover as a whole."""
+    """Tensors and parameter dimensions that must not be left empty: no single unit may cover all of one."""
     found = [
         (name, labels)
         for name, tree in trail.labels.items()

@@ -10,7 +10,8 @@ from smcp_fx.cli.common import CommandParser, consoles, guarded, tell
 from smcp_fx.cli.flags import add_backend_options, add_options, chosen, own_options
 from smcp_fx.config import PruningConfig
 
-#: Measured this far above the target (a fraction of the dense latency), the run counts as missed.
+#: Measured this far above the target (a fraction of the dense latency), the run counts as missed. Chosen, not
+#: measured.
 MISSED = 0.03
 
 _EXAMPLES = """examples:

@@ -29,6 +29,7 @@ from smcp_fx.errors import InputError
 if TYPE_CHECKING:
     from smcp_fx.backends.timing.measuring import Measurement
     from smcp_fx.latency.store import TableRow
+    from smcp_fx.latency.table import HeldOutError
 
 _EXAMPLES = """examples:
   smcp-table measure torchvision:resnet50 --batch 1              fill table.sqlite with what ResNet-50 needs here
@@ -113,7 +114,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     from smcp_fx.latency.network import Measurer
     from smcp_fx.latency.progress import duration, watched
     from smcp_fx.latency.rounds import measure_for_targets
-    from smcp_fx.latency.table import MEASURABLE_MS, LatencyTable
+    from smcp_fx.latency.table import LatencyTable
 
     if arguments.emit_requests or arguments.read_answers:
         from smcp_fx.cli.table_requests import exchange
@@ -148,17 +149,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
         + (f" (shard {arguments.shard})" if shards > 1 else "")
     )
     console.print(f"  on {line(backend.fingerprint().describe())}")
-    if error.points:
-        console.print(
-            f"  {error.points} rows as predicted by the others: off by {error.median:.1%} in the median, "
-            f"{error.p95:.1%} for 95 of 100"
-        )
-        telling = error.telling()
-        if 0 < telling.points < error.points:
-            console.print(
-                f"  at the {telling.points} of them that were steady and took {1e3 * MEASURABLE_MS:.0f} µs and more: "
-                f"{telling.median:.1%} and {telling.p95:.1%}"
-            )
+    _print_errors(error, console)
     if report.repeated:
         console.print(
             f"  {report.repeated} times a row was measured again that had been unsteady, slow or unlike the others"
@@ -170,6 +161,24 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     for name, widths, why in report.failed:
         console.print(f"  failed: {line(name)} at {widths}: {line(why)}")
     return 1 if report.failed else 0
+
+
+def _print_errors(error: HeldOutError, console: Console) -> None:
+    """Print how well rows predict each other."""
+    from smcp_fx.latency.table import MEASURABLE_MS
+
+    if not error.points:
+        return
+    console.print(
+        f"  {error.points} rows as predicted by the others: off by {error.median:.1%} in the median, "
+        f"{error.p95:.1%} for 95 of 100"
+    )
+    telling = error.telling()
+    if 0 < telling.points < error.points:
+        console.print(
+            f"  at the {telling.points} of them that were steady and took {1e3 * MEASURABLE_MS:.0f} µs and more: "
+            f"{telling.median:.1%} and {telling.p95:.1%}"
+        )
 
 
 def _show(arguments: argparse.Namespace, console: Console) -> int:

@@ -18,7 +18,7 @@ from smcp_fx.report.schema import CalibrationFacts, RepairRow, WorthRow
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
-#: Images that go through the network at a time.
+#: Images that go through the network at a time. Chosen, not measured.
 _BATCH = 64
 
 Batches = list[tuple[Tensor, Tensor | None]]

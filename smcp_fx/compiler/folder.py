@@ -15,7 +15,8 @@ from smcp_fx.storage.files import brief, locked, read_json, write_texts
 
 #: The folder of a run without --out: this, or this with the next number.
 _DEFAULT = Path("runs/compile")
-_WRITTEN = ("dense.onnx", "pruned.onnx", "pruned.safetensors", "pruned.json", "report.json", "report.html")
+#: What a folder may hold in which a run begins; and names that begin with a dot.
+_EMPTY = {"lost+found", "state"}
 
 
 def placed(settings: CompileSettings) -> CompileSettings:
@@ -54,14 +55,22 @@ class RunFolder:
             if self._resume:
                 self._compare()
                 return
-            there = [name for name in _WRITTEN if (self.folder / name).exists()]
-            there += [f"state/{file.name}" for file in sorted(self.state.glob("*.safetensors"))]
+            ours = self._file.exists()
+            there = [f"state/{file.name}" for file in sorted(self.state.glob("*.safetensors"))]
+            if self.folder.is_dir():
+                names = sorted(file.name for file in self.folder.iterdir() if file.name not in _EMPTY)
+                there = [name for name in names if not name.startswith(".")] + there
         except OSError as error:
             raise InputError(f"cannot read {self.folder}: {error.strerror or error}") from error
+        listed = f"{', '.join(there[:4])}{', ...' if len(there) > 4 else ''}"
+        if there and not ours:  # files of a run's names would be replaced
+            raise CheckpointError(
+                f"{self.folder} holds files that are no run's ({listed}): give an --out that is new or empty"
+            )
         if there and not self._overwrite:
             raise CheckpointError(
-                f"{self.folder} holds a run ({', '.join(there[:4])}{', ...' if len(there) > 4 else ''}): go on with "
-                "it by --resume, replace it by --overwrite, or give another --out"
+                f"{self.folder} holds a run ({listed}): go on with it by --resume, replace it by --overwrite, or "
+                "give another --out"
             )
 
     @contextlib.contextmanager

@@ -7,7 +7,7 @@ from smcp_fx.compiler.training import accuracy, is_guessing
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 
-#: Weights that fall short of their published accuracy by more than this get a note.
+#: Weights that fall short of their published accuracy by more than this get a note. Chosen, not measured.
 _BELOW = 0.03
 
 

@@ -27,7 +27,7 @@ from smcp_fx.compiler.measuring import Corrector, accuracy_of
 from smcp_fx.compiler.phases import Phases
 from smcp_fx.compiler.precision import Precision
 from smcp_fx.compiler.pricing import asked_fraction, chosen_cost, dense_latency
-from smcp_fx.compiler.reporting import Measured, build_report, target_row
+from smcp_fx.compiler.reporting import FinalFigures, build_report, target_row
 from smcp_fx.compiler.saving import WEIGHTS, Saver
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.telling import Teller
@@ -177,7 +177,7 @@ class _Compilation:
         note_guesses(data, accuracies[0], accuracies[1], settings.rate, self.tell)
         report = build_report(
             settings, self.config, prepared, fitted, data, backend, corrector,
-            Measured(measured, tuple(accuracies), fraction),
+            FinalFigures(measured, tuple(accuracies), fraction),
             begun=self._begun,
             training=[("dense", dense_results), ("prune", results)],
             seconds=self.tell.seconds,

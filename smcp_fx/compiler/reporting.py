@@ -12,6 +12,7 @@ from torch import Tensor
 
 from smcp_fx.backends import Backend, RelativeLatency, backend_packages
 from smcp_fx.compiler.measuring import Corrector
+from smcp_fx.compiler.precision import file_of
 from smcp_fx.compiler.saving import WEIGHTS
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.surfaces import surfaces
@@ -40,7 +41,7 @@ from smcp_fx.zoo.models import FittedModel
 
 
 @dataclass(frozen=True)
-class Measured:
+class FinalFigures:
     """Dense and pruned, measured in turns, and read for accuracy; ``asked``: the fraction of the dense cost."""
 
     latency: RelativeLatency
@@ -56,7 +57,7 @@ def build_report(
     data: ImageData,
     backend: Backend,
     corrector: Corrector,
-    measured: Measured,
+    measured: FinalFigures,
     *,
     begun: MeasureReport | None,
     training: Sequence[tuple[str, list[Epoch]]],
@@ -101,16 +102,22 @@ def build_report(
         blocks=_blocks(network_latency, pruner.counts) if network_latency is not None else (),
         surfaces=surfaces(network_latency, pruner.counts) if network_latency is not None else (),
         table=_table_facts(network_latency, begun, backend) if network_latency is not None else None,
-        files={
-            "dense": "dense.onnx",
-            "pruned": "pruned.onnx",
-            **_weight_files(settings),
-            "report": "report.html",
-            "data": "report.json",
-            **_engine_files(backend, settings),
-        },
+        files=_files(backend, settings),
         notes=tuple(notes),
     )
+
+
+def _files(backend: Backend, settings: CompileSettings) -> dict[str, str]:
+    """Return the names of the run's files, by what they are."""
+    return {
+        "dense": "dense.onnx",
+        "pruned": "pruned.onnx",
+        **_weight_files(settings),
+        "report": "report.html",
+        "data": "report.json",
+        **_engine_files(backend, settings),
+        **_float_files(backend, settings),
+    }
 
 
 def target_row(prepared: PreparedModel, measured: RelativeLatency, accuracy: float, file: str) -> TargetRow:
@@ -128,7 +135,7 @@ def target_row(prepared: PreparedModel, measured: RelativeLatency, accuracy: flo
     )
 
 
-def _sides(prepared: PreparedModel, measured: Measured) -> tuple[Side, Side]:
+def _sides(prepared: PreparedModel, measured: FinalFigures) -> tuple[Side, Side]:
     """Return the figures of the dense and the pruned network."""
     pruner, plan = prepared.pruner, prepared.plan
     latency, in_ms = measured.latency, pruner.cost.unit == "ms"
@@ -225,6 +232,13 @@ def _engine_files(backend: Backend, settings: CompileSettings) -> dict[str, str]
         for side in ("dense", "pruned")
         for file in backend.files(settings.folder / f"{side}.onnx")[1:]
     }
+
+
+def _float_files(backend: Backend, settings: CompileSettings) -> dict[str, str]:
+    """Return the same networks' files in float32, of a run in less precision."""
+    if backend.full_precision() is None:
+        return {}
+    return {f"{side}_float": file_of(settings.folder, side).name for side in ("dense", "pruned")}
 
 
 def _weight_files(settings: CompileSettings) -> dict[str, str]:

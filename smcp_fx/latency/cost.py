@@ -1,4 +1,4 @@
-"""Latency as a cost: a table and a runtime, to be bound to any number of networks."""
+"""Latency as a cost: a table and a runtime, which can be bound to any number of networks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class LatencyCost:
     """Prices networks in ms on one backend, at the batch size of the example inputs they are prepared with.
 
     Args:
-        table: the rows that prices are made of.
+        table: the rows that prices are computed from.
         backend: the runtime that measures them.
-        measure: measure what the table lacks: a few rows a block when a network is prepared, and later those that
-            chosen networks rest on. Rows are kept as they come. If false, nothing is measured; a table that lacks
-            rows to begin with is a `TableError`.
-        progress: True shows a bar while rows are measured (a line each minute where standard error is no terminal),
+        measure: measure rows that the table lacks: a few per block when a network is prepared, and later those that
+            the chosen networks' prices rest on. Each row is kept as soon as it is measured. If false, nothing is
+            measured, and a table that lacks the first rows is a `TableError`.
+        progress: True shows a bar while rows are measured (a line each minute if standard error is not a terminal),
             False shows nothing; or a function that is called with a `MeasuringProgress` after every row.
         fingerprint: use rows of another device or runtime as they are, and measure nothing.
-        residency: how rows' hot and cold states are weighed; by default from the size of this machine's cache, or by
-            the table's ``cold_share`` where that is set.
+        residency: how the hot and cold states of rows are weighted; by default from the size of this machine's cache,
+            or by the table's ``cold_share`` if that is set.
 
-    It does not change when a network is bound: each `prepare` gets a `NetworkLatency` of its own.
+    Binding a network does not change it: each `prepare` makes a `NetworkLatency` of its own.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class LatencyCost:
 
     @property
     def foreign(self) -> bool:
-        """Are the rows another device's or runtime's, so that nothing measured here says how true they are?"""
+        """Whether the rows are another device's or runtime's, so that nothing measured here can confirm them."""
         return self.fingerprint != self.backend.fingerprint()
 
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
-        """Measure the rows that a network's prices begin with, and return its cost around its full size."""
+        """Measure a network's first rows, and return its cost around its full size."""
         blocks = cut(traced, channels)
         measurer = Measurer(self.backend, self.progress) if self.measure else None
         latency = NetworkLatency.bind(
@@ -64,5 +64,5 @@ class LatencyCost:
 
 
 def latency_of(cost: NetworkCost) -> NetworkLatency | None:
-    """Return the latency that a bound cost (``prepared.pruner.cost``) is made of; None where it is another cost."""
+    """Return the latency behind a bound cost (``prepared.pruner.cost``); None if the cost is not a latency."""
     return cost.source if isinstance(cost.source, NetworkLatency) else None

@@ -1,7 +1,7 @@
-"""Latency tables as files that travel: merging, CSV and JSON, and what is wrong with a table.
+"""Exchange of latency tables: merging, CSV and JSON, and checking a table.
 
-JSON keeps every field; CSV is for devices that cannot run this library: write the rows that are wanted, let
-the device fill in the latencies, and read them back.
+JSON keeps every field. CSV is for devices that cannot run this library: write the rows that are needed, let the
+device fill in the latencies, and read them back.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What came of a merge or an import: rows read, and those of them that were new or better."""
+    """The result of a merge or an import: how many rows were read, and how many of them were new or better."""
 
     read: int
     taken: int
 
 
 def merge(target: Path, sources: Sequence[Path], fingerprint_key: str | None = None) -> Exchanged:
-    """Join tables into ``target`` (made if it is not there), all rows or none.
+    """Merge tables into ``target`` (created if it does not exist), all rows or none.
 
-    They must be of one fingerprint, what stands in ``target`` included, or ``fingerprint_key`` says which rows
-    to take; else `TableError`. Of two measurements of one row the stable one stays.
+    All rows, those in ``target`` included, must be of one fingerprint, or ``fingerprint_key`` says which rows to
+    take; else `TableError`. Of two measurements of a row the stable one stays.
     """
     rows: list[TableRow] = []
     for source in sources:
@@ -69,7 +69,7 @@ def merge(target: Path, sources: Sequence[Path], fingerprint_key: str | None = N
 
 
 def refuse_mixed(rows: Iterable[TableRow], advice: str) -> None:
-    """Raise `TableError` when rows are of several devices, runtimes or settings."""
+    """Raise `TableError` if rows are of several devices, runtimes or settings."""
     found = {row.fingerprint.key(): row.fingerprint for row in rows}
     if len(found) > 1:
         told = "; ".join(f"{key}: {fingerprint.describe()}" for key, fingerprint in found.items())
@@ -80,7 +80,7 @@ def refuse_mixed(rows: Iterable[TableRow], advice: str) -> None:
 
 
 def differences(left: Fingerprint, right: Fingerprint) -> str:
-    """Return in what two fingerprints differ: "threads: 1 and 2"."""
+    """Return how two fingerprints differ: "threads: 1 and 2"."""
     a, b = (_flat(fingerprint.as_dict()) for fingerprint in (left, right))
     names = [name for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name)]
     return ", ".join(f"{name}: {a.get(name, 'not set')} and {b.get(name, 'not set')}" for name in names)
@@ -91,7 +91,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def export_rows(rows: Sequence[TableRow], path: Path) -> None:
-    """Write rows as ``.json`` or ``.csv``; the file is whole or not there."""
+    """Write rows as ``.json`` or ``.csv``; the file is complete or absent."""
     kind = _kind(path)
     write_texts({path: _as_json(rows) if kind == "json" else _as_csv(rows)}, "the rows")
 
@@ -128,14 +128,14 @@ def wanted_rows(
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to know about a table; ``bad`` when its numbers should not be used as they are."""
+    """Something to know about a table; ``bad`` if its numbers should not be used as they are."""
 
     what: str
     bad: bool
 
 
 def check(path: Path) -> list[Finding]:
-    """Look through a table's file: damage, failed, unstable, impossible and abandoned rows, mixed fingerprints.
+    """Check a table's file: damage, failed, unstable, impossible and abandoned rows, mixed fingerprints.
 
     `TableError` for files that are missing, foreign, of another version, or too damaged to be read.
     """
@@ -164,7 +164,7 @@ def check(path: Path) -> list[Finding]:
 
 
 def _of_row(row: TableRow) -> list[Finding]:
-    """What is wrong with a row: it failed, or was not steady, or took no time, which is a clock that says nothing."""
+    """What is wrong with a row: it failed, was not steady, or took no time (the clock was too coarse)."""
     where = f"{row.name} at {_join(row.widths) or 'its only size'}"
     if row.latency is None:
         return [Finding(f"failed: {where}: {row.error}", True)]
@@ -273,7 +273,7 @@ def _from_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _from_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the records of a CSV file with numbers in place of their texts; empty cells are None."""
+    """Yield the records of a CSV file, with their numbers parsed; empty cells are None."""
     line = 0
     try:
         with open(path, encoding="utf-8", newline="") as file:
@@ -312,9 +312,9 @@ def _of_cell(column: str, cell: str | None) -> Any:
 
 
 def _row(record: Mapping[str, Any], where: str, prints: dict[str, Fingerprint]) -> TableRow | None:
-    """Return the row of a record; None when it holds neither a latency nor an error.
+    """Return the row of a record; None if it holds neither a latency nor an error.
 
-    ``prints``: the fingerprints met so far, by what the file has: a file of many rows has few.
+    ``prints``: the fingerprints parsed so far, by their text: a file of many rows has few.
     """
     try:
         hot, cold = (_measurement(record, state) for state in ("hot", "cold"))
@@ -342,7 +342,7 @@ def _row(record: Mapping[str, Any], where: str, prints: dict[str, Fingerprint]) 
 
 
 def _measurement(record: Mapping[str, Any], state: str) -> Measurement | None:
-    """Return a state's measurement; quartiles that are not given are the median, and one repeat is assumed."""
+    """Return a state's measurement; missing quartiles are taken to be the median, and missing repeats to be 1."""
     median, q1, q3, repeats, stable = (record.get(f"{state}_{name}") for name in _MEASUREMENT)
     if median is None:
         return None

@@ -1,9 +1,9 @@
 """Opening a latency table's SQLite file: it is checked before anything in it or beside it is changed.
 
-SQLite keeps the last changes in a second file (-wal) until every process has closed the table. A process that is
-killed leaves that file behind. If another table is then copied over the first, SQLite would read a mixture of both.
-So a table carries a mark, which every process that writes renews. Every change writes the mark, too: the file's mark
-and that of the changes beside it must be the same.
+SQLite keeps the last changes in a second file (-wal) until every process has closed the table. A killed process
+leaves that file behind. If another table is then copied over the first, SQLite would read a mixture of both. So a
+table carries a mark, which every process that writes renews, and every change includes the mark: the file's mark and
+that of the changes beside it must be the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smcp_fx.errors import TableError
 _APPLICATION_ID = 0x534D4350  # "SMCP"
 FORMAT_VERSION = 1
 _BUSY_SECONDS = 30.0
-#: So many looks must find different marks before a table is called a mixture of two.
+#: How often the marks are read, and must differ, before a table is called a mixture of two. Chosen, not measured.
 _LOOKS = 4
 
 _SCHEMA = """
@@ -56,7 +56,7 @@ INSERT OR IGNORE INTO mark VALUES (1, NULL, NULL, 0);
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a database is, by itself or with the changes that lie beside it."""
+    """What identifies a database, by itself or with the changes in the file beside it."""
 
     application: int
     version: int
@@ -65,15 +65,15 @@ class _Seen:
 
 
 class TableFile:
-    """A table's file, open. ``run`` executes a statement; `TableError` for what is no table of this format.
+    """A table's open file. ``run`` executes a statement; `TableError` if it is not a table of this format.
 
-    ``read_only``: nothing is written, neither into it nor beside it, and it may lie on a medium that takes nothing.
+    ``read_only``: nothing is written to it or beside it, so it may lie on a read-only medium.
     """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
         self._copy: tempfile.TemporaryDirectory[str] | None = None
-        self._mark: str | None = None  # None: not asked for yet; empty: others have the table open
+        self._mark: str | None = None  # None: not made yet; empty: others have the table open
         exists = path.exists() and path.stat().st_size > 0
         if exists or read_only:
             self._database = self._connect_to_read()
@@ -113,17 +113,17 @@ class TableFile:
             yield self.run
             for statement in _MARK.split(";"):
                 self.run(statement)
-            # From then on the file itself is known to have this mark, and a file with the one before is another.
+            # From now on the file itself is known to have this mark: a file with the one before is another table.
             before = "CASE now WHEN ? THEN now ELSE before END"
             self.run(f"UPDATE mark SET changes = changes + 1, before = {before}", (self._mark,))
             self.run("COMMIT")
         except BaseException:
-            if self._database.in_transaction:  # SQLite rolls back by itself where the disk is full
+            if self._database.in_transaction:  # SQLite rolls back by itself if the disk is full
                 self.run("ROLLBACK")
             raise
 
     def _new_mark(self) -> str:
-        """Give the table a new mark, in the file itself, and return it; empty while others use the table."""
+        """Write a new mark into the file itself, and return it; empty while others use the table."""
         mark = uuid.uuid4().hex
         self.run("PRAGMA busy_timeout = 0")
         try:
@@ -145,18 +145,17 @@ class TableFile:
             self.run(f"PRAGMA busy_timeout = {round(1000 * _BUSY_SECONDS)}")
 
     def _all_in_file(self) -> bool:
-        """Write what lies beside the file into it; tell whether all is there."""
+        """Move the changes beside the file into it; return whether all of them could be moved."""
         return bool(self.run("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0)
 
     def _connect_to_read(self) -> sqlite3.Connection:
-        """Return a connection that changes nothing; refuse what is not a table, and a mixture of two."""
+        """Return a connection that changes nothing; refuse anything but a table, and a mixture of two."""
         database = _connect(self.path, "immutable=1")
         beside = self.path.with_name(f"{self.path.name}-wal")
         try:
-            alone = _seen(database)
-            if alone.objects or alone.application:  # else it is just being made, and all of it lies beside
-                self._refuse(alone)
-            if not beside.exists() or beside.stat().st_size == 0:
+            changed = beside.exists() and beside.stat().st_size > 0
+            alone = self._alone(database, changed)
+            if not changed:
                 return database
         except BaseException:
             database.close()
@@ -164,7 +163,11 @@ class TableFile:
         database.close()
         database = self._with_changes(beside)
         try:
-            for attempt in range(_LOOKS):  # other processes may give marks between two looks
+            if alone is None:
+                if [row[0] for row in database.execute("PRAGMA integrity_check")] != ["ok"]:
+                    raise sqlite3.DatabaseError("the changes beside it do not make it whole")
+                return database
+            for attempt in range(_LOOKS):  # other processes may write marks between two looks
                 found = _seen(database)
                 if alone.mark is None or found.mark is None or alone.mark[0] in found.mark:
                     return database
@@ -181,15 +184,31 @@ class TableFile:
             database.close()
             raise
 
+    def _alone(self, database: sqlite3.Connection, changed: bool) -> _Seen | None:
+        """Return what the file is by itself, and refuse what is not a table.
+
+        None for half of one whose changes lie beside it: the disk was full, or the process killed, while SQLite wrote
+        them into the file. It writes them again.
+        """
+        try:
+            alone = _seen(database)
+        except sqlite3.DatabaseError:
+            if changed:
+                return None
+            raise
+        if alone.objects or alone.application:  # else it is just being made, and all of it lies beside
+            self._refuse(alone)
+        return alone
+
     def _with_changes(self, beside: Path) -> sqlite3.Connection:
-        """Return a connection that reads the changes that lie beside the table, too."""
+        """Return a connection that also reads the changes beside the table."""
         with contextlib.ExitStack() as undo, contextlib.suppress(sqlite3.OperationalError):
             database = _connect(self.path, "mode=ro")
             undo.callback(database.close)
             _seen(database)
             undo.pop_all()
             return database
-        # SQLite must write beside a table to read what lies there: elsewhere, where that cannot be.
+        # To read these changes SQLite must write beside the table. If it cannot, it reads a copy.
         if self._copy is None:
             self._copy = tempfile.TemporaryDirectory(prefix="smcp_fx-table-")
         copied = Path(self._copy.name) / "table.sqlite"
@@ -198,7 +217,7 @@ class TableFile:
         return _connect(copied, "mode=rw")
 
     def _refuse(self, seen: _Seen) -> None:
-        """Raise `TableError` for what is no table of this format."""
+        """Raise `TableError` if this is not a table of this format."""
         if not seen.objects and not seen.application:
             raise TableError(f"{self.path} is an empty database: measure a table first")
         if seen.application != _APPLICATION_ID:
@@ -208,7 +227,7 @@ class TableFile:
                 f"{self.path} is a latency table of format {seen.version}, this version reads {FORMAT_VERSION}; "
                 "measure into a new file"
             )
-        # SQL of another hand (columns that are computed, checks) would run whenever a row is read.
+        # Foreign SQL (computed columns, checks) would run whenever a row is read.
         other = sorted({name for name, _ in seen.objects - _made()})
         missing = sorted({name for name, _ in _made() - seen.objects} - {"mark"})
         if missing or other:
@@ -220,7 +239,7 @@ class TableFile:
             raise TableError(f"{self.path} is a damaged latency table: {told}; move it away and measure anew")
 
     def _create(self) -> None:
-        """Make the tables where there are none."""
+        """Create the tables if there are none."""
         self.run("PRAGMA journal_mode = WAL")
         self.run("PRAGMA synchronous = NORMAL")
         if _seen(self._database).objects:
@@ -248,7 +267,7 @@ def _connect(path: Path, how: str) -> sqlite3.Connection:
 
 
 def _decoded(content: bytes) -> str:
-    """Keep invalid text as it is, to be judged like any other value, instead of raising in the middle of a query."""
+    """Keep invalid text as it is, to be checked like any other value, instead of raising in the middle of a query."""
     return content.decode("utf-8", "surrogateescape")
 
 
@@ -261,7 +280,7 @@ def _made() -> frozenset[tuple[str, str | None]]:
 
 
 def _objects(database: sqlite3.Connection) -> frozenset[tuple[str, str | None]]:
-    """Names with the SQL that made them, as SQLite keeps it; without the indices that keys have by themselves."""
+    """Names with the SQL that made them, as SQLite keeps it, without the indices that it makes for keys."""
     found = database.execute("SELECT name, sql FROM sqlite_master WHERE type != 'index' OR sql IS NOT NULL")
     return frozenset((str(name), made) for name, made in found)
 

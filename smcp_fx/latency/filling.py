@@ -1,4 +1,4 @@
-"""Filling a latency table: the rows that are asked for, then again what was measured in bad moments."""
+"""Filling a latency table: the rows that are asked for, and again those that were measured at a bad moment."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from smcp_fx.latency.surface import Point
 #: What to measure: blocks, each with widths.
 Wanted = Sequence[tuple[Block, Sequence[Point]]]
 
-#: Unsteady rows are measured again so many times, while that makes more than this share of them steady. Chosen, not
+#: Unsteady rows are measured again so often, as long as that makes more than this share of them steady. Chosen, not
 #: measured.
 _AGAIN, _WORTH = 3, 0.25
-#: Two measurements of a row that nearly agree confirm each other: within this share. Chosen: three times what steady
-#: rows differ by.
+#: Two measurements of a row confirm each other if they differ by less than this share. Chosen: three times as much as
+#: steady rows differ.
 _AGREE = 0.06
-#: After an unsteady row the machine is asked whether it is quiet, at most every so many seconds. Chosen: an answer
-#: takes 0.2 s.
-_LOOK_AGAIN_S = 10.0
-#: How many times a row is tried if others' work spoils every run of it. Chosen, not measured.
+#: After an unsteady row we check whether the machine is quiet, at most every so many seconds. Chosen: a check takes
+#: 0.2 s.
+_CHECK_AGAIN_S = 10.0
+#: How often a row is tried if others' work spoils every run of it. Chosen, not measured.
 _BUSY_TRIES = 3
 
 
 @dataclass(frozen=True)
 class MeasureReport:
-    """What measuring came to.
+    """What was measured.
 
-    ``failed`` and ``unstable``: rows that the blocks' prices rest on, whoever measured them: (block, widths, the
-    error or the largest spread of an unsteady state). ``repeated``: how many measurements were of rows that had been
-    unsteady, of a slow moment of the core, or not what the others say.
+    ``failed`` and ``unstable``: rows behind the blocks' prices, whoever measured them: (block, widths, the error or
+    the largest spread of an unsteady state). ``repeated``: how many measurements repeated a row that was unsteady,
+    that was measured while the core was slow, or that the other rows contradict.
     """
 
     measured: int
@@ -49,7 +49,7 @@ class MeasureReport:
     repeated: int = 0
 
     def after(self, first: MeasureReport) -> MeasureReport:
-        """Return what this measurement and one of the same blocks before it did together."""
+        """Return the sum of this measurement and an earlier one of the same blocks."""
         return replace(
             self,
             measured=first.measured + self.measured,
@@ -61,19 +61,18 @@ class MeasureReport:
 
 
 class Filling:
-    """Measures rows, and keeps every one as it comes. ``measured`` and ``repeated`` count them."""
+    """Measures rows and keeps each at once. ``measured`` and ``repeated`` count them."""
 
     def __init__(
         self, store: LatencyStore, backend: Backend, config: TimingConfig | None, progress: Watcher | None
     ) -> None:
         self._store, self._backend, self._config, self._progress = store, backend, config, progress
         self._fingerprint = backend.fingerprint()
-        # Those that may be measured again.
-        self._rows: dict[tuple[str, Point], tuple[Block, BlockLatency]] = {}
+        self._rows: dict[tuple[str, Point], tuple[Block, BlockLatency]] = {}  # that may be measured again
         self._repeated_rows = set[tuple[str, Point]]()
         self._pace_ms = 0.0  # of the last measurement
         self.measured = self.repeated = 0
-        self._start = self._looked = time.monotonic()  # at whether the machine is quiet
+        self._start = self._checked = time.monotonic()  # when the machine was last seen to be quiet
 
     @property
     def seconds(self) -> float:
@@ -81,7 +80,7 @@ class Filling:
         return time.monotonic() - self._start
 
     def fill(self, ask: Callable[[], Wanted]) -> None:
-        """Measure what ``ask`` says, until it asks for nothing; rows that another process is at are waited for."""
+        """Measure what ``ask`` says until it asks for nothing; rows that another process measures are waited for."""
         while wanted := ask():
             self._backend.expect_blocks([block for block, _ in wanted])
             self._backend.prepare_rows([(block, point) for block, points in wanted for point in points])
@@ -96,12 +95,12 @@ class Filling:
                 time.sleep(0.05)
 
     def again(self, rows: Iterable[tuple[Block, Point, BlockLatency]]) -> None:
-        """Take up rows of earlier calls, to be repeated where they are unsteady."""
+        """Add rows of earlier calls to those that are repeated if they are unsteady."""
         for block, point, row in rows:
             self._rows.setdefault((block.signature, point), (block, row))
 
     def repeat(self) -> None:
-        """Measure rows again that are unsteady or of a slow moment."""
+        """Measure rows again that are unsteady, or were measured while the core was slow."""
         for _ in range(_AGAIN):
             before = self.repeated
             mended = self._repeat_unsteady() + self._repeat_slow()
@@ -109,9 +108,9 @@ class Filling:
                 break
 
     def confirm(self, block: Block, points: Iterable[Point]) -> bool:
-        """Measure the first of these rows again that was measured once; return whether there was one.
+        """Measure the first of these rows again that was measured only once; return whether there was one.
 
-        Of three measurements that disagree the middle one counts.
+        If measurements disagree, the median of three counts.
         """
         for point in points:
             key = block.signature, point
@@ -139,12 +138,12 @@ class Filling:
         return self._repeat([key for key, (_, row) in self._rows.items() if not row.stable])
 
     def _repeat_slow(self) -> int:
-        """While the core is fast, measure rows again that it was slow for; return how many are mended."""
+        """While the core is fast, measure rows again that it was slow for; return how many improved."""
         limit = TOLERANCE * min((row.pace_ms for _, row in self._rows.values() if row.pace_ms), default=0.0)
         return self._repeat([key for key, (_, row) in self._rows.items() if row.pace_ms > limit], limit)
 
     def _repeat(self, found: Sequence[tuple[str, Point]], slowest_ms: float = math.inf) -> int:
-        """Measure rows again and keep the surer of both, until the core gets slower; return how many are mended."""
+        """Measure rows again and keep the surer result, until the core gets slower; return how many improved."""
         mended = 0
         for left, key in zip(reversed(range(len(found))), found, strict=True):
             block, before = self._rows[key]
@@ -176,7 +175,7 @@ class Filling:
         return None if isinstance(found, str) else found
 
     def _measure(self, block: Block, point: Point) -> BlockLatency | str:
-        """Measure a row, or say why it failed; `MachineBusyError` where none can be measured now."""
+        """Measure a row, or return why that failed; `MachineBusyError` if none can be measured now."""
         for left in reversed(range(_BUSY_TRIES)):
             try:
                 found = self._backend.block_latency(block, point, self._config)
@@ -184,14 +183,14 @@ class Filling:
                 self._backend.require_quiet()
                 if not left:
                     raise
-            except Exception as error:  # whatever a runtime throws: this row is marked, the others go on
+            except Exception as error:  # whatever a runtime raises: this row is marked, the others go on
                 return f"{type(error).__name__}: {error}"
             else:
                 break
         self._pace_ms = found.pace_ms
-        if not found.stable and time.monotonic() - self._looked >= _LOOK_AGAIN_S:
+        if not found.stable and time.monotonic() - self._checked >= _CHECK_AGAIN_S:
             self._backend.require_quiet()
-            self._looked = time.monotonic()
+            self._checked = time.monotonic()
         taken = [state.median_ms for state in (found.hot, found.cold) if state]
         if not all(0 < ms < math.inf for ms in taken):
             return f"measured {' and '.join(f'{ms:g}' for ms in taken)} ms, which no block can take"
@@ -207,7 +206,7 @@ class Filling:
 
 
 def _surer(found: BlockLatency, before: BlockLatency) -> BlockLatency:
-    """Return the row measured at the faster pace of the core, where that is known; else the steadier one."""
+    """Return the row measured while the core was faster, if that is known; else the steadier one."""
     if found.pace_ms and before.pace_ms:
         if found.pace_ms * TOLERANCE < before.pace_ms:
             return found

@@ -1,4 +1,4 @@
-"""The latency of one network at any counts: its blocks, priced by a latency table, in the cache's presence."""
+"""The latency of one network at any counts: its blocks' sum by a latency table, and what the cache does to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import CostTerm, NetworkCost, Price, Width
 from smcp_fx.costs.parameters import ParamsCost
 from smcp_fx.costs.terms import without_branch
-from smcp_fx.errors import MachineBusyError
+from smcp_fx.errors import MachineBusyError, TableError
 from smcp_fx.latency.filling import MeasureReport
 from smcp_fx.latency.progress import Watcher, watched
 from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency, Whole
@@ -26,14 +26,14 @@ from smcp_fx.latency.surface import Surface
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.tracing.tracer import Traced
 
-#: A smaller count is offered only if it saves this share of its blocks' latency: rows are no more certain than that
-#: (docs: Experiments).
+#: A smaller count is offered only if it saves this share of its blocks' latency, as rows are no more certain than
+#: that (docs: Experiments).
 _LEAST_SAVING = 0.02
-#: What a network may be in doubt for rows that are not measured, as a share of its latency: the dense one, which
-#: everything is a fraction of, and those that are chosen. Rows differ from themselves by more.
+#: How uncertain the dense and the chosen networks' latencies may be because rows are not measured, as a share of the
+#: latency. Chosen: a measured row differs from itself by more.
 SURE = 0.002
-#: Least divisor when a longer run makes weights colder, which makes the run longer still: where the two feed each
-#: other that much, a first-order price would grow without bound. Chosen, not measured.
+#: A longer run makes weights colder, which makes the run longer still. First-order prices are divided by one less
+#: this feedback; the divisor is at least this, or prices would grow without bound. Chosen, not measured.
 _LEAST_DAMPING = 0.25
 
 
@@ -47,13 +47,15 @@ class Measurer:
 
 @dataclass
 class NetworkLatency:
-    """What a network's latency is made of. Its prices get surer as `learn` measures rows that they lack.
+    """The parts of a network's latency. Its prices get more certain as `learn` measures rows that they lack.
 
-    ``blocks``: what the network was cut into; ``report``: what measuring them took so far, None where nothing is
-    measured. ``hot`` and ``cold``: the sums over blocks with weights in cache and in memory, ms; ``weights`` and
-    ``activations``: the bytes a run reads and writes. ``run_ms``: what a run costs beside its blocks.
-    ``cold_share``: set by the table's user instead of following from the footprint. ``measurer``: None for a table
-    that is taken as it is.
+    Rows count up to the last one that was asked for (``as_of``, seconds), so that a resumed run does not know what it
+    measured later.
+
+    ``blocks``: what the network was cut into; ``report``: what was measured so far, None if nothing is. ``hot`` and
+    ``cold``: the sums over blocks with weights in cache and in memory, ms; ``weights`` and ``activations``: the
+    bytes that a run reads and writes. ``run_ms``: what a run costs beside its blocks. ``cold_share``: set by the
+    user instead of computed from the footprint. ``measurer``: None if nothing may be measured.
     """
 
     table: LatencyTable = field(repr=False)
@@ -67,6 +69,7 @@ class NetworkLatency:
     cold_share: float | None
     measurer: Measurer | None = field(default=None, repr=False)
     report: MeasureReport | None = None
+    as_of: float = 0.0
     hot: NetworkCost = field(init=False, repr=False)
     cold: NetworkCost = field(init=False, repr=False)
     _surfaces: dict[tuple[str, Grids], Surface] = field(init=False, repr=False)
@@ -82,9 +85,9 @@ class NetworkLatency:
         residency: Residency,
         measurer: Measurer | None = None,
     ) -> NetworkLatency:
-        """Read the prices of a network's blocks from a table, and measure the rows that those begin with.
+        """Read the prices of a network's blocks from a table, after measuring the first rows that it lacks.
 
-        `TableError` where it lacks some and there is no ``measurer``.
+        `TableError` if it lacks some and there is no ``measurer``.
         """
         report = None
         if measurer is not None:
@@ -106,13 +109,28 @@ class NetworkLatency:
             measurer=measurer,
             report=report,
         )
+        found.as_of = table.latest(blocks, fingerprint)
         found.read()
         found.learn(found.full_counts, SURE)
         return found
 
+    def price_as_of(self, as_of: float) -> bool:
+        """Take the prices from the rows up to a time; return whether that was possible.
+
+        Where they are not enough, the table is another or was measured anew, and all its rows count.
+        """
+        before, self.as_of = self.as_of, as_of
+        try:
+            if before != as_of:
+                self.read()
+        except TableError:
+            self.as_of = self.table.latest(self.blocks, self.fingerprint)
+            self.read()
+        return self.as_of == as_of
+
     def read(self) -> None:
-        """Take the prices from the table's rows as they are now."""
-        hot, cold = self.table.surfaces(self.blocks, self.fingerprint, 0.0, 1.0)
+        """Compute the prices from the table's rows."""
+        hot, cold = self.table.surfaces(self.blocks, self.fingerprint, 0.0, 1.0, as_of=self.as_of)
         permitted = _permitted(self.channels)
         self.hot, self.cold = (
             _sum_of_blocks(self.blocks, self.channels, permitted, surfaces) for surfaces in (hot, cold)
@@ -123,31 +141,34 @@ class NetworkLatency:
         self._surfaces = hot
 
     def learn(self, counts: Mapping[str, int], doubt: float) -> bool:
-        """Measure the rows at these counts that the table lacks; return whether prices changed for it.
+        """Measure the rows at these counts that the table lacks; return whether prices changed.
 
-        Left out are rows that leave the whole network's latency less than ``doubt`` (a share of it) in doubt: each
-        at most that share divided by the square root of their number. Where the machine is too busy, those of
-        passing choices stay in doubt; for what lasts (`SURE`) `MachineBusyError` says so.
+        Rows are not needed if the whole network's latency is known to within ``doubt`` (a share of it) without them;
+        each block may contribute that share divided by the square root of the number of blocks. If the machine is too
+        busy, `MachineBusyError` for final choices (``doubt`` = `SURE`); passing choices make do without the rows.
         """
         try:
             return self.measurer is not None and self.take(self.lacking(counts, doubt))
         except MachineBusyError:
             if doubt <= SURE:
                 raise
-            return False  # masks that pass can do with guesses
+            return False  # guesses are good enough for masks that will change again
 
     def take(self, rows: Sequence[tuple[FusedBlock, tuple[int, ...]]]) -> bool:
-        """Measure these rows; return whether prices changed for it."""
+        """Measure these rows, or find them measured; return whether prices changed."""
         if self.measurer is None or not rows:
             return False
         with watched(self.measurer.progress) as tell:
             found = self.table.learn(rows, self.blocks, self.measurer.backend, tell)
         self.report = found if self.report is None else found.after(self.report)
+        blocks, points = zip(*rows, strict=True)
+        before, latest = self.as_of, self.table.latest(blocks, self.fingerprint, points)
+        self.as_of = max(before, latest)
         self.read()
-        return found.measured + found.repeated > 0
+        return self.as_of > before or found.measured + found.repeated > 0
 
     def lacking(self, counts: Mapping[str, int], doubt: float) -> list[tuple[FusedBlock, tuple[int, ...]]]:
-        """Return the rows that the latency at these counts rests on and that leave it in doubt; see `learn`."""
+        """Return the rows that make the latency at these counts too uncertain; see `learn`."""
         limit = doubt * self.latency(counts) / math.sqrt(len(self.blocks))
         found: dict[tuple[str, tuple[int, ...]], FusedBlock] = {}
         for block in self.blocks:
@@ -158,7 +179,7 @@ class NetworkLatency:
             if float(surface.doubt(*at)) * float(surface(*at)) > limit:
                 found[block.signature, point] = block
         failed = {
-            block.signature: self.table.store.failures(block.signature, self.fingerprint)
+            block.signature: self.table.store.failures(block.signature, self.fingerprint, self.as_of)
             for block in found.values()
         }
         return [(block, point) for (_, point), block in found.items() if point not in failed[block.signature]]
@@ -176,13 +197,13 @@ class NetworkLatency:
         return whole.run_ms + whole.hot_ms + self.cold_share * (whole.cold_ms - whole.hot_ms)
 
     def share(self, counts: Mapping[str, int]) -> float:
-        """Return how cold the network's weights are taken to be at these counts, in [0, 1]."""
+        """Return the share of the network's weights that is taken to come from memory at these counts, in [0, 1]."""
         if self.cold_share is not None:
             return self.cold_share
         return self.residency.share(self.whole(counts).footprint, self.latency(counts))
 
     def by_block(self, counts: Mapping[str, int]) -> dict[str, float]:
-        """Return what each block with free widths is predicted to take, in ms, by its name."""
+        """Return the predicted ms of each block with free widths, by its name."""
         share = self.share(counts)
         return {
             hot.name: (1 - share) * hot.cost(counts) + share * cold.cost(counts)
@@ -190,7 +211,7 @@ class NetworkLatency:
         }
 
     def whole(self, counts: Mapping[str, int]) -> Whole:
-        """Return what the prediction at these counts is made of."""
+        """Return the sums that the prediction at these counts is computed from."""
         return Whole(
             hot_ms=self.hot.cost(counts),
             cold_ms=self.cold.cost(counts),
@@ -200,23 +221,23 @@ class NetworkLatency:
         )
 
     def surfaces(self, cold_share: float) -> dict[tuple[str, Grids], Surface]:
-        """Return the latencies of ``blocks`` over their widths, by signature and grids."""
-        return self.table.surfaces(self.blocks, self.fingerprint, cold_share)[0]
+        """Return the latencies of `blocks` as functions of their widths, by signature and grids."""
+        return self.table.surfaces(self.blocks, self.fingerprint, cold_share, as_of=self.as_of)[0]
 
     def around(self, counts: Mapping[str, int]) -> NetworkCost:
         """Return the latency as a sum of terms: exact at these counts, to first order in the footprint near them.
 
-        How many weights come from memory follows from the whole network, which no sum of terms can express. So an
-        allocator takes this cost, and takes it again around what it chose.
+        How many weights come from memory depends on the whole network, which a sum of terms cannot express. So an
+        allocator uses this cost, and then uses it again around its choice.
         """
         whole = self.whole(counts)
         share, ms = self.share(counts), self.latency(counts)
         slope, damping = 0.0, 1.0
         if self.cold_share is None:
-            # Cold rows that measured faster than hot ones are noise.
+            # Cold rows that were measured faster than hot ones are noise.
             of_cold = max(whole.cold_ms - whole.hot_ms, 0.0)
             slope, with_ms = (each * of_cold for each in self.residency.slopes(whole.footprint, ms))
-            damping = max(1 - with_ms, _LEAST_DAMPING)  # what takes longer is colder, which takes longer
+            damping = max(1 - with_ms, _LEAST_DAMPING)
         blends: dict[object, Price] = {}
         terms = []
         for hot, cold in zip(self.hot.terms, self.cold.terms, strict=True):
@@ -241,9 +262,9 @@ def _sum_of_blocks(
     permitted: Mapping[str, tuple[int, ...]],
     surfaces: Mapping[tuple[str, Grids], Surface],
 ) -> NetworkCost:
-    """One term a block; blocks without free widths are in the constant."""
+    """One term per block; blocks without free widths are in the constant."""
     terms, constant = [], 0.0
-    prices: dict[object, Price] = {}  # blocks that are alike share theirs, so that it is evaluated once
+    prices: dict[object, Price] = {}  # equal blocks share a price, so that it is evaluated once
     for block in blocks:
         empty = any(_least(width, permitted) == 0 for width in block.widths)
         least = tuple(grid[0] for grid in block.grids) if empty else ()
@@ -287,7 +308,7 @@ def _least(width: Width, permitted: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _nothing_is_free(price: Price, least: tuple[int, ...]) -> Price:
-    """Cost nothing where a block has no channel to read or to write; ``least``: the smallest widths with a price."""
+    """A price of 0 for a block without channels to read or write; ``least``: the smallest widths with a price."""
 
     def priced(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
         present = np.logical_and.reduce([width > 0 for width in np.broadcast_arrays(*widths)])

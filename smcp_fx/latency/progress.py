@@ -1,4 +1,4 @@
-"""How far the measuring of a latency table is, shown to whoever waits for it."""
+"""Progress of measuring a latency table, shown to the user who waits for it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-#: Where there is no terminal, a line is written every so many seconds.
+#: If there is no terminal, a line is written every so many seconds.
 _LINE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class MeasuringProgress:
-    """How far a measurement is; ``fraction`` and ``remaining_seconds`` are estimates, as sampling adapts."""
+    """How far a measurement is; ``fraction`` and ``remaining_seconds`` are estimates, as rows may be repeated."""
 
     block: str
     measured: int
@@ -28,10 +28,10 @@ Watcher = Callable[[MeasuringProgress], None]
 
 @contextlib.contextmanager
 def watched(progress: bool | Watcher) -> Iterator[Watcher | None]:
-    """Give what is to be called after every row.
+    """Give the function to call after every row; None if nothing is shown.
 
-    ``progress``: True for a bar on standard error, or a line there each minute where it is no terminal; False for
-    nothing; or a function of one's own.
+    ``progress``: True for a bar on standard error, or a line there each minute if that is not a terminal; False for
+    nothing; or a function of the caller's own.
     """
     if not isinstance(progress, bool):
         yield progress
@@ -51,7 +51,7 @@ def duration(seconds: float) -> str:
 
 
 def told(state: MeasuringProgress) -> str:
-    """Return how far it is, in words."""
+    """Return the progress in words."""
     return f"{state.measured} rows, about {duration(state.remaining_seconds)} left ({state.block})"
 
 
@@ -71,13 +71,13 @@ def _bar() -> Iterator[Watcher]:
 
 
 class Lines:
-    """Writes a line each minute, so none for what takes less."""
+    """Writes a line each minute; none if the measurement takes less."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
 
     def show(self, state: MeasuringProgress) -> None:
-        """Write one where the last was long enough ago."""
+        """Write a line if the last one was long enough ago."""
         if time.monotonic() - self._last >= _LINE_SECONDS:
             self._last = time.monotonic()
             print(f"measuring the latency table: {told(state)}", file=sys.stderr, flush=True)

@@ -1,14 +1,14 @@
 """How much of a network's weights comes from memory rather than from cache, and what that does to its latency.
 
 A block's weights are in cache when it runs if they stayed there since the network's last run. Two things push them
-out: what the *whole* network touches in between (its footprint, against the size of the cache), and what others who
-share the cache touch meanwhile (more, the longer the network takes). A table row has both states, hot and cold; the
-sum over the blocks is weighed between them:
+out: what the *whole* network touches in between (its footprint, compared with the size of the cache), and what others
+who share the cache touch meanwhile (more, the longer the network takes). A table row has both states, hot and cold; a
+network's latency lies between the two sums over its blocks:
 
     T     = run + hot + share(footprint, T) * (cold - hot)
     share = 1 - (1 - floor) * (1 - rise(footprint)) * (1 - fade(T))
 
-T is on both sides: the least solution counts, which a network reaches that starts with a full cache.
+T is on both sides; the smallest solution counts, which is reached from a full cache.
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ from dataclasses import dataclass
 
 from smcp_fx.errors import InputError
 
-# The constants of this model were chosen on two occasions of 21 pairs of network and setting each, where they took
-# the mean error from 4.6 to 3.9 % and from 4.2 to 3.2 %, and held on a third (3.0 to 2.8 %): docs, Experiments.
-#: The rise is half-way up where the footprint is as large as the cache; how fast it rises there.
+# The constants of this model were fitted to measurements of 21 pairs of network and setting on two occasions, where
+# they lowered the mean error from 4.6 to 3.9 % and from 4.2 to 3.2 %; on a third, from 3.0 to 2.8 % (docs:
+# Experiments).
+#: How fast the share rises with the footprint; it is half-way up where the footprint is as large as the cache.
 _STEEPNESS = 2.0
-#: The fade is half-way up after this part of the time in which half of what was read once is gone; how fast it rises.
+#: The share is half-way up after this part of the time in which half of what was read once is gone; how fast it rises
+#: with time.
 _OF_HALF_MS, _STEEPNESS_IN_TIME = 0.7, 3.2
 #: The share of weights that come from memory however small and fast a network is.
 _FLOOR = 0.03
-#: A byte that blocks write counts so much beside one of weights, as runtimes use memory again within a run: on six
+#: How much a byte that blocks write counts beside a byte of weights: runtimes reuse memory within a run. On six
 #: records of networks 0.25 to 0.5 predict nearly alike, and better than 0.
 OF_ACTIVATIONS = 0.3
 #: The equation for T is solved once a step changes it by less than this share, or after so many steps.
 _SETTLED, _STEPS = 1e-9, 200
-#: So many times the half-way point is as good as infinitely far.
+#: This many times the half-way point is as good as infinity.
 _ALL = 1e12
 
 
 @dataclass(frozen=True)
 class Residency:
-    """How cold a network's weights are, in [0, 1]: rises with its footprint, half-way up at ``half_bytes``.
+    """The share of a network's weights that comes from memory, in [0, 1].
 
-    ``steepness``: how fast; ``floor``: of a network however small and fast. ``half_ms``: the share rises with the
-    time between runs, too, half-way up after so many ms, as others use the cache (inf: nobody does); ``fading``: how
-    fast.
+    It rises with the network's footprint, half-way up at ``half_bytes``; ``steepness``: how fast. It also rises with
+    the time between runs, as others use the cache, half-way up after ``half_ms`` (inf: nobody does); ``fading``: how
+    fast. ``floor``: the least share, of the smallest and fastest network.
     """
 
     half_bytes: float
@@ -58,19 +60,19 @@ class Residency:
 
     @classmethod
     def of_cache(cls, cache_bytes: int, half_ms: float = math.inf) -> Residency:
-        """Return what a machine's cache lets expect.
+        """Return the residency for a machine's cache.
 
-        ``cache_bytes``: the cache that networks outgrow; ``half_ms``: after which half of what it held is gone
-        (`Backend.fading_half_ms`).
+        ``cache_bytes``: the size of the cache that networks outgrow; ``half_ms``: after how many ms half of what it
+        held is gone (`Backend.fading_half_ms`).
         """
         return cls(float(cache_bytes), half_ms=_OF_HALF_MS * half_ms)
 
     def share(self, footprint: float, ms: float = 0.0) -> float:
-        """Return the share for a network of this footprint, in bytes, that takes this long."""
+        """Return the share for a network with this footprint, in bytes, that takes ``ms``."""
         return 1 - (1 - self.floor) * (1 - self._rise(footprint)) * (1 - self._fade(ms))
 
     def slopes(self, footprint: float, ms: float = 0.0) -> tuple[float, float]:
-        """Return by how much the share rises with a byte more, and with a ms more."""
+        """Return the derivatives of the share, per byte and per ms."""
         rise, fade = self._rise(footprint), self._fade(ms)
         warm = (1 - self.floor) * (1 - rise) * (1 - fade)
         return (
@@ -114,5 +116,5 @@ class Whole:
 
     @property
     def footprint(self) -> float:
-        """Bytes that a run touches, as far as they take cache from the weights."""
+        """The bytes that a run touches, weighted by how much they push weights out of the cache."""
         return self.weight_bytes + OF_ACTIVATIONS * self.activation_bytes

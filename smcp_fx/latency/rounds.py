@@ -1,7 +1,7 @@
-"""The rows that prunings of a network rest on, while nothing is known of its channels' importances.
+"""The rows that are needed to prune a network to a target, while its channels' importances are unknown.
 
-A device where every question takes long is asked in rounds: first for the rows that prices begin with, then for those
-that the network at a target would rest on if all channels of a group were worth the same, until there are none.
+A device that answers slowly is asked in rounds: first for the first rows of every block, then for those behind the
+price of the network that would be chosen if all channels of a group were equally important, until none are missing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.latency.network import SURE, NetworkLatency
 
-#: Keeping a share s of a group of equal units is worth s to this power.
+#: Keeping a share s of a group of equal units is worth s to this power (`smcp_fx.pruning.worth`).
 _POWER = 1 - PruningConfig().width_exponent
-#: So often a choice is priced again, until it is within this share below its target.
+#: The most rounds. Chosen, not measured.
+_ROUNDS = 8
+#: How often a choice is priced again, until it is within this share below its target. Chosen, not measured.
 _PRICINGS, _MISS = 5, 0.01
 
 
@@ -34,9 +36,9 @@ def rows_for_targets(
     return list(found.values())
 
 
-def measure_for_targets(latency: NetworkLatency, targets: Sequence[float], rounds: int = 8) -> None:
-    """Measure them, round by round, until there are none or so many rounds are over."""
-    for _ in range(rounds):
+def measure_for_targets(latency: NetworkLatency, targets: Sequence[float]) -> None:
+    """Measure those rows, round by round, until none are missing or there were too many rounds."""
+    for _ in range(_ROUNDS):
         if not latency.take(rows_for_targets(latency, targets)):
             return
 

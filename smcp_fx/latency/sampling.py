@@ -1,7 +1,7 @@
-"""Which rows of a block to measure: a few to begin with, or as many as tell the whole range.
+"""Which rows of a block to measure: a few to begin with, or enough to know the whole range.
 
-Both follow from where rows lie, not from what they say: noise asks for no more of them, and whoever fills a table,
-in whatever order, asks for the same ones.
+Both depend on where rows lie, not on what was measured there. So noise leads to no further rows, and everyone who
+fills a table, in whatever order, measures the same ones.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from smcp_fx.errors import InputError
 from smcp_fx.latency.scale import Scale
 from smcp_fx.latency.surface import Point, Surface
 
-#: Where a block is measured to begin with, as shares of its full widths; 0 is the least. By simulation on recorded
-#: tables of five networks (docs: Experiments).
+#: Where a block is measured first, as shares of its full widths; 0 is the smallest width. Found by simulation on
+#: recorded tables of five networks (docs: Experiments).
 _BEGINNING = {
     0: ((),),
     1: ((1.0,), (0.5,), (0.25,), (0.0,)),
     2: ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5), (0.5, 0.5), (0.25, 0.25), (0.0, 0.25)),
 }
-#: A row to begin with is left out where others tell it as surely as this, and a whole range is known where nothing is
-#: less sure (standard deviations, relative). Chosen: three rows of a doubled width, and about what a row is sure to.
+#: A first row is left out if other rows predict it to within the first of these, and a whole range is known when no
+#: width is less certain than the second (relative standard deviations). Chosen, not measured.
 _BEGUN, _KNOWN = 0.06, 0.05
-#: Of a whole range so many widths an axis are looked at, denser where they are narrow.
+#: How many widths per axis of a whole range are considered, denser where they are narrow. Chosen, not measured.
 _LOOKED_AT = 24
 
 
 def check_grids(grids: Grids) -> None:
-    """Refuse grids that no rows can be chosen on."""
+    """Raise `InputError` for grids on which no rows can be chosen."""
     if len(grids) > 2:
         raise InputError(f"a block with {len(grids)} free widths cannot be sampled; 2 at most")
     for grid in grids:
@@ -40,7 +40,7 @@ def check_grids(grids: Grids) -> None:
 
 
 def rows_to_begin(grids: Grids, known: Iterable[Point]) -> list[Point]:
-    """Return the rows that any price needs and ``known`` ones do not tell: the ends, and some between."""
+    """Return the rows that every price needs, and that ``known`` ones do not predict: the ends, and some between."""
     check_grids(grids)
     shares = [
         tuple(
@@ -64,7 +64,7 @@ def rows_to_begin(grids: Grids, known: Iterable[Point]) -> list[Point]:
 
 
 def rows_of_all(grids: Grids, known: Iterable[Point]) -> list[Point]:
-    """Return the rows that leave no width of the whole range in doubt: always the most doubtful next."""
+    """Return the rows after which every width of the range is known; each is the least certain one so far."""
     wanted = rows_to_begin(grids, known)
     if not grids:
         return wanted
@@ -84,7 +84,7 @@ def _doubts(grids: Grids, known: Sequence[Point], points: Sequence[Point]) -> np
 
 
 def _divided(grid: Sequence[int]) -> Scale:
-    """Widths that no vector divides may take another path; of others that is seen soon enough."""
+    """Widths that are not multiples of a vector may take another path, so these need a row of their own."""
     return Scale(aligned=4) if any(width % 4 for width in grid) else Scale()
 
 

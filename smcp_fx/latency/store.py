@@ -1,12 +1,13 @@
-"""The latency table's file: SQLite, one row a block, widths and fingerprint, committed as it is measured.
+"""The latency table's file: SQLite, with a row for each block, widths and fingerprint, committed as it is measured.
 
-A row is *claimed* before it is measured, so that two processes never measure the same one; a claim whose
-process is gone is free again. `kill -9` therefore loses the row under way and nothing else.
+A row is *claimed* before it is measured, so that two processes never measure the same one; a claim is void once its
+process is gone. `kill -9` therefore loses the row being measured and nothing else.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sqlite3
@@ -25,9 +26,10 @@ from smcp_fx.latency.file import TableFile
 from smcp_fx.latency.surface import Point
 from smcp_fx.storage.files import brief, parse_json
 
-#: A claim from another machine, whose process cannot be looked up, is given up after this long.
+#: A claim from another machine, whose process cannot be looked up, is void after this long. Chosen: no row takes
+#: longer.
 _REMOTE_CLAIM_SECONDS = 600.0
-#: A row that took its process down this often is marked as failed.
+#: A row whose process died this often while measuring it is marked as failed. Chosen, not measured.
 MAX_ATTEMPTS = 3
 
 _HOT = "hot_ms, hot_q1_ms, hot_q3_ms, hot_repeats, hot_stable"
@@ -38,7 +40,7 @@ _BLOCKS = "SELECT id, name, signature FROM block ORDER BY id"
 
 @dataclass(frozen=True)
 class TableRow:
-    """One row of the table. ``latency`` is None and ``error`` says why where the measurement failed."""
+    """One row of the table. If the measurement failed, ``latency`` is None and ``error`` says why."""
 
     name: str
     signature: str
@@ -52,7 +54,7 @@ class TableRow:
 class LatencyStore:
     """The SQLite file of a latency table. Errors are `TableError`s, which name the file and the damaged row.
 
-    ``read_only``: open a table that exists, and write nothing to it or beside it.
+    ``read_only``: open an existing table, and write nothing to it or beside it.
     """
 
     def __init__(self, path: Path | str, *, create: bool = True, read_only: bool = False) -> None:
@@ -69,33 +71,46 @@ class LatencyStore:
         self._file.close()
 
     def fingerprints(self) -> list[Fingerprint]:
-        """Return the devices and runtimes that the table has rows of."""
+        """Return the devices and runtimes that the table has rows for."""
         with self._reported():
             used = {number for (number,) in self._file.run("SELECT DISTINCT fingerprint FROM latency")}
             return [self._fingerprint(*row) for row in self._file.run(_FINGERPRINTS) if row[0] in used]
 
-    def measured(self, signature: str, fingerprint: Fingerprint) -> dict[Point, BlockLatency]:
-        """Return what is measured of one block, by widths."""
+    def measured(
+        self, signature: str, fingerprint: Fingerprint, as_of: float = math.inf
+    ) -> dict[Point, BlockLatency]:
+        """Return the rows of one block that were measured up to a time (seconds), by widths."""
         found: dict[Point, BlockLatency] = {}
         with self._reported():
-            for row in self._of_block(f"widths, {_HOT}, {_COLD}", "measured", signature, fingerprint):
+            columns = f"widths, {_HOT}, {_COLD}"
+            for row in self._of_block(columns, "measured", signature, fingerprint, as_of):
                 with self._placed(signature, row[0]):
                     point = values.widths_of_text(row[0])
                     found[point] = values.latency(row[1:])
                     values.as_many(point, len(next(iter(found))))
         return found
 
-    def failures(self, signature: str, fingerprint: Fingerprint) -> dict[Point, str]:
-        """Return the errors of the measurements that failed of one block, by widths."""
+    def failures(self, signature: str, fingerprint: Fingerprint, as_of: float = math.inf) -> dict[Point, str]:
+        """Return the errors of one block's measurements that failed up to a time, by widths."""
         found: dict[Point, str] = {}
         with self._reported():
-            for row in self._of_block("widths, error", "failed", signature, fingerprint):
+            for row in self._of_block("widths, error", "failed", signature, fingerprint, as_of):
                 with self._placed(signature, row[0]):
                     found[values.widths_of_text(row[0])] = values.text(row[1], "the error")
         return found
 
+    def times(self, signature: str, fingerprint: Fingerprint) -> dict[Point, float]:
+        """Return when the rows of one block were measured or failed (seconds), by widths."""
+        found: dict[Point, float] = {}
+        with self._reported():
+            for state in ("measured", "failed"):
+                for row in self._of_block("widths, changed", state, signature, fingerprint):
+                    with self._placed(signature, row[0]):
+                        found[values.widths_of_text(row[0])] = values.moment(row[1], "its time")
+        return found
+
     def rows(self, fingerprint: Fingerprint | None = None) -> list[TableRow]:
-        """Return all rows that are measured or failed, or those of one fingerprint."""
+        """Return all measured and failed rows, or those of one fingerprint."""
         found = []
         for row in self.looked_through():
             if isinstance(row, TableError):
@@ -105,7 +120,7 @@ class LatencyStore:
         return found
 
     def looked_through(self) -> Iterator[TableRow | TableError]:
-        """Yield every row that is measured or failed; in place of a damaged one, what is wrong with it."""
+        """Yield every measured or failed row; in place of a damaged one, what is wrong with it."""
         with self._reported():
             prints: dict[int, Fingerprint | TableError] = {}
             for row in self._file.run(_FINGERPRINTS):
@@ -122,7 +137,7 @@ class LatencyStore:
             for row in rows:
                 here = prints.get(row[0])
                 if here is None or row[1] not in blocks:
-                    continue  # refers to nothing, which `damage` tells
+                    continue  # refers to nothing, which `damage` reports
                 try:
                     if isinstance(here, TableError):
                         raise here
@@ -197,9 +212,9 @@ class LatencyStore:
                 )
 
     def insert(self, rows: Sequence[TableRow]) -> int:
-        """Add rows that were measured elsewhere, all or none; return how many were new or better than what stood.
+        """Add rows that were measured elsewhere, all or none; return how many were new or better than those there.
 
-        A measured row is better than a failed or claimed one, and a stable one than an unstable one.
+        A measured row is better than a failed or claimed one, and a stable one is better than an unstable one.
         """
         taken = 0
         with self._transaction() as run:
@@ -238,7 +253,7 @@ class LatencyStore:
         return taken
 
     def claimed(self) -> tuple[int, int]:
-        """Return how many rows are under way: claimed by processes that live, and left by those that do not."""
+        """Return how many rows are claimed: by processes that are running, and by processes that are gone."""
         with self._reported():
             owners = self._file.run("SELECT owner, changed FROM latency WHERE state = 'claimed'").fetchall()
         alive = sum(self._alive(owner, changed) for owner, changed in owners)
@@ -275,11 +290,12 @@ class LatencyStore:
             ).rowcount
 
     def _of_block(
-        self, columns: str, state: str, signature: str, fingerprint: Fingerprint
+        self, columns: str, state: str, signature: str, fingerprint: Fingerprint, as_of: float = math.inf
     ) -> Iterator[tuple[Any, ...]]:
+        limit = "" if as_of == math.inf else f" AND changed <= {as_of!r}"  # without one, odd values are seen
         return self._file.run(
             f"SELECT {columns} FROM latency JOIN block ON block.id = block JOIN fingerprint f ON f.id = fingerprint "
-            "WHERE signature = ? AND key = ? AND state = ?",
+            f"WHERE signature = ? AND key = ? AND state = ?{limit}",
             (signature, fingerprint.key(), state),
         )
 
@@ -315,7 +331,7 @@ class LatencyStore:
         return int(found.fetchone()[0])
 
     def _alive(self, owner: Any, claimed: Any) -> bool:
-        """Whether the process that claimed a row is still there; this process's own old claims are not."""
+        """Whether the process that claimed a row is running; this process's own old claims do not count."""
         host, _, rest = str(owner).partition("/")
         pid = rest.partition("/")[0]
         if not pid.isdecimal():
@@ -329,12 +345,13 @@ class LatencyStore:
         try:
             yield
         except sqlite3.OperationalError as error:
-            advice = "; free space, or measure into another folder" if "full" in str(error) else ""
+            full = any(word in str(error) for word in ("full", "disk I/O error"))  # SQLite's, of a full disk
+            advice = "; free space, or measure into another folder" if full else ""
             raise TableError(f"the latency table {self.path} cannot be used: {error}{advice}") from error
         except (
             sqlite3.DatabaseError,
             UnicodeDecodeError,
-        ) as error:  # SQLite's own words may hold what is damaged
+        ) as error:  # SQLite's message may quote damaged text
             raise TableError(
                 f"{self.path} is no latency table, or a damaged one ({error}); move it away and measure anew"
             ) from error
@@ -350,7 +367,7 @@ class LatencyStore:
 
 
 def _process_name(pid: int) -> str:
-    """Return host/pid/start, so that a reused pid is not taken for the process; start 0 if it is gone."""
+    """Return host/pid/start: a reused pid has another start; 0 if the process is gone."""
     try:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -382,7 +399,7 @@ def _row(
     attempts: Any,
     *times: Any,
 ) -> TableRow | None:
-    """Return a row of the file, checked; None for one that is under way. `ValueError` says what is wrong with it."""
+    """Return a row of the file, checked; None for a claimed one. `ValueError` says what is wrong with it."""
     point = values.widths_of_text(widths)
     name, signature = values.text(name, "the block's name"), values.text(signature, "the block's signature")
     at = values.moment(changed, "its time")

@@ -1,9 +1,9 @@
-"""The latency of a block between its measured widths, and how sure that is.
+"""The latency of a block between its measured widths, and how certain that is.
 
 A block's latency is nearly `a + b x + c y + d x y` in its two widths, once these are counted as the runtime counts
-them (`Scale`). What is left is smooth, in the logarithm: a Gaussian process with fixed lengths and sizes, whose
-variance says what is not known. Rows may lie anywhere; each more makes the rest surer, and a measured width costs
-what was measured there.
+them (`Scale`). The logarithm of the remaining factor is smooth, and is modelled by a Gaussian process of fixed length
+scales and variances, whose posterior variance says how certain a price is. Rows may lie anywhere, and each makes all
+prices more certain. At a measured width, the price is what was measured.
 
 Rasmussen and Williams, Gaussian Processes for Machine Learning (2006): algorithm 2.1; leaving one out, section 5.4.2.
 """
@@ -27,26 +27,27 @@ from smcp_fx.latency.scale import SCALES, Floats, Scale
 Point = tuple[int, ...]
 Ints = NDArray[np.int64]
 
-#: Standard deviations, in logarithms, of what the bilinear form leaves: of all widths alike, of each width by itself,
-#: of both together, and of what changes faster; of the other path's cost, and how that changes; of a row. Chosen by
-#: predictions of rows not yet measured of five networks (docs: Experiments).
+#: Standard deviations, in logarithms, of the factor that the bilinear form leaves: the same for all widths, of each
+#: width by itself, of both together, and of what changes faster; of the other path's cost, and how that changes; of a
+#: row's noise. Chosen by how well they predict held-out rows of five networks (docs: Experiments).
 _ALIKE, _EACH, _BOTH, _FAST, _PATH, _ALONG, _ROW = 0.05, 0.10, 0.10, 0.04, 0.7, 0.15, 0.015
-#: Widths so far apart, in logarithms, tell little of each other: of what changes slowly, and fast.
+#: Length scales, in logarithms of widths: of what changes slowly, and fast. Chosen as the line above.
 _SLOWLY, _QUICKLY = 1.0, 0.35
-#: What the bilinear form is taken to be where rows do not say, as shares of the largest latency, and how surely.
+#: The bilinear form's coefficients before any row is known, as shares of the largest latency, and their weight in the
+#: fit. Chosen as the lines above.
 _FORM, _SURELY = (0.03, 0.06, 0.06, 0.85), 0.5
-#: So many standard deviations are a surprise.
+#: A row this many standard deviations from what the others predict is measured again. The usual three.
 _SURPRISE = 3.0
-#: A scale must make rows likelier by this, in logarithms, than a plainer one. Chosen, not measured.
+#: A scale must raise the rows' log-likelihood by this over a plainer one. Chosen, not measured.
 _MARGIN = 1.0
-#: A clock too coarse for a block says 0; no block is faster than this.
+#: No block is faster than this. (A clock too coarse for a block says 0.)
 _LEAST_MS = 1e-6
 
 
 class Surface:
-    """The latency of one block over its widths; call it with one int array per free width.
+    """The latency of one block as a function of its widths; call it with one int array per free width.
 
-    ``rows``: ms by widths, one at least. ``scales``: one a width; plain ones by default.
+    ``rows``: ms by widths, at least one. ``scales``: one per width; plain ones by default.
     """
 
     def __init__(self, grids: Grids, rows: Mapping[Point, float], scales: Sequence[Scale] = ()) -> None:
@@ -63,7 +64,7 @@ class Surface:
 
     def __call__(self, *widths: Ints) -> Floats:
         """Return the latencies in ms, of the broadcast shape; `TableError` outside the measured range."""
-        if all(np.ndim(one) == 0 for one in widths):  # many callers ask for one point at a time, and again
+        if all(np.ndim(one) == 0 for one in widths):  # callers often ask for the same single points
             point = tuple(int(one) for one in widths)
             if point not in self._seen:
                 self._seen[point] = float(self._between(self._checked(widths)))
@@ -85,7 +86,7 @@ class Surface:
         return found
 
     def doubt(self, *widths: Ints) -> Floats:
-        """Return the standard deviation of the latencies there, relative; 0 where they were measured."""
+        """Return the relative standard deviation of the latencies at these widths; 0 where they were measured."""
         at = tuple(np.ravel(one) for one in np.broadcast_arrays(*self._checked(widths)))
         if not at:
             return np.zeros(())
@@ -102,19 +103,19 @@ class Surface:
         return np.where(sure, 0.0, doubt).reshape(np.broadcast_shapes(*(np.shape(one) for one in widths)))
 
     def likelihood(self) -> float:
-        """Return the logarithm of how likely its rows are, up to a constant."""
+        """Return the log-likelihood of its rows, up to a constant."""
         factor, _ = self._factor
         return float(-0.5 * self._left @ self._weights - np.log(np.diag(factor)).sum())
 
     def surprises(self) -> list[Point]:
-        """Return the rows that the others do not expect, off by over three standard deviations: the worst first."""
+        """Return the rows that are over three standard deviations from what the others predict, the worst first."""
         inverse = cho_solve(self._factor, np.eye(len(self.rows)))
         far = np.abs(self._weights) / np.sqrt(np.diag(inverse))
         points = list(self.rows)
         return [points[i] for i in np.argsort(-far) if far[i] > _SURPRISE and len(points) > 1]
 
     def left_out(self) -> dict[Point, float]:
-        """Return the ms that the other rows say of each row."""
+        """Return the ms that the other rows predict for each row."""
         if len(self.rows) < 2:
             return {}
         inverse = cho_solve(self._factor, np.eye(len(self.rows)))
@@ -124,7 +125,7 @@ class Surface:
     # ---- the bilinear form, and what is left of it --------------------------------------------------------------
 
     def _fitted(self, measured: Floats) -> Floats:
-        """Fit the form's coefficients, none negative, to relative errors."""
+        """Fit the form's coefficients, none negative, by least squares of relative errors."""
         top = float(measured[max(range(len(measured)), key=list(self.rows).__getitem__)])
         terms = self._terms(self._at, len(measured))
         form = np.array(_FORM if len(self.grids) == 2 else (_FORM[0], sum(_FORM[1:])))[: terms.shape[1]]
@@ -147,7 +148,7 @@ class Surface:
         return np.stack(columns, axis=1)
 
     def _shares(self, at: Sequence[Ints]) -> list[Floats]:
-        """Return widths on their scales, as shares of the full one."""
+        """Return widths on their scales, as shares of the full width."""
         axes = zip(self.scales, at, self.grids, strict=True)
         return [scale.coordinate(one) / scale.coordinate(grid[-1]) for scale, one, grid in axes]
 
@@ -161,7 +162,7 @@ class Surface:
         return np.asarray(_ALIKE**2 + each + _BOTH**2 * slow + _FAST**2 * fast)
 
     def _parts(self, axis: int, widths: Ints) -> tuple[Floats, Floats, Floats]:
-        """Return, [widths, rows], how alike they are along one axis: slowly, fast, and by being on the other path."""
+        """Return covariances [widths, rows] along one axis: the slow part, the fast part, and the other path's."""
         scale, rows = self.scales[axis], self._at[axis]
         here, there = (np.log(scale.coordinate(one)) for one in (widths, rows))
         apart = np.abs(here[:, None] - there[None, :])
@@ -175,7 +176,7 @@ class Surface:
 
     @cached_property
     def _lines(self) -> list[Floats]:
-        """What each width by itself adds, from the least to the full one."""
+        """What each width adds by itself, from the smallest to the full one."""
         lines = []
         for grid, (slow, fast, path) in zip(self.grids, self._along, strict=True):
             alone = _BOTH**2 * slow + _FAST**2 * fast if len(self.grids) == 1 else 0.0
@@ -185,7 +186,7 @@ class Surface:
 
     @cached_property
     def _sides(self) -> tuple[Floats, Floats]:
-        """What two widths add together is the sum over [.., n] of one side's times the other's."""
+        """What two widths add together is the sum over the last axis of one side's values times the other's."""
         (slow_x, fast_x, _), (slow_y, fast_y, _) = self._along
         x = np.concatenate([_BOTH**2 * slow_x * self._weights, _FAST**2 * fast_x * self._weights], axis=1)
         return x, np.concatenate([slow_y, fast_y], axis=1)
@@ -209,7 +210,7 @@ class Surface:
 
 
 def choose_scales(alike: Sequence[tuple[Grids, Mapping[Point, float]]]) -> tuple[Scale, ...]:
-    """Return the scales, one a width, that make the rows of blocks of one kind likeliest; ties go to the plainer."""
+    """Return the scales, one per width, that make the rows of one kind of block most likely; plain ones win ties."""
     found = [Scale()] * len(alike[0][0])
     best = _likelihood(alike, found)
     for _, axis in itertools.product(range(2), range(len(found))):

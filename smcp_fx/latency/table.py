@@ -1,7 +1,7 @@
 """The latency table: what the fused blocks of networks cost on one device, measured once and kept.
 
 table = LatencyTable("table.sqlite")
-report = table.measure(blocks, backend, whole=False)     # a few rows a block
+report = table.measure(blocks, backend, whole=False)     # a few rows per block
 (surfaces,) = table.surfaces(blocks, backend.fingerprint(), 0.0)
 surface = surfaces[block.signature, block.grids]         # surface(c_in, c_out) in ms, vectorised
 report = table.learn([(block, (64, 128))], blocks, backend)  # and one more
@@ -9,6 +9,7 @@ report = table.learn([(block, (64, 128))], blocks, backend)  # and one more
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,15 +32,15 @@ from smcp_fx.latency.surface import Point, Surface, choose_scales
 #: The signature of the row that holds what a run costs beside its blocks.
 RUN_SIGNATURE = '{"steps":"none"}'
 
-#: Where a block takes less (ms), an error says more about the profiler's clock (1 us) than about interpolation.
+#: If a block takes less (ms), an error says more about the profiler's clock (1 us) than about interpolation.
 MEASURABLE_MS = 0.01
 
 
 @dataclass(frozen=True)
 class HeldOutError:
-    """Relative errors of what the other rows say of each row, the ms measured there, and which these are.
+    """Relative errors when each row is predicted from the others, the ms measured there, and the rows themselves.
 
-    ``steady``: which were steady when they were measured. The others are as far off from themselves.
+    ``steady``: which rows were steady when they were measured. Unsteady rows differ from themselves as much.
     """
 
     points: int
@@ -59,14 +60,14 @@ class HeldOutError:
         rows: tuple[tuple[Block, Point], ...],
         steady: NDArray[np.bool_],
     ) -> HeldOutError:
-        """Return the median, the 95th percentile and the largest of these errors; zeros where there are none."""
+        """Return the median, the 95th percentile and the largest of these errors; zeros if there are none."""
         if len(errors) == 0:
             return cls(0, 0.0, 0.0, 0.0, errors, measured_ms, rows, steady)
         median, p95, largest = (float(share) for share in np.percentile(errors, [50, 95, 100]))
         return cls(len(errors), median, p95, largest, errors, measured_ms, rows, steady)
 
     def telling(self, ms: float = MEASURABLE_MS) -> HeldOutError:
-        """Return the errors at points that took at least so long and were steady."""
+        """Return the errors of steady rows that took at least so long."""
         kept = np.flatnonzero((self.measured_ms >= ms) & self.steady)
         return self.of(
             self.errors[kept], self.measured_ms[kept], tuple(self.rows[i] for i in kept), self.steady[kept]
@@ -76,10 +77,10 @@ class HeldOutError:
 class LatencyTable:
     """Latencies of blocks in one SQLite file, shared by models, runs and processes.
 
-    ``cold_share``: how the two states of a row are weighed where a backend tells them apart: 0 for weights
-    that are in cache when the block runs (a small network), 1 for weights that come from memory (a large
-    one). None leaves it to the network's size (`LatencyCost`); a block by itself is then priced in cache.
-    ``read_only``: open a file that exists, and write nothing to it.
+    ``cold_share``: how the two states of a row are weighted, if the backend tells them apart: 0 for weights that are
+    in cache when the block runs (a small network), 1 for weights that come from memory (a large one). None leaves it
+    to the network's size (`LatencyCost`); a block by itself is then priced in cache. ``read_only``: open an existing
+    file, and write nothing to it.
     """
 
     def __init__(
@@ -101,11 +102,11 @@ class LatencyTable:
         return self.store.path
 
     def fingerprints(self) -> list[Fingerprint]:
-        """Return the devices and runtimes that the table has rows of."""
+        """Return the devices and runtimes that the table has rows for."""
         return self.store.fingerprints()
 
     def rows(self, fingerprint: Fingerprint | None = None) -> list[TableRow]:
-        """Return all rows, or those of one fingerprint, for reports."""
+        """Return all rows, or those of one fingerprint."""
         return self.store.rows(fingerprint)
 
     # ---- measuring ----------------------------------------------------------------------------------------------
@@ -121,16 +122,16 @@ class LatencyTable:
         retry_failed: bool = False,
         retry_unstable: bool = False,
     ) -> MeasureReport:
-        """Measure what the table lacks of blocks; every row is kept as it comes.
+        """Measure the rows that the table lacks for blocks; each row is kept as soon as it is measured.
 
-        ``whole``: as many rows as tell the blocks' whole ranges; else the few that prices begin with, to which
-        `learn` adds. Rows that another process has claimed are waited for. A row whose measurement fails is marked,
-        and the rest goes on. At the end, rows of this call are measured again if they are unsteady, of a moment in
-        which the core was slower than it turned out to be, or far from what the others say. ``retry_failed`` and
-        ``retry_unstable`` measure such rows of earlier calls again, too. ``progress`` is called after every row.
+        ``whole``: enough rows to know the blocks' whole ranges; else the few first ones, to which `learn` adds. Rows
+        that another process has claimed are waited for. A row whose measurement fails is marked, and the others go
+        on. At the end, rows of this call are measured again if they were unsteady, if the core was slower then than
+        it turned out to be, or if the other rows predict something else. ``retry_failed`` and ``retry_unstable``
+        measure such rows of earlier calls again too. ``progress`` is called after every row.
 
-        Raises `MachineBusyError`, at the beginning or in the middle, where the machine is too busy for a row to mean
-        anything; the rows so far are kept.
+        Raises `MachineBusyError`, at the beginning or in the middle, if the machine is too busy for rows to mean
+        anything; the rows measured so far are kept.
         """
         unique, fingerprint = unique_blocks(blocks), backend.fingerprint()
         if retry_failed:
@@ -147,11 +148,10 @@ class LatencyTable:
         blocks: Iterable[Block],
         backend: Backend,
         progress: Watcher | None = None,
-        config: TimingConfig | None = None,
     ) -> MeasureReport:
-        """Measure these rows, as far as they are not known or failed, as `measure` does.
+        """Measure those of ``rows`` that are neither known nor failed, as `measure` does.
 
-        ``blocks``: those whose rows, these among them, are held against each other.
+        ``blocks``: the blocks whose rows, including these, are checked against each other.
         """
         given, fingerprint = list(rows), backend.fingerprint()
 
@@ -165,12 +165,12 @@ class LatencyTable:
                 if (points := self._unknown(block, all_points, fingerprint))
             ]
 
-        return self._fill(unique_blocks(blocks), backend, lacking, progress, config)
+        return self._fill(unique_blocks(blocks), backend, lacking, progress, None)
 
     def wanted(
         self, blocks: Iterable[Block], fingerprint: Fingerprint, whole: bool = True
     ) -> list[tuple[Block, tuple[Point, ...]]]:
-        """Return the blocks that lack rows, each with the widths to measure (failed ones left out); see `measure`."""
+        """Return the blocks that lack rows, each with the widths to measure, except failed ones; see `measure`."""
         choose, found = rows_of_all if whole else rows_to_begin, []
         for block in unique_blocks(blocks):
             failed = self.store.failures(block.signature, fingerprint)
@@ -211,7 +211,7 @@ class LatencyTable:
         return MeasureReport(filling.measured, reused, filling.seconds, failed, unstable, filling.repeated)
 
     def _measure_run(self, backend: Backend, fingerprint: Fingerprint) -> None:
-        """Keep the run's own cost as a row, so that a prediction is a function of the file alone."""
+        """Keep the run's own cost as a row, so that predictions depend on the file alone."""
         if self.store.measured(RUN_SIGNATURE, fingerprint):
             return
         ms = backend.run_overhead_ms()
@@ -226,21 +226,25 @@ class LatencyTable:
     # ---- what rows say ------------------------------------------------------------------------------------------
 
     def run_overhead(self, fingerprint: Fingerprint) -> float:
-        """Return what a run costs beside its blocks, in ms; 0 where that is not measured."""
+        """Return what a run costs beside its blocks, in ms; 0 if that is not measured."""
         found = self.store.measured(RUN_SIGNATURE, fingerprint).get(())
         return 0.0 if found is None else found.hot.median_ms
 
     def surfaces(
-        self, blocks: Iterable[Block], fingerprint: Fingerprint, *cold_shares: float
+        self,
+        blocks: Iterable[Block],
+        fingerprint: Fingerprint,
+        *cold_shares: float,
+        as_of: float = math.inf,
     ) -> list[dict[tuple[str, Grids], Surface]]:
         """Return, for each share, the blocks' latencies in ms as functions of their widths, by signature and grids.
 
-        The rows of all ``blocks`` tell how the runtime counts their channels. `TableError` where a block lacks rows
-        to begin with.
+        How the runtime counts channels is learned from the rows of all ``blocks``. ``as_of``: rows measured later do
+        not count. `TableError` if a block lacks its first rows.
         """
         homes = priced_as(blocks)
         unique = {(home.signature, home.grids): home for home in homes.values()}
-        rows = {key: self._rows_of(home, fingerprint) for key, home in unique.items()}
+        rows = {key: self._rows_of(home, fingerprint, as_of) for key, home in unique.items()}
         kinds: dict[tuple[str, int], list[tuple[str, Grids]]] = {}
         for key in unique:
             kinds.setdefault((kind_of(key[0]), len(key[1])), []).append(key)
@@ -273,9 +277,9 @@ class LatencyTable:
     def held_out_error(
         self, blocks: Iterable[Block], fingerprint: Fingerprint, cold_share: float | None = None
     ) -> HeldOutError:
-        """Return how far rows are from what the others of their block say, but for those that prices begin with.
+        """Return the errors when rows, except a block's first ones, are predicted from the block's other rows.
 
-        ``cold_share`` as for `surface`: 0 for the state in cache, 1 for that from memory.
+        ``cold_share`` as for `surface`: 0 for the state in cache, 1 for the one from memory.
         """
         share = (self.cold_share if cold_share is None else cold_share) or 0.0
         unique = unique_blocks(blocks)
@@ -299,7 +303,7 @@ class LatencyTable:
         )
 
     def _confirm(self, filling: Filling, blocks: Sequence[Block], fingerprint: Fingerprint) -> None:
-        """Measure rows again that the others do not expect: one after the other, as each tells more of the rest."""
+        """Measure rows again that the others contradict: one at a time, as each changes what is known of the rest."""
         known = [
             block for block in blocks if not rows_to_begin(block.grids, self._in_range(block, fingerprint))
         ]
@@ -310,9 +314,27 @@ class LatencyTable:
                 rows = _weighed(self._in_range(block, fingerprint), 0.0)
                 surface = Surface(block.grids, rows, surface.scales)
 
-    def _rows_of(self, block: Block, fingerprint: Fingerprint) -> dict[Point, BlockLatency]:
-        """Return the rows of a block; `TableError` where it lacks some to begin with."""
-        rows = self._in_range(block, fingerprint)
+    def latest(
+        self, blocks: Iterable[Block], fingerprint: Fingerprint, asked: Iterable[Point] | None = None
+    ) -> float:
+        """Return when the last row of these blocks was measured or failed (seconds); 0 where none was.
+
+        ``asked``: look only at these widths, one point a block.
+        """
+        blocks = list(blocks)
+        points: list[Point | None] = [None] * len(blocks) if asked is None else list(asked)
+        wanted = {(block.signature, point) for block, point in zip(blocks, points, strict=True)}
+        found = [
+            moment
+            for signature in {signature for signature, _ in wanted}
+            for point, moment in self.store.times(signature, fingerprint).items()
+            if not wanted.isdisjoint({(signature, None), (signature, point)})
+        ]
+        return max(found, default=0.0)
+
+    def _rows_of(self, block: Block, fingerprint: Fingerprint, as_of: float) -> dict[Point, BlockLatency]:
+        """Return the rows of a block; `TableError` if it lacks some of the first ones."""
+        rows = self._in_range(block, fingerprint, as_of)
         if not (missing := rows_to_begin(block.grids, rows)):
             return rows
         failures = self.store.failures(block.signature, fingerprint)
@@ -329,11 +351,13 @@ class LatencyTable:
             f"{fingerprint.describe()}; call measure first.{hint}"
         )
 
-    def _in_range(self, block: Block, fingerprint: Fingerprint) -> dict[Point, BlockLatency]:
+    def _in_range(
+        self, block: Block, fingerprint: Fingerprint, as_of: float = math.inf
+    ) -> dict[Point, BlockLatency]:
         """Return the rows of a block's signature that lie within its widths."""
         return {
             point: row
-            for point, row in self.store.measured(block.signature, fingerprint).items()
+            for point, row in self.store.measured(block.signature, fingerprint, as_of).items()
             if len(point) == len(block.grids)
             and all(g[0] <= width <= g[-1] for g, width in zip(block.grids, point, strict=True))
         }
@@ -359,6 +383,6 @@ def _weighed(rows: Mapping[Point, BlockLatency], cold_share: float) -> dict[Poin
 
 
 def _is_steady(latency: BlockLatency, cold_share: float) -> bool:
-    """Return whether those states were steady that count at this share."""
+    """Return whether the states that count at this share were steady."""
     cold = latency.cold is None or cold_share == 0 or latency.cold.stable
     return cold and (latency.hot.stable or (latency.cold is not None and cold_share == 1))

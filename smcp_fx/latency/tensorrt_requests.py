@@ -37,7 +37,7 @@ _ALONE, _ROW = "run-alone", "run-in-a-row"
 
 @dataclass(frozen=True)
 class Answers:
-    """What was read: rows for the table, how many requests have no answer yet, and of which device they are."""
+    """What was read: rows for the table, how many requests have no answer yet, and the device that they are of."""
 
     rows: tuple[TableRow, ...]
     unanswered: int
@@ -53,9 +53,9 @@ def emit_requests(
 ) -> int:
     """Write ONNX files, requests and the worker itself into ``folder``; return how many rows are asked for.
 
-    Requests that are in the folder stay, with their answers; `TableError` where they have other options.
-    ``retry_failed``: ask again for what was answered with an error, under another name: the device already has an
-    answer to the first.
+    Requests that are already in the folder stay, with their answers; `TableError` if they have other options.
+    ``retry_failed``: ask again for what was answered with an error, under a new name, as the device has already
+    answered the first request.
     """
     options = replace(options, block=True)
     built = json.loads(json.dumps(asdict(options)))
@@ -113,7 +113,7 @@ def _unreadable(file: Path, error: Exception) -> TableError:
 
 
 def _number(folder: Path, point_id: str, jobs: dict[str, dict[str, Any]], retry_failed: bool) -> str:
-    """Return the name of a point's request; a failed one is taken out of ``jobs`` where it is to be tried again."""
+    """Return the name of a point's request; a failed one that is to be tried again is removed from ``jobs``."""
     tries = [number for number in jobs if re.fullmatch(rf"{point_id}(-[0-9]{{1,6}})?", number)]
     number = tries[-1] if tries else point_id
     if not retry_failed or not _answer(folder, number).exists():
@@ -125,7 +125,7 @@ def _number(folder: Path, point_id: str, jobs: dict[str, dict[str, Any]], retry_
 
 
 def read_answers(folder: Path) -> Answers:
-    """Read a folder that the worker has worked off; `TableError` names the answer that cannot be read."""
+    """Read a folder that the worker has processed; `TableError` names the answer that cannot be read."""
     requests = _requests(folder)
     rows, unanswered = list[TableRow](), 0
     found: dict[str, dict[str, Any]] = {}
@@ -161,7 +161,7 @@ def read_answers(folder: Path) -> Answers:
 
 
 def device_of(folder: Path, options: BuildOptions) -> Fingerprint | None:
-    """Return the fingerprint of the device that has worked on ``folder``; None where none has."""
+    """Return the fingerprint of the device that has worked on ``folder``; None if none has."""
     file = folder / "device.json"
     if not file.exists():
         return None
@@ -176,7 +176,7 @@ def _fingerprint(about: Any, options: BuildOptions) -> Fingerprint:
 
 
 def _measured(measured: Any) -> Measurement:
-    """Return the measurement in an answer; `ValueError` where it is not one."""
+    """Return the measurement in an answer; `ValueError` if it is not one."""
     stable = measured["stable"]
     given = (*(measured[name] for name in ("median_ms", "q1_ms", "q3_ms", "repeats")), int(stable is True))
     found = values.measurement(given, "hot")

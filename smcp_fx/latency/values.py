@@ -1,6 +1,6 @@
-"""What a latency table may hold, value by value: tables and their exports come from other devices and other hands.
+"""Checks of every value in a latency table, as tables and their exports come from other devices and other people.
 
-Every function returns the value as the library takes it, or raises `ValueError` that says what is wrong with it.
+Every function returns the value as the library uses it, or raises a `ValueError` that says what is wrong with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from smcp_fx.storage.files import brief, parse_json
 
 #: The largest count, width or number of threads that is accepted.
 _MOST = 2**31 - 1
-#: The last moment that Python makes a date of, in seconds since 1970.
+#: The last moment that Python can represent as a date, in seconds since 1970.
 _LAST_SECOND = 253_402_300_799.0
 _MOST_WIDTHS, _LONGEST_NAME = 8, 500
 #: Overheads were subtracted, so quartiles of what is near 0 may be negative. The longest time is a day.

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from smcp_fx.errors import TrainingError
 
-#: Optimiser steps without a call of `Pruner.step` before it counts as forgotten.
+#: Optimiser steps without a call of `Pruner.step` before it counts as forgotten. Chosen, not measured.
 _FORGOTTEN = 3
 #: The same if it was called before, or if optimiser steps are only inferred from new gradients: more than an
 #: optimiser with a closure takes (25 in `torch.optim.LBFGS`).
 _FORGOTTEN_PERHAPS = 50
 #: Packages whose code is not the user's.
 _OURS = ("smcp_fx", "torch")
-#: Calls of `Pruner.step` without a changed parameter, out of a number of calls, before the warning.
+#: Calls of `Pruner.step` without a changed parameter, out of a number of calls, before the warning. Chosen, not
+#: measured.
 _UNCHANGED = 5
 
 

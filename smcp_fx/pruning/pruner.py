@@ -7,6 +7,7 @@ import dataclasses
 import math
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -25,25 +26,19 @@ from smcp_fx.pruning.gradients import all_finite, loss_scale, norm
 from smcp_fx.pruning.importance import TaylorImportance
 from smcp_fx.pruning.loop_watch import LoopWatch
 from smcp_fx.pruning.observers import Observer
+from smcp_fx.pruning.repricing import LASTING, MISS, OVER, choose_at_price
 from smcp_fx.pruning.scores import scores
 from smcp_fx.pruning.selection import Choice, Selector
-from smcp_fx.pruning.solve import Solve
+from smcp_fx.pruning.solve import Solve, table_of
 from smcp_fx.pruning.solve_watch import SolveWatch
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Floats, KnownWorth, Worth
 from smcp_fx.schedule import Schedule
-from smcp_fx.texts import amount, table
+from smcp_fx.texts import amount
 
 __all__ = ["Pruner", "Solve"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-#: Some costs are exact only near given counts, and some are measured there. They are priced again around each choice,
-#: at most this often, until the choice lies within the target (but for rounding), and less than this share below it.
-_PRICINGS, _MISS, _OVER = 8, 0.011, 1e-9
-#: How far the price of a choice may be in doubt, as a share: while the target still falls, and of the last choices.
-#: Once measuring a choice has moved its price by less than the third, another round is not worth it.
-_PASSING, _LASTING, _MOVED = 0.02, 0.002, 0.005
 
 
 def _eager(method: _Method) -> _Method:
@@ -64,14 +59,16 @@ class Pruner:
         channels: ChannelGraph,
         state: PruningState,
         cost: NetworkCost,
-        target: float,
+        target: float | str,
         config: PruningConfig,
         schedule: Schedule | None,
         asked: bool = True,
     ) -> None:
         self._model = model
         self.cost = cost
-        self.target = target
+        self.full_cost = cost.cost(cost.full_counts)
+        self._wanted = target
+        self.target = absolute_target(target, self.full_cost, cost.unit)
         self.config = config
         self.schedule = schedule
         self._asked = asked
@@ -90,7 +87,8 @@ class Pruner:
         # Calls of `step`, counted here to avoid asking the device; never below the state's own count.
         self._calls = 0
         self._loads = -1
-        self.full_cost = cost.cost(cost.full_counts)
+        state.listener = weakref.ref(self)
+        self._note_prices()
 
     def __repr__(self) -> str:
         unit, solves = self.cost.unit, len(self.history)
@@ -101,14 +99,7 @@ class Pruner:
 
     def summary(self) -> str:
         """Return a table of the solves so far: step, target, cost, and how much of the importance was kept."""
-        unit = self.cost.unit
-        rows = [
-            (str(s.step), amount(s.target, unit), amount(s.cost, unit), f"{s.importance_kept:.1%}",
-             f"{s.changed_share:.1%}")
-            for s in self.history
-        ]  # fmt: skip
-        head = ("step", "target", "cost", "importance kept", "masks changed")
-        return f"{self!r}\n\n{table(head, rows)}"
+        return f"{self!r}\n\n{table_of(self.history, self.cost.unit)}"
 
     @property
     def correction(self) -> float:
@@ -190,19 +181,17 @@ class Pruner:
         cost = self.cost
         if cost.cost(cost.smallest_counts) <= self.target:
             return  # good enough: with equal importances, searching for the best choice would take long
-        if cost.learn(cost.smallest_counts, _LASTING):
+        if self._learn(cost.smallest_counts, LASTING):
             cost = cost.at(cost.smallest_counts)
         flat = torch.ones_like(self._state.gathered)
         try:
             self._selector.best(flat, cost, self.target)
         except InfeasibleBudgetError as error:
-            raise out_of_reach(
-                error, self._channels, self.cost.unit, self.full_cost, self.config.multiple
-            ) from error
+            raise self._out_of_reach(error) from error
 
     def warn_of_idle_target(self, target: float) -> None:
         """Warn when the unpruned network already meets the target, so that nothing would be pruned."""
-        if target > (1 + _OVER) * self.full_cost:
+        if target > (1 + OVER) * self.full_cost:
             self._solve_watch.idle_target(target, self.full_cost, self.cost.unit)
 
     def check_finished(self) -> None:
@@ -219,13 +208,35 @@ class Pruner:
             return
         cost = self.present_cost
         solved_for = self.history[-1].target if self.history else math.inf
-        if cost > (1 + _MISS) * target and solved_for > (1 + _OVER) * target:
+        if cost > (1 + MISS) * target and solved_for > (1 + OVER) * target:
             self._solve_watch.unfinished(steps, self.schedule, cost, target, self.cost.unit)
 
     def go_on_from(self, other: Pruner) -> None:
         """Copy from ``other`` what its model's copy does not hold: the history and the count of calls."""
         self.history, self.rises = list(other.history), other.rises
         self._calls, self._loads = other._calls, other._loads
+        self.full_cost, self.target = other.full_cost, other.target
+        self.cost = dataclasses.replace(other.cost, source=copy.copy(other.cost.source))
+        self._note_prices()
+
+    def loaded(self) -> None:
+        """Go back to the prices that the loaded state was made with."""
+        source, full = self.cost.source, float(self._state.full_cost)
+        if source is not None and source.price_as_of(float(self._state.as_of)):
+            if self.target == absolute_target(self._wanted, self.full_cost, self.cost.unit):
+                self.target = absolute_target(self._wanted, full, self.cost.unit)
+            self.full_cost = full
+        self._note_prices()
+
+    def _learn(self, counts: Mapping[str, int], doubt: float) -> bool:
+        """`NetworkCost.learn`, noted in the state."""
+        learned = self.cost.learn(counts, doubt)
+        self._note_prices()
+        return learned
+
+    def _note_prices(self) -> None:
+        self._state.full_cost.fill_(self.full_cost)
+        self._state.as_of.fill_(0.0 if self.cost.source is None else self.cost.source.as_of)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pruner:
         """Copy the whole model, and return the copy's pruner."""
@@ -263,8 +274,7 @@ class Pruner:
         return {g.name: self._state.of_group(vector, g.name) for g in self._channels.groups if g.free}
 
     def _scores(self) -> Tensor:
-        schedule = self.schedule
-        arrived = schedule is not None and int(self._state.steps) >= schedule.ramp_end
+        arrived = self.schedule is not None and int(self._state.steps) >= self.schedule.ramp_end
         return scores(self._state, self.config, arrived)
 
     @property
@@ -284,6 +294,8 @@ class Pruner:
         importance = ranks.broadcast(self._scores())
         before = state.keep.clone()
         found = agree(state.keep, importance, lambda: self._choose(importance, target, step))
+        if self.cost.source is not None:  # rank 0 alone has learnt
+            self.cost.source.price_as_of(float(ranks.broadcast(state.as_of)))
         state.refresh()
         if self.config.mask == "permanent":
             self._zero_pruned()
@@ -331,35 +343,20 @@ class Pruner:
         permanent = self.config.mask == "permanent"
         if permanent:
             importance = torch.where(self._state.keep, importance, torch.zeros_like(importance))
-        cost = self.cost.at(self.counts)
-        moving = self._moving(step)
-        found: list[Choice] = []
-        for _ in range(_PRICINGS):
+        moving, scheduled = self._moving(step), self.schedule is not None
+
+        def select(cost: NetworkCost) -> Choice:
             if permanent:
                 cost = dataclasses.replace(cost, permitted=self._remaining(cost.permitted))
-            try:
-                scheduled = self.schedule is not None
-                choice = self._selector.settled(importance, cost, target, moving, worth, scheduled)
-            except InfeasibleBudgetError as error:
-                if self.cost.learn(cost.smallest_counts, _LASTING):  # guesses may put it out of reach
-                    cost = self.cost.at(cost.smallest_counts)
-                    continue
-                if found:
-                    break
-                raise out_of_reach(
-                    error, self._channels, self.cost.unit, self.full_cost, self.config.multiple
-                ) from error
-            counts, guessed = choice.allocation.counts, self.cost.at(choice.allocation.counts)
-            learned = self.cost.learn(counts, _PASSING if moving else _LASTING)
-            cost = self.cost.at(counts) if learned else guessed
-            found.append(_at_price(choice, cost))
-            ms = found[-1].allocation.cost
-            settled = moving or not learned or abs(ms / guessed.cost(counts) - 1) <= _MOVED
-            if cost is self.cost or (settled and -_MISS <= ms / target - 1 <= _OVER):
-                return found[-1]
-        # None is close enough: take the dearest within the target, or else the one that exceeds it least.
-        found = [_at_price(choice, self.cost.at(choice.allocation.counts)) for choice in found]
-        return min(found, key=lambda c: (c.allocation.cost > target, abs(c.allocation.cost - target)))
+            return self._selector.settled(importance, cost, target, moving, worth, scheduled)
+
+        try:
+            return choose_at_price(self.cost, self.counts, target, select, self._learn, moving)
+        except InfeasibleBudgetError as error:
+            raise self._out_of_reach(error) from error
+
+    def _out_of_reach(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+        return out_of_reach(error, self._channels, self.cost.unit, self.full_cost, self.config.multiple)
 
     def _moving(self, step: int) -> bool:
         """Whether the target is still falling."""
@@ -368,21 +365,10 @@ class Pruner:
     def _remaining(self, permitted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return permitted counts up to the present ones: permanently pruned channels do not return."""
         counts = self.counts
-        return {
-            name: tuple(c for c in allowed if c <= counts[name]) or (counts[name],)
-            for name, allowed in permitted.items()
-        }
+        return {n: tuple(c for c in cs if c <= counts[n]) or (counts[n],) for n, cs in permitted.items()}
 
+    @torch.no_grad()
     def _zero_pruned(self) -> None:
         for layer in self._importance.layers:
-            if layer.computed:  # its mask is as hard
-                continue
-            weight = layer.tensor(self._model)
-            with torch.no_grad():
-                weight.mul_(self._state.layer_mask(layer))
-
-
-def _at_price(choice: Choice, cost: NetworkCost) -> Choice:
-    """The choice, at what it costs by ``cost``."""
-    ms = cost.cost(choice.allocation.counts)
-    return dataclasses.replace(choice, allocation=dataclasses.replace(choice.allocation, cost=ms))
+            if not layer.computed:  # its mask is as hard
+                layer.tensor(self._model).mul_(self._state.layer_mask(layer))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from smcp_fx.texts import amount, table
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,13 @@ class Solve:
         found |= {f"changed/{name}": float(count) for name, count in self.changed.items()}
         found |= {f"scale/{name}": scale for name, scale in self.scales.items()}
         return found
+
+
+def table_of(solves: Iterable[Solve], unit: str) -> str:
+    """Return a table of solves; costs are in ``unit``."""
+    rows = [
+        (str(s.step), amount(s.target, unit), amount(s.cost, unit), f"{s.importance_kept:.1%}",
+         f"{s.changed_share:.1%}")
+        for s in solves
+    ]  # fmt: skip
+    return table(("step", "target", "cost", "importance kept", "masks changed"), rows)

@@ -10,11 +10,12 @@ from smcp_fx.texts import amount
 
 #: Masks oscillate when more than this share of the units changes back at a solve ...
 OSCILLATION = 0.05
-#: ... this many solves in a row, with the target at rest.
+#: ... this many solves in a row, with the target at rest. Chosen, not measured.
 _IN_A_ROW = 5
-#: Steps that may be skipped before a warning that a due solve cannot happen.
+#: Steps that may be skipped before a warning that a due solve cannot happen. Chosen, not measured.
 _SKIPPED_FIRST = 5
-#: A gradient scaler skips a step now and then to find its scale; more than this share is a fault.
+#: A gradient scaler skips a step now and then to find its scale; more than this share is a fault. Chosen, not
+#: measured.
 _SKIPPED = 0.5
 
 

@@ -6,8 +6,9 @@ operations. The masks and scales that the graph reads are derived from them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,25 @@ from smcp_fx.passes.insert_batch_norm_scalers import norm_sources, scale_name, s
 from smcp_fx.passes.insert_kept_statistics import kept_name, masked_mixes
 from smcp_fx.passes.insert_soft_masks import mask_name, masked_layers
 
+#: What stays as it is when the model becomes half precision: sums over many steps, times.
+_EXACT = ("gathered", "remembered", "correction", "full_cost", "as_of")
+
+
+class Listener(Protocol):
+    """Hears of a state."""
+
+    def loaded(self) -> None:
+        """A state dict was loaded."""
+        ...
+
 
 class PruningState(nn.Module):
     """Masks, scales, importances and the position in the schedule, as buffers.
 
     ``keep`` [units] bool; ``flipped`` [units] bool, whose mask the last solve changed; ``gathered`` and
     ``remembered`` [units] float32, importances since the last solve and before it; ``steps``, ``gathers`` (steps
-    since the last solve) and ``solves`` int64 scalars; ``correction`` float64, see `Pruner.correction`. Masks
+    since the last solve) and ``solves`` int64 scalars; ``correction`` float64, see `Pruner.correction`; ``full_cost``
+    and ``as_of`` float64, the unpruned cost and what measured prices rest on (`CostSource`), 0 if not measured. Masks
     (``mask_*`` of weights, ``kept_*`` of what mixes channels), scales (``scale_*``) and ``skipped`` (steps since the
     last solve whose gradients were not finite) are not part of the state dict. Masks of weights have the type, device
     and memory format that the layers of ``module`` have there.
@@ -39,6 +52,8 @@ class PruningState(nn.Module):
     gathers: Tensor
     solves: Tensor
     correction: Tensor
+    full_cost: Tensor
+    as_of: Tensor
     skipped: Tensor
 
     def __init__(self, channels: ChannelGraph, module: nn.Module | None = None) -> None:
@@ -47,6 +62,7 @@ class PruningState(nn.Module):
         self._free = [group for group in channels.groups if group.free]
         count = sum(group.size for group in self._free)
         self.loads = 0  # counts loaded state dicts: values read before are outdated
+        self.listener: weakref.ref[Listener] | None = None
         self._derived = -1  # the version of ``keep`` that masks and scales were derived from
         self.register_buffer("keep", torch.ones(count, dtype=torch.bool))
         self.register_buffer("flipped", torch.zeros(count, dtype=torch.bool))
@@ -55,6 +71,8 @@ class PruningState(nn.Module):
         for name in ("steps", "gathers", "solves"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64))
         self.register_buffer("correction", torch.ones((), dtype=torch.float64))
+        for name in ("full_cost", "as_of"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self.register_buffer("skipped", torch.zeros((), dtype=torch.int64), persistent=False)
         # place[unit]: where a unit stands in the flat vectors, -1 for pinned ones
         self._place = torch.full((channels.free_units.numel(),), -1, dtype=torch.int64)
@@ -218,10 +236,11 @@ class PruningState(nn.Module):
         self.loads += 1
         self.skipped.zero_()
         self.refresh()
+        if self.listener is not None and (listener := self.listener()) is not None:
+            listener.loaded()
 
     def _apply(self, fn: Any, recurse: bool = True) -> PruningState:
-        # Importances are sums over many steps: keep float32 when the model becomes half precision.
-        exact = {name: getattr(self, name) for name in ("gathered", "remembered", "correction")}
+        exact = {name: getattr(self, name) for name in _EXACT}
         learning = [name for name, _, _ in self._masked if getattr(self, name).requires_grad]
         with torch.no_grad():  # masks that take gradients stay leaves
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

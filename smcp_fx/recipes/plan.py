@@ -23,7 +23,7 @@ from smcp_fx.texts import amount
 
 #: Most epochs listed one by one; of longer runs, a regular selection and those where a phase begins.
 _LINES = 100
-#: How many targets along the ramp get a forecast.
+#: How many targets along the ramp get a forecast. Chosen, not measured.
 _EXPECTED = 6
 
 

@@ -1,24 +1,24 @@
 """Models that cannot be traced as a whole: the parts that can, and Python for the rest.
 
-A detection model's top filters boxes, counts images, raises on bad targets: no graph holds that. Its backbone,
-neck and heads are ordinary networks. So the model is split into *regions*, the largest submodules that can be traced
-(`finding`). To find them, the model is run on the example inputs, and each submodule is traced with what it was
-called with. What lies between stays the Python it is.
+A detection model's top filters boxes, counts images, raises on bad targets: no graph holds that. Its backbone, neck
+and heads are ordinary networks. So the model is split into *regions*, the largest submodules that can be traced
+(`finding`). To find them, the model is run on the example inputs, and each submodule is traced with the arguments
+that it was called with. The code between them stays Python.
 
     images ─ Python ─►┌ backbone ┐─ features ─►┌ head ┐─ logits ─ Python ─► boxes
                       └──────────┘             └──────┘
 
 For the channel graph, costs and passes all calls of all regions are one graph (`joining`). A region that is called
-five times is there five times, with its weights tied as any shared module's, and counts five times in the cost.
+five times is there five times, with its weights tied like any shared module's, and counts five times in the cost.
 Some tensors go straight from one region into the next: in the example run, Python did nothing with them but ask for
 their size. There the two graphs are joined, and channels may go. Every other tensor that enters or leaves a region is
-pinned, with the reason. When the model runs, each region's graph runs in place of its
-module's forward (`running`); the model's own code calls it as ever.
+pinned, with the reason. When the model runs, its own code calls each region as before, and the region's graph runs in
+place of its module's forward (`running`).
 
-What is assumed, and what happens when it does not hold: every call of a region passes the structure of arguments
-that the example showed (else an `InputError` names the region); Python code that the example run did not reach
-does not read a tensor that went straight from one region to the next. The example is run in ``train()`` as well,
-where the model takes the inputs there (detection models do, when targets are among them).
+Two assumptions: every call of a region has the argument structure of the example (else an `InputError` names the
+region), and Python code that the example run did not reach reads no tensor that went straight from one region to the
+next. The example is run in ``train()`` as well, if the model takes the inputs there (detection models do, if targets
+are among them).
 """
 
 from smcp_fx.regions.feeding import joined_inputs

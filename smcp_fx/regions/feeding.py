@@ -1,4 +1,4 @@
-"""What a model's Python gives its regions: the inputs of the joined graph."""
+"""The tensors that a model's Python passes to its regions: the inputs of the joined graph."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from smcp_fx.regions.running import Joined, RegionForward
 def joined_inputs(
     model: nn.Module, joined: Joined, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, ...]:
-    """Run a model whose regions are graphs, and return what the joined graph's placeholders take, in their order.
+    """Run a model whose regions are graphs, and return the tensors for the joined graph's placeholders, in order.
 
-    Raises `InputError` where the regions are called otherwise than in the example that the model was traced with.
+    Raises `InputError` if the regions are called in another way than in the example that the model was traced with.
     """
     forms = {region.path: region.form for region in joined.regions}
     modules = {path: model.get_submodule(path) for path in forms}
@@ -35,7 +35,7 @@ def joined_inputs(
         leaves, structure = pytree.tree_flatten(given)
         if structure != forms[path].structure:
             raise InputError(f"{path!r} is called with other arguments than in the example")
-        # What is given may be changed in place later on.
+        # The arguments may be changed in place later.
         seen.append((path, [tensor.detach().clone() for tensor in forms[path].tensors(leaves)]))
 
     with torch.no_grad(), watched(modules, enter, lambda path, module, output: None):

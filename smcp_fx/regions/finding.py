@@ -19,7 +19,7 @@ from smcp_fx.tracing.tracer import Traced, trace
 
 @dataclass(frozen=True)
 class Form:
-    """How a module is called: the structure of its arguments, and those among them that are no tensors."""
+    """How a module is called: the structure of its arguments, and those that are not tensors."""
 
     structure: pytree.TreeSpec
     constants: tuple[tuple[int, Any], ...]
@@ -30,7 +30,7 @@ class Form:
         return [leaf for place, leaf in enumerate(leaves) if place not in fixed]
 
     def rebuild(self, tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with these in the tensors' places."""
+        """The arguments, with these tensors in place of the original ones."""
         rest, fixed = iter(tensors), dict(self.constants)
         count = self.structure.num_leaves
         leaves = [fixed[place] if place in fixed else next(rest) for place in range(count)]
@@ -42,8 +42,8 @@ class Form:
 class Region:
     """A submodule that runs as a graph.
 
-    ``output`` is the structure of what it returns, None where that differs between ``train()`` and ``eval()``.
-    ``graph`` is its trace, with one placeholder a tensor; modules and tensors in it have their paths in the model.
+    ``output`` is the structure of what it returns; None if that differs between ``train()`` and ``eval()``.
+    ``graph`` is its trace, with a placeholder for each tensor; modules and tensors have their paths in the model.
     """
 
     path: str
@@ -55,7 +55,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Split:
-    """The regions in the order they are first called, and what kept the rest from being traced: {path: why}."""
+    """The regions in the order of their first calls, and why other modules could not be traced: {path: why}."""
 
     regions: tuple[Region, ...]
     stopped: dict[str, str]
@@ -72,7 +72,7 @@ class CallSeen:
 
 
 def bound_arguments(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments as ``forward`` will see them, however they were passed: ``(args, kwargs)``, defaults included."""
+    """The arguments as ``forward`` sees them, however they are passed: ``(args, kwargs)`` with defaults."""
     try:
         bound = inspect.signature(forward).bind(*args, **kwargs)
     except (TypeError, ValueError):
@@ -84,10 +84,10 @@ def bound_arguments(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def find_regions(
     model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (), why: str = ""
 ) -> Split:
-    """Split a model that refuses to be traced; ``why`` is what it refused with.
+    """Split a model that cannot be traced as a whole; ``why`` is the error.
 
-    Modules named in ``leaves`` stay as they are, and so does what has no weights of rank two or more: there is
-    nothing to prune in it. The model is run once a level of the module tree, in eval mode.
+    Modules named in ``leaves`` stay as they are, and so do those without weights of two or more dimensions, as they
+    hold nothing to prune. The model is run once per level of the module tree, in eval mode.
     """
     stopped = {"": why}
     found: dict[str, Region] = {}
@@ -105,7 +105,7 @@ def find_regions(
                 try:
                     found[path] = _trace_region(model, path, calls[path], leaves)
                     continue
-                except Exception as error:  # whatever it is, the parts may do better
+                except Exception as error:  # whatever it is, its submodules may be traceable
                     stopped[path] = str(error)
             frontier += _children(module, path)
     return Split(tuple(_unshared(model, found, stopped)), stopped)
@@ -123,7 +123,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _unshared(model: nn.Module, found: dict[str, Region], stopped: dict[str, str]) -> Iterator[Region]:
-    """The regions whose weights no module outside them holds, too: those could not be sliced."""
+    """The regions that share no weights with modules outside of them, which could not be sliced."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         home = next((path for path in found if name.startswith(path + ".")), "")
@@ -149,7 +149,7 @@ def _calls(
         calls[path].append(CallSeen(copies, structure, autocast=_autocast() != outside))
 
     def leave(path: str, module: nn.Module, output: Any) -> None:
-        # What is returned may be changed in place later on.
+        # The output may be changed in place later.
         calls[path][-1].output = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, output)
 
     with watched(modules, enter, leave):
@@ -215,7 +215,7 @@ def _trace_region(model: nn.Module, path: str, calls: list[CallSeen], leaves: tu
 
 
 def _form(path: str, calls: list[CallSeen]) -> Form:
-    """The one form all calls have; numbers and objects among the arguments are refused: they may change."""
+    """The form that all calls share; numbers and objects among the arguments are refused, as they may change."""
     forms = []
     for call in calls:
         rest = tuple((place, leaf) for place, leaf in enumerate(call.leaves) if not isinstance(leaf, Tensor))
@@ -249,7 +249,7 @@ class _Harness(nn.Module):
 
 
 def _harness(model: nn.Module, path: str, form: Form) -> nn.Module:
-    """A module whose forward takes the tensors one by one: fx reads its signature."""
+    """A module whose forward takes the tensors one by one, as fx reads its signature."""
     count = form.structure.num_leaves - len(form.constants)
     names = ", ".join(f"tensor_{place}" for place in range(count))
     scope: dict[str, Any] = {}
@@ -263,7 +263,7 @@ def _harness(model: nn.Module, path: str, form: Form) -> nn.Module:
 
 
 def _rename(model: nn.Module, traced: Traced, path: str) -> None:
-    """What the tracer kept beside the module (constants, its own flag) gets a place inside it."""
+    """Move what the tracer stored beside the module (constants, its training flag) into the module."""
     module = model.get_submodule(path)
     for node in traced.module.graph.nodes:
         target = str(node.target)
@@ -282,7 +282,7 @@ def _rename(model: nn.Module, traced: Traced, path: str) -> None:
 
 
 def _held(model: nn.Module, target: str) -> str:
-    """Where the graph finds a tensor of a module's: a plain attribute is not sliced, copied and moved with it."""
+    """The graph's name of a module's tensor. A plain attribute becomes a buffer, to be sliced and moved with it."""
     home, _, name = target.rpartition(".")
     owner = model.get_submodule(home)
     value = vars(owner).get(name)
@@ -290,7 +290,7 @@ def _held(model: nn.Module, target: str) -> str:
 
 
 def _buffer(module: nn.Module, wanted: str, value: Tensor) -> str:
-    """Have the module hold the tensor outside its state; returns the buffer's name."""
+    """Register the tensor as a buffer that is not in the module's state dict; returns its name."""
     name, number, held = wanted, 0, value if value.is_leaf else value.detach()
     while hasattr(module, name) and not _same_view(getattr(module, name), held):
         name = f"{wanted}_{(number := number + 1)}"

@@ -1,4 +1,4 @@
-"""Put all calls of all regions into one graph, for the channel graph, the costs and the passes."""
+"""Join all calls of all regions in one graph, for the channel graph, the costs and the passes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from smcp_fx.tracing.values import ORIGIN, PASSED_ON
 def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tuple[Traced, Joined]:
     """Run the model once more to see how the regions are wired, and join their graphs.
 
-    The result's module shares the model's submodules. Raises `TraceError` when the joined graph computes something
-    else than the calls did.
+    The result's module shares the model's submodules. Raises `TraceError` if the joined graph computes something
+    different from the calls.
     """
     wiring = observe(model, inputs, split.regions)
     if wiring.bared:  # sliced weights would not fit what Python does with them
@@ -59,7 +59,7 @@ def join_regions(model: nn.Module, inputs: tuple[Any, ...], split: Split) -> tup
 
 
 class _Graph:
-    """The graph of all calls. What untraced code passes in becomes an input, what it reads an output.
+    """The graph of all calls. What untraced code passes in becomes an input, and what it reads becomes an output.
 
     ``given``: the tensors of its inputs; ``names``: by call, the nodes of its arguments; ``entering``: by call, its
     arguments that are inputs of the graph, with their places.
@@ -98,7 +98,7 @@ class _Graph:
 
 
 def _passed_on(wiring: Wiring, found: Any) -> tuple[int, ...]:
-    """Return which outputs of the graph are only passed on; `TraceError` where any is not what the calls gave."""
+    """Return which outputs are only passed on; `TraceError` if any output differs from the calls'."""
     passed_on: list[int] = []
     index = 0
     for number, call in enumerate(wiring.calls):

@@ -26,10 +26,10 @@ _TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 class Joined:
     """Plain data about a joined graph, shared by copies of a model.
 
-    The graph's output is a tuple with one tuple of tensors a call. ``first[i]`` is the number of region i's first
-    call, ``sources[i]`` says where that call's inputs come from: output tensors of other calls, or the
-    placeholders that ``names[i]`` lists in the same order. ``calls``: every call's region, and its placeholders with
-    their places among its tensors.
+    The graph's output is a tuple with a tuple of tensors for each call. ``first[i]`` is the number of region i's
+    first call; ``sources[i]`` says where that call's inputs come from: outputs of other calls, or the placeholders
+    that ``names[i]`` lists in the same order. ``calls``: every call's region, and its placeholders with their
+    positions among its tensors.
     """
 
     regions: tuple[Region, ...]
@@ -41,7 +41,7 @@ class Joined:
 
 
 def sharing(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A `GraphModule` of the graph whose submodules, parameters and buffers are ``owner``'s own tables."""
+    """A `GraphModule` of the graph that shares ``owner``'s tables of submodules, parameters and buffers."""
     module = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(owner).__name__)
     for table in _TABLES:
         module.__dict__[table] = owner.__dict__[table]
@@ -51,7 +51,7 @@ def sharing(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 class RegionForward:
-    """Stands in for a module's forward: takes its arguments apart, runs the graph, puts the output together.
+    """Replaces a module's forward: flattens its arguments, runs the graph, and restores the output's structure.
 
     The graph's modules and tensors are found in ``owner``, which is the module itself or the model.
     """
@@ -67,7 +67,7 @@ class RegionForward:
         self.busy = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it; raises `InputError` for arguments of another structure than it was traced with."""
+        """Run the graph; raises `InputError` for arguments of another structure than it was traced with."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         leaves, structure = pytree.tree_flatten((bound.args, bound.kwargs))
@@ -80,9 +80,7 @@ class RegionForward:
                 "Prepare the model with example inputs for which it is called in this way, or with "
                 f"leaves=[{self.path!r}]."
             )
-        if (
-            self.busy
-        ):  # a layer with another weight: its graph calls the layer, and means the layer's own forward
+        if self.busy:  # the graph of a layer with another weight calls the layer, and means its own forward
             plain = self.owner.get_submodule(self.path)
             return type(plain).forward(plain, *args, **kwargs)
         self.module.training = self.owner.training
@@ -96,7 +94,7 @@ class RegionForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionForward:
         copied = RegionForward.__new__(RegionForward)
         memo[id(self)] = copied
-        # The owner's copy may not have its tables yet; the memo makes these the same objects.
+        # The owner's copy may not have its tables yet; the memo makes them the same objects.
         kept, graph = copy.deepcopy(self._kept(), memo), copy.deepcopy(self.module.graph)
         copied._set(kept, graph)
         return copied
@@ -112,7 +110,7 @@ class RegionForward:
         self._set(kept, rebuilt(nodes))
 
     def _kept(self) -> dict[str, Any]:
-        """All but the graph; with the owner's tables, which a copy's owner may get only later."""
+        """Everything but the graph, with the owner's tables, which a copy's owner may only get later."""
         rest = {name: value for name, value in vars(self).items() if name not in ("module", "busy")}
         return {**rest, "tables": {table: self.owner.__dict__[table] for table in _TABLES}}
 
@@ -131,22 +129,22 @@ def _told(structure: pytree.TreeSpec, constants: tuple[tuple[int, Any], ...]) ->
 
 
 def runs_in_regions(model: nn.Module) -> bool:
-    """Tell whether `run_by_graphs` was at work on the model, or on a part of it."""
+    """Whether `run_by_graphs` was applied to the model or a part of it."""
     return any(isinstance(vars(module).get("forward"), RegionForward) for module in model.modules())
 
 
 def run_by_graphs(model: nn.Module, graph: fx.Graph, joined: Joined, *, alone: bool = False) -> None:
-    """Make the model's regions run as the joined graph says.
+    """Make the model's regions run the joined graph.
 
-    ``alone``: each region's graph refers to what is inside its module only, so that the module can be taken out
-    of the model; otherwise to the whole model (where masks are).
+    ``alone``: each region's graph refers only to what is inside its module, so that the module can be taken out of
+    the model; otherwise it refers to the whole model (where masks are).
     """
     for index, region in enumerate(joined.regions):
         module = model.get_submodule(region.path)
         module.__dict__.pop("forward", None)
         part = _extract(graph, joined, index)
         if any(node.op == "call_module" and node.target == region.path for node in part.nodes):
-            continue  # a layer, whose graph is a call of itself
+            continue  # a layer, whose graph is a call to itself
         owner = model
         if alone:
             _relative(part, region.path)
@@ -155,7 +153,7 @@ def run_by_graphs(model: nn.Module, graph: fx.Graph, joined: Joined, *, alone: b
 
 
 def _extract(graph: fx.Graph, joined: Joined, index: int) -> fx.Graph:
-    """The graph of a region's first call, out of the joined one."""
+    """The part of the joined graph that is a region's first call."""
     nodes = {node.name: node for node in graph.nodes}
     end = next(node for node in graph.nodes if node.op == "output")
     number = joined.first[index]
@@ -184,7 +182,7 @@ def _extract(graph: fx.Graph, joined: Joined, index: int) -> fx.Graph:
 
 
 def _reaching(ends: list[Any], known: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    """The nodes that these depend on, back to the known ones."""
+    """The nodes that these depend on, as far back as the known ones."""
     seen: set[fx.Node] = set(known)
     stack = [node for node in ends if isinstance(node, fx.Node)]
     while stack:
@@ -196,7 +194,7 @@ def _reaching(ends: list[Any], known: dict[fx.Node, fx.Node]) -> Iterator[fx.Nod
 
 
 def _relative(graph: fx.Graph, path: str) -> None:
-    """Name modules and tensors from the module at ``path``."""
+    """Name modules and tensors relative to the module at ``path``."""
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module"):
             target = str(node.target)

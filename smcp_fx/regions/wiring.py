@@ -1,4 +1,4 @@
-"""Which tensors go straight from one region into another, as an example run shows it."""
+"""Which tensors go straight from one region into another, as seen in an example run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from smcp_fx.tracing.gradients import Checkpoints
 
 _LOG = logging.getLogger("smcp_fx.regions")
 
-#: What Python may ask of a tensor without looking at its channels' values. (Sizes of what is pruned will differ:
-#: code that computes with `x.shape[1]` sees the pruned model's, as it would in a model that was built that way.)
+#: What Python may ask of a tensor without reading its values. (Code that computes with `x.shape[1]` will see the
+#: pruned model's sizes, as it would in a model that was built that way.)
 _HARMLESS = {
     getattr(Tensor, name).__get__
     for name in "shape dtype device ndim requires_grad is_cuda layout is_mps is_xpu is_quantized is_sparse".split()
@@ -29,7 +29,7 @@ _HARMLESS = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor comes from: output ``place`` of call number ``call``; from Python when ``call`` is None."""
+    """Where a tensor comes from: output ``place`` of call number ``call``; from Python if ``call`` is None."""
 
     call: int | None
     place: int = 0
@@ -37,7 +37,7 @@ class Source:
 
 @dataclass
 class Passage:
-    """One call of a region: its input tensors (kept alive, so that identities stay unique) and its outputs."""
+    """One call of a region: its input tensors (kept alive, so that their ids stay unique) and its outputs."""
 
     region: Region
     nth: int
@@ -47,15 +47,15 @@ class Passage:
     outputs: list[Tensor] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
     output_copies: list[Tensor] = field(default_factory=list)
-    gradients: bool = True  # do any come back to it?
+    gradients: bool = True  # whether any reach it
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """The calls in order; ``sources[i]`` of call i's inputs; ``read[i]``: the outputs of call i that Python reads.
+    """The calls in order; ``sources[i]``: of call i's inputs; ``read[i]``: the outputs of call i that Python reads.
 
-    ``bared`` are the paths of regions whose own parameters or buffers Python outside the regions reads, ``frozen``
-    those of regions that it calls without gradients, or reads through `detach()`, only.
+    ``bared``: the paths of regions whose parameters or buffers are read by Python outside of the regions; ``frozen``:
+    those of regions that are only called without gradients, or only read through `detach()`.
     """
 
     calls: tuple[Passage, ...]
@@ -91,7 +91,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what does not go through a torch function, custom operators above all."""
+    """Sees what does not go through a torch function, mainly custom operators."""
 
     def __init__(self, watcher: _Watcher) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,14 +103,14 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ...]) -> Wiring:
-    """Run the model in eval mode, and in train mode where it takes the inputs there, and return its wiring.
+    """Run the model in eval mode, and in train mode if it takes the inputs there, and return its wiring.
 
-    The calls are those of the eval run; what Python reads is what it reads in either.
+    The calls are those of the eval run; what Python reads in either run counts as read.
     """
     calls, watcher = _run(model, inputs, regions)
     read = _read(calls, watcher)
     bared = _bared(model, regions, watcher)
-    with unchanged(model):  # detection models, say, want targets in train(), and inference code no gradients
+    with unchanged(model):  # some models want targets in train(), and inference code may refuse gradients
         as_trained = _tried(model, inputs, regions, training=True, gradients=True)
         trained = as_trained or _tried(model, inputs, regions, training=True)
         live = as_trained or _tried(model, inputs, regions, gradients=True)
@@ -127,7 +127,7 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
     numbers = {id(call): index for index, call in enumerate(calls)}
     for call in calls:
         seen = read[_key(call)] | also.get(_key(call), set())
-        if call.region.output is None:  # other tensors in train mode: nothing is known of them
+        if call.region.output is None:  # it returns other tensors in train mode, of which nothing is known
             seen = set(range(len(call.outputs)))
         places.append(frozenset(seen))
         origins = []
@@ -140,7 +140,7 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
         for place, tensor in enumerate(call.outputs):
             produced[id(tensor)] = (numbers[id(call)], place)
     used = {(source.call, source.place) for origins in sources for source in origins}
-    for index, call in enumerate(calls):  # what nobody took may be for code that did not run
+    for index, call in enumerate(calls):  # what no call took may be read by code that did not run
         idle = {place for place in range(len(call.outputs)) if (index, place) not in used}
         places[index] = places[index] | idle
     return Wiring(tuple(calls), tuple(sources), tuple(places), frozenset(bared), frozenset(frozen))
@@ -173,7 +173,7 @@ def _tried(
     training: bool = False,
     gradients: bool = False,
 ) -> tuple[list[Passage], _Watcher] | None:
-    """`_run`, or None where the model refuses."""
+    """`_run`; None if the model fails."""
     try:
         return _run(model, inputs, regions, training=training, gradients=gradients)
     except Exception as error:  # the model's own
@@ -237,7 +237,7 @@ def _run(
 
 
 def _note_gradients(calls: list[Passage], result: Any) -> None:
-    """Tell which calls the gradients of what the model returned in training do not come back to."""
+    """Note which calls get gradients from what the model returned in training."""
     ends = [leaf for leaf in pytree.tree_leaves(plain(result)) if _learns(leaf)]
     made = [(call, tensor) for call in calls for tensor in call.outputs if _learns(tensor)]
     if not ends or not made:
@@ -255,5 +255,5 @@ def _learns(value: Any) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was written into; what inference mode made does not say."""
+    """How often the tensor was written into; 0 if it was made in inference mode, which does not count."""
     return 0 if tensor.is_inference() else tensor._version

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Raised when a field changes its meaning or goes; new fields may come at any time.
+#: Increased when a field changes its meaning or goes; new fields may come at any time.
 FORMAT = 1
 
 

@@ -1,4 +1,4 @@
-"""The questions that proxies and stand-ins ask their tracer; `ShapeTracer` answers them."""
+"""The interface through which proxies and stand-ins ask their tracer; `ShapeTracer` implements it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What modules hold as attributes, and what forward assigns to them while it is traced.
+"""The attributes of modules, and what forward assigns to them while it is traced.
 
 self.mean = self.mean.type_as(x)      the attribute is the traced tensor for the rest of the call, and no longer
 """

@@ -1,9 +1,9 @@
-"""Modules that write into their own buffers (running averages of their own): they are found, and called as they are.
+"""Modules that write into their own buffers (custom running averages) are found, and called as they are.
 
     if self.training: self.mean.mul_(0.9).add_(0.1 * x.mean((0, 2, 3)))
 
-A graph that holds both modes would do so in both; tracing itself would do a part of it, and lose what is assigned.
-Counters (buffers of integers) are not worth that: they only get their value back.
+A graph that holds both modes would write in both; and tracing itself would run some of the writes, and lose
+assignments. Counters (buffers of integers) are not worth this: only their values are restored.
 """
 
 from __future__ import annotations

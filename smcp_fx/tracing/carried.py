@@ -10,7 +10,7 @@ from torch import fx, nn
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_GRAPHS = {*vars(fx.GraphModule(nn.Module(), fx.Graph())), *dir(fx.GraphModule), "kept", "widths"}
-#: Where `torch.fx` looks for what copies of a graph module have, too.
+#: Where `torch.fx` looks for attributes that copies of a graph module keep.
 _PRESERVED = "_user_preserved_attributes"
 
 

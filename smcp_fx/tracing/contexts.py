@@ -4,12 +4,12 @@
                  f = self.back(x)                      detach = f.detach()
              return self.head(f)                       return self.head(detach)
 
-Tracing runs the contexts, so that the mode of autograd can be read as each node is made; however it was set. What is
-made without gradients and read where there are some is detached in between: same numbers, same gradients, None where
-there are none. Layers in there are pinned, since no gradient tells what their channels are worth.
+Tracing enters the contexts, so autograd's mode can be read when each node is made, however it was set. What is made
+without gradients and read with gradients is detached in between: same numbers, same gradients, None where there are
+none. Layers inside are pinned, since no gradient says what their channels are worth.
 
-Autocast chooses a precision for each operation, which no rewriting of the graph says: a module that enters it is
-called as it is, or, when it holds most of the model, split into regions whose Python enters it as ever.
+Autocast chooses a precision for each operation, which a graph cannot express. A module that enters it is called as it
+is or, if it holds most of the model, split into regions whose Python enters it as before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from smcp_fx.tracing.modes import ModeInterpreter
 from smcp_fx.tracing.operations import describe, operation_name, writes_in_place
 from smcp_fx.tracing.values import OPAQUE, TensorInfo
 
-#: On nodes that were made where autograd is off.
+#: Marks nodes that were made while autograd was off.
 NO_GRAD = "smcp_no_grad"
 _FROZEN = "runs without gradients, so that nothing tells what its channels are worth"
 

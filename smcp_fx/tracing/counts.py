@@ -1,7 +1,7 @@
-"""Numbers of Python that forward counts up: where they decide on what is computed, the module stays Python.
+"""Python numbers that forward counts up: if they decide what is computed, the module stays Python.
 
 self.steps += 1
-if self.steps > 1000: x = self.blur(x)      a graph would hold what was so at the first call
+if self.steps > 1000: x = self.blur(x)      a graph would always do what the first call did
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from smcp_fx.errors import TraceError
 from smcp_fx.tracing.attributes import numbers_of
 from smcp_fx.tracing.example_runs import unchanged
 
-#: What is added to a counter, to see whether it decides on anything later.
+#: What is added to a counter, to see whether it decides anything later. Chosen, not measured.
 _LATER = 10**6
 
 

@@ -1,4 +1,4 @@
-"""What the code that asks something of a traced tensor is doing: an `isinstance`, a look into a dict, a call."""
+"""What the code that queries a traced tensor is doing: an `isinstance`, a dict look-up, a call."""
 
 from __future__ import annotations
 

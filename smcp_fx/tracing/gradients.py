@@ -1,7 +1,7 @@
 """Models that ask whether gradients are kept: `if x.requires_grad: x = checkpoint(block, x)`.
 
-A graph does not ask. The model is traced with either answer; where both give one graph, the question is no matter.
-Checkpointed parts are traced as if they were called: what they compute is the same, and what they save is not saved.
+A graph does not ask. The model is traced with either answer; if both give the same graph, the question does not
+matter. Checkpointed parts are traced as if they were called: they compute the same, without saving memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`x += y`: a new tensor that is read wherever the old one was, where nobody could tell the difference.
+"""`x += y` becomes a new tensor that is read wherever the old one was, if nothing could tell the difference.
 
     before   b = a; b += 1; return a + b      after   add = a + 1; return add + add
 
-A write that shows in a view that is read later, in an input, or in what may be another tensor in the other mode or
-type (`b = drop(a)`) stays the write it is.
+It stays a write if it changes an input, a view that is read later, or what may be another tensor in the other mode or
+type (`b = drop(a)`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What mixes channels, over the kept ones alone: the functions that a graph with masks calls.
+"""Operations that mix channels, restricted to the kept ones: the functions that a graph with masks calls.
 
     before   norm = call_module[norm](x)                       total = x.mean(1)
     after    module = get_attr[norm]                           kept = mean_kept(x, get_attr[smcp.kept_total])
              norm = module_over_kept(module, mask, x)          total = kept.mean(1)
 
-A mask holds ones and zeros, and broadcasts against the tensor that it goes with. With all channels kept each function
-gives what the plain operation does; on channels that are not kept it gives what these would be if they were read with
-the statistics of the kept ones, so that the weights behind them still learn what they are worth.
+A mask holds ones and zeros, and broadcasts against its tensor. If all channels are kept, each function gives what
+the plain operation does. Channels that are not kept are normalised by the statistics of the kept ones, so that the
+weights that read them still learn what they are worth.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# ---- before a plain operation: channels that are not kept become what it does not see -------------------------
+# ---- before a plain operation: channels that are not kept become values that do not affect it -----------------
 
 
 def zero_kept(x: Tensor, mask: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def spread_kept(x: Tensor, mask: Tensor, dims: Sequence[int], correction: int) -
     return mean + (x - mean) * mask * ((total - correction) / (count - correction)).sqrt()
 
 
-# ---- in the place of a plain operation: all channels, by the statistics of the kept ones ----------------------
+# ---- in place of a plain operation: all channels, by the statistics of the kept ones --------------------------
 
 
 class _Normalise(torch.autograd.Function):

@@ -25,7 +25,7 @@ META = "smcp"
 class Mark:
     """What a pass did to a node: ``kind``, and the module path it took the call from.
 
-    "mask", "scale": of a weight; "kept": of the channels that the node mixes, in the place of its own ``call``.
+    "mask", "scale": of a weight; "kept": of the channels that the node mixes, in place of its own ``call``.
     """
 
     kind: Literal["mask", "scale", "kept"]

@@ -1,7 +1,7 @@
-"""One graph from those that a model gives in several modes of its modules.
+"""One graph from the traces of a model in several modes of its modules.
 
-What all of them do is there once; so are operations that some do. Where an argument is not the same in all, a flag or
-`by_mode` nodes choose it by what was decided before (`smcp_fx.tracing.mode_paths`), in the order of the decisions.
+An operation is there once, whether all or some of the traces run it. Where the traces give it different arguments, a
+flag or `by_mode` nodes choose one by the decisions made before (`smcp_fx.tracing.mode_paths`), in their order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smcp_fx.tracing.values import OPAQUE
 
 
 class UnexplainedError(Exception):
-    """Something differs between modes that nothing decided before; ``paths``: modules that may have to do with it."""
+    """Traces differ, and no decision before explains it; ``paths``: modules that may have to do with it."""
 
     def __init__(self, paths: set[str]) -> None:
         super().__init__(paths)

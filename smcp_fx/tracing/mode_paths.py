@@ -1,10 +1,10 @@
-"""Which modes a model has to be traced in, so that every combination of its modules' modes is told.
+"""Which modes a model has to be traced in, so that every combination of its modules' modes is covered.
 
-A forward that reads `training` of one module goes one of two ways; what it reads on each of them may be another
-module's. The model is traced in eval and in train mode. Where a frame (`smcp_fx.tracing.mode_reads`) has made a
-decision after others, of its own or of those who called it, and the other way of it was not seen, it is traced
-again in modes that take that way; one trace takes all such ways that go together. What a frame decides within itself
-concerns nobody else, unless it returns another structure: then its decisions count as its caller's.
+A forward that reads `training` of a module takes one of two ways, on which it may read that of other modules. The
+model is traced in eval and in train mode. If a frame (`smcp_fx.tracing.mode_reads`) made a decision after others, of
+its own or of its callers, and no trace took the other way, the model is traced again in modes that take it; one
+trace takes all such ways that are compatible. A frame's decisions concern only the frame, unless it returns another
+structure: then they count as its caller's.
 
     if self.training: h = self.drop(h)     eval: [model F]   train: [model T][drop T]   and again: [model T][drop F]
 """
@@ -25,7 +25,8 @@ from smcp_fx.tracing.sentences import named
 Path = tuple[tuple[str, bool], ...]
 #: Modes of all modules, by path.
 Modes = Mapping[str, bool]
-#: A model is traced in so many modes; beyond, the modules that decide together have to be in one mode.
+#: A model is traced in at most so many modes; if that is not enough, modules that decide together must be in one
+#: mode. Chosen, not measured.
 _MOST = 24
 
 

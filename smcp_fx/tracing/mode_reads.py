@@ -1,7 +1,7 @@
-"""Whose `training` a forward reads, and where: the log of one trace.
+"""Which modules' `training` a forward reads, and where: the log of one trace.
 
-Each call of a module is a frame. A read belongs to the frame whose forward asks; what a frame has asked by the time
-it makes a node or calls another frame decides on that. What a frame returned is marked while the trace goes on:
+Each call of a module is a frame. A read belongs to the frame whose forward reads. A node, or a call of another frame,
+depends on what its frame has read so far. What a frame returned is marked while the trace goes on:
 
     before   y = self.drop(h)                 after    y = passed(x), where x is what drop's frame returned
 """

@@ -1,6 +1,6 @@
-"""The operations of several traces of one model, as one row: which nodes of which traces are one.
+"""The operations of several traces of one model, aligned: which nodes of the traces are the same operation.
 
-Surely one are nodes that one run of one line makes in each; then those that do the same between them, in one order.
+Nodes made by the same run of the same line are the same; between them, nodes that do the same in the same order.
 """
 
 from __future__ import annotations

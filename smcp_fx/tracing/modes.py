@@ -1,8 +1,8 @@
 """Graphs that hold both of a model's modes; each mode runs only its own part.
 
-The graph holds operations of `train()` only and of `eval()` only beside those of both. Where the two sides meet, a
-node `by_mode(flag, evaluated, trained)` picks one; its flag reads the `training` of the module that decides.
-Operations that only one side needs run only in that mode: the generated code has a branch.
+Beside the operations of both modes, the graph holds those of `train()` only and those of `eval()` only. Where they
+meet, a node `by_mode(flag, evaluated, trained)` picks one; its flag reads the `training` of the module that decides.
+Operations that only one mode needs run only in that mode: the generated code has a branch.
 
     graph   flag = get_attr[drop.training];  noise = bernoulli(...);  mul = x * noise;  out = by_mode(flag, x, mul)
     code    if flag:
@@ -31,7 +31,7 @@ Condition = frozenset[frozenset[tuple[str, bool]]]
 
 ALWAYS: Condition = frozenset([frozenset()])
 _NEVER: Condition = frozenset()
-#: Nodes that run in more cases than this always run: each of their operands then does, too.
+#: Nodes that run in more cases than this always run, and so do their operands. Chosen, not measured.
 _CASES = 32
 _COUNTER = re.compile(r"# COUNTER: (\d+)\n")
 

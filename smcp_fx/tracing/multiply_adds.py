@@ -1,7 +1,7 @@
-"""Multiply-adds of whatever PyTorch runs, counted by operation as it runs.
+"""Multiply-adds of whatever PyTorch runs, counted by operation while it runs.
 
-Parts without layers in the channel graph (modules called as they are, attention, Python around regions) cost, too.
-They run on the example inputs under `MultiplyAdds`, which sees the operations inside every module.
+Parts that the channel graph has no layers of (modules called as they are, attention, Python around regions) have a
+cost too. They run on the example inputs under `MultiplyAdds`, which sees the operations inside every module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Names of modules and tensors in the code that is made from a graph: any name will do.
+"""Names of modules and tensors in the code that is generated from a graph: any name is allowed.
 
-`torch.fx` puts names into Python source as they are: `self.for` is no Python, and a name with a quote in it ends a
-string and goes on as code. Here what is not fit to be written plainly becomes a string: `getattr(self, 'for')`.
+`torch.fx` writes names into Python source as they are, but `self.for` is not valid Python, and a name with a quote in
+it ends a string and continues as code. Here such names are written as strings: `getattr(self, 'for')`.
 """
 
 from __future__ import annotations

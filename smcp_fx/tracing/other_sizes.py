@@ -1,7 +1,7 @@
-"""What a traced network's nodes give for images of another size, and another number of them.
+"""The values of a traced network's nodes for another size and number of images.
 
-The channel graph is derived from one example. Which channels meet must not depend on that example's size: the graph
-is run once more, on the example repeated or cut to other sizes, where the network takes such.
+The channel graph is derived from one example, but which channels meet must not depend on that example's size. So the
+graph is run once more, on the example repeated or cut to other sizes, if the network takes these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smcp_fx.tracing.traits import Trait, has
 
 #: Channels of one operand may meet positions of the other.
 _PRODUCTS = frozenset("baddbmm bmm einsum matmul mm scaleddotproductattention tensordot".split())
-#: Networks that halve the image five times take sides that differ by so much, and not by less.
+#: Networks that halve the image five times take sides that differ by multiples of this.
 _STEP = 32
 
 

@@ -1,10 +1,10 @@
-"""Models whose classes say for themselves what `train()` does: norms that they freeze stay frozen.
+"""Models whose classes override `train()`: norms that they freeze stay frozen.
 
     def train(self, mode=True):
         super().train(mode)
         self.stem.eval()
 
-A graph has none of the model's classes. A copy of the model without its weights is kept and asked in its place.
+A graph has none of the model's classes. So a copy of the model without weights is kept, and asked for its modes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Weights that a layer computes of its own parameters before it runs: parametrisations, and hooks that normalise.
+"""Weights that a layer computes from its own parameters before it runs: parametrisations, and normalising hooks.
 
 before   conv(x)     after   weight = conv.parametrizations.weight();   conv2d(x, weight, conv.bias)     parametrised
                              weight = own_weight(conv, "weight");       conv2d(x, weight, conv.bias)     by a hook
 
-What computes the weight runs as it did, in each mode (spectral norm takes a step in training); the layer itself is
-the function it always was.
+The computation of the weight runs as before, in each mode (spectral norm takes a step in training); the layer itself
+becomes a call of its function.
 """
 
 from __future__ import annotations

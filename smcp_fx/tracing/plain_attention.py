@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` in plain operations, so that its heads and what it reads have channels.
+"""`nn.MultiheadAttention` as plain operations, so that its heads and its inputs have channels.
 
 before   attention(x, y, y, mask)   after   three linears, split into heads, scaled_dot_product_attention, linear
 """

@@ -1,7 +1,7 @@
-"""What stands for a tensor, or for a number that comes of one, while a model is traced.
+"""Proxies for tensors, and for numbers computed from them, while a model is traced.
 
-Python's questions (`isinstance(x, Tensor)`, `x.shape[1] in table`, `np.sqrt(h)`, `"Half" in x.type()`) are answered
-as the example answers them; `x[:, :4] = y` becomes a node. What a graph cannot do is refused.
+Python's questions (`isinstance(x, Tensor)`, `x.shape[1] in table`, `np.sqrt(h)`, `"Half" in x.type()`) get the
+example's answers; `x[:, :4] = y` becomes a node. What a graph cannot express is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions that give a number of their own, and so would freeze a size, stood in for while a model is traced.
+"""Stand-ins, while a model is traced, for functions that would turn a proxy into a plain number and freeze a size.
 
 `torch.zeros(x.shape[0], 3)` and `torch.finfo(x.dtype).min` become nodes, and in the files of the model's own modules
 `int(h / 2)`, `float(h)` and `len(x)`. So do methods of constants that take no proxy: `torch.ones(1).type(x.type())`.

@@ -1,9 +1,9 @@
-"""Random numbers that forward draws: torch's become nodes of the graph, others cannot be drawn anew by one.
+"""Random numbers that forward draws: torch's become nodes of the graph; others are refused, as no graph draws them.
 
     lam = torch.rand(())                       a node, drawn in each call
-    if random.random() < 0.2: continue         refused: the graph would go the way that this one draw told
+    if random.random() < 0.2: continue         refused: the graph would always take the way of this one draw
 
-Where a number of torch decides on a branch, it is a question that only a tensor's values answer.
+A branch on one of torch's random numbers depends on a tensor's values, and is refused as such.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.values import TensorInfo
 
 _EXPANSIONS = {"expand", "expandas", "broadcastto", "cat", "repeat", "repeatinterleave", "tile"}
-#: What is done to each value on its own, before or after it is spread over the channels.
+#: Operations on each value alone, which may come before or after it is spread over the channels.
 _ALONE = set(
     """
 clamp exp gelu hardsigmoid hardswish hardtanh leakyrelu neg pow relu relu6 sigmoid silu softplus square sqrt tanh
 """.split()
 )
-#: Methods that change their tensor's shape, and do what they do out of place, too.
+#: Methods that change their tensor's shape in place, and have an out-of-place form.
 RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "swapdims_", "t_"}
 
 
@@ -101,7 +101,7 @@ def _is_first(function: Callable[..., Any], name: str) -> bool:
 
 
 def drop_expansions(traced: fx.GraphModule, values: dict[str, Any]) -> None:
-    """Leave the spreading of one value over the channels to the arithmetic that reads it.
+    """Let the arithmetic that reads a value spread it over the channels by broadcasting.
 
     before   gate.expand_as(x).sigmoid() * x      after   gate.sigmoid() * x
 
@@ -165,7 +165,7 @@ def _waits(
 
 
 def add_computed_biases(traced: fx.GraphModule, values: dict[str, Any]) -> None:
-    """Take a bias that follows from the input out of the linear that adds it.
+    """Add a bias that is computed from the input after the linear instead of in it.
 
     before   linear(x, weight, h.mean(0))      after   linear(x, weight) + h.mean(0)
 

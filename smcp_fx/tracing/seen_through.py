@@ -1,4 +1,4 @@
-"""Functions that a library wraps as leaves of fx graphs, and that are traced all the same.
+"""Functions that libraries wrap as leaves of fx graphs, and that are traced nevertheless.
 
 `torch.fx.wrap` keeps a function whole where fx alone would fail on it. Those named here trace: they become ordinary
 operations, whose channels are known.

@@ -1,4 +1,4 @@
-"""How messages speak of a trace: what a node computes, as a reader would write it, and the line that asked."""
+"""Text for messages about a trace: what a node computes, as one would write it, and the line that asked for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ size dim numel split unbind chunk tensor_split type is_floating_point is_complex
 storage_offset startswith endswith
 """.split()
 )
-#: So many names are read in a sentence.
+#: Most names in one sentence. Chosen, not measured.
 _READ = 6
 #: What every assumption starts with, and how it ends when an input breaks it.
 TAKEN, AGAIN = "traced for inputs where ", "; prepare the model again with an example input like this one"

@@ -1,9 +1,9 @@
 """A tracer that lets Python ask about shapes: `if x.shape[-1] > 7`, `len(x.shape)`, `int(h)`, `for s in x.shape`.
 
-Sizes stay nodes of the graph, so that batch and resolution stay free. Only where Python needs a value to go on
-(a branch, a loop, an index) is the node's value worked out, on fake tensors of the example inputs' shapes, and
-written down: the graph gets a `torch._assert` which says what was assumed, and fails with that sentence on an
-input for which it does not hold. What depends on the values in a tensor is refused.
+Sizes stay nodes of the graph, so that batch and resolution stay free. Only if Python needs a value to go on (a
+branch, a loop, an index), the node's value is computed on fake tensors of the example inputs' shapes. The graph then
+gets a `torch._assert` that says what was assumed, and that fails with this sentence on inputs for which it does not
+hold. What depends on a tensor's values is refused.
 
     before   if x.shape[-1] % 2: x = F.pad(x, (0, 1))
     after    getattr_1 = getattr(x, "shape"); getitem = getattr_1[-1]; mod = getitem % 2
@@ -39,12 +39,12 @@ from smcp_fx.tracing.seen_through import seen_through
 from smcp_fx.tracing.sentences import AGAIN, INFIX, TAKEN, asking_line, express
 from smcp_fx.tracing.writes import functional_writes, own_constants
 
-#: What asks for a tensor's values, whatever kind of number it returns.
+#: Functions that read a tensor's values, whatever they return.
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "any", "all", "is_nonzero", "data_ptr"}
 
 
 class ShapeTracer(AnsweringTracer):
-    """The standard tracer for one model and its example inputs; ``assumptions`` lists what was taken for given."""
+    """The standard tracer for one model and its example inputs; ``assumptions`` lists what was assumed of these."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Traits of operations by name: one table for tracing, the channel rules and the passes.
 
-Names are those of `operation_name`. An operation that is not in the table has no traits: nothing is assumed about it.
+Names are those of `operation_name`. Nothing is assumed about an operation that is not in the table.
 """
 
 from __future__ import annotations

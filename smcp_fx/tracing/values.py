@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-#: On a placeholder or the output: where the tensors come from, or why they stay, in place of the usual words.
+#: On a placeholder or the output: where the tensors come from, or why they stay, instead of the usual reason.
 ORIGIN = "smcp_origin"
-#: On the output: the places, among its tensors, of those that need not stay for its sake.
+#: On the output: the positions of those of its tensors that it does not pin.
 PASSED_ON = "smcp_passed_on"
-#: On a module's call: why nothing is known of the inside, whatever the module is.
+#: On a module's call: why it is treated as unknown, whatever the module is.
 OPAQUE = "smcp_opaque"
 
 

@@ -1,4 +1,4 @@
-"""Which tensors others see when an operation writes into them: inputs of the graph, and views of tensors."""
+"""Which writes of an operation are visible elsewhere: those into inputs of the graph, and into views of tensors."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Writes into a part of a tensor, as new tensors where nobody could tell the difference.
+"""Writes into part of a tensor become new tensors, if nothing could tell the difference.
 
     before   x[:, :4] = y                       after   x = cat([y.type_as(x), x[:, 4:]], 1)
     before   x[x < 0] = 0                       after   x = x.masked_fill(x < 0, 0)
 
-A write into what others hold too (an input, a parameter, a view that is read later) stays the write it is.
+A write into memory that others hold too (an input, a parameter, a view that is read later) stays a write.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from smcp_fx.zoo.pretrained import Preprocessing
 #: Augmentations, from none to those that large networks are trained with.
 AUGMENTATIONS = ("none", "usual", "strong")
 
-#: One in this many unlabelled images is a test image.
+#: One in this many unlabelled images is a test image. Chosen, not measured.
 _FOLD = 5
 
 

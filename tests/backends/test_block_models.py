@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from smcp_fx.backends.onnx import block_shapes
 from smcp_fx.backends.onnx.block_shapes import BlockShapes
-from smcp_fx.backends.onnx.blocks import BlockModels, Template, consistent, resize
+from smcp_fx.backends.onnx.blocks import BlockModels, Template, consistent, fitted_to
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeEngine
 from smcp_fx.backends.timing.measuring import (
     TimingConfig,
@@ -113,7 +113,7 @@ def test_whole_numbers_are_not_made_up():
         )  # fmt: skip
         template = Template(onnx.helper.make_model(graph), ())
         wanted = BlockShapes("", (), {"index": (4,)}, {}, ((4,),), ((4,),))
-        assert (resize(template, wanted) is not None) == serves
+        assert (fitted_to(template, wanted) is not None) == serves
 
 
 def test_constants_that_an_export_shares_are_told_apart():
@@ -169,8 +169,8 @@ def test_a_template_of_other_modules_does_not_serve():
     models.model(ABlock("conv"), (8, 16))
     (template,) = models._templates._templates.values()
     shapes = models._finder.shapes(ABlock("conv"), (8, 16))
-    assert resize(template, shapes) is not None
-    assert resize(template, replace(shapes, modules=(*shapes.modules, "another"))) is None
+    assert fitted_to(template, shapes) is not None
+    assert fitted_to(template, replace(shapes, modules=(*shapes.modules, "another"))) is None
 
 
 def test_a_block_onnx_cannot_express_is_named():

@@ -243,6 +243,21 @@ def test_a_second_run_keeps_out_of_a_folder_and_what_it_made_goes(here: Path) ->
         second.look()
 
 
+@pytest.mark.parametrize("file", ["pruned-mine.onnx", "photo.jpg", "state/mine.safetensors"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_begins_in_no_folder_of_other_files(here: Path, file: str, overwrite: bool) -> None:
+    """It would delete what has the names of its own; `--out /` and `--out .` are slips, besides."""
+    (here / "mine" / "state").mkdir(parents=True)
+    (here / "mine" / ".gitkeep").touch()
+    folder = RunFolder(settings(out="mine", overwrite=overwrite), {})
+    folder.look()
+    (here / "mine" / file).touch()
+    with pytest.raises(CheckpointError, match=f"holds files that are no run's \\({file}\\)"):
+        folder.look()
+    with pytest.raises(CheckpointError, match=r"/ holds files that are no run's \(.*\)"):
+        RunFolder(settings(out="/", overwrite=overwrite), {}).look()
+
+
 def test_a_lock_ends_with_its_process(here: Path) -> None:
     held = subprocess.Popen(
         [sys.executable, "-c", "import fcntl, time; f = open('lock', 'a'); fcntl.flock(f, 2); print(1, flush=True); "

@@ -285,6 +285,39 @@ def test_a_table_copied_over_one_with_changes_beside_it_is_told(tmp_path: Path, 
     assert [f.what for f in check(killed / "t.sqlite")] == []
 
 
+@pytest.mark.parametrize("pages", [0, 1, 2, 4, 9])
+def test_changes_that_were_half_written_into_the_file_are_not_lost(tmp_path: Path, pages: int) -> None:
+    """The disk was full, or the process killed, meanwhile: SQLite begins again. Another table's half is damage."""
+    path = table(tmp_path / "t.sqlite", row(8))
+    store = LatencyStore(path)
+    store.insert([row(8 * n) for n in range(2, 80)])
+    before, changes = path.read_bytes(), (tmp_path / "t.sqlite-wal").read_bytes()
+    store.close()
+    half = path.read_bytes()[: 4096 * pages] + before[4096 * pages :]
+    for read_only in (True, False):
+        path.write_bytes(half)
+        (tmp_path / "t.sqlite-wal").write_bytes(changes)
+        store = LatencyStore(path, read_only=read_only)
+        assert len(store.rows()) == 79
+        assert store.damage() == []
+        store.close()
+
+
+def test_half_a_table_is_damage(tmp_path: Path) -> None:
+    """Changes beside it that do not make it whole are no excuse."""
+    path = table(tmp_path / "t.sqlite", *(row(8 * n) for n in range(1, 80)))
+    other = LatencyStore(tmp_path / "other.sqlite")
+    other.insert([row(8)])
+    changes = (tmp_path / "other.sqlite-wal").read_bytes()
+    other.close()
+    for wal in (changes, b"x" * 5000):
+        path.write_bytes(path.read_bytes()[: 2 * 4096])
+        (tmp_path / "t.sqlite-wal").write_bytes(wal)
+        for read_only in (True, False):
+            with pytest.raises(TableError, match="damaged"):
+                LatencyStore(path, read_only=read_only)
+
+
 def test_tables_of_before_marks_are_read_and_get_one_when_they_are_written_to(tmp_path: Path) -> None:
     path = table(tmp_path / "t.sqlite", row(8))
     with sqlite3.connect(path) as database:

@@ -1,6 +1,6 @@
 """Training on several ranks, started by torchrun; each rank writes what it ended with.
 
-    torchrun --nproc-per-node 2 ddp_training.py FOLDER [ddp|own] [--die STEP] [--skip STEP] [--target T] [--freeze]
+    torchrun --nproc-per-node 2 ddp_training.py FOLDER [ddp|own] [--die STEP] [--skip STEP] [--freeze] [...]
 
 "own": no `DistributedDataParallel`, every rank has gradients of its own. ``--die``: rank 1 kills itself there.
 """
@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -17,9 +19,19 @@ import torch.distributed as dist
 from torch import nn
 
 import smcp_fx
+from smcp_fx.latency.cost import LatencyCost
+from smcp_fx.latency.table import LatencyTable
 from smcp_fx.pruning.ranks import digest
 
+sys.path.append(str(Path(__file__).parents[1]))
+from fake_latencies import FakeBackend
+
 STEPS = 12
+
+
+def measured(table: Path) -> LatencyCost:
+    backend = FakeBackend(latency=lambda *widths: 0.001 + 1e-4 * math.prod(w + w % 3 for w in widths))
+    return LatencyCost(LatencyTable(table), backend, progress=False)
 
 
 def main() -> None:
@@ -30,6 +42,7 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=0.4)
     parser.add_argument("--skip", type=int, default=-1, help="rank 1 has gradients that are not finite here")
     parser.add_argument("--freeze", action="store_true", help="the second convolution does not learn")
+    parser.add_argument("--latency", action="store_true", help="prices are measured, into the folder's table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -44,7 +57,10 @@ def main() -> None:
     schedule = smcp_fx.Schedule(epochs=1, steps_per_epoch=STEPS, warmup=0.2, ramp=0.3, cooldown=0.2, every=2)
     config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
     image = torch.randn(2, 3, 8, 8)
-    prepared = smcp_fx.prepare(model, image, target=options.target, schedule=schedule, config=config)
+    cost = measured(options.folder / "t.sqlite") if options.latency else "flops"
+    prepared = smcp_fx.prepare(
+        model, image, target=options.target, cost=cost, schedule=schedule, config=config
+    )
     wrapped = nn.parallel.DistributedDataParallel(prepared) if options.kind == "ddp" else prepared
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
     checkpoint = options.folder / "checkpoint.safetensors"
@@ -70,7 +86,10 @@ def main() -> None:
             smcp_fx.save_checkpoint(checkpoint, wrapped, optimizer, extras={"step": step, "world": world})
         if rank == 1 and step == options.die:
             os.kill(os.getpid(), signal.SIGKILL)
-    state = {name: getattr(prepared.smcp, name) for name in ("keep", "remembered", "gathered", "steps")}
+    state = {
+        name: getattr(prepared.smcp, name) for name in ("keep", "remembered", "gathered", "steps", "as_of")
+    }
+    state["cost"] = torch.tensor(prepared.pruner.present_cost)
     state["weight"] = prepared.get_parameter("0.weight").detach()
     torch.save({"state": state, "masks": masks, "draw": torch.rand(2)}, options.folder / f"{rank}.pt")
     dist.destroy_process_group()

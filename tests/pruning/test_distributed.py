@@ -42,6 +42,13 @@ def results(folder: Path, world: int, *more: str) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
+def test_every_rank_has_the_prices_of_the_rows_that_rank_0_asked_for(tmp_path: Path) -> None:
+    first, second = results(tmp_path, 2, "own", "--latency")
+    assert first["masks"] == second["masks"] and len(first["masks"]) == 4
+    assert torch.equal(first["state"]["as_of"], second["state"]["as_of"])
+    assert torch.equal(first["state"]["cost"], second["state"]["cost"])
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", ["ddp", "own"])
 def test_every_rank_holds_the_same_masks(world: int, kind: str, tmp_path: Path) -> None:

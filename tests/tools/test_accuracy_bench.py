@@ -12,13 +12,17 @@ import scipy.stats
 import torch
 from safetensors.torch import save_file
 
+from smcp_fx.compiler.seeking import CLOSE, TRIES
+
 _PATH = sys.path[:]
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 from accuracy import run as bench  # noqa: E402
 from accuracy.report import write_document  # noqa: E402
 from accuracy.statistics import interval, paired  # noqa: E402
+from pretrained.latency import Share, Stopwatch, widths_of  # noqa: E402
 from pretrained.networks import NETWORKS  # noqa: E402
 from pretrained.tasks import Digits  # noqa: E402
+from records import Record  # noqa: E402
 
 sys.path[:] = _PATH
 
@@ -52,8 +56,8 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
     save_file(NETWORKS["mobilenet"](1, 10).state_dict(), tmp_path / "digits-mobilenet-0.safetensors")
     methods = ["ours", "uniform L2", "soft masks", "as published", "narrow, from scratch"]
     return argparse.Namespace(
-        glyphs=tmp_path, work=tmp_path, record=tmp_path / "record.jsonl", seeds=1, targets=[0.5], budgets=[0.0, 0.02],
-        rates=[0.01, 0.1], tasks=["digits"], networks=["mobilenet"], methods=methods, minutes=1e9,
+        work=tmp_path, record=tmp_path / "record.jsonl", seeds=1, targets=[0.5], budgets=[0.0, 0.02],
+        rates=[0.01, 0.1], tasks=["digits"], networks=["mobilenet"], methods=methods, minutes=1e9, cost="flops",
     )  # fmt: skip
 
 
@@ -68,10 +72,31 @@ def test_every_kind_of_run_once(arguments: argparse.Namespace, monkeypatch: pyte
     bench.run(arguments)
 
 
+def test_networks_are_narrowed_until_they_measure_the_target(tmp_path: Path) -> None:
+    """A stopwatch whose latencies are known: a tenth is overhead that no width changes."""
+
+    class Known(Stopwatch):
+        measured = 0
+
+        def share(self, model: torch.nn.Module, again: bool = False) -> Share:
+            self.measured += 1
+            return Share(0.1 + 0.9 * model.out_features / 1000, 0.001)
+
+    watch = Known("known", torch.nn.Linear(1, 1000), torch.zeros(1, 1), Record(tmp_path / "record.jsonl"))
+    aim = watch.narrowed(0.4, lambda share: (torch.nn.Linear(1, round(1000 * share)), share))
+    assert 0.1 + 0.9 * aim == pytest.approx(0.4, abs=CLOSE) and watch.measured <= 2 * (TRIES + 1)
+
+
+def test_widths_are_told_apart_whatever_the_weights() -> None:
+    first, second, other = (NETWORKS["resnet"](channels, 10) for channels in (3, 3, 1))
+    assert widths_of(first) == widths_of(second) != widths_of(other)
+
+
 def line(method: str, seed: int, accuracy: float, **more: Any) -> dict[str, Any]:
     return {
-        "kind": "run", "task": "glyphs", "network": "resnet", "method": method, "target": 0.25, "budget": 0.1,
-        "rate": 0.1, "seed": seed, "dense": 0.8, "accuracy": accuracy, "judged": accuracy, "flops_share": 0.25,
+        "kind": "run", "task": "glyphs", "network": "resnet", "method": method, "cost": "latency", "target": 0.25,
+        "budget": 0.1, "rate": 0.1, "seed": seed, "dense": 0.8, "accuracy": accuracy, "judged": accuracy,
+        "latency_share": 0.25, "flops_share": 0.4,
     } | more  # fmt: skip
 
 
@@ -79,14 +104,16 @@ def test_the_page_tells_the_record(tmp_path: Path) -> None:
     lines = [line("ours", seed, 0.70 + 0.01 * seed) for seed in range(3)]
     lines += [line("ours", 0, 0.99, rate=0.01, judged=0.5)]  # better by the test images, which do not judge
     lines += [line("random", seed, 0.60 + 0.02 * seed) for seed in range(3)]
-    lines += [line("ours", 0, 0.75, target=0.5, flops_share=0.5)]
-    lines += [line("as published", 0, 0.65, flops_share=0.4)]
+    lines += [line("ours", 0, 0.75, target=0.5, latency_share=0.5)]
+    lines += [line("as published", 0, 0.65, latency_share=0.4)]
+    lines += [line("uniform L2", 0, 0.5, cost="flops", latency_share=None)]
     test = scipy.stats.ttest_rel([0.60, 0.62, 0.64], [0.70, 0.71, 0.72]).confidence_interval(0.95)
     (tmp_path / "accuracy_of_before.svg").write_text("")
     write_document(lines, tmp_path)
     text = (tmp_path / "accuracy.md").read_text(encoding="utf-8")
     assert "| ours | **71.0 %** (3 seeds) |" in text
     assert f"| random | 62.0 %, -9.0 ({100 * test.low:+.1f} to {100 * test.high:+.1f}) |" in text
-    assert "| as published | 65.0 % at 40% of the FLOPs, -5.0 |" in text
-    assert "## resnet, 50% of the FLOPs: 80.0% before" in text and "0.1 of 0.01, 0.1" in text
+    assert "| as published | 65.0 % at 40% of the latency, -5.0 |" in text
+    assert "| uniform L2 | 50.0 % at 40% of the FLOPs |" in text
+    assert "## resnet, 50% of the latency: 80.0% before" in text and "0.1 of 0.01, 0.1" in text
     assert [path.name for path in tmp_path.glob("*.svg")] == ["accuracy_resnet_10.svg"]

@@ -1,11 +1,12 @@
 """Measure the coupled allocation: budget, certified gap, time, stability; the paper's method beside it.
 
-    python tools/bench/allocation.py --networks resnet50 unet --costs flops latency --seeds 0 1
+    python tools/bench/allocation.py --page docs/results/speed.md
     python tools/bench/allocation.py --costs measured --table table.sqlite --side 64
 
-The paper's method runs as in training: a solve at every step of an exponential ramp to the budget and more at
-the budget, each priced at the last one's counts. Its value is compared with the coupled method's at the true
-cost of its last iterate. Set OMP_NUM_THREADS=1 for single-thread times.
+Prints a line a budget; ``--page`` gets a line a network and cost: the worst over its budgets. The paper's method
+runs as in training: a solve at every step of an exponential ramp to the budget and more at the budget, each priced
+at the last one's counts. Its value is compared with the coupled method's at the true cost of its last iterate. Set
+OMP_NUM_THREADS=1 for single-thread times.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from allocation_instances import MODULES, PRICERS, Values, network_cost, synthetic_importances, values_of
+from records import fill, table
 
 import smcp_fx
 from smcp_fx.allocation import Allocation, allocate
@@ -72,26 +74,48 @@ def measured_cost(name: str, table: Path, side: int) -> NetworkCost:
         return smcp_fx.prepare(MODULES[name]().eval(), torch.randn(1, 3, side, side), cost=cost).pruner.cost
 
 
-def measure(name: str, kind: str, cost: NetworkCost, shares: Sequence[float], seed: int, paper: bool) -> None:
-    """Print one line a budget."""
+@dataclass(frozen=True)
+class Line:
+    """One budget's figures. Costs are shares of the budget, the paper's value one of the coupled method's."""
+
+    seconds: float
+    cost: float
+    kept: float
+    gap: float
+    moved: float
+    paper_cost: float = float("nan")
+    oscillates: bool = False
+    paper_value: float = float("nan")
+
+    def __str__(self) -> str:
+        own = f"{self.seconds:8.3f}{self.cost:9.5f}{100 * self.kept:9.3f}{100 * self.gap:10.6f}"
+        paper = f"{self.paper_cost:9.3f}{'yes' if self.oscillates else 'no':>7}{100 * self.paper_value:10.3f}"
+        return f"{own}{100 * self.moved:9.2f}{paper}"
+
+
+def measure(cost: NetworkCost, share: float, seed: int, paper: bool) -> Line:
+    """Allocate to a share of the full cost; raises `InfeasibleBudgetError`."""
     values = values_of(cost, synthetic_importances(cost, seed))
     full, total = cost.cost(cost.full_counts), sum(v[-1] for v in values.values())
-    for share in shares:
-        budget = share * full
-        line = f"{name:16}{kind:9}{seed:4}{100 * share:6.0f} %"
-        try:
-            found = allocate(values, cost, budget)
-        except InfeasibleBudgetError as error:
-            print(f"{line}  infeasible: the smallest reachable cost is {100 * error.smallest / full:.1f} %")
-            continue
-        line += f"{found.seconds:8.3f}{found.cost / budget:9.5f}{100 * found.value / total:9.3f}"
-        line += f"{100 * found.gap:10.6f}{100 * changed_share(cost, seed, found, budget):9.2f}"
-        if paper:
-            run = run_paper(values, cost, budget)
-            same = allocate(values, cost, run.last.cost, start=run.last.counts)
-            line += f"{run.last.cost / budget:9.3f}{'yes' if run.oscillates else 'no':>7}"
-            line += f"{100 * run.last.value / same.value:10.3f}"
-        print(line, flush=True)
+    budget = share * full
+    found = allocate(values, cost, budget)
+    own = (found.seconds, found.cost / budget, found.value / total, found.gap)
+    moved = changed_share(cost, seed, found, budget)
+    if not paper:
+        return Line(*own, moved)
+    run = run_paper(values, cost, budget)
+    same = allocate(values, cost, run.last.cost, start=run.last.counts)
+    return Line(*own, moved, run.last.cost / budget, run.oscillates, run.last.value / same.value)
+
+
+def worst(name: str, kind: str, lines: Sequence[Line]) -> list[str]:
+    """Return a network's row of the page: the worst over its budgets."""
+    paper = [line.paper_cost for line in lines]
+    return [
+        name, kind, f"{max(line.seconds for line in lines):.2f}", f"{min(line.cost for line in lines):.4f}",
+        f"{100 * max(line.gap for line in lines):.4f} %", f"{100 * max(line.moved for line in lines):.2f} %",
+        f"{min(paper):.2f}–{max(paper):.2f}", f"{100 * min(line.paper_value for line in lines):.1f} %",
+    ]  # fmt: skip
 
 
 def peak_memory() -> float:
@@ -110,16 +134,31 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.8, 0.55, 0.3, 0.15])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--no-paper", action="store_true", help="leave the paper's method out")
+    parser.add_argument("--page", type=Path, help="document to write the table into")
     args = parser.parse_args()
-    head = f"{'network':16}{'cost':9}{'seed':>4}{'budget':>8}{'s':>8}{'T/budget':>9}{'kept %':>9}"
-    head += f"{'gap %':>10}{'moved %':>9}"
-    print(head if args.no_paper else f"{head}{'paper T':>9}{'osc.':>7}{'its V %':>10}")
+    print(f"{'network':16}{'cost':9}{'seed':>4}{'budget':>8}{'s':>8}{'T/budget':>9}{'kept %':>9}"
+          f"{'gap %':>10}{'moved %':>9}{'paper T':>9}{'osc.':>7}{'its V %':>10}")  # fmt: skip
+    rows = []
     for name in args.networks:
         for kind in args.costs:
             measured = kind == "measured"
             cost = measured_cost(name, args.table, args.side) if measured else network_cost(name, kind)
+            lines = []
             for seed in args.seeds:
-                measure(name, kind, cost, args.budgets, seed, not args.no_paper)
+                for share in args.budgets:
+                    head = f"{name:16}{kind:9}{seed:4}{100 * share:6.0f} %"
+                    try:
+                        lines.append(measure(cost, share, seed, not args.no_paper))
+                    except InfeasibleBudgetError as error:
+                        least = error.smallest / cost.cost(cost.full_counts)
+                        print(f"{head}  infeasible: the smallest reachable cost is {least:.1%}")
+                    else:
+                        print(f"{head}{lines[-1]}", flush=True)
+            if lines:
+                rows.append(worst(name, kind, lines))
+    if args.page:
+        heads = ("network", "cost", "seconds", "least T/τ", "gap", "moved", "paper's T/τ", "its value")
+        fill(args.page, "allocation", table(heads, rows))
     print(f"peak memory beyond the imports: {peak_memory() - imports:.0f} MiB")
 
 

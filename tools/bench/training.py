@@ -186,6 +186,27 @@ def masked_mib(options: argparse.Namespace) -> float:
     return sum(model.get_parameter(la.weight).nbytes for la in layers) / 2**20
 
 
+def print_variants(found: dict[str, list[float]], memory: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """Print a line a variant, its times over the plain model's; return the numbers."""
+    table: dict[str, dict[str, Any]] = {}
+    for name, what in VARIANTS.items():
+        ratios = sorted(a / b for a, b in zip(found[name], found["plain"], strict=True))
+        quarter = len(ratios) // 4
+        table[name] = {
+            "ms": statistics.median(found[name]) * 1e3,
+            "ratio": statistics.median(ratios),
+            "ratio_quartiles": [ratios[quarter], ratios[-1 - quarter]],
+            "peak_mib": memory.get(name),
+        }
+        row = table[name]
+        extra = f"  {row['peak_mib']:8.0f} MiB" if memory else ""
+        print(
+            f"{row['ms']:9.2f} ms  {row['ratio']:.3f} ({ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}){extra}  "
+            f"{what}"
+        )
+    return table
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(
@@ -222,22 +243,7 @@ def main() -> None:
         f"{', channels last' if options.channels_last else ''}{', compiled' if options.compile else ', eager'}; "
         f"{where}; torch {torch.__version__}; {options.rounds} rounds"
     )
-    table = {}
-    for name, what in VARIANTS.items():
-        ratios = sorted(a / b for a, b in zip(found[name], plain, strict=True))
-        quarter = len(ratios) // 4
-        table[name] = {
-            "ms": statistics.median(found[name]) * 1e3,
-            "ratio": statistics.median(ratios),
-            "ratio_quartiles": [ratios[quarter], ratios[-1 - quarter]],
-            "peak_mib": memory.get(name),
-        }
-        row = table[name]
-        extra = f"  {row['peak_mib']:8.0f} MiB" if memory else ""
-        print(
-            f"{row['ms']:9.2f} ms  {row['ratio']:.3f} ({ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}){extra}  "
-            f"{what}"
-        )
+    table = print_variants(found, memory)
     share = solve / (EVERY * statistics.median(plain))
     print(f"a solve takes {solve * 1e3:.0f} ms: {share:.2%} of {EVERY} steps")
     if memory:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,14 +53,14 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
                         yield Case(task, network, method, target, IMAGES, True, seed)
     for images in COUNTS:
         for labels in (True, False):
-            yield Case("glyphs", "resnet", "ours", VARIED, images, labels, 0)
+            yield Case(arguments.tasks[0], "resnet", "ours", VARIED, images, labels, 0)
 
 
 class Bench:
     """Keeps what several runs share: data, dense networks, and what was prepared of them."""
 
-    def __init__(self, glyphs: Path, work: Path) -> None:
-        self.tasks, self.dense = tasks(glyphs), DenseNetworks(work)
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.tasks, self.dense = tasks(arguments), DenseNetworks(arguments.work)
         self._setting: tuple[tuple[Any, ...], Setting] | None = None
 
     def run(self, case: Case) -> dict[str, Any]:
@@ -81,7 +80,7 @@ class Bench:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run what the record lacks."""
-    bench = Bench(arguments.glyphs, arguments.work)
+    bench = Bench(arguments)
 
     def named(case: Case) -> str:
         images = f"{case.images} images{'' if case.labels else ' without labels'}"

@@ -1,44 +1,59 @@
 """Methods that reduce a network's FLOPs without training: ours, parts of it, and rivals.
 
-Rivals take whole channels; ours keeps multiples of eight. All see the same images. A method takes a `Setting` and a
-target, and returns the network and the share of the FLOPs that it has.
+Rivals take whole channels, where FLOPs are what counts, and multiples of eight where latency is, as ours always does.
+All see the same images. A method takes a `Setting` and a target, and returns the network and the share of the cost
+that it has: FLOPs, for ours whatever the setting's cost is.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 
 import torch
-import torch.nn.functional as F
-from pretrained.command import UnavailableError
+from pretrained.libraries import Step, kirigami, torch_pruning
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.errors import InfeasibleBudgetError
 
-_BATCH = 64
-#: Steps of Torch-Pruning on its way to an empty network, stopped at the target; and how often gradients are renewed.
-_STEPS, _EVENTS = 200, 5
+_BATCH, _MULTIPLE = 64, 8
 
 
 class Setting:
     """A trained network and calibration images, and what is gathered from them once for all targets."""
 
-    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor | None, seed: int) -> None:
-        self.model, self.seed = model, seed
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        labels: Tensor | None,
+        seed: int,
+        cost: str | smcp_fx.LatencyCost = "flops",
+        example: Tensor | None = None,
+    ) -> None:
+        self.model, self.seed, self.cost = model, seed, cost
+        self.multiple = 1 if cost == "flops" else _MULTIPLE
+        self.example = images[:2] if example is None else example
         self.images = list(images.split(_BATCH))
         self.batches = (
             self.images if labels is None else list(zip(self.images, labels.split(_BATCH), strict=True))
         )
+        self._paths: dict[str, tuple[Iterator[Step], list[Step]]] = {}
 
     @cached_property
     def ours(self) -> smcp_fx.PreparedModel:
         """Prepared, with importances gathered."""
+        return self._gathered(self.cost)
+
+    @cached_property
+    def by_flops(self) -> smcp_fx.PreparedModel:
+        """The same where FLOPs are what channels cost."""
+        return self.ours if self.cost == "flops" else self._gathered("flops")
+
+    def _gathered(self, cost: str | smcp_fx.LatencyCost) -> smcp_fx.PreparedModel:
         torch.manual_seed(self.seed)
-        prepared = smcp_fx.prepare(self.model, self.images[0][:2], target=0.5)
+        prepared = smcp_fx.prepare(self.model, self.example, target=0.5, cost=cost)
         smcp_fx.gather_importance(prepared, self.batches)
         return prepared
 
@@ -47,18 +62,36 @@ class Setting:
         """Prepared, with any number of channels permitted."""
         return smcp_fx.prepare(self.model, self.images[0][:2], config=smcp_fx.PruningConfig(multiple=1))
 
+    def along(self, name: str, path: Callable[..., Iterator[Step]], target: float) -> Step:
+        """Return the first network of a library's path that is within the target; the last one where none is."""
+        if name not in self._paths:
+            self._paths[name] = path(self.model, self.batches, self.multiple), []
+        steps, passed = self._paths[name]
+        while not passed or passed[-1][1] > target:
+            following = next(steps, None)
+            if following is None:
+                break
+            passed.append(following)
+        model, share = next((step for step in passed if step[1] <= target), passed[-1])
+        return copy.deepcopy(model), share
+
 
 Found = tuple[nn.Module, float]
 
 
 def ours(setting: Setting, target: float) -> Found:
     """What `smcp_fx.compress` does."""
-    return _finished(setting, _solved(setting, target), repair=True)
+    return _finished(setting, _solved(setting.ours, target), repair=True)
+
+
+def ours_by_flops(setting: Setting, target: float) -> Found:
+    """The same with channels chosen by FLOPs, whatever the setting's cost is."""
+    return _finished(setting, _solved(setting.by_flops, target), repair=True)
 
 
 def without_repair(setting: Setting, target: float) -> Found:
     """The same channels, with batch norms re-estimated only."""
-    return _finished(setting, _solved(setting, target), repair=False)
+    return _finished(setting, _solved(setting.ours, target), repair=False)
 
 
 def uniform_l2(setting: Setting, target: float) -> Found:
@@ -81,45 +114,42 @@ def random_repaired(setting: Setting, target: float) -> Found:
     return _finished(setting, _uniform(setting, target, _noise(setting)), repair=True)
 
 
-def torch_pruning(setting: Setting, target: float) -> Found:
-    """Torch-Pruning's global pruner with group Taylor importance over all the images; batch norms re-estimated."""
-    try:
-        library = importlib.import_module("torch_pruning")
-    except ModuleNotFoundError as error:
-        raise UnavailableError("pip install torch-pruning==1.6.1") from error
-    model, example = copy.deepcopy(setting.model).eval(), setting.images[0][:2]
-    pruner = library.pruner.BasePruner(
-        model, example, importance=library.importance.GroupTaylorImportance(), global_pruning=True,
-        pruning_ratio=0.98, max_pruning_ratio=0.98, iterative_steps=_STEPS,
-        ignored_layers=[model.get_submodule("head")],
-    )  # fmt: skip
-    full = library.utils.count_ops_and_params(model, example)[0]
-    for event in range(1, _EVENTS + 1):
-        model.zero_grad()
-        for images, labels in setting.batches:
-            F.cross_entropy(model(images), labels).backward()
-        wanted = 1 - (1 - target) * event / _EVENTS
-        while library.utils.count_ops_and_params(model, example)[0] > wanted * full:
-            pruner.step()
-    model.zero_grad()
-    smcp_fx.recalibrate(model, setting.images)
-    return model, library.utils.count_ops_and_params(model, example)[0] / full
+def uniform_eliminated(setting: Setting, target: float) -> Found:
+    """The same share of every group; within it our elimination and repair (nearly what OSSCAR does)."""
+    scores = setting.by_flops.smcp.gathered
+    return _finished(setting, _uniform(setting, target, scores), repair=True)
+
+
+def _library(name: str, path: Callable[..., Iterator[Step]]) -> Callable[[Setting, float], Found]:
+    """What another library does; batch norms re-estimated."""
+
+    def method(setting: Setting, target: float) -> Found:
+        model, share = setting.along(name, path, target)
+        smcp_fx.recalibrate(model, setting.images)
+        return model, share
+
+    return method
 
 
 METHODS: dict[str, Callable[[Setting, float], Found]] = {
     "ours": ours,
+    "ours, by FLOPs": ours_by_flops,
     "ours without repair": without_repair,
-    "Torch-Pruning": torch_pruning,
+    "Torch-Pruning": _library("Torch-Pruning", partial(torch_pruning, isomorphic=False)),
+    "Torch-Pruning, isomorphic": _library("isomorphic", partial(torch_pruning, isomorphic=True)),
+    "torch-kirigami": _library("torch-kirigami", kirigami),
     "uniform L2": uniform_l2,
     "random": random,
+    "uniform, eliminated and repaired": uniform_eliminated,
     "uniform L2, our repair": uniform_l2_repaired,
     "random, our repair": random_repaired,
 }
 
 
-def _solved(setting: Setting, target: float) -> smcp_fx.PreparedModel:
-    prepared = copy.deepcopy(setting.ours)  # a solve remembers the one before
-    prepared.pruner.solve(target)
+def _solved(gathered: smcp_fx.PreparedModel, target: float) -> smcp_fx.PreparedModel:
+    prepared = copy.deepcopy(gathered)  # a solve remembers the one before
+    pruner = prepared.pruner
+    pruner.solve(max(target, (1 + 1e-6) * pruner.smallest_cost() / pruner.full_cost))
     return prepared
 
 
@@ -133,14 +163,19 @@ def _finished(setting: Setting, prepared: smcp_fx.PreparedModel, repair: bool) -
 
 
 def _uniform(setting: Setting, target: float, scores: Tensor) -> smcp_fx.PreparedModel:
-    """Masks of the same share of every group, as large as the target lets it be; whole channels, at least one."""
-    prepared, cost = setting.free, setting.free.pruner.cost
+    """Masks of the same share of every group, as large as the target lets it be, at least one channel or multiple."""
+    prepared, cost, multiple = setting.free, setting.free.pruner.cost, setting.multiple
     for permille in range(1000, 0, -1):
-        counts = {name: max(1, round(size * permille / 1000)) for name, size in cost.full_counts.items()}
+        counts = {
+            name: min(size, multiple * max(1, round(size * permille / 1000 / multiple)))
+            for name, size in cost.full_counts.items()
+        }
         if cost.cost(counts) <= target * prepared.pruner.full_cost:
             break
     else:
-        raise InfeasibleBudgetError("even a channel a group costs too much", smallest=0.0, budget=target)
+        assert setting.cost != "flops", (
+            "even a channel a group costs too much"
+        )  # by latency, the nearest counts
     masks = {}
     for name, count in counts.items():
         mine = prepared.smcp.of_group(scores, name)

@@ -1,4 +1,4 @@
-"""The most accurate network at a share of the FLOPs, for training budgets of 0, 1, 10 and 33 % of the dense training.
+"""The most accurate network at a share of the latency (or FLOPs), for budgets of 0, 1, 10 and 33 % of the training.
 
     apt-get download texlive-fonts-extra && dpkg -x texlive-fonts-extra_*.deb fonts
     python tools/bench/pretrained/render.py fonts glyphs.npz
@@ -19,33 +19,37 @@ import argparse
 import copy
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from pretrained.command import DenseNetworks, command_line, obey, run_cases
 from pretrained.dense import tasks
+from pretrained.latency import Stopwatch
+from pretrained.libraries import flops
 from pretrained.tasks import Task, accuracy_on
 from records import Record
 from torch import nn
+from without_training_methods import METHODS as CHOICES
 from without_training_methods import Setting
 
 import smcp_fx
-from accuracy.methods import METHODS, UNTRAINED, Effort, steps_of
+from accuracy.methods import METHODS, Effort, chooser, steps_of
 from accuracy.report import print_tables, write_document
 
-TARGETS, BUDGETS, RATES = (0.25, 0.5), (0.0, 0.01, 0.1, 0.33), (0.01, 0.03, 0.1)
+TARGETS, BUDGETS, RATES = (0.25, 0.4, 0.6), (0.0, 0.01, 0.1, 0.33), (0.01, 0.03, 0.1)
 #: Images that all methods may choose channels by, and those that learning rates are judged by.
 IMAGES, JUDGED, _JUDGED_SEED = 640, 2_000, 800_000_001
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a network of a task, a method, a share of the FLOPs, a budget, a peak learning rate, a seed."""
+    """One run: a network of a task, a method, a share of a cost, a budget, a peak learning rate, a seed."""
 
     task: str
     network: str
     method: str
+    cost: str
     target: float
     budget: float
     rate: float
@@ -55,18 +59,22 @@ class Case:
 class Bench:
     """Keeps what several runs share: data, dense networks, and what was gathered of them."""
 
-    def __init__(self, glyphs: Path, work: Path) -> None:
-        self.tasks, self.dense = tasks(glyphs), DenseNetworks(work)
-        self._setting: tuple[tuple[str, str, int], Setting] | None = None
+    def __init__(self, arguments: argparse.Namespace, record: Record) -> None:
+        self.tasks, self.dense = tasks(arguments), DenseNetworks(arguments.work)
+        self._record, self._work = record, arguments.work
+        self._watches: dict[str, Stopwatch] = {}
+        self._setting: tuple[tuple[str, str, str, int], Setting] | None = None
 
     def run(self, case: Case) -> dict[str, Any]:
         """What a case came to."""
         task = self.tasks[case.task]
         dense, accuracy = self.dense.of(task, case.network)
-        setting = self._shared(task, case, dense)
-        effort = Effort(steps_of(task, case.network, case.budget), case.rate, case.seed)
+        watch, setting = self._watch(task, case, dense), self._shared(task, case, dense)
+        dense_steps = steps_of(task, case.network, 1.0)
+        effort = Effort(round(case.budget * dense_steps), case.rate, case.seed, dense_steps)
+        aim = case.target if watch is None else self._aim(case, setting, watch)
         torch.manual_seed(case.seed)
-        model, share = METHODS[case.method](setting, task, case.target, effort)
+        model, _ = METHODS[case.method](setting, task, aim, effort)
         judging = task.draw(JUDGED, _JUDGED_SEED)  # of the training set's kind, seen by no method
         judged = accuracy_on(judging, model)
         if effort.steps and not case.method.startswith("ours"):  # ours is left as the product leaves it
@@ -74,27 +82,60 @@ class Bench:
             smcp_fx.recalibrate(settled, setting.images)
             again = accuracy_on(judging, settled)
             model, judged = (settled, again) if again > judged else (model, judged)
+        share = None if watch is None else watch.share(model)
         return {
-            "dense": accuracy, "accuracy": task.accuracy(model), "judged": judged,
-            "flops_share": share, "steps": effort.steps,
+            "dense": accuracy, "accuracy": task.accuracy(model), "judged": judged, "steps": effort.steps,
+            "flops_share": flops(model, task.example) / flops(dense, task.example),
+            "latency_share": share and share.fraction, "latency_error": share and share.error,
         }  # fmt: skip
 
+    def _aim(self, case: Case, setting: Setting, watch: Stopwatch) -> float:
+        """Return what to ask a method for, so that its network measures the target; sought once for all seeds."""
+        name = chooser(case.method)
+        key = {"task": case.task, "network": case.network, "method": name, "target": case.target}
+        known = self._record.find("aim", **key)
+        if known:
+            return float(known[0]["aim"])
+        aim = watch.narrowed(case.target, partial(CHOICES[name], setting))
+        self._record.add("aim", **key, aim=aim)
+        return aim
+
+    def _watch(self, task: Task, case: Case, dense: nn.Module) -> Stopwatch | None:
+        if case.cost == "flops":
+            return None
+        name = f"{case.task}-{case.network}"
+        if name not in self._watches:
+            images, _ = task.draw(IMAGES, 0)
+            self._watches[name] = Stopwatch(name, dense, images, self._record)
+        return self._watches[name]
+
     def _shared(self, task: Task, case: Case, dense: nn.Module) -> Setting:
-        key = (case.task, case.network, case.seed)
+        key = (case.task, case.network, case.cost, case.seed)
         if self._setting is None or self._setting[0] != key:
             images, labels = task.draw(IMAGES, 900_000_001 + case.seed)
-            self._setting = key, Setting(dense, images, labels, case.seed)
+            watch = self._watch(task, case, dense)
+            self._setting = (
+                key,
+                (
+                    Setting(dense, images, labels, case.seed)
+                    if watch is None
+                    else Setting(dense, images, labels, case.seed, watch.cost, watch.inputs[0])
+                ),
+            )
         return self._setting[1]
 
 
 def cases(arguments: argparse.Namespace, record: Record) -> Iterator[Case]:
     """All runs, budget by budget: rates at the first target and seed, then other seeds and targets at the best."""
     for budget in arguments.budgets:
-        methods = [name for name in arguments.methods if budget or name in UNTRAINED]
+        methods = [name for name in arguments.methods if budget or name in CHOICES]
         rates = arguments.rates if budget else [0.0]
         for task in arguments.tasks:
             for network in arguments.networks:
-                first = [Case(task, network, m, arguments.targets[0], budget, 0.0, 0) for m in methods]
+                first = [
+                    Case(task, network, m, arguments.cost, arguments.targets[0], budget, 0.0, 0)
+                    for m in methods
+                ]
                 yield from (replace(case, rate=rate) for case in first for rate in rates)
                 for seed in range(arguments.seeds):
                     for target in arguments.targets:
@@ -113,12 +154,13 @@ def best_rate(record: Record, case: Case, rates: list[float]) -> float | None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run what the record lacks."""
-    record, bench = Record(arguments.record), Bench(arguments.glyphs, arguments.work)
+    record = Record(arguments.record)
+    bench = Bench(arguments, record)
 
     def named(case: Case) -> str:
         return (
             f"{case.task} {case.network} seed {case.seed}, budget {case.budget:.0%}, {case.method} at "
-            f"{case.target:.0%}, rate {case.rate:g}"
+            f"{case.target:.0%} of the {case.cost}, rate {case.rate:g}"
         )
 
     run_cases(arguments, record, cases(arguments, record), bench.run, named)
@@ -127,6 +169,7 @@ def run(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Parse the command line and run it."""
     parser = command_line(__doc__, list(METHODS), seeds=3)
+    parser.add_argument("--cost", default="latency", choices=["latency", "flops"])
     parser.add_argument("--targets", type=float, nargs="+", default=list(TARGETS))
     parser.add_argument("--budgets", type=float, nargs="+", default=list(BUDGETS))
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))

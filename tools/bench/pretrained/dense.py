@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pretrained.networks import NETWORKS, STEPS
-from pretrained.tasks import Digits, Glyphs, Task, cosine
+from pretrained.tasks import Digits, Folder, Glyphs, Task, cosine
 
-_LR, _BATCH, _SAVE_EVERY = 0.1, 64, 250
+_LR, _ADAM_LR, _BATCH, _SAVE_EVERY = 0.1, 2e-3, 64, 250
 
 
 def dense_network(task: Task, name: str, seed: int, folder: Path) -> nn.Module:
@@ -34,8 +34,14 @@ def dense_network(task: Task, name: str, seed: int, folder: Path) -> nn.Module:
 
 
 def _train(model: nn.Module, task: Task, steps: int, seed: int, path: Path) -> None:
-    """SGD with Nesterov momentum; the state is kept beside ``path`` until the end."""
-    optimizer = torch.optim.SGD(model.parameters(), _LR, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    """SGD with Nesterov momentum, or ADAM where norms are over channels; the state is kept beside ``path``."""
+    optimizer: torch.optim.Optimizer
+    if any(isinstance(module, nn.LayerNorm) for module in model.modules()):
+        rate = _ADAM_LR
+        optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.05)
+    else:
+        rate = _LR
+        optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
     unfinished, first = path.with_suffix(".part"), 0
     if unfinished.exists():
         state = torch.load(unfinished, weights_only=True)
@@ -45,7 +51,7 @@ def _train(model: nn.Module, task: Task, steps: int, seed: int, path: Path) -> N
     model.train()
     for step in range(first, steps):
         for group in optimizer.param_groups:
-            group["lr"] = _LR * cosine(step, steps)
+            group["lr"] = rate * cosine(step, steps)
         images, labels = task.draw(_BATCH, seed * 1_000_003 + step)
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels, label_smoothing=0.05).backward()
@@ -61,9 +67,19 @@ def _train(model: nn.Module, task: Task, steps: int, seed: int, path: Path) -> N
     unfinished.unlink(missing_ok=True)
 
 
-def tasks(glyphs: Path) -> dict[str, Task]:
-    """Both data sets by name."""
-    return {task.name: task for task in (Glyphs(glyphs), Digits())}
+def tasks(arguments: argparse.Namespace) -> dict[str, Task]:
+    """The data sets that a command line asks for, by name."""
+    known = {
+        "glyphs": lambda: Glyphs(arguments.glyphs), "digits": Digits, "folder": lambda: Folder(arguments.folder)
+    }  # fmt: skip
+    return {name: known[name]() for name in arguments.tasks}
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the data."""
+    parser.add_argument("--glyphs", type=Path, help="file that pretrained/render.py wrote")
+    parser.add_argument("--folder", type=Path, help="folder of images with one folder a class")
+    parser.add_argument("--tasks", nargs="+", default=["glyphs"], choices=["glyphs", "digits", "folder"])
 
 
 def main() -> None:
@@ -71,15 +87,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--glyphs", type=Path, required=True, help="file that render.py wrote")
+    add_data(parser)
     parser.add_argument("--work", type=Path, required=True, help="folder for the networks")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--tasks", nargs="+", default=["glyphs", "digits"], choices=["glyphs", "digits"])
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    known = tasks(arguments.glyphs)
+    known = tasks(arguments)
     for seed in range(arguments.seeds):
         for task in (known[name] for name in arguments.tasks):
             for name in arguments.networks:

@@ -1,8 +1,9 @@
-"""Two data sets, small enough for a CPU and hard enough that width tells.
+"""Data sets, small enough for a CPU and hard enough that width tells.
 
 - `Glyphs`: letters and digits in typefaces never seen in training, in 47 classes (EMNIST's balanced merging of
   cases), coloured, distorted, on uneven noisy grounds. From the file that `render.py` makes of a folder of fonts.
 - `Digits`: scikit-learn's handwritten digits, anywhere on a larger canvas under noise.
+- `Folder`: any images in a folder a class, cropped and mirrored at random.
 
 Training images are drawn anew for every step, test images once; equal seeds give equal images.
 """
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +22,8 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
 
 from pretrained.render import CHARACTERS
 
@@ -146,6 +151,44 @@ class Digits(Task):
         ] = self._digits[picked]
         images += self._noise * torch.randn(images.shape, generator=g)
         return images[:, None] / 0.5, self._labels[picked]
+
+
+class Folder(Task):
+    """Images of a folder with one folder a class; a quarter of each class is for testing only."""
+
+    name, channels, side, steps = "folder", 3, 32, 4_000
+    _margin = 4
+
+    def __init__(self, folder: Path) -> None:
+        found = ImageFolder(str(folder), _scaled(self.side + self._margin))
+        self.classes = len(found.classes)
+        self._images = torch.stack([image for image, _ in found])
+        self._labels = torch.tensor(found.targets)
+        train, test = train_test_split(
+            range(len(found)), test_size=0.25, stratify=found.targets, random_state=0
+        )
+        self._train, inner = torch.tensor(train), slice(self._margin // 2, self._margin // 2 + self.side)
+        self.test = self._images[test][..., inner, inner], self._labels[test]
+
+    def draw(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
+        """So many training images and their labels."""
+        g = torch.Generator().manual_seed(seed)
+        picked = self._train[torch.randint(len(self._train), (count,), generator=g)]
+        corners = torch.randint(self._margin + 1, (count, 2), generator=g).tolist()
+        images = torch.stack(
+            [
+                self._images[i, :, y : y + self.side, x : x + self.side]
+                for i, (y, x) in zip(picked, corners, strict=True)
+            ]
+        )
+        mirrored = torch.rand(count, 1, 1, 1, generator=g) < 0.5
+        return torch.where(mirrored, images.flip(3), images), self._labels[picked]
+
+
+def _scaled(side: int) -> Callable[[Any], Tensor]:
+    """A square of so many pixels from the middle of an image, normalised."""
+    steps = [v2.PILToTensor(), v2.Resize(side), v2.CenterCrop(side), v2.ToDtype(torch.float32, scale=True)]
+    return v2.Compose([*steps, v2.Normalize([0.5] * 3, [0.25] * 3)])
 
 
 def cosine(step: int, steps: int) -> float:
