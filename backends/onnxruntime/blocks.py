@@ -24,7 +24,7 @@ from smcp_fx.backends.base import BlockLatency
 from smcp_fx.backends.onnxruntime.overhead import code_warmer, overhead, profiler_beside
 from smcp_fx.backends.onnxruntime.own_time import BlockInContext
 from smcp_fx.backends.onnxruntime.profile import RESOLUTION_MS, NodeTime, Profiler
-from smcp_fx.backends.timing.block_runs import COLD_SPREAD, FEW_COLD_RUNS, BlockRuns
+from smcp_fx.backends.timing.block_runs import COLD_SPREAD, FEW_COLD_RUNS, BlockRuns, sample_of_block
 from smcp_fx.backends.timing.measuring import (
     QUICK,
     Measurement,
@@ -42,8 +42,6 @@ from smcp_fx.errors import BackendError, MachineBusyError
 #: Changes with the way blocks are timed. It is part of the fingerprint, so that rows of different ways are never
 #: mixed.
 BLOCK_TIMING = "10"
-#: When a disturbed run still tells the block's time: see `sample_of_block`. Chosen, not measured.
-_TELLING, _OF_CONTEXT = 0.8, 0.5
 #: No block is faster than this: a run of one node takes about 0.4 us.
 _LEAST_MS = 1e-4
 
@@ -149,28 +147,3 @@ def _summary(runs: list[Sample | None], few: int, spread_limit: float, least_ms:
     found = summarise(calm(samples, few), spread_limit, RESOLUTION_MS)
     mostly = 2 * sum(not sample.disturbed for sample in samples) >= len(runs)
     return replace(found, median_ms=max(found.median_ms, least_ms, _LEAST_MS), stable=found.stable and mostly)
-
-
-def sample_of_block(
-    ms: float, context_ms: float, sample: Sample, usual_context_ms: float | None
-) -> Sample | None:
-    """Return the block's part of a run; None if the run was disturbed too much to tell it.
-
-    ``ms``, ``context_ms``: the profiler's times of the block's nodes and of all other nodes. They are wall-clock
-    times, which in a disturbed run include time when others had the core. ``usual_context_ms``: what the other nodes
-    take in undisturbed runs; None if there were none.
-
-    A disturbed run gives bounds. The block took at most the time for which the thread computed (``sample.ms``), and
-    at most its nodes' wall-clock time; it took at least the thread's time less the context's. If the bounds are
-    close, the upper one is used. Otherwise the usual context gives a better lower bound, unless the block is small
-    beside it.
-    """
-    if not sample.disturbed:
-        return Sample(ms)
-    most, least = min(ms, sample.ms), sample.ms - context_ms
-    if least >= _TELLING * most > 0:
-        return Sample(most, disturbed=True)
-    if usual_context_ms is None:
-        return None
-    told = min(most, max(least, sample.ms - usual_context_ms))
-    return Sample(told, disturbed=True) if told > 0 and told >= _OF_CONTEXT * usual_context_ms else None

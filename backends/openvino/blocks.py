@@ -19,7 +19,7 @@ from smcp_fx.backends.onnx.context import CONTEXT, add_context, random_feed, sha
 from smcp_fx.backends.onnx.twin import TWIN, add_twin
 from smcp_fx.backends.openvino.overhead import overhead
 from smcp_fx.backends.openvino.session import Node, Session
-from smcp_fx.backends.timing.block_runs import COLD_SPREAD, FEW_COLD_RUNS, BlockRuns
+from smcp_fx.backends.timing.block_runs import COLD_SPREAD, FEW_COLD_RUNS, BlockRuns, sample_of_block
 from smcp_fx.backends.timing.measuring import (
     QUICK,
     Measurement,
@@ -152,39 +152,61 @@ def _measured(
         once()  # counts round the more the more runs there were before
         few, spread = FEW_COLD_RUNS, COLD_SPREAD * spread
         runs.take_cold_alone(config)
-    spent = spent_undisturbed(history, runs.samples)
-    if spent is None:
-        return None
-    ms = Parts.of(session.nodes(), paid).ms(spent, overhead(threads).node_ms, state)
+    history = history[-1 - len(runs.samples) :]
+    parts, node_ms = Parts.of(session.nodes(), paid), overhead(threads).node_ms
     still = [sample for sample in runs.samples if not sample.disturbed]
-    walls = float(np.mean([sample.ms for sample in still]))
-    found = summarise([Sample(ms * sample.ms / walls) for sample in still], spread)
     mostly = len(still) >= max(few, len(runs.samples) / 2)
+    if mostly:
+        spent = spent_in(
+            history, [place for place, sample in enumerate(runs.samples) if not sample.disturbed]
+        )
+        ms, walls = parts.ms(spent, node_ms, state), float(np.mean([sample.ms for sample in still]))
+        told = [Sample(ms * sample.ms / walls) for sample in still]
+    else:
+        told = _disturbed(history, runs.samples, parts, node_ms, state)
+    if not told:
+        return None
+    found = summarise(told, spread)
     return replace(found, median_ms=max(found.median_ms, _LEAST_MS), stable=found.stable and mostly)
 
 
-def spent_undisturbed(
-    history: Sequence[Mapping[str, float]], samples: Sequence[Sample]
-) -> dict[str, float] | None:
-    """Return the mean ms that each node took in the undisturbed runs; None where there were none.
+def _disturbed(
+    history: Sequence[Mapping[str, float]],
+    samples: Sequence[Sample],
+    parts: Parts,
+    node_ms: float,
+    state: str,
+) -> list[Sample]:
+    """Return what runs tell of the block though most were disturbed; a single run's counts are rounded more."""
+    spent = [spent_in(history, [place]) for place in range(len(samples))]
+    own = [parts.ms(each, node_ms, state) for each in spent]
+    copies = len(parts.counted(state))
+    beside = [sum(each.values()) - copies * ms for each, ms in zip(spent, own, strict=True)]
+    calm_beside = [ms for ms, sample in zip(beside, samples, strict=True) if not sample.disturbed]
+    usual = float(np.median(calm_beside)) if calm_beside else None
+    told = (
+        sample_of_block(copies * ms, rest, sample, usual)
+        for ms, rest, sample in zip(own, beside, samples, strict=True)
+    )
+    return [replace(sample, ms=sample.ms / copies) for sample in told if sample is not None]
 
-    ``history``: what was spent up to each run, those before the samples in it.
+
+def spent_in(history: Sequence[Mapping[str, float]], places: Collection[int]) -> dict[str, float]:
+    """Return the mean ms that each node took in some of the last runs; ``places``: theirs, from the first one timed.
+
+    ``history``: what was spent up to each run, from the one before those that are timed.
     """
-    first = len(history) - len(samples)
     stretches: list[
         tuple[int, int]
     ] = []  # from behind one run to behind another; inside, rounding cancels out
-    for place, sample in enumerate(samples, first):
-        if sample.disturbed:
-            continue
-        if stretches and stretches[-1][1] == place - 1:
-            stretches[-1] = stretches[-1][0], place
+    for place in sorted(places):
+        if stretches and stretches[-1][1] == place:
+            stretches[-1] = stretches[-1][0], place + 1
         else:
-            stretches.append((place - 1, place))
-    count = sum(end - begin for begin, end in stretches)
-    if not count:
-        return None
+            stretches.append((place, place + 1))
     return {
-        name: max(sum(history[end][name] - history[begin][name] for begin, end in stretches) / count, 0.0)
+        name: max(
+            sum(history[end][name] - history[begin][name] for begin, end in stretches) / len(places), 0.0
+        )
         for name in history[-1]
     }

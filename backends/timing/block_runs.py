@@ -22,6 +22,8 @@ _FEW_RUNS, _LONG_MS = 9, 150.0
 #: one disturbed run; two are enough if they agree. Their spread may be larger by this factor: others use the memory
 #: too, and noise averages out in the table's sums. Chosen, not measured.
 _COLD_RUNS, FEW_COLD_RUNS, COLD_SPREAD = 3, 2, 3.0
+#: When a disturbed run still tells the block's time: see `sample_of_block`. Chosen, not measured.
+_TELLING, _OF_CONTEXT = 0.8, 0.5
 
 
 @dataclass
@@ -93,3 +95,28 @@ def runs_agree(samples: Sequence[Sample], enough: int = _ENOUGH) -> bool:
         return False
     q1, median, q3 = np.percentile(times, [25, 50, 75])
     return bool(q3 - q1 <= _AGREEING * median)
+
+
+def sample_of_block(
+    ms: float, context_ms: float, sample: Sample, usual_context_ms: float | None
+) -> Sample | None:
+    """Return the block's part of a run; None if the run was disturbed too much to tell it.
+
+    ``ms``, ``context_ms``: the profiler's times of the block's nodes and of all other nodes. They are wall-clock
+    times, which in a disturbed run include time when others had the core. ``usual_context_ms``: what the other nodes
+    take in undisturbed runs; None if there were none.
+
+    A disturbed run gives bounds. The block took at most the time for which the thread computed (``sample.ms``), and
+    at most its nodes' wall-clock time; it took at least the thread's time less the context's. If the bounds are
+    close, the upper one is used. Otherwise the usual context gives a better lower bound, unless the block is small
+    beside it.
+    """
+    if not sample.disturbed:
+        return Sample(ms)
+    most, least = min(ms, sample.ms), sample.ms - context_ms
+    if least >= _TELLING * most > 0:
+        return Sample(most, disturbed=True)
+    if usual_context_ms is None:
+        return None
+    told = min(most, max(least, sample.ms - usual_context_ms))
+    return Sample(told, disturbed=True) if told > 0 and told >= _OF_CONTEXT * usual_context_ms else None

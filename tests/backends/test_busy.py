@@ -17,11 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import smcp_fx
 from smcp_fx.backends.onnxruntime import blocks
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
-from smcp_fx.backends.onnxruntime.blocks import measure_block, sample_of_block
+from smcp_fx.backends.onnxruntime.blocks import measure_block
 from smcp_fx.backends.onnxruntime.overhead import Overhead
 from smcp_fx.backends.onnxruntime.profile import NodeTime
 from smcp_fx.backends.pytorch import TorchBackend
 from smcp_fx.backends.timing import block_runs, physics, quiet
+from smcp_fx.backends.timing.block_runs import sample_of_block
 from smcp_fx.backends.timing.measuring import Sample
 from smcp_fx.backends.timing.quiet import core_share
 from smcp_fx.errors import BackendError, MachineBusyError

@@ -17,7 +17,7 @@ from smcp_fx.backends.onnx.context import add_context, random_feed
 from smcp_fx.backends.onnx.twin import add_twin
 from smcp_fx.backends.openvino import backend as module
 from smcp_fx.backends.openvino.backend import OpenVINOEngine
-from smcp_fx.backends.openvino.blocks import Parts, spent_undisturbed
+from smcp_fx.backends.openvino.blocks import Parts, _disturbed, spent_in
 from smcp_fx.backends.openvino.session import Node, Session
 from smcp_fx.backends.timing.measuring import Sample, TimingConfig
 from smcp_fx.errors import BackendError, InputError
@@ -151,10 +151,24 @@ def test_a_block_is_measured_hot_and_cold():
     assert latency.cold.median_ms > 0
 
 
-def test_only_undisturbed_runs_count():
-    """Their means come out whole wherever the others lie; what was spent before them does not count."""
+def test_means_of_some_runs_come_out_whole_wherever_the_others_lie():
     took = [50.0, 1.0, 9.0, 2.0, 3.0, 9.0]
     history = [{"a": sum(took[: end + 1])} for end in range(len(took))]
-    samples = [Sample(ms, disturbed=ms == 9) for ms in took[1:]]
-    assert spent_undisturbed(history, samples) == {"a": 2.0}
-    assert spent_undisturbed(history[:3], samples[1:2]) is None
+    assert spent_in(history, [0, 2, 3]) == {"a": 2.0}
+    assert spent_in(history, [1]) == {"a": 9.0}
+
+
+def test_disturbed_runs_tell_what_the_thread_computed():
+    """Others had the core for 5 ms in the block, then for 5 ms in the context: both times the block took 4 ms."""
+    parts = Parts((Node("conv", ("conv",), ()),), 0.0)
+    runs = [{"conv": 9.0, "context": 1.0}, {"conv": 4.0, "context": 6.0}]
+    history = [{"conv": 0.0, "context": 0.0}]
+    for run in runs:
+        history.append({name: history[-1][name] + ms for name, ms in run.items()})
+    samples = [Sample(5.0, disturbed=True)] * 2
+    (told,) = _disturbed(history[:2], samples[:1], parts, 0.0, "hot")
+    assert told.ms == 5.0  # at most: how much of it the context took is not known
+    calm = [{"conv": 4.0, "context": 1.0}]
+    history.append({name: history[-1][name] + ms for name, ms in calm[0].items()})
+    found = [sample.ms for sample in _disturbed(history, [*samples, Sample(5.0)], parts, 0.0, "hot")]
+    assert found == [5.0, 4.0, 4.0]
