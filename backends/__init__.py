@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from smcp_fx.backends.base import (
@@ -95,15 +96,9 @@ def get_backend(name: str, **options: Any) -> Backend:
             f"threads = {options['threads']}: at most {most} on this machine of {os.cpu_count()} cores"
         )
     entry = _BACKENDS[name]
-    try:
-        factory = _loaded(entry.backend)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("smcp_fx"):
-            raise
-        raise BackendError(
-            f"backend {name!r} needs the package {error.name!r}, which is not installed: pip install "
-            f"{entry.packages}"
-        ) from error
+    module, _, factory_name = entry.backend.partition(":")
+    install = f"pip install {entry.packages}"
+    factory = getattr(import_runtime(module, f"backend {name!r}", install), factory_name)
     try:
         backend: Backend = factory(**options)
     except TypeError as error:
@@ -111,6 +106,18 @@ def get_backend(name: str, **options: Any) -> Backend:
             f"backend {name!r} does not take the options {sorted(options)}: {error}"
         ) from error
     return backend
+
+
+def import_runtime(module: str, what: str, install: str) -> ModuleType:
+    """Import a module of ours; `BackendError` says how to ``install`` a package that it lacks, and for ``what``."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("smcp_fx"):
+            raise
+        raise BackendError(
+            f"{what} needs the package {error.name!r}, which is not installed: {install}"
+        ) from error
 
 
 def _loaded(place: str) -> Any:

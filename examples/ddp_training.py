@@ -13,23 +13,23 @@ from toy import accuracy, data, network
 
 import smcp_fx
 
-EPOCHS, BATCH = 4, 8
-
 
 def main() -> nn.Module:
     """Train and prune to half of the FLOPs; returns the smaller model, the same on every rank."""
     torch.manual_seed(0)
+    model, dataset = network(), data()
     # --8<-- [start:loop]
+    epochs = 4
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
-    sampler = DistributedSampler(data())
-    batches = DataLoader(data(), BATCH, sampler=sampler)
-    schedule = smcp_fx.Schedule.scaled(EPOCHS, steps_per_epoch=len(batches))
-    image = torch.randn(2, 1, 12, 12)
-    prepared = smcp_fx.prepare(network(), image, target=0.5, schedule=schedule)
+    sampler = DistributedSampler(dataset)
+    batches = DataLoader(dataset, 8, sampler=sampler)
+    schedule = smcp_fx.Schedule.scaled(epochs, steps_per_epoch=len(batches))
+    example = next(iter(batches))[0]
+    prepared = smcp_fx.prepare(model, example, target=0.5, schedule=schedule)
     wrapped = nn.parallel.DistributedDataParallel(prepared.to(device))
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         sampler.set_epoch(epoch)
         wrapped.train()
         for images, labels in batches:

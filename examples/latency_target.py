@@ -14,31 +14,29 @@ from torch import nn
 from toy import accuracy, loader, network
 
 import smcp_fx
-from smcp_fx.backends import compare, get_backend
-
-EPOCHS = 4
+from smcp_fx.backends import compare
 
 
 def main(folder: Path) -> nn.Module:
     """Train and prune; returns the smaller model. The latency table and the ONNX files lie in ``folder``."""
     torch.manual_seed(0)
-    batches = loader()
+    model, batches = network(), loader(32)
     # --8<-- [start:prune]
-    backend = get_backend("onnxruntime", threads=1)
+    epochs = 4
+    backend = smcp_fx.get_backend("onnxruntime", threads=1)
     table = smcp_fx.LatencyTable(folder / "table.sqlite")  # prepare fills it
-    image = torch.randn(32, 1, 12, 12)  # the batch that the latency is of
-    dense = network()
-    schedule = smcp_fx.Schedule.scaled(EPOCHS, steps_per_epoch=len(batches))
+    example = next(iter(batches))[0]  # the latency is that of a batch of this size
+    schedule = smcp_fx.Schedule.scaled(epochs, steps_per_epoch=len(batches))
     prepared = smcp_fx.prepare(
-        dense,
-        image,
+        model,
+        example,
         target=0.7,
         cost=smcp_fx.LatencyCost(table, backend),
         schedule=schedule,
         config=smcp_fx.PruningConfig(multiple=16),  # fewer rows to measure
     )
     optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         prepared.train()
         for images, labels in batches:
             optimizer.zero_grad()
@@ -48,9 +46,9 @@ def main(folder: Path) -> nn.Module:
     smaller = smcp_fx.convert(prepared)
     # --8<-- [end:prune]
     # --8<-- [start:measure]
-    whole = smcp_fx.export_onnx(dense.eval(), image, folder / "dense.onnx")
-    small = smcp_fx.export_onnx(smaller.eval(), image, folder / "smaller.onnx")
-    engines = [backend.open(path, (image,)) for path in (whole, small)]
+    whole = smcp_fx.export_onnx(model.eval(), example, folder / "dense.onnx")
+    small = smcp_fx.export_onnx(smaller.eval(), example, folder / "smaller.onnx")
+    engines = [backend.open(path, (example,)) for path in (whole, small)]
     # --8<-- [end:measure]
     pruner = prepared.pruner
     print(f"predicted {pruner.present_cost:.3f} of {pruner.full_cost:.3f} ms")

@@ -13,18 +13,14 @@ from toy import accuracy, loader, network
 import smcp_fx
 from smcp_fx.integrations.lightning import PruningCallback
 
-EPOCHS = 4
-
 
 # --8<-- [start:module]
 class Classifier(lightning.LightningModule):
     """A classifier that is pruned to half of its FLOPs."""
 
-    def __init__(self, steps_per_epoch: int) -> None:
+    def __init__(self, model: nn.Module, example: torch.Tensor, schedule: smcp_fx.Schedule) -> None:
         super().__init__()
-        schedule = smcp_fx.Schedule.scaled(EPOCHS, steps_per_epoch)
-        image = torch.randn(2, 1, 12, 12)
-        self.model = smcp_fx.prepare(network(), image, target=0.5, schedule=schedule)
+        self.model = smcp_fx.prepare(model, example, target=0.5, schedule=schedule)
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
         """Return the loss."""
@@ -41,11 +37,13 @@ class Classifier(lightning.LightningModule):
 def main() -> nn.Module:
     """Train and prune; returns the smaller model."""
     torch.manual_seed(0)
-    batches = loader()
+    model, batches = network(), loader()
     # --8<-- [start:fit]
-    classifier = Classifier(len(batches))
+    epochs = 4
+    schedule = smcp_fx.Schedule.scaled(epochs, steps_per_epoch=len(batches))
+    classifier = Classifier(model, next(iter(batches))[0], schedule)
     trainer = lightning.Trainer(
-        max_epochs=EPOCHS, accelerator="cpu", callbacks=[PruningCallback()],
+        max_epochs=epochs, accelerator="cpu", callbacks=[PruningCallback()],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(classifier, batches)

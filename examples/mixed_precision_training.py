@@ -11,23 +11,20 @@ from toy import accuracy, loader, network
 
 import smcp_fx
 
-EPOCHS = 4
-
 
 def main() -> nn.Module:
     """Train and prune to half of the FLOPs; returns the smaller model."""
     torch.manual_seed(0)
+    model, batches, epochs = network(), loader(), 4
+    schedule = smcp_fx.Schedule.scaled(epochs, steps_per_epoch=len(batches))
+    prepared = smcp_fx.prepare(model, next(iter(batches))[0], target=0.5, schedule=schedule)
+    # --8<-- [start:loop]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    batches = loader()
-    schedule = smcp_fx.Schedule.scaled(EPOCHS, steps_per_epoch=len(batches))
-    image = torch.randn(2, 1, 12, 12)
-    prepared = smcp_fx.prepare(network(), image, target=0.5, schedule=schedule)
     prepared.to(device)
     optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)
-    # --8<-- [start:loop]
     half = torch.float16 if device == "cuda" else torch.bfloat16
     scaler = torch.amp.GradScaler(device, enabled=half == torch.float16)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         prepared.train()
         for images, labels in batches:
             optimizer.zero_grad()

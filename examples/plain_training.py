@@ -11,20 +11,18 @@ from toy import accuracy, loader, network
 
 import smcp_fx
 
-EPOCHS = 4
-
 
 def main() -> nn.Module:
     """Train and prune to half of the FLOPs; returns the smaller model."""
     torch.manual_seed(0)
-    batches = loader()
+    model, batches = network(), loader()
     # --8<-- [start:loop]
-    model = network()
-    schedule = smcp_fx.Schedule.scaled(EPOCHS, steps_per_epoch=len(batches))
-    image = torch.randn(2, 1, 12, 12)
-    prepared = smcp_fx.prepare(model, image, target=0.5, schedule=schedule)  # 1
+    epochs = 4
+    schedule = smcp_fx.Schedule.scaled(epochs, steps_per_epoch=len(batches))
+    example = next(iter(batches))[0]
+    prepared = smcp_fx.prepare(model, example, target=0.5, schedule=schedule)  # 1
     optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         prepared.train()
         for images, labels in batches:
             optimizer.zero_grad()

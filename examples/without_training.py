@@ -15,19 +15,19 @@ import smcp_fx
 def main() -> nn.Module:
     """Prune a trained network to half of its FLOPs; returns the smaller model."""
     torch.manual_seed(0)
-    trained, batches = train(network(), epochs=4), loader()
+    model, batches = train(network(), epochs=4), loader()
     # --8<-- [start:prune]
-    smaller = smcp_fx.compress(trained, batches, target=0.5)
+    smaller = smcp_fx.compress(model, batches, target=0.5)
     # --8<-- [end:prune]
     # --8<-- [start:parts]
-    prepared = smcp_fx.prepare(trained, torch.randn(2, 1, 12, 12), target=0.5)
+    prepared = smcp_fx.prepare(model, next(iter(batches))[0], target=0.5)
     smcp_fx.gather_importance(prepared, batches)
     prepared.pruner.solve()
     smaller = smcp_fx.convert(prepared)
     report = smcp_fx.repair(smaller, prepared, batches)
     # --8<-- [end:parts]
     print(report)
-    print(f"accuracy {accuracy(trained):.1%} before, {accuracy(smaller):.1%} after")
+    print(f"accuracy {accuracy(model):.1%} before, {accuracy(smaller):.1%} after")
     return smaller
 
 

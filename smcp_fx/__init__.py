@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from smcp_fx.allocation import Allocation, allocate
-from smcp_fx.backends import get_backend
+from smcp_fx.backends import get_backend, import_runtime
 from smcp_fx.calibration import RepairReport, compress, gather_importance, recalibrate, repair
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
@@ -100,12 +100,11 @@ def export_onnx(
     The file is run in ONNX Runtime on random inputs and compared with the model before it gets its name.
     ``opset`` (17 and later; a recent one by default); ``dynamic_batch`` leaves the first axis of every input
     open, under the name "batch"; ``input_names`` and ``output_names`` replace those of the model's forward and the
-    exporter's; ``metadata`` goes into the file. Raises `BackendError` for what ONNX cannot express and for results
-    that differ, `InputError` for inputs and opsets that do not fit.
+    exporter's; ``metadata`` goes into the file. Raises `BackendError` without ONNX Runtime, for what ONNX cannot
+    express and for results that differ, `InputError` for inputs and opsets that do not fit.
     """
-    from smcp_fx.backends.onnx.export import export_onnx as export
-
-    return export(
+    export = import_runtime("smcp_fx.backends.onnx.export", "export_onnx", "pip install onnxruntime")
+    written: Path = export.export_onnx(
         converted,
         example_inputs,
         path,
@@ -115,3 +114,4 @@ def export_onnx(
         output_names=output_names,
         metadata=metadata,
     )
+    return written

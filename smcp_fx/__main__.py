@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 
-_COMMANDS = ("compile", "inspect", "table", "train")
+_COMMANDS = {
+    "compile": "make a network as fast as asked",
+    "inspect": "show which channels go together, and what must stay",
+    "table": "measure, show and exchange latency tables",
+    "train": "run the paper's experiments",
+}
 
 
 def main() -> int:
@@ -14,10 +19,9 @@ def main() -> int:
     if name not in _COMMANDS:
         from importlib.metadata import version
 
-        print(
-            f"smcp_fx {version('smcp_fx')}. Commands: "
-            + ", ".join(f"python -m smcp_fx {c}" for c in _COMMANDS)
-        )
+        print(f"smcp_fx {version('smcp_fx')}")
+        for command, told in _COMMANDS.items():
+            print(f"  python -m smcp_fx {command:<8} {told}")
         return 0 if name in ("--version", "--help", "-h") else 2
     run = importlib.import_module(f"smcp_fx.cli.{name}").main
     code: int = run(sys.argv[2:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,19 @@ from smcp_fx.tracing.example_inputs import as_inputs, default_inputs
 from smcp_fx.tracing.example_runs import first_line, unchanged
 from smcp_fx.tracing.own_weights import settle_named
 
+Model = TypeVar("Model", bound=nn.Module)
+
 #: What modules say of their sizes, besides what their weights' shapes say.
 _FIELDS = (int, tuple, torch.Size)
 
 
 def resize(
-    model: nn.Module,
+    model: Model,
     like: nn.Module | Mapping[str, Tensor],
     example_inputs: Tensor | tuple[Any, ...] | None = None,
     *,
     check: bool = True,
-) -> nn.Module:
+) -> Model:
     """Give a model the widths and weights of a smaller one of its kind, in place, and return it.
 
     The model keeps its class, methods and other attributes; numbers that these hold of widths stay what they were.
@@ -57,7 +59,7 @@ def resize(
     return _resized(model, like)
 
 
-def _resized(model: nn.Module, like: nn.Module | Mapping[str, Tensor]) -> nn.Module:
+def _resized(model: Model, like: nn.Module | Mapping[str, Tensor]) -> Model:
     """Set the tensors, then what modules say of their sizes. Nothing is changed where a tensor is missing."""
     twins = dict(like.named_modules(remove_duplicate=False)) if isinstance(like, nn.Module) else {}
     values = dict(_tensors(like)) if isinstance(like, nn.Module) else like

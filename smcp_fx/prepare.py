@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,7 +18,7 @@ from smcp_fx.outcomes import in_mode
 from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning
-from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
+from smcp_fx.passes.pipelines import convert_pipeline, fold_pipeline, prepare_pipeline
 from smcp_fx.prepared import Preparation, PreparedGraph, PreparedModel, PreparedRegions, Tracing, copy_modes
 from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
@@ -37,7 +37,9 @@ from smcp_fx.tracing.own_modes import own_modes
 from smcp_fx.tracing.tracer import Traced, trace
 from smcp_fx.tracing.wrapping import unwrapped
 
-__all__ = ["PreparedModel", "convert", "prepare"]
+__all__ = ["ConvertedModule", "PreparedModel", "convert", "prepare"]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 _DEFAULT_TARGET = 0.5
 
@@ -207,6 +209,10 @@ def trace_parts(
         return join_regions(model, inputs, split)
 
 
+@overload
+def convert(prepared: nn.Module, *, into: None = None, check: bool = True) -> ConvertedModule: ...
+@overload
+def convert(prepared: nn.Module, *, into: Model, check: bool = True) -> Model: ...
 def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool = True) -> nn.Module:
     """Return a plain, physically smaller model that computes what the masked model computes.
 
@@ -217,8 +223,8 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
             weights, by `resize`: your class, with its methods and attributes.
         check: compare the two on a few of the example's images.
 
-    Without ``into``, the result is a `GraphModule`. It runs, trains, exports and unpickles without this library,
-    unless it asks a module for its mode or a value for more than tensors can (`ConvertedModule`). A model that was
+    Without ``into``, the result is a `GraphModule` (a `ConvertedModule`). It runs, trains, exports and unpickles
+    without this library, unless it asks a module for its mode or a value for more than tensors can. A model that was
     traced in regions becomes a module of its own class, whose regions run as sliced graphs; to unpickle it needs this
     library.
 
@@ -245,7 +251,7 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
     if check:
         check_converted(prepared, converted, prepared.plan.example_inputs)
     if into is None:
-        return converted
+        return converted  # of a model traced in regions: a module of its class
     own = resize(deep_copy(into), converted, prepared.plan.example_inputs, check=check)
     copy_modes(converted, own)
     return own
@@ -261,19 +267,43 @@ def sliced_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
 
     They are the same object but for models that were traced in regions, whose graph is the joined one.
     """
+    return _plain_graph(prepared, prepared.smcp.keep, slicing=True)
+
+
+def converted_full(prepared: PreparedModel) -> nn.Module:
+    """The network as a plain model with every channel, whatever the masks are now."""
+    return _plain_graph(prepared, torch.ones_like(prepared.smcp.keep), slicing=True)[1]
+
+
+def trained_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
+    """The network that its weights and statistics belong to, as `sliced_graph` returns one, with every channel.
+
+    Those that were masked in the last step of training are there and still masked: the weights that read them, and
+    batch norms behind, never saw them on.
+    """
+    return _plain_graph(prepared, prepared.smcp.trained, slicing=False)
+
+
+def _plain_graph(
+    prepared: PreparedModel, keep: torch.Tensor, slicing: bool
+) -> tuple[fx.GraphModule, nn.Module]:
     copied = deep_copy(prepared)
     copied.pruner.retire()
+    copied.smcp.keep.copy_(keep)
+    copied.smcp.refresh()
+    units = copied.smcp.units_kept()
     if isinstance(copied, PreparedRegions):
         module = sharing(copied.python, copied.graph)
     else:
         assert isinstance(copied, PreparedGraph)
         module = ConvertedModule(copied, copied.graph, class_name=type(prepared).__name__)
         copy_modes(prepared, module)
-        kept = kept_channels(prepared.channels, prepared.smcp.units_kept())
+        kept = kept_channels(prepared.channels, units)
         carry(module, still_true(carried_attributes(copied), prepared.channels, kept) | {"kept": kept})
+    passes = convert_pipeline(prepared.channels, units) if slicing else fold_pipeline()
     with in_mode(module, False):  # reading a spectrally normed weight in training changes its buffers
-        run_pipeline(module, convert_pipeline(prepared.channels, prepared.smcp.units_kept()))
-    if hasattr(module, STATE):
+        run_pipeline(module, passes)
+    if slicing and hasattr(module, STATE):
         delattr(module, STATE)
     for node in module.graph.nodes:
         node.meta.pop(META, None)
@@ -283,18 +313,3 @@ def sliced_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
     assert copied.plan.traced.joined is not None
     run_by_graphs(copied.python, module.graph, copied.plan.traced.joined, alone=True)
     return module, copied.python
-
-
-def converted_full(prepared: PreparedModel) -> nn.Module:
-    """The network as a plain model with every channel, whatever the masks are now."""
-    return full_graph(prepared)[1]
-
-
-def full_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
-    """`sliced_graph` of the network with every channel, whatever the masks are now."""
-    masks = prepared.masks
-    prepared.set_masks({name: torch.ones_like(mask) for name, mask in masks.items()})
-    try:
-        return sliced_graph(prepared)
-    finally:
-        prepared.set_masks(masks)

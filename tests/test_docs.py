@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import smcp_fx
 from smcp_fx.report.schema import Report, Side
@@ -46,29 +47,29 @@ def blocks(page: Path, language: str) -> Iterator[tuple[bool, str]]:
     """Every block of a language: whether it is run, and its text with what it includes."""
     for skipped, kind, text in _BLOCK.findall(page.read_text(encoding="utf-8")):
         if kind == language:
-            yield not skipped, _INCLUDED.sub(section, text)
-
-
-@pytest.fixture
-def beside_the_examples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder to write in, with the examples' modules on the path."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+            yield not skipped, _INCLUDED.sub(section, textwrap.dedent(text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_blocks_of_a_page_run_in_order(page: Path, beside_the_examples: Path) -> None:
-    from toy import loader, network
-
-    known: dict[str, Any] = {
-        "torch": torch, "nn": torch.nn, "smcp_fx": smcp_fx, "network": network, "batches": loader(),
-        "EPOCHS": 2, "device": "cpu",
-    }  # fmt: skip
+def test_the_blocks_of_a_page_run_in_order(
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a reader copies them: from the top, into an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    known: dict[str, Any] = {"__name__": "page"}
     for number, (runs, text) in enumerate(blocks(page, "python"), 1):
         code = compile(text, f"{page.name}, block {number}", "exec")  # what is not run parses, too
         if runs:
             exec(code, known)  # noqa: S102 - our own pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_defines_the_names_that_it_uses(page: Path) -> None:
+    """In the blocks that are not run, too."""
+    text = "\n".join(text for _, text in blocks(page, "python"))
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--quiet", "-"]
+    found = subprocess.run(ruff, input=text, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def commands(page: Path) -> Iterator[list[str]]:

@@ -25,6 +25,7 @@ from smcp_fx.backends.timing.measuring import (
     warm_up,
 )
 from smcp_fx.errors import InputError
+from smcp_fx.texts import significant
 
 #: One round, in which a large network gets one turn of three runs. Before each turn it runs untimed for up to 120 ms
 #: (twelve runs of 10 ms): after about ten runs a network is as fast as it is by itself.
@@ -68,6 +69,10 @@ class RelativeLatency:
     q3: float
     error: float
     rounds: int
+
+    def __str__(self) -> str:
+        dense, pruned = (significant(side.median_ms) for side in (self.dense, self.pruned))
+        return f"{self.fraction:.1%} ± {100 * self.error:.1f} points ({pruned} of {dense} ms)"
 
 
 def compare(dense: Engine, pruned: Engine, config: CompareConfig | None = None) -> RelativeLatency:

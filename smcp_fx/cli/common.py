@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 from rich.console import Console
 from rich.text import Text
 
 from smcp_fx.errors import SmcpError
+
+Main = TypeVar("Main", bound=Callable[..., int])
 
 #: Errors of a disk that is full or read-only.
 _NO_PLACE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -23,12 +26,19 @@ _BROKEN_PIPE = 141
 _LONGEST_WORD = 500
 
 
+class _Help(argparse.HelpFormatter):
+    """Wraps sentences to the terminal, and leaves texts of several lines (examples) as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser without abbreviations, with --version, and with errors in one sentence."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         options.setdefault("allow_abbrev", False)
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", _Help)
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
         if " " not in self.prog:  # not a subcommand's parser
             told = f"%(prog)s {version('smcp_fx')}"
@@ -59,6 +69,20 @@ class CommandParser(argparse.ArgumentParser):
             if "\0" in text:
                 self.error(f"{text!r} holds a null character")
         return self.parse_args(given)
+
+
+def interruptible(main: Main) -> Main:
+    """Let Ctrl-C end a command in a word from its first moment on, while it loads libraries."""
+
+    @functools.wraps(main)
+    def run(*arguments: Any) -> int:
+        try:
+            return main(*arguments)
+        except KeyboardInterrupt:
+            print("\nInterrupted.", file=sys.stderr)
+            return 130
+
+    return cast(Main, run)
 
 
 def consoles() -> tuple[Console, Console]:

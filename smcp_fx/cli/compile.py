@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from smcp_fx.cli.common import CommandParser, consoles, guarded, tell
+from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, tell
 from smcp_fx.cli.flags import add_backend_options, add_options, chosen, own_options
 from smcp_fx.config import PruningConfig
 
@@ -15,12 +15,23 @@ from smcp_fx.config import PruningConfig
 MISSED = 0.03
 
 _EXAMPLES = """examples:
-  smcp-compile --model torchvision:resnet18 --data digits                     40 % of its latency, on the digits
-  smcp-compile --model torchvision:mobilenet_v2 --target 0.5 --epochs 10
-  smcp-compile --model model.py:build --weights model.safetensors --data data.py:load --target '12 ms' --batch 1
-  smcp-compile --model torchvision:resnet50 --backend tensorrt --precision fp16 --batch 256
-  smcp-compile --data imagefolder:/data/flowers --model timm:resnet50 --target 0.3 --cost flops
-  smcp-compile --model timm:resnet50 --pretrained --data images:/data/photos --epochs 0 --targets 0.9,0.7,0.5,0.3
+  # ResNet-18 on scikit-learn's digits, to 40 % of its latency
+  smcp-compile --model torchvision:resnet18 --data digits --target 0.4
+  # trained weights, half of the latency of single images, ten epochs
+  smcp-compile --model torchvision:mobilenet_v2 --weights weights.pth \\
+      --data imagefolder:/data/flowers --target 0.5 --batch 1 --epochs 10
+  # your own model and data, an absolute target
+  smcp-compile --model model.py:build --weights model.safetensors \\
+      --data data.py:load --target '12 ms' --batch 1
+  # FLOPs in place of latency
+  smcp-compile --model timm:resnet50 --data imagefolder:/data/flowers \\
+      --target 0.3 --cost flops
+  # without training, by images without labels: a trade-off curve
+  smcp-compile --model timm:resnet50 --pretrained \\
+      --data images:/data/photos --epochs 0 --targets 0.9,0.7,0.5,0.3
+  # for TensorRT
+  smcp-compile --model torchvision:resnet50 --data imagefolder:/data \\
+      --backend tensorrt --precision fp16 --batch 256
 """
 
 
@@ -30,6 +41,7 @@ def build_parser() -> CommandParser:
 
     parser = CommandParser(
         prog="smcp-compile",
+        usage="%(prog)s [OPTION ...]",
         description="Make a convolutional network as fast as asked: train it (or take weights), measure what its "
         "layers cost, prune and repair it, train what is left, and emit a smaller ONNX file whose measured latency "
         "is the target.",
@@ -42,11 +54,12 @@ def build_parser() -> CommandParser:
     return parser
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = build_parser()
     if not (sys.argv[1:] if argv is None else argv):
-        parser.print_help()
+        print(f"{_EXAMPLES}\nsmcp-compile --help lists all options.")
         return 2
     arguments = vars(parser.parsed(argv))
     debug = arguments.pop("debug")

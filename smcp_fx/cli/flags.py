@@ -14,10 +14,10 @@ from smcp_fx.backends import backend_options
 T = TypeVar("T")
 
 
-def add_options(parser: argparse._ArgumentGroup, kind: type) -> None:
+def add_options(parser: argparse._ArgumentGroup, options: type) -> None:
     """Add a flag for each field of a config dataclass that has a help text, with its default."""
-    hints = typing.get_type_hints(kind)
-    for entry in _options(kind):
+    hints = typing.get_type_hints(options)
+    for entry in _options(options):
         flag = "--" + entry.name.replace("_", "-")
         help_text = str(entry.metadata.get("help", "")).replace("%", "%%")
         default = _default(entry)
@@ -31,13 +31,15 @@ def add_options(parser: argparse._ArgumentGroup, kind: type) -> None:
             parser.add_argument(flag, nargs="*", default=default, help=help_text, metavar="NAME")
         else:
             choices = entry.metadata.get("choices") or None
+            kind = _plain_type(hints[entry.name])
+            word = "N" if kind in (int, float) else entry.name.rpartition("_")[2].upper()
             parser.add_argument(
                 flag,
-                type=_plain_type(hints[entry.name]),
+                type=kind,
                 default=default,
                 choices=choices,
                 help=help_text + shown,
-                metavar=None if choices else entry.name.upper(),
+                metavar=None if choices else word,
             )
 
 

@@ -11,15 +11,20 @@ from typing import Any
 
 from rich.console import Console
 
-from smcp_fx.cli.common import CommandParser, consoles, guarded
+from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible
 from smcp_fx.errors import InputError
 
 _NO_WRAP = 100_000
 _EXAMPLES = """examples:
-  smcp-inspect torchvision:resnet50                            a tree of the groups of channels
-  smcp-inspect torchvision:resnet50 --module layer1.0          a module's layers and their groups
-  smcp-inspect torchvision:resnet50 --module layer1.0.conv1 --channel 3 --side in     what goes with it, or why not
-  smcp-inspect timm:convnext_tiny --html convnext.html         a page to zoom, move and search
+  # a tree of the groups of channels
+  smcp-inspect torchvision:resnet50
+  # a module's layers and their groups
+  smcp-inspect torchvision:resnet50 --module layer1.0
+  # one channel: what goes with it, or why it must stay
+  smcp-inspect torchvision:resnet50 --module layer1.0.conv1 --channel 3
+  # a page to zoom, move and search
+  smcp-inspect timm:convnext_tiny --html convnext.html
+  # your own model, on one grey image, for Graphviz
   smcp-inspect model.py:build --input-size 1x128x128 --dot model.dot
 """
 
@@ -59,6 +64,7 @@ def build_parser() -> CommandParser:
     return parser
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = build_parser().parsed(argv)

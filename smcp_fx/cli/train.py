@@ -6,16 +6,23 @@ import os
 import sys
 from collections.abc import Sequence
 
-from smcp_fx.cli.common import CommandParser, consoles, guarded
+from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible
 from smcp_fx.cli.flags import add_options, chosen
 
 _EXAMPLES = """examples:
   smcp-train --list
-  smcp-train resnet50-30 --dry-run --cost flops                              the plan, without data
-  smcp-train resnet50-30 --dry-run --table gpu.sqlite --backend onnxruntime  ... in ms, measuring what is missing
-  torchrun --nproc-per-node 8 -m smcp_fx.cli.train resnet50-30 --data /data/imagenet --table gpu.sqlite
-  smcp-train ssd512-resnet50-25 --dense --data /data/voc --out runs/ssd512   its baseline
-  smcp-train resnet50-30 --data /data/small --cost flops --fraction 0.01 --set training.batch=32 --set size=64
+  # the plan, without data
+  smcp-train resnet50-30 --dry-run --cost flops
+  # ... in ms, measuring what is missing
+  smcp-train resnet50-30 --dry-run --table gpu.sqlite --backend onnxruntime
+  # on eight GPUs
+  torchrun --nproc-per-node 8 -m smcp_fx.cli.train resnet50-30 \\
+      --data /data/imagenet --table gpu.sqlite
+  # a baseline
+  smcp-train ssd512-resnet50-25 --dense --data /data/voc --out runs/ssd512
+  # a hundredth of the epochs, on small images
+  smcp-train resnet50-30 --data /data/small --cost flops --fraction 0.01 \\
+      --set training.batch=32 --set size=64
 """
 
 
@@ -38,6 +45,7 @@ def build_parser() -> CommandParser:
     return parser
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = vars(build_parser().parsed(argv))

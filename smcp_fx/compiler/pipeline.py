@@ -14,6 +14,7 @@ from smcp_fx.backends import Backend, Engine, compare, get_backend
 from smcp_fx.backends.layers import blocks_beside_layers
 from smcp_fx.calibration import gather_importance
 from smcp_fx.compiler.calibrating import (
+    Counted,
     Repaired,
     calibration_batches,
     calibration_facts,
@@ -155,7 +156,7 @@ class _Compilation:
                 self._tell_rows(prepared, f"solve at step {solve.step}")
 
             results = phases.masks(prepared, solved, resumed=corrector.resume)
-            smaller = convert(prepared)
+            smaller: nn.Module = convert(prepared)
         else:
             smaller, corrector, without = self._chosen(prepared, phases, corrector, corrects)
             fraction = corrector.fraction
@@ -308,8 +309,9 @@ class _Compilation:
         settings, pruner = self.settings, prepared.pruner
         batches = calibration_batches(data, fitted, settings.calibration, settings.seed, self.device)
         images = sum(len(x) for x, _ in batches)
-        with self.tell.stage(f"gathering importances from {images} images"):
-            gather_importance(prepared, batches)
+        name = f"gathering importances from {images} images"
+        with self.tell.stage(name), self.tell.bar(name) as tick:
+            gather_importance(prepared, Counted(batches, 2, tick))
         points = []
         targets = sorted(settings.targets, reverse=True) or [corrector.fraction]
         for target in targets:

@@ -18,7 +18,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
-from scipy.optimize import nnls
 
 from smcp_fx.blocks.sharing import Grids
 from smcp_fx.errors import InputError, TableError
@@ -126,6 +125,8 @@ class Surface:
 
     def _fitted(self, measured: Floats) -> Floats:
         """Fit the form's coefficients, none negative, by least squares of relative errors."""
+        from scipy.optimize import nnls  # here: it takes a third of a second to import
+
         top = float(measured[max(range(len(measured)), key=list(self.rows).__getitem__)])
         terms = self._terms(self._at, len(measured))
         form = np.array(_FORM if len(self.grids) == 2 else (_FORM[0], sum(_FORM[1:])))[: terms.shape[1]]

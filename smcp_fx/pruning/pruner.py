@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +39,15 @@ from smcp_fx.texts import amount
 
 __all__ = ["Pruner", "Solve"]
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
+@functools.cache
+def _run_eagerly() -> None:
+    """Keep `torch.compile` out of the pruner's methods.
 
-def _eager(method: _Method) -> _Method:
-    """Keep `torch.compile` out of a method; its type stays."""
-    return cast(_Method, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+    Not at import: this loads torch's compiler, as the first optimiser does, and takes as long as all the rest.
+    """
+    for method in (Pruner.step, Pruner.solve):
+        setattr(Pruner, method.__name__, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
 
 
 class Pruner:
@@ -64,6 +68,7 @@ class Pruner:
         schedule: Schedule | None,
         asked: bool = True,
     ) -> None:
+        _run_eagerly()
         self._model = model
         self.cost = cost
         self.full_cost = cost.cost(cost.full_counts)
@@ -74,9 +79,6 @@ class Pruner:
         self._asked = asked
         self.history: list[Solve] = []
         self.observers: list[Observer] = []
-        #: By group, the rise of the loss by number of units kept, [size + 1]; None before it is gathered, and again
-        #: once training goes on.
-        self.rises: Mapping[str, Floats] | None = None
         self._channels = channels
         self._state = state
         self._selector = Selector(state, config, channels.branches)
@@ -114,7 +116,6 @@ class Pruner:
 
     # ---- in the training loop ---------------------------------------------------------------------------
 
-    @_eager
     def step(self, scaler: Any = None) -> Solve | None:
         """Gather importance, and solve for the masks when the schedule says so.
 
@@ -128,7 +129,8 @@ class Pruner:
         """
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise InputError(f"scaler must be the GradScaler in use or None, not {scaler!r}")
-        state, self.rises = self._state, None
+        state = self._state
+        state.rises = None
         self._watch.before_step(self._model.training, scaler is not None)
         scale = loss_scale(scaler)
         units = self._importance(self._model, 1.0 if scale is None else scale)
@@ -136,6 +138,7 @@ class Pruner:
         if scale is not None:  # the scaler leaves the step out when any gradient is not finite
             finite = finite & all_finite(self._model.parameters())
         state.gather(units, finite, self.config.momentum)
+        state.trained.copy_(state.keep)
         step = self._counted()
         total = None if self.schedule is None else self.schedule.total_steps
         for observer in self.observers:
@@ -163,7 +166,6 @@ class Pruner:
         self._watch.active = self.schedule is not None and self._calls < self.schedule.last_step
         return self._calls
 
-    @_eager
     def solve(self, target: float | str | None = None) -> Solve:
         """Solve for masks now, from the importances gathered so far.
 
@@ -213,7 +215,7 @@ class Pruner:
 
     def go_on_from(self, other: Pruner) -> None:
         """Copy from ``other`` what its model's copy does not hold: the history and the count of calls."""
-        self.history, self.rises = list(other.history), other.rises
+        self.history = list(other.history)
         self._calls, self._loads = other._calls, other._loads
         self.full_cost, self.target = other.full_cost, other.target
         self.cost = dataclasses.replace(other.cost, source=copy.copy(other.cost.source))
@@ -272,6 +274,14 @@ class Pruner:
         """Importances of every free group's units, [size], as the next solve would see them."""
         vector = self._scores()
         return {g.name: self._state.of_group(vector, g.name) for g in self._channels.groups if g.free}
+
+    @property
+    def rises(self) -> Mapping[str, Floats] | None:
+        """By free group, the rise of the loss by number of units kept, [size + 1], part of the model's state.
+
+        None before `smcp_fx.gather_importance`, and again once training goes on.
+        """
+        return self._state.rises
 
     def _scores(self) -> Tensor:
         arrived = self.schedule is not None and int(self._state.steps) >= self.schedule.ramp_end
@@ -335,10 +345,11 @@ class Pruner:
         if not bool((importance > 0).any()):
             self._importance.require_layers()
             raise no_importance(int(self._state.skipped), int(self._state.gathers))
+        rises = self._state.rises
         worth = (
             Worth(importance, self._state, self.config.width_exponent)
-            if self.rises is None
-            else KnownWorth(importance, self._state, self.rises)
+            if rises is None
+            else KnownWorth(importance, self._state, rises)
         )
         permanent = self.config.mask == "permanent"
         if permanent:

@@ -163,7 +163,7 @@ class MeanAveragePrecision:
                 max_detection_thresholds=[1, 10, 100],
             ).to(priors.device)
         except ModuleNotFoundError as error:
-            raise InputError(f"mAP needs pycocotools: pip install 'smcp_fx[recipes]' ({error})") from error
+            raise InputError(f"mAP needs pycocotools: pip install pycocotools ({error})") from error
         self._metric.warn_on_many_detections = False
         self._priors = priors
 

@@ -152,7 +152,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
         raise InputError(
             f"there is no recipe {name!r}"
             + (f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(recipe_names())}")
-            + " A file of your own ends in .toml"
+            + " (A file of your own ends in .toml.)"
         )
     values = _merged(path)
     for override in overrides:

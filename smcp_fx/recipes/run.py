@@ -247,7 +247,7 @@ class _Training:
                 write_together({folder / "dense.safetensors": safetensors.torch.save(state)})
                 self._measure({"dense": (trained, values)})
             return values, {}
-        smaller = convert(trained)
+        smaller: nn.Module = convert(trained)
         values = evaluate(smaller, batches, self.device)
         flops, counts = trained.plan.flops, trained.pruner.counts
         values["flops"] = flops.cost(counts)

@@ -49,5 +49,5 @@ def torchmetrics() -> Any:
     try:
         import torchmetrics as package
     except ModuleNotFoundError as error:
-        raise InputError(f"evaluating needs {error.name}: pip install 'smcp_fx[recipes]'") from error
+        raise InputError(f"evaluating needs {error.name}: pip install torchmetrics pycocotools") from error
     return package

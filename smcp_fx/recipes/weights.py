@@ -6,9 +6,9 @@ from torch import nn
 
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.recipes.recipe import Recipe
-from smcp_fx.zoo import SSDResNet50
 from smcp_fx.zoo.models import build_model
 from smcp_fx.zoo.pretrained import pretrained_weights
+from smcp_fx.zoo.ssd import SSDResNet50
 from smcp_fx.zoo.weights import load_weights, read_weights
 
 

@@ -85,6 +85,8 @@ def comparison(report: Report) -> list[SummaryRow]:
         ("latency, measured", "latency_ms"),
     ):
         before, after = getattr(dense, key), getattr(pruned, key)
+        if key == "predicted_ms" and cost_word(report) != "latency" and before is after is None:
+            continue  # a target of FLOPs needs no table
         spread = (_quartiles(dense), _quartiles(pruned)) if key == "latency_ms" else ("", "")
         rows.append(
             SummaryRow(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 from torch.fx.graph_module import _CodeOnlyModule
@@ -22,12 +22,12 @@ class ConvertedModule(fx.GraphModule):
     the same is pickled node by node; loading it needs this library.
     """
 
+    if TYPE_CHECKING:  # TorchScript reads a class's annotations
+        kept: dict[str, tuple[list[int], list[int]]]
+
     def widths(self) -> dict[str, tuple[int, int]]:
         """Return the number of input and output channels of each module of ``kept``."""
-        kept: dict[str, tuple[list[int], list[int]]] = vars(self)[
-            "kept"
-        ]  # TorchScript reads a class's annotations
-        return {path: (len(ins), len(outs)) for path, (ins, outs) in kept.items()}
+        return {path: (len(ins), len(outs)) for path, (ins, outs) in self.kept.items()}
 
     def __reduce__(self) -> Any:
         """Errors: `CheckpointError` for a graph that calls what no module holds by name."""

@@ -93,7 +93,7 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
     return path
 
 
-def load(path: Path | str, map_location: str | torch.device = "cpu") -> fx.GraphModule:
+def load(path: Path | str, map_location: str | torch.device = "cpu") -> ConvertedModule:
     """Read what `save` wrote and return a plain `GraphModule`; tensors and device constants on ``map_location``.
 
     Modules are in the modes (train or eval) they were saved in. Raises `CheckpointError` for files that are
@@ -168,7 +168,7 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
 
 def _assembled(
     manifest: Mapping[str, Any], stored: Mapping[str, Tensor], device: torch.device
-) -> fx.GraphModule:
+) -> ConvertedModule:
     graph = decode_graph(manifest["graph"], device)
     root = decode_modules(
         manifest["modules"], read_values(graph), restore(stored, manifest["tensors"], device)

@@ -26,6 +26,7 @@ from torch.fx.proxy import TraceError as FxTraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from smcp_fx.errors import TraceError
 from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors
 from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
@@ -359,7 +360,7 @@ def _refuse_state(module: nn.Module) -> None:
     """A module that forward makes, or keeps where `nn.Module` does not look, may hold no tensors of its own."""
     held = next(iter([*module.named_parameters(), *module.named_buffers()]), None)
     if held is not None:
-        raise FxTraceError(
+        raise TraceError(
             f"a {type(module).__name__} that is called is not a submodule of the model, so its {held[0]!r} is not "
             "in the state dict: make it in __init__, and keep it as an attribute or in an nn.ModuleList"
         )

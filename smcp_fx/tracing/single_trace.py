@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.errors import TraceError
+from smcp_fx.errors import SmcpError, TraceError
 from smcp_fx.tracing.attributes import Attributes
 from smcp_fx.tracing.autograd_functions import functions_kept
 from smcp_fx.tracing.buffers import Buffers, WritesBuffersError
@@ -200,7 +201,7 @@ def _trace_once(
     except Exception as error:
         where = next(
             (
-                f"{frame.filename}:{frame.lineno} ({frame.line})"
+                f"{frame.filename}:{frame.lineno} ({textwrap.shorten(frame.line or '', 100)})"
                 for frame in reversed(traceback.extract_tb(error.__traceback__))
                 if Path(torch.__file__).parent not in Path(frame.filename).parents
                 and not is_ours(frame.filename)
@@ -210,10 +211,15 @@ def _trace_once(
         names = {id(module): name for name, module in model.named_modules()}
         stopped = names.get(id(tracer.stopped), "")
         inside = f"in module {stopped!r} ({type(tracer.stopped).__name__}), " if stopped else ""
-        raise TraceError(
-            f"torch.fx cannot trace {type(model).__name__}: {first_line(error)} It stopped {inside}at {where}. "
-            "Control flow must not depend on tensors' values; move it out of forward, wrap it with "
+        advice = (
+            ""  # the library's own says what to do
+            if isinstance(error, SmcpError)
+            else " Control flow must not depend on tensors' values; move it out of forward, wrap it with "
             "torch.fx.wrap, or name the module in prepare(..., leaves=[...])."
+        )
+        raise TraceError(
+            f"torch.fx cannot trace {type(model).__name__}: {first_line(error)} It stopped {inside}at {where}."
+            + advice
         ) from error
     finally:
         written |= buffers.restore()

@@ -33,6 +33,7 @@ def image_folder(
     if not (root / "train").is_dir() or test_folder is None:
         raise InputError(
             f"imagefolder:{root} needs the folders train/ and val/ (or test/) with a folder a class"
+            + _absent(root)
         )
     try:
         train = ImageFolder(str(root / "train"), _training(images, augment), loader=_read_image)
@@ -46,13 +47,19 @@ def image_folder(
     return train, test, len(train.classes)
 
 
+def _absent(root: Path) -> str:
+    return "" if root.is_dir() else "; there is no such folder"
+
+
 def plain_images(root: Path, images: Preprocessing | None = None) -> tuple[Dataset[Any], Dataset[Any], int]:
     """Return all images below a folder, every fifth one for testing, and 0 classes; each has the label 0."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
     files = sorted(str(path) for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
     if len(files) < 2:
-        raise InputError(f"images:{root}: there are {len(files)} images below it; two are the least")
+        raise InputError(
+            f"images:{root}: there are {len(files)} images below it; two are the least" + _absent(root)
+        )
     made = _testing(images or Preprocessing())
     tests = files[::_FOLD]
     return _Files([f for f in files if f not in set(tests)], made), _Files(tests, made), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 from collections.abc import Sequence
@@ -125,7 +126,7 @@ def build_model(spec: str, **options: Any) -> nn.Module:
     if kind == "torchvision" and name:
         from torchvision import models
 
-        _check_name(name, models.list_models(), "model")
+        _check_name(name, models.list_models(), "torchvision has no model")
         parameters = inspect.signature(models.get_model_builder(name)).parameters
         if "weights_backbone" in parameters:
             options.setdefault("weights_backbone", None)
@@ -139,7 +140,7 @@ def build_model(spec: str, **options: Any) -> nn.Module:
     if kind == "timm" and name:
         return _create_timm(name, **options)
     if kind == "smcp" and name:
-        from smcp_fx.zoo import build_network
+        from smcp_fx.zoo.networks import build_network
 
         return build_network(name, **options)
     return _from_factory(spec)
@@ -159,7 +160,7 @@ def example_images(batch: int, *sizes: int) -> Tensor:
 def _torchvision(name: str, classes: int) -> nn.Module:
     from torchvision import models
 
-    _check_name(name, models.list_models(module=models), "classification model")
+    _check_name(name, models.list_models(module=models), "torchvision has no classification model")
     options: dict[str, Any] = {"num_classes": classes}
     if name in ("googlenet", "inception_v3"):
         options.update(aux_logits=False, init_weights=False)
@@ -167,12 +168,11 @@ def _torchvision(name: str, classes: int) -> nn.Module:
     return model
 
 
-def _check_name(name: str, known: list[str], what: str) -> None:
+def _check_name(name: str, known: list[str], refusal: str) -> None:
+    """Raise `InputError`, with the known names that are like it, for one that is unknown."""
     if name not in known:
-        near = [other for other in known if other.startswith(name[:4])]
-        raise InputError(
-            f"torchvision has no {what} {name!r}" + (f"; it has {', '.join(near)}" if near else "")
-        )
+        near = difflib.get_close_matches(name, known, 8, 0.5) or [k for k in known if k.startswith(name[:4])]
+        raise InputError(f"{refusal} {name!r}" + (f"; it has {', '.join(near[:8])}" if near else ""))
 
 
 def _create_timm(name: str, **options: Any) -> nn.Module:
@@ -180,6 +180,8 @@ def _create_timm(name: str, **options: Any) -> nn.Module:
         import timm
     except ModuleNotFoundError as error:
         raise InputError("--model timm:NAME needs timm: pip install timm") from error
+    if ":" not in name and not timm.is_model(name.partition(".")[0]):  # hf-hub:, local-dir:
+        _check_name(name, timm.list_models(), "timm has no model")
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, **options)
     except Exception as error:
@@ -189,8 +191,11 @@ def _create_timm(name: str, **options: Any) -> nn.Module:
 
 def _from_factory(spec: str, base: Path | None = None) -> nn.Module:
     if not spec.rpartition(":")[0].endswith(".py"):
+        from torchvision import models
+
+        meant = f" (did you mean torchvision:{spec}?)" if spec in models.list_models() else ""
         raise InputError(
-            f"unknown model {spec!r}: give torchvision:NAME, timm:NAME, or path/to/file.py:factory"
+            f"unknown model {spec!r}: give torchvision:NAME, timm:NAME, or path/to/file.py:factory{meant}"
         )
     model = call_factory(spec, base)
     if not isinstance(model, nn.Module):

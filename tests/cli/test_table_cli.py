@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from smcp_fx.backends import Measurement
+from smcp_fx.backends.base import BlockLatency
+from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
 from smcp_fx.cli.networks import backend_of, blocks_of
 from smcp_fx.cli.table import build_parser, main
 from smcp_fx.latency.exchange import check
@@ -137,7 +140,11 @@ def test_show_marks_rows_that_are_unsteady_in_either_state(
     assert "2.0000 ms 200% unstable 6" in shown
 
 
-def test_shards_are_disjoint_and_merge_to_the_whole(model: str, table: Path, tmp_path: Path) -> None:
+def test_shards_are_disjoint_and_merge_to_the_whole(
+    model: str, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Measurement(1.0, 1.0, 1.0, 3, stable=True)
+    monkeypatch.setattr(OnnxRuntimeBackend, "block_latency", lambda *_: BlockLatency(row, row))
     parts = [tmp_path / "1.sqlite", tmp_path / "2.sqlite"]
     for number, part in enumerate(parts, 1):
         assert main(measuring(model, part, "--shard", f"{number}/2")) == 0
@@ -217,7 +224,7 @@ def _wait_for_rows(table: Path, count: int, process: subprocess.Popen[bytes]) ->
 @pytest.mark.slow
 def test_kill_9_loses_at_most_the_row_under_way(model: str, table: Path, tmp_path: Path) -> None:
     path = tmp_path / "t.sqlite"
-    for count in (2, 5, 9):
+    for count in (2, 7):
         process = _start(model, path)
         _wait_for_rows(path, count, process)
         before = rows(path)
@@ -257,7 +264,6 @@ def test_two_processes_fill_one_table_without_double_work(model: str, tmp_path: 
 def test_a_block_that_cannot_be_measured_is_named_and_the_rest_goes_on(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
 
     measure = OnnxRuntimeBackend.block_latency
 

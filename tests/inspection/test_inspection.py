@@ -245,7 +245,7 @@ def test_files_are_written(factory: str, tmp_path: Path, capsys: pytest.CaptureF
     [
         (
             ["torchvision:resnet19"],
-            "torchvision has no model 'resnet19'; it has resnet101, resnet152, resnet18",
+            "torchvision has no model 'resnet19'; it has resnet18",
         ),
         (["resnet18"], "unknown model 'resnet18': give torchvision:NAME"),
         (["{folder}/none.py:build"], "there is no file"),
