@@ -210,8 +210,10 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
     rows = _wanted(arguments)
     export_rows(rows, arguments.file)
     console.print(
-        f"{arguments.file}: {len(rows)} rows to measure. Fill in hot_ms, import the file, and ask again until "
-        "there are none."
+        f"{arguments.file}: {len(rows)} row{'s' * (len(rows) != 1)} to measure. Fill in hot_ms, import the file, "
+        "and ask again until there are none."
+        if rows
+        else f"{arguments.file}: nothing to measure, the table is complete"
     )
     return 0
 
@@ -243,6 +245,8 @@ def _write_models(folder: Path, wanted: Sequence[tuple[Any, tuple[int, ...]]]) -
     from smcp_fx.backends.onnx.export import write_model
 
     folder.mkdir(parents=True, exist_ok=True)
+    for earlier in folder.glob(f"{'[0-9]' * 5}_*.onnx"):  # of another round, whose lines were others
+        earlier.unlink()
     models = BlockModels()
     for number, (block, widths) in enumerate(wanted, 2):  # the line of its row in a CSV file
         name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{number:05d}_{block.name}_{'x'.join(map(str, widths))}.onnx")
