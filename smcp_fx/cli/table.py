@@ -131,6 +131,8 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.targets and shards > 1:
         raise InputError("--targets needs all of the network: leave --shard out")
     backend, network = backend_of(arguments), network_of(arguments)
+    for remark in backend.remarks():
+        console.print(f"note: {remark}", markup=False)
     with LatencyTable(arguments.table) as table:
         mine = unique_blocks(network.blocks, shard, shards)
         with watched(True) as tell:

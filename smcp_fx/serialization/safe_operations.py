@@ -23,7 +23,7 @@ _FUNCTIONS: dict[ModuleType, str] = {
         "_assert abs absolute acos acosh adaptive_avg_pool1d adaptive_max_pool1d add addbmm addcdiv addcmul "
         "addmm addmv addr adjoint affine_grid_generator alias_copy all allclose alpha_dropout amax amin "
         "aminmax angle any arange arccos arccosh arcsin arcsinh arctan arctan2 arctanh argmax argmin argsort "
-        "argwhere as_strided as_strided_copy as_strided_scatter asin asinh atan atan2 atanh atleast_1d "
+        "argwhere as_strided as_strided_copy as_strided_scatter as_tensor asin asinh atan atan2 atanh atleast_1d "
         "atleast_2d atleast_3d avg_pool1d baddbmm batch_norm bernoulli bilinear "
         "binary_cross_entropy_with_logits bincount binomial bitwise_and bitwise_left_shift bitwise_not "
         "bitwise_or bitwise_right_shift bitwise_xor block_diag bmm broadcast_tensors broadcast_to bucketize "

@@ -21,10 +21,11 @@ _COSTS = {"flops": "FLOPs", "latency": "measured latency"}
 _INTRO = """# Without training
 
 What is left of a trained network when channels are removed and no optimiser takes a step
-([the guide](../guides/without_training.md)). Three networks for 20 × 20 images of letters and digits in typefaces
-that training never saw, 47 classes, coloured and distorted on noisy grounds; {images} calibration images with labels,
-4,000 test images. Cells are means over seeds of the calibration images, in brackets their range. All rivals get their
-batch norms re-estimated on the same images. Torch-Pruning is its global pruner with group Taylor importance.
+([the guide](../guides/without_training.md)). {networks} networks for 20 × 20 images of letters and digits in
+typefaces that training never saw, 47 classes, coloured and distorted on noisy grounds; {images} labelled images to
+calibrate by, 4,000 to test on. Cells are means over seeds of the calibration images, with their range.
+All rivals get their batch norms re-estimated on the same images. Torch-Pruning is its
+global pruner with group Taylor importance.
 {latency}
 `tools/bench/without_training.py` made the record `docs/records/without_training.jsonl`, this page and its pictures.
 """
@@ -44,7 +45,8 @@ def write_document(lines: Lines, folder: Path) -> None:
     """without_training.md, and its pictures."""
     main = _main(lines)
     images = " or ".join(str(count) for count in sorted({one["images"] for one in main}))
-    intro = _INTRO.format(images=images, latency=_latency_words(main))
+    count = ("No", "One", "Two", "Three")[len(_networks(main))]
+    intro = _INTRO.format(networks=count, images=images, latency=_latency_words(main))
     pictures = {
         f"without_training_{network}_{cost}": (network, cost)
         for cost in _COSTS
