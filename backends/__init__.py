@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from smcp_fx.backends.base import (
+    PRECISIONS,
     Backend,
     BlockLatency,
     Engine,
@@ -22,6 +24,7 @@ from smcp_fx.backends.timing.measuring import Measurement, TimingConfig
 from smcp_fx.errors import BackendError, InputError
 
 __all__ = [
+    "PRECISIONS",
     "Backend",
     "BlockLatency",
     "CompareConfig",
@@ -31,26 +34,35 @@ __all__ = [
     "RelativeLatency",
     "TimingConfig",
     "backend_names",
+    "backend_options",
+    "backend_packages",
     "compare",
     "get_backend",
     "measure_interleaved",
 ]
 
-#: name: (module, class, how to install what it needs)
-_BACKENDS = {
-    "onnxruntime": (
-        "smcp_fx.backends.onnxruntime.backend",
-        "OnnxRuntimeBackend",
-        "pip install onnxruntime onnx onnxscript",
-    ),
-    "tensorrt": (
-        "smcp_fx.backends.tensorrt.backend",
-        "TensorRTBackend",
-        "pip install onnx onnxscript",
-    ),
-    "torch": ("smcp_fx.backends.pytorch", "TorchBackend", "pip install torch"),
-}
 
+@dataclass(frozen=True)
+class _Entry:
+    """Where a backend is: its class, the packages that it needs, the dataclass of options of its own, if any."""
+
+    backend: str
+    packages: str
+    options: str | None = None
+    title: str = ""
+
+
+_HERE = "smcp_fx.backends"
+#: All there are. Nothing else in the library knows them by name.
+_BACKENDS = {
+    "onnxruntime": _Entry(f"{_HERE}.onnxruntime.backend:OnnxRuntimeBackend", "onnxruntime onnx onnxscript"),
+    "openvino": _Entry(f"{_HERE}.openvino.backend:OpenVINOBackend", "openvino onnxruntime onnx onnxscript"),
+    "tensorrt": _Entry(
+        f"{_HERE}.tensorrt.backend:TensorRTBackend", "onnx onnxscript",
+        f"{_HERE}.tensorrt.options:EngineSettings", "TensorRT",
+    ),
+    "torch": _Entry(f"{_HERE}.pytorch:TorchBackend", "torch"),
+}  # fmt: skip
 
 #: The most threads that a runtime may be started with, unless the machine has more cores.
 _MOST_THREADS = 64
@@ -61,8 +73,18 @@ def backend_names() -> tuple[str, ...]:
     return tuple(sorted(_BACKENDS))
 
 
+def backend_options() -> dict[str, tuple[str, type]]:
+    """Return the dataclasses of options that only one backend has, by its name, each with a title for people."""
+    return {name: (entry.title, _loaded(entry.options)) for name, entry in _BACKENDS.items() if entry.options}
+
+
+def backend_packages() -> tuple[str, ...]:
+    """Return the packages that backends may need, for records of versions."""
+    return tuple(dict.fromkeys(name for entry in _BACKENDS.values() for name in entry.packages.split()))
+
+
 def get_backend(name: str, **options: Any) -> Backend:
-    """Return the backend ``name`` ("onnxruntime", "tensorrt" or "torch") with its options.
+    """Return the backend of this name (`backend_names`) with its options.
 
     `BackendError` when the name or an option is unknown or the runtime is not installed.
     """
@@ -73,8 +95,10 @@ def get_backend(name: str, **options: Any) -> Backend:
         raise InputError(
             f"threads = {options['threads']}: at most {most} on this machine of {os.cpu_count()} cores"
         )
-    module, attribute, install = _BACKENDS[name]
-    factory = getattr(import_runtime(module, f"backend {name!r}", install), attribute)
+    entry = _BACKENDS[name]
+    module, _, factory_name = entry.backend.partition(":")
+    install = f"pip install {entry.packages}"
+    factory = getattr(import_runtime(module, f"backend {name!r}", install), factory_name)
     try:
         backend: Backend = factory(**options)
     except TypeError as error:
@@ -94,3 +118,8 @@ def import_runtime(module: str, what: str, install: str) -> ModuleType:
         raise BackendError(
             f"{what} needs the package {error.name!r}, which is not installed: {install}"
         ) from error
+
+
+def _loaded(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)

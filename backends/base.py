@@ -12,7 +12,7 @@ import math
 import platform
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from smcp_fx.blocks.sharing import Block
 
 Array = NDArray[Any]
+
+#: What networks run in. A backend refuses what its runtime or device lacks.
+PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+#: Bytes of a number that a network of less precision keeps.
+BYTES = {"fp16": 2, "bf16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
@@ -99,9 +104,11 @@ class Engine(ABC):
     """A compiled network, with the example inputs that it is timed on. Use as a context manager, or close().
 
     ``cpu_bound``: it computes in the calling thread alone, so that disturbed runs can be told from slow ones.
+    ``remarks``: sentences on what was compiled that a user should read.
     """
 
     cpu_bound: bool = False
+    remarks: tuple[str, ...] = ()
 
     @abstractmethod
     def run(self, inputs: Sequence[Array]) -> list[Array]:
@@ -124,6 +131,12 @@ class Engine(ABC):
     def reload(self) -> Engine:
         """Return the same network, loaded again: caches serve it differently when its memory lies elsewhere."""
 
+    def layers(self) -> list[dict[str, Any]]:
+        """Return what each layer of the running network takes, where the runtime tells: name, ``ms``, ``nodes`` (the
+        modules that it computes, by path) and ``reformat`` (whether it only converts). None by default.
+        """
+        return []
+
     def close(self) -> None:
         """Free what the runtime holds."""
         return None
@@ -138,9 +151,13 @@ class Engine(ABC):
 
 
 class Backend(ABC):
-    """Compiles networks and measures blocks on one device with fixed settings."""
+    """Compiles networks and measures blocks on one device with fixed settings.
+
+    ``calibrated``: what it compiles needs calibration data (`calibrate`).
+    """
 
     name: ClassVar[str]
+    calibrated: bool = False
 
     @abstractmethod
     def fingerprint(self) -> Fingerprint:
@@ -164,6 +181,27 @@ class Backend(ABC):
     def files(self, path: Path | str) -> list[Path]:
         """Return the files that `compile` leaves for ``path``."""
         return [Path(path)]
+
+    def remarks(self) -> tuple[str, ...]:
+        """Return sentences that a user should read before anything is measured."""
+        return ()
+
+    def calibrate(self, batches: Sequence[Array]) -> None:  # noqa: B027
+        """Take batches of the network's input, which INT8 needs; others do nothing with them."""
+
+    def keep_in_float(self, layers: Collection[str]) -> None:  # noqa: B027
+        """Leave these layers, by their module's path, in float from now on, where others are quantised."""
+
+    def full_precision(self) -> Backend | None:
+        """Return this backend in float32, to hold a network of less precision against; None where it is that."""
+        return None
+
+    def layer_errors(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> dict[str, float]:
+        """Return, by layer, the error of the network's outputs if that layer alone is quantised, largest first.
+
+        The error is root mean square, as a share of the outputs'. Empty where nothing is quantised.
+        """
+        return {}
 
     def require_quiet(self) -> None:  # noqa: B027
         """Raise `MachineBusyError` if the machine is too busy to measure on.

@@ -127,8 +127,15 @@ class TorchBackend(Backend):
     name: ClassVar[str] = "torch"
 
     def __init__(
-        self, device: str = "cpu", threads: int = 1, compiled: bool = False, graph_replay: bool = True
+        self,
+        device: str = "cpu",
+        threads: int = 1,
+        compiled: bool = False,
+        graph_replay: bool = True,
+        precision: str | None = None,
     ) -> None:
+        if precision not in (None, "fp32"):
+            raise InputError(f"precision {precision!r}: PyTorch runs a network in the precision that it has")
         if threads < 1:
             raise InputError(f"threads = {threads}: at least 1 is needed")
         try:

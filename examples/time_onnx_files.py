@@ -39,13 +39,23 @@ def milliseconds(path: Path, threads: int, seconds: float = 0.3, least: int = 20
     return statistics.median(times)
 
 
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file."""
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def which(row: dict[str, str]) -> tuple[str, ...]:
+    """What a row is of; files of several rounds may have the same names."""
+    return tuple(row[column] for column in ("signature", "widths", "fingerprint"))
+
+
 def answer(todo: Path, folder: Path, done: Path, threads: int = 1) -> int:
     """Time the files of all rows that ``done`` lacks, and return how many these were."""
-    with open(todo, newline="") as file:
-        rows = list(csv.DictReader(file))
-    if done.exists():
-        with open(done, newline="") as file:
-            rows = list(csv.DictReader(file))
+    rows = read(todo)
+    known = {which(row): row["hot_ms"] for row in read(done)} if done.exists() else {}
+    for row in rows:
+        row["hot_ms"] = row["hot_ms"] or known.get(which(row), "")
     files = {int(path.name.partition("_")[0]): path for path in folder.glob("*.onnx")}  # by the row's line
     timed = 0
     for line, row in enumerate(rows, 2):

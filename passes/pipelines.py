@@ -1,4 +1,4 @@
-"""The two pipelines, to be read from top to bottom."""
+"""The pipelines, to be read from top to bottom."""
 
 from __future__ import annotations
 
@@ -53,3 +53,9 @@ def convert_pipeline(channels: ChannelGraph, keep: Tensor) -> list[GraphPass]:
         # Drop concats of one tensor and sums with nothing, left by removed branches.
         passes.append(DropIdleJoins())
     return passes
+
+
+def fold_pipeline() -> list[GraphPass]:
+    """Return the passes from a masked model to one of plain layers that computes the same with every channel."""
+    # What mixes channels goes on seeing the kept ones only.
+    return [FoldComputedWeights(), FoldMasks(), FoldBatchNormScalers()]

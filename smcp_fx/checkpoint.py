@@ -35,7 +35,7 @@ from smcp_fx.storage.versions import library_versions, saved_with
 from smcp_fx.tracing.wrapping import unwrapped
 
 FORMAT = "smcp_fx.checkpoint"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 #: The checksum as a header has it, JSON within JSON; the file's own is of it with zeros in this place.
 _SUM = re.compile(rb'\\"sha256\\": \\"([0-9a-f]{64})\\"')
 _NO_SUM = "0" * 64

@@ -18,7 +18,7 @@ from smcp_fx.outcomes import in_mode
 from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning
-from smcp_fx.passes.pipelines import convert_pipeline, prepare_pipeline
+from smcp_fx.passes.pipelines import convert_pipeline, fold_pipeline, prepare_pipeline
 from smcp_fx.prepared import Preparation, PreparedGraph, PreparedModel, PreparedRegions, Tracing, copy_modes
 from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
@@ -267,19 +267,43 @@ def sliced_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
 
     They are the same object but for models that were traced in regions, whose graph is the joined one.
     """
+    return _plain_graph(prepared, prepared.smcp.keep, slicing=True)
+
+
+def converted_full(prepared: PreparedModel) -> nn.Module:
+    """The network as a plain model with every channel, whatever the masks are now."""
+    return _plain_graph(prepared, torch.ones_like(prepared.smcp.keep), slicing=True)[1]
+
+
+def trained_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
+    """The network that its weights and statistics belong to, as `sliced_graph` returns one, with every channel.
+
+    Those that were masked in the last step of training are there and still masked: the weights that read them, and
+    batch norms behind, never saw them on.
+    """
+    return _plain_graph(prepared, prepared.smcp.trained, slicing=False)
+
+
+def _plain_graph(
+    prepared: PreparedModel, keep: torch.Tensor, slicing: bool
+) -> tuple[fx.GraphModule, nn.Module]:
     copied = deep_copy(prepared)
     copied.pruner.retire()
+    copied.smcp.keep.copy_(keep)
+    copied.smcp.refresh()
+    units = copied.smcp.units_kept()
     if isinstance(copied, PreparedRegions):
         module = sharing(copied.python, copied.graph)
     else:
         assert isinstance(copied, PreparedGraph)
         module = ConvertedModule(copied, copied.graph, class_name=type(prepared).__name__)
         copy_modes(prepared, module)
-        kept = kept_channels(prepared.channels, prepared.smcp.units_kept())
+        kept = kept_channels(prepared.channels, units)
         carry(module, still_true(carried_attributes(copied), prepared.channels, kept) | {"kept": kept})
+    passes = convert_pipeline(prepared.channels, units) if slicing else fold_pipeline()
     with in_mode(module, False):  # reading a spectrally normed weight in training changes its buffers
-        run_pipeline(module, convert_pipeline(prepared.channels, prepared.smcp.units_kept()))
-    if hasattr(module, STATE):
+        run_pipeline(module, passes)
+    if slicing and hasattr(module, STATE):
         delattr(module, STATE)
     for node in module.graph.nodes:
         node.meta.pop(META, None)
@@ -289,18 +313,3 @@ def sliced_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
     assert copied.plan.traced.joined is not None
     run_by_graphs(copied.python, module.graph, copied.plan.traced.joined, alone=True)
     return module, copied.python
-
-
-def converted_full(prepared: PreparedModel) -> nn.Module:
-    """The network as a plain model with every channel, whatever the masks are now."""
-    return full_graph(prepared)[1]
-
-
-def full_graph(prepared: PreparedModel) -> tuple[fx.GraphModule, nn.Module]:
-    """`sliced_graph` of the network with every channel, whatever the masks are now."""
-    masks = prepared.masks
-    prepared.set_masks({name: torch.ones_like(mask) for name, mask in masks.items()})
-    try:
-        return sliced_graph(prepared)
-    finally:
-        prepared.set_masks(masks)

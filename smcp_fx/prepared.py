@@ -152,6 +152,7 @@ class PreparedGraph(PreparedModel, fx.GraphModule):
         root.training = self.training
         for part in ("_modules", "_parameters", "_buffers"):
             setattr(root, part, deep_copy(getattr(self, part), memo))
+        root._non_persistent_buffers_set = set(self._non_persistent_buffers_set)
         state = root.get_submodule(STATE)
         assert isinstance(state, PruningState)
         copied = PreparedGraph(root, copy.deepcopy(self.graph), self.plan, state, type(self).__name__)

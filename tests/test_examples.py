@@ -64,17 +64,22 @@ def test_a_table_for_a_phone(toy: Any, tmp_path: Path, monkeypatch: pytest.Monke
     factory = f"def build():\n    return nn.Sequential({layers})\n"
     (tmp_path / "net.py").write_text(f"from torch import nn\n\n\n{factory}")
     network = ["--model", "net.py:build", "--input-size", "16", "--batch", "1"]
-    for round_ in range(20):
-        export = ["export", "phone.sqlite", f"todo{round_}.csv", "--wanted", *network, "--device", "my-phone"]
-        assert table([*export, "--onnx", f"todo{round_}"]) == 0
-        todo, done = tmp_path / f"todo{round_}.csv", tmp_path / f"done{round_}.csv"
-        if len(todo.read_text().splitlines()) == 1:  # the columns' names alone
+    rounds: list[int] = []
+    for _ in range(20):
+        export = ["export", "phone.sqlite", "todo.csv", "--wanted", *network, "--device", "my-phone"]
+        assert table([*export, "--onnx", "todo"]) == 0
+        todo, done = tmp_path / "todo.csv", tmp_path / "done.csv"  # the same names in every round
+        lines = todo.read_text().splitlines(keepends=True)
+        rounds.append(len(lines) - 1)  # beside the columns' names
+        if not rounds[-1]:
             break
-        wanted = len(todo.read_text().splitlines()) - 1
-        assert script.answer(todo, tmp_path / f"todo{round_}", done) == wanted
-        assert script.answer(todo, tmp_path / f"todo{round_}", done) == 0  # all are there
+        assert len(list((tmp_path / "todo").glob("*.onnx"))) == rounds[-1]
+        asked = rounds[-1] if len(rounds) > 1 else rounds[-1] // 2  # stopped halfway the first time
+        todo.write_text("".join(lines[: 1 + asked]))
+        assert script.answer(todo, tmp_path / "todo", done) == asked
+        assert script.answer(todo, tmp_path / "todo", done) == 0  # all are there
         assert table(["import", done.name, "phone.sqlite"]) == 0
-    assert round_ > 0 and LatencyTable(tmp_path / "phone.sqlite").rows()
+    assert len(rounds) == 3 and len(LatencyTable(tmp_path / "phone.sqlite").rows()) == rounds[0]
 
 
 def test_files_are_timed(tmp_path: Path, toy: Any) -> None:

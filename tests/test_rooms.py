@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "inspection": "report zoo verbs channels tracing",
     "compiler": "training calibration report zoo latency backends verbs serialization pruning costs storage",
     "recipes": "training report zoo latency backends verbs serialization pruning allocation storage",
-    "integrations": "verbs pruning",
+    "integrations": "verbs pruning tracing",
     "__main__": "",
     "cli": "recipes compiler inspection zoo latency backends blocks channels tracing storage",
 }

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from smcp_fx.backends.base import (
     Array,
-    Backend,
     BlockLatency,
     Engine,
     Fingerprint,
@@ -22,9 +21,11 @@ from smcp_fx.backends.base import (
     to_arrays,
 )
 from smcp_fx.backends.onnx.blocks import BlockModels
+from smcp_fx.backends.onnx.context import random_feed
 from smcp_fx.backends.onnx.export import export_model_proto, export_onnx
+from smcp_fx.backends.onnx.int8 import Quantising
+from smcp_fx.backends.onnx.quantization import SETTING
 from smcp_fx.backends.onnxruntime.blocks import BLOCK_TIMING, measure_block
-from smcp_fx.backends.onnxruntime.context import random_feed
 from smcp_fx.backends.onnxruntime.overhead import overhead
 from smcp_fx.backends.onnxruntime.session import (
     PROVIDERS,
@@ -104,19 +105,35 @@ class OnnxRuntimeEngine(Engine):
         return dict(zip(self.input_names, inputs, strict=True))
 
 
-class OnnxRuntimeBackend(Backend):
-    """ONNX Runtime on the CPU with ``threads`` intra-op threads (1: the figures repeat best), or on CUDA."""
+class OnnxRuntimeBackend(Quantising):
+    """ONNX Runtime on the CPU with ``threads`` intra-op threads (1: the figures repeat best), or on CUDA.
+
+    ``precision``: "fp32" (the network's own), or "int8" on the CPU, calibrated on the batches of ``calibration``.
+    """
 
     name: ClassVar[str] = "onnxruntime"
 
     def __init__(
-        self, threads: int = 1, spinning: bool = True, opset: int | None = None, device: str = "cpu"
+        self,
+        threads: int = 1,
+        spinning: bool = True,
+        opset: int | None = None,
+        device: str = "cpu",
+        precision: str | None = None,
+        calibration: Sequence[Array] = (),
     ) -> None:
         if threads < 1:
             raise InputError(f"threads = {threads}: at least 1 is needed")
+        if precision not in (None, "fp32", "int8") or (precision == "int8" and device != "cpu"):
+            raise InputError(
+                f"precision {precision!r}: ONNX Runtime runs what this library writes for it in fp32, and on "
+                "processors in int8 (its kernels for them compute in no half precision)"
+            )
         check_device(device)
         self.threads, self.spinning, self.opset, self.device = threads, spinning, opset, device
+        self.precision = precision or "fp32"
         self._models = BlockModels(opset)
+        self.calibrate(calibration)
 
     def fingerprint(self) -> Fingerprint:
         """Return processor or GPU, version, threads and session settings."""
@@ -126,25 +143,38 @@ class OnnxRuntimeBackend(Backend):
             fixed = (*fixed, ("driver", driver), ("provider", PROVIDERS["cuda"]))
         else:
             name, fixed = cpu_name(), (*fixed, *page_settings(), ("block_timing", BLOCK_TIMING))
+        if self.calibrated:
+            fixed = (*fixed, SETTING)
         return Fingerprint(
             backend=self.name,
             device=name,
             runtime="ONNX Runtime",
             version=str(ort.__version__),
             threads=self.threads,
-            precision="as in the network",
+            precision="int8" if self.calibrated else "as in the network",
             settings=tuple(sorted(fixed)),
         )
 
     def compile(
         self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None
     ) -> OnnxRuntimeEngine:
-        """Export ``module`` (checked, to ``path``; or unchecked in memory) and load it."""
+        """Export ``module`` (checked, to ``path``; or unchecked in memory), quantise it for INT8, and load it."""
+        remarks: tuple[str, ...] = ()
         if path is None:
             proto = export_model_proto(module, example_inputs, opset=self.opset, dynamic_batch=False)
-            return self._engine(proto.SerializeToString(), example_inputs)
-        export_onnx(module, example_inputs, path, opset=self.opset)
-        return self.open(path, example_inputs)
+            if self.calibrated:
+                proto, remarks = self._quantised(proto)
+            engine = self._engine(proto.SerializeToString(), example_inputs)
+        else:
+            file = export_onnx(module, example_inputs, path, opset=self.opset)
+            remarks = self._quantised_file(file) if self.calibrated else ()
+            engine = self.open(path, example_inputs)
+        engine.remarks = remarks
+        return engine
+
+    def full_precision(self) -> OnnxRuntimeBackend | None:
+        """Return the same in float32; None where this is."""
+        return OnnxRuntimeBackend(self.threads, self.spinning, self.opset) if self.calibrated else None
 
     def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
         """Export ``module`` as `compile` does, and throw the result away."""
@@ -187,4 +217,6 @@ class OnnxRuntimeBackend(Backend):
             inputs = random_feed(model)
             with self._engine(model.SerializeToString(), tuple(inputs.values())) as engine:
                 return BlockLatency(engine.latency(config=config or QUICK))
-        return measure_block(model, self.threads, self.spinning, config, block.read_before, block.fed_by)
+        return measure_block(
+            model, self.threads, self.spinning, config, block.read_before, block.fed_by, self._for_blocks()
+        )

@@ -14,9 +14,8 @@ beside them shows what the profiler adds to each node.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -25,38 +24,24 @@ from smcp_fx.backends.base import BlockLatency
 from smcp_fx.backends.onnxruntime.overhead import code_warmer, overhead, profiler_beside
 from smcp_fx.backends.onnxruntime.own_time import BlockInContext
 from smcp_fx.backends.onnxruntime.profile import RESOLUTION_MS, NodeTime, Profiler
-from smcp_fx.backends.timing.fading import displace_inner_caches, evict_caches
+from smcp_fx.backends.timing.block_runs import COLD_SPREAD, FEW_COLD_RUNS, BlockRuns, sample_of_block
 from smcp_fx.backends.timing.measuring import (
     QUICK,
     Measurement,
     Sample,
-    Timer,
     TimingConfig,
     calm,
     stopwatch,
     summarise,
-    take_sample,
     warm_up,
 )
-from smcp_fx.backends.timing.pace import Pace, pace
+from smcp_fx.backends.timing.pace import pace
 from smcp_fx.backends.timing.physics import least_ms, multiply_adds
 from smcp_fx.errors import BackendError, MachineBusyError
 
 #: Changes with the way blocks are timed. It is part of the fingerprint, so that rows of different ways are never
 #: mixed.
 BLOCK_TIMING = "10"
-#: Runs in the hot state, beside those that follow a cold one. So many undisturbed ones are enough if their
-#: interquartile range is at most this share of their median: on 63 rows of ResNet-18, measured four times each way,
-#: 11 such runs gave the medians of 25 within 0.1 % (docs: Experiments).
-_HOT_RUNS, _ENOUGH, _AGREEING = 25, 11, 0.03
-#: So many are enough after this long (ms), for a core that is slow most of the time. Chosen, not measured.
-_FEW_RUNS, _LONG_MS = 9, 150.0
-#: Runs in the cold state, few because emptying the caches takes longer than all the rest. The median of three ignores
-#: one disturbed run; two are enough if they agree. Their spread may be larger by this factor: others use the memory
-#: too, and noise averages out in the table's sums. Chosen, not measured.
-_COLD_RUNS, _FEW_COLD_RUNS, _COLD_SPREAD = 3, 2, 3.0
-#: When a disturbed run still tells the block's time: see `sample_of_block`. Chosen, not measured.
-_TELLING, _OF_CONTEXT = 0.8, 0.5
 #: No block is faster than this: a run of one node takes about 0.4 us.
 _LEAST_MS = 1e-4
 
@@ -68,6 +53,7 @@ def measure_block(
     config: TimingConfig | None = None,
     read_before: Collection[int] = (),
     fed_by: Sequence[str] = (),
+    written: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
 ) -> BlockLatency:
     """Measure the nodes of a block's model (all shapes fixed, as `BlockModels` makes it).
 
@@ -75,10 +61,12 @@ def measure_block(
     than the cache. The input is in cache all the same, as the context has just written it, and so is the runtime's
     code, as a tiny network has just run it. Hot: a run right after another. ``read_before``: inputs, by position,
     whose conversion another block pays for. ``fed_by``: how the network writes each input.
+    ``written``: quantises a model, if the network is; None if it is in float.
     """
     config = config or QUICK
-    count, least = multiply_adds(model), least_ms(model, threads)
-    block = BlockInContext.of(model, read_before, fed_by)
+    # Bytes are multiplied many times as fast as floats: how fast at most, processors do not say.
+    count, least = multiply_adds(model), least_ms(model, threads) if written is None else 0.0
+    block = BlockInContext.of(model, read_before, fed_by, written)
     found: BlockLatency | None = None
     impossible = 0.0  # a time below the physical bound
     for _ in range(config.attempts):
@@ -111,7 +99,7 @@ def _attempt(
     """Return (hot, cold) of one session; None if no run of a state tells how long the block took."""
     node_ms = overhead(threads, spinning).node_ms
     with Profiler(block.data, threads, spinning) as profiler:
-        runs = _Runs(
+        runs = BlockRuns(
             stopwatch(lambda: profiler.session.run(None, block.feed)), pace() if threads == 1 else None
         )
         warm = warm_up(runs.timer, config)
@@ -127,64 +115,12 @@ def _attempt(
     least = block.ms([replace(node, ms=node_ms) for node in profiles[0]], 0.0, "cold")
     return (
         _summary(hot, config.min_repeats, config.spread_limit, least),
-        _summary(cold, _FEW_COLD_RUNS, _COLD_SPREAD * config.spread_limit, least),
+        _summary(cold, FEW_COLD_RUNS, COLD_SPREAD * config.spread_limit, least),
     )
 
 
-@dataclass
-class _Runs:
-    """Timed runs of a session, in order: the state of each, hot or cold, and its sample, context included."""
-
-    timer: Timer
-    core: Pace | None
-    states: list[str] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-
-    def of(self, state: str) -> list[Sample]:
-        """The samples of a state."""
-        return [sample for what, sample in zip(self.states, self.samples, strict=True) if what == state]
-
-    def take_hot(self, config: TimingConfig) -> None:
-        """Take runs one right after another, displacing the inner caches, until enough of them were undisturbed."""
-        spent_ms, counted, dropped = 0.0, 0, 0
-        began = time.perf_counter()
-        while counted < config.min_repeats or (counted < _HOT_RUNS and spent_ms < config.budget_ms):
-            waited = 1e3 * (time.perf_counter() - began) >= _LONG_MS
-            if counted >= _FEW_RUNS and (waited or runs_agree(self.of("hot"))):
-                break
-            displace_inner_caches()
-            sample = self._take("hot")
-            spent_ms += sample.ms
-            if sample.disturbed and dropped < config.droppable * _HOT_RUNS:
-                dropped += 1
-            else:
-                counted += 1
-
-    def take_cold(self, config: TimingConfig, warm_code: Callable[[], object]) -> None:
-        """Take runs after emptying the caches, each followed by a hot run."""
-        counted, dropped = 0, 0
-        while counted < _COLD_RUNS:
-            if counted == _FEW_COLD_RUNS and runs_agree(self.of("cold"), counted):
-                break
-            evict_caches()
-            warm_code()
-            cold = self._take("cold")
-            displace_inner_caches()
-            hot = self._take("hot")
-            if (cold.disturbed or hot.disturbed) and dropped < config.droppable * _COLD_RUNS:
-                dropped += 1
-            else:
-                counted += 1
-
-    def _take(self, state: str) -> Sample:
-        sample = take_sample(self.timer, self.core)
-        self.states.append(state)
-        self.samples.append(sample)
-        return sample
-
-
 def _block_samples(
-    block: BlockInContext, runs: _Runs, profiles: Sequence[Sequence[NodeTime]], node_ms: float
+    block: BlockInContext, runs: BlockRuns, profiles: Sequence[Sequence[NodeTime]], node_ms: float
 ) -> tuple[list[Sample | None], list[Sample | None]]:
     """Return the block's part of each run, hot and cold; None for a run that does not tell it."""
     taken = list(zip(profiles, runs.states, runs.samples, strict=True))
@@ -201,15 +137,6 @@ def _block_samples(
     return found["hot"], found["cold"]
 
 
-def runs_agree(samples: Sequence[Sample], enough: int = _ENOUGH) -> bool:
-    """Whether there are ``enough`` undisturbed runs, and they agree so well that more would not move their median."""
-    times = [sample.ms for sample in samples if not sample.disturbed]
-    if len(times) < enough:
-        return False
-    q1, median, q3 = np.percentile(times, [25, 50, 75])
-    return bool(q3 - q1 <= _AGREEING * median)
-
-
 def _summary(runs: list[Sample | None], few: int, spread_limit: float, least_ms: float) -> Measurement:
     """Summarise the undisturbed samples; not stable if most were disturbed. Runs that tell nothing are None.
 
@@ -220,28 +147,3 @@ def _summary(runs: list[Sample | None], few: int, spread_limit: float, least_ms:
     found = summarise(calm(samples, few), spread_limit, RESOLUTION_MS)
     mostly = 2 * sum(not sample.disturbed for sample in samples) >= len(runs)
     return replace(found, median_ms=max(found.median_ms, least_ms, _LEAST_MS), stable=found.stable and mostly)
-
-
-def sample_of_block(
-    ms: float, context_ms: float, sample: Sample, usual_context_ms: float | None
-) -> Sample | None:
-    """Return the block's part of a run; None if the run was disturbed too much to tell it.
-
-    ``ms``, ``context_ms``: the profiler's times of the block's nodes and of all other nodes. They are wall-clock
-    times, which in a disturbed run include time when others had the core. ``usual_context_ms``: what the other nodes
-    take in undisturbed runs; None if there were none.
-
-    A disturbed run gives bounds. The block took at most the time for which the thread computed (``sample.ms``), and
-    at most its nodes' wall-clock time; it took at least the thread's time less the context's. If the bounds are
-    close, the upper one is used. Otherwise the usual context gives a better lower bound, unless the block is small
-    beside it.
-    """
-    if not sample.disturbed:
-        return Sample(ms)
-    most, least = min(ms, sample.ms), sample.ms - context_ms
-    if least >= _TELLING * most > 0:
-        return Sample(most, disturbed=True)
-    if usual_context_ms is None:
-        return None
-    told = min(most, max(least, sample.ms - usual_context_ms))
-    return Sample(told, disturbed=True) if told > 0 and told >= _OF_CONTEXT * usual_context_ms else None

@@ -11,7 +11,6 @@ shared machine. So whatever is profiled has such a chain beside it, which shows 
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,24 +19,21 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from smcp_fx.backends.base import Array
+from smcp_fx.backends.onnx.chain import CHAIN, CHAIN_SHAPE, CHANNELS, chain, chain_feed, chain_model
 from smcp_fx.backends.onnxruntime.profile import RESOLUTION_MS, NodeTime
 from smcp_fx.backends.onnxruntime.session import create_session, session_options
 from smcp_fx.backends.timing.measuring import Sample, Timer, calm, stopwatch, summarise, take_sample
 from smcp_fx.backends.timing.pace import pace
 
-#: Channels of the chain's convolutions (one vector), and nodes in the short and in the long chain. Chosen, not
-#: measured.
-_CHANNELS, _LENGTHS = 16, (8, 48)
+#: Nodes in the short and in the long chain. Chosen, not measured.
+_LENGTHS = (8, 48)
 #: Rounds, and runs of both chains in each. All of it takes 25 ms. Chosen, not measured.
 _ROUNDS, _RUNS = 3, 60
 #: After so many disturbed rounds we make do with them; a round is undisturbed if so many of its runs are. Chosen, not
 #: measured.
 _MOST_DISTURBED, _ENOUGH = 2, 12
-#: Prefix of the names of a chain's nodes; how many stand beside a block, and the shape of their result.
-REFERENCE = "smcp_reference"
+#: How many nodes of a chain stand beside a block. Chosen, not measured.
 _BESIDE = 8
-REFERENCE_SHAPE = (1, _CHANNELS, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -75,17 +71,12 @@ def overhead(threads: int = 1, spinning: bool = True) -> Overhead:
 
 def add_reference(model: onnx.ModelProto) -> onnx.ModelProto:
     """Put a chain beside the model's own nodes, in place; its result is one more output."""
-    nodes, weights, image, result = _chain(_BESIDE)
+    nodes, weights, image, result = chain(_BESIDE)
     model.graph.node.extend(nodes)
     model.graph.initializer.extend(weights)
     model.graph.input.append(image)
     model.graph.output.append(result)
     return model
-
-
-def reference_feed() -> dict[str, Array]:
-    """Return the chain's input, by name."""
-    return {f"{REFERENCE}_image": np.zeros((1, 1, *REFERENCE_SHAPE[2:]), np.float32)}
 
 
 def profiler_beside(runs: Sequence[Sequence[NodeTime]], node_ms: float) -> float:
@@ -96,22 +87,22 @@ def profiler_beside(runs: Sequence[Sequence[NodeTime]], node_ms: float) -> float
 
 def without_reference(nodes: Sequence[NodeTime]) -> list[NodeTime]:
     """Return a run's nodes without those of the chain."""
-    own = [node for node in nodes if not node.name.startswith(REFERENCE)]
+    own = [node for node in nodes if not node.name.startswith(CHAIN)]
     for node in reversed(own):
-        if node.operation == "ReorderOutput" and node.output_shapes == (REFERENCE_SHAPE,):
+        if node.operation == "ReorderOutput" and node.output_shapes == (CHAIN_SHAPE,):
             own.remove(node)  # the conversion of the chain's result, which the runtime names
             break
     return own
 
 
 def _is_link(node: NodeTime) -> bool:
-    return node.operation == "Conv" and node.name.startswith(f"{REFERENCE}_link")
+    return node.operation == "Conv" and node.name.startswith(f"{CHAIN}_link")
 
 
 def _measured(threads: int, spinning: bool) -> tuple[Overhead, bool]:
     """Measure the overhead; return it, and whether any round was undisturbed."""
-    models = [_chain_model(length) for length in _LENGTHS]
-    feed = reference_feed()
+    models = [chain_model(length) for length in _LENGTHS]
+    feed = chain_feed()
     options = session_options(threads, spinning)
     sessions = [create_session(model, options) for model in models]
     timers = [stopwatch(functools.partial(session.run, None, feed)) for session in sessions]
@@ -132,44 +123,6 @@ def _sample(timer: Timer, threads: int) -> Sample:
     return take_sample(timer, pace() if threads == 1 else None)
 
 
-def _chain(
-    length: int,
-) -> tuple[list[onnx.NodeProto], list[TensorProto], onnx.ValueInfoProto, onnx.ValueInfoProto]:
-    """Return nodes, weights, input and output of a chain of 1x1 convolutions that the runtime fuses with nothing.
-
-    The first reads an image of one channel, which needs no conversion to the runtime's layout. The others have a
-    bias, as most convolutions in a network do: the profiler writes down the shapes of all inputs, so more take
-    longer.
-    """
-    node: Callable[..., onnx.NodeProto] = helper.make_node
-    first, weight, bias, image = (f"{REFERENCE}_{name}" for name in ("first", "weight", "bias", "image"))
-    links = [f"{REFERENCE}_link{i}" for i in range(length)]
-    nodes = [node("Conv", [image, f"{first}_weight"], [first], first)]
-    nodes += [node("Conv", [a, weight, bias], [b], b) for a, b in itertools.pairwise([first, *links])]
-    eye = np.eye(_CHANNELS, dtype=np.float32)
-    weights = [
-        numpy_helper.from_array(eye[:, :1, None, None], f"{first}_weight"),
-        numpy_helper.from_array(eye[:, :, None, None], weight),
-        numpy_helper.from_array(eye[0], bias),
-    ]
-    height, width = REFERENCE_SHAPE[2:]
-    return (
-        nodes,
-        weights,
-        helper.make_tensor_value_info(image, TensorProto.FLOAT, [1, 1, height, width]),
-        helper.make_tensor_value_info(links[-1], TensorProto.FLOAT, list(REFERENCE_SHAPE)),
-    )
-
-
-def _chain_model(length: int) -> bytes:
-    nodes, weights, image, result = _chain(length)
-    graph = helper.make_graph(nodes, "chain", [image], [result], weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.checker.check_model(model)
-    data: bytes = model.SerializeToString()
-    return data
-
-
 @functools.cache
 def code_warmer(threads: int = 1, spinning: bool = True) -> Callable[[], object]:
     """Return a function that runs a tiny network with every common kind of node.
@@ -178,12 +131,12 @@ def code_warmer(threads: int = 1, spinning: bool = True) -> Callable[[], object]
     block's weights may be cold, but the blocks before it have run the same kernels.
     """
     session = create_session(_sampler(), session_options(threads, spinning))
-    feed = {"x": np.ones((1, _CHANNELS, 8, 8), np.float32)}
+    feed = {"x": np.ones((1, CHANNELS, 8, 8), np.float32)}
     return functools.partial(session.run, None, feed)
 
 
 def _sampler() -> bytes:
-    c = _CHANNELS
+    c = CHANNELS
     shapes = {"w1": (c, c, 1, 1), "w3": (c, c, 3, 3), "wd": (c, 1, 3, 3), "wg": (c, c)}
     node: Callable[..., onnx.NodeProto] = helper.make_node
     pads = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}

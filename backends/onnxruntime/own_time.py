@@ -7,16 +7,17 @@ belong to the context, which reads them; all others to the block, which needs th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import onnx
 
 from smcp_fx.backends.base import Array
-from smcp_fx.backends.onnxruntime.context import CONTEXT, add_context, random_feed
+from smcp_fx.backends.onnx.context import CONTEXT, add_context, random_feed, share_of_channels
+from smcp_fx.backends.onnx.twin import add_twin
 from smcp_fx.backends.onnxruntime.overhead import add_reference, without_reference
 from smcp_fx.backends.onnxruntime.profile import NodeTime
-from smcp_fx.backends.onnxruntime.twin import add_twin, halves, is_twins
+from smcp_fx.backends.onnxruntime.twin import halves, is_twins
 
 #: From the runtime's blocked layout into the plain one.
 CONVERSION = "ReorderOutput"
@@ -38,13 +39,21 @@ class BlockInContext:
 
     @classmethod
     def of(
-        cls, model: onnx.ModelProto, read_before: Collection[int] = (), fed_by: Sequence[str] = ()
+        cls,
+        model: onnx.ModelProto,
+        read_before: Collection[int] = (),
+        fed_by: Sequence[str] = (),
+        written: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
     ) -> BlockInContext:
-        """Build it around a block's model, in place. ``read_before`` and ``fed_by``: as for `measure_block`."""
+        """Build it around a block's model, in place. ``read_before`` and ``fed_by``: as for `measure_block`.
+
+        ``written``: quantises a model, if the network is.
+        """
         paid = share_of_channels(model, read_before)
         shapes = [value.type.tensor_type.shape.dim for value in model.graph.output]
         results = tuple(tuple(dim.dim_value for dim in shape) for shape in shapes)
         twin = add_twin(add_context(model, fed_by))
+        model = written(model) if written is not None else model
         feed = random_feed(add_reference(model))
         return cls(model.SerializeToString(), feed, results, paid, twin)
 
@@ -101,7 +110,7 @@ def own_nodes(
                 own.append(node)
             else:
                 left.remove(result)
-        elif CONTEXT not in node.name:
+        elif CONTEXT not in node.name and not _turns_context(node):
             own.append(node)
             seen.add(is_twins(node))
             if len(results) == 1:  # earlier conversions are of inputs, which may have the result's shape
@@ -109,10 +118,9 @@ def own_nodes(
     return own
 
 
-def share_of_channels(model: onnx.ModelProto, positions: Collection[int]) -> float:
-    """Return the share of the inputs' channels that these inputs have."""
-    if not positions:
-        return 0.0
-    shapes = [value.type.tensor_type.shape.dim for value in model.graph.input]
-    channels = [shape[1].dim_value if len(shape) > 1 else 1 for shape in shapes]
-    return sum(count for position, count in enumerate(channels) if position in positions) / sum(channels)
+def _turns_context(node: NodeTime) -> bool:
+    """Whether a node turns the context's image, of one channel, or the mean that it takes, of one pixel.
+
+    Quantised layers keep channels last. Such conversions have no names of ours.
+    """
+    return node.operation == "Transpose" and any(shape[-1:] == (1,) for shape in node.output_shapes)

@@ -32,7 +32,8 @@ from smcp_fx.backends.onnx.export import export_model_proto, write_model
 from smcp_fx.backends.onnx.precision import cast_model
 from smcp_fx.backends.tensorrt.answers import OPSET, ROW_TIMING, fingerprint_of, measurement, tiny_model
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine
-from smcp_fx.backends.tensorrt.worker.building import PRECISIONS, BuildOptions
+from smcp_fx.backends.tensorrt.options import checked_precision
+from smcp_fx.backends.tensorrt.worker.building import BuildOptions
 from smcp_fx.backends.tensorrt.worker.client import InProcess, Worker, WorkerProcess, archive
 from smcp_fx.backends.tensorrt.worker.problems import WorkerError, cache_folder
 from smcp_fx.backends.tensorrt.worker.serving import description
@@ -49,9 +50,10 @@ TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
 class TensorRTBackend(Backend):
     """TensorRT with fixed settings on GPU ``gpu``.
 
-    ``precision``: "fp32", "fp16" or "bf16", checked layer by layer in every engine. ``tf32``: whether fp32 may use
-    it. ``worker_python``: command of the Python that has TensorRT (default: this one); ``in_process``: no process of
-    its own. ``builders``: processes that build in parallel. ``folder``: where timing caches are kept.
+    ``precision``: "fp32", "fp16" (the default) or "bf16", checked layer by layer in every engine. ``tf32``: whether
+    fp32 may use it. ``worker_python``: command of the Python that has TensorRT (default: this one).
+    ``in_process``: no process of its own. ``builders``: processes that build in parallel. ``folder``: where timing
+    caches are kept.
     ``check``: start the worker at once, so that whatever is missing shows now. The rest: see `BuildOptions`.
     """
 
@@ -60,7 +62,7 @@ class TensorRTBackend(Backend):
     def __init__(
         self,
         threads: int = 1,
-        precision: str = "fp16",
+        precision: str | None = None,
         *,
         tf32: bool = False,
         gpu: int = 0,
@@ -77,8 +79,7 @@ class TensorRTBackend(Backend):
         timeout_s: float = 1800.0,
         check: bool = True,
     ) -> None:
-        if precision not in PRECISIONS:
-            raise InputError(f"precision {precision!r}: choose from {', '.join(PRECISIONS)}")
+        precision = checked_precision(precision)
         if builders < 1:
             raise InputError(f"builders = {builders}: at least 1 is needed")
         self.threads, self.graph_replay = threads, graph_replay  # the host's threads do not matter on a GPU

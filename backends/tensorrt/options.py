@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from smcp_fx.backends.tensorrt.worker.building import PRECISIONS, BuildOptions
 from smcp_fx.config import option
@@ -16,7 +15,6 @@ _MOST_BUILDERS = 64
 class EngineSettings:
     """How engines are built, and by what."""
 
-    precision: str = option("fp16", "precision of TensorRT's engines", tuple(PRECISIONS))
     worker_python: str | None = option(
         None, "command of the Python that has TensorRT, where it is not this one"
     )
@@ -37,17 +35,20 @@ class EngineSettings:
         if self.builders > _MOST_BUILDERS:
             raise InputError(f"--builders must be at most {_MOST_BUILDERS}, not {self.builders}")
 
-    @property
-    def of_backend(self) -> dict[str, Any]:
-        """What `TensorRTBackend` takes."""
-        return {field.name: getattr(self, field.name) for field in fields(EngineSettings)}
-
-    @property
-    def of_build(self) -> BuildOptions:
-        """What an engine is built with."""
+    def of_build(self, precision: str | None) -> BuildOptions:
+        """Return what an engine is built with."""
         return BuildOptions(
-            self.precision,
+            checked_precision(precision),
             version_compatible=self.version_compatible,
             lean=self.lean,
             tactic_sources_off=self.tactic_sources_off,
         )
+
+
+def checked_precision(precision: str | None) -> str:
+    """Return the precision of engines, fp16 where none is asked for; `InputError` for what is not built."""
+    if precision not in (None, *PRECISIONS):
+        raise InputError(
+            f"precision {precision!r}: TensorRT's engines are built here in {', '.join(PRECISIONS)}"
+        )
+    return precision or "fp16"

@@ -31,7 +31,7 @@ from smcp_fx.calibration.frontier import Frontier
 from smcp_fx.calibration.layer_rows import Consumer
 from smcp_fx.calibration.regression import WIDEST, Sums
 from smcp_fx.passes.insert_soft_masks import masked_layers
-from smcp_fx.prepare import full_graph
+from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel
 
 #: Least output positions to take, if there are as many: this number, and this many times a layer's inputs.
@@ -58,7 +58,7 @@ class _Reader:
 class Order:
     """The units of a group in the order they go, [size]; the rise of the loss by number kept, [size + 1].
 
-    ``rises`` is None where the layers' gradients are not known.
+    ``rises`` is None where not all layers that read the group, and their gradients, are known.
     """
 
     units: Tensor
@@ -117,27 +117,31 @@ class Elimination:
 
     def __init__(self, prepared: PreparedModel, batches: int) -> None:
         self._state = prepared.smcp
-        self.graph, self.whole = full_graph(prepared)
+        self.graph, self.whole = trained_graph(prepared)
         self._joined = prepared.plan.traced.joined
         self._batches = batches
         self._images = 0
         nodes = {node.name: node for node in self.graph.graph.nodes}
         self._readers: dict[fx.Node, _Reader] = {}
+        self._unread = torch.zeros(self._state.keep.numel() + 1, dtype=torch.bool)
         for layer in masked_layers(prepared.channels):
-            node = nodes.get(layer.node)
-            consumer = None if node is None else consumer_of(self.graph, node)
-            if consumer is None or node is None:
+            node, places = nodes.get(layer.node), self._state.places(layer.input_channels).cpu()
+            columns = None if node is None else self._columns(node, places)
+            if columns is None or node is None:
+                self._unread[places] = True  # place -1, of what stays, is the last
                 continue
-            inputs = consumer.matrix(consumer.weight).shape[1]
-            places = self._state.places(layer.input_channels)
-            if inputs > WIDEST or places.numel() % consumer.groups:
-                continue
-            places = places.reshape(consumer.groups, -1)
-            if inputs % places.shape[1] or not bool((places == places[:1]).all()):
-                continue
-            self._readers[node] = _Reader(
-                consumer, places[0].repeat_interleave(inputs // places.shape[1]), Sums()
-            )
+            self._readers[node] = _Reader(*columns, Sums())
+
+    def _columns(self, node: fx.Node, places: Tensor) -> tuple[Consumer, Tensor] | None:
+        """Return a node's layer and the place of each of its inputs, [inputs of a group]; None if it is left out."""
+        consumer = consumer_of(self.graph, node)
+        if consumer is None or places.numel() % consumer.groups:
+            return None
+        inputs = consumer.matrix(consumer.weight).shape[1]
+        places = places.reshape(consumer.groups, -1)
+        if inputs > WIDEST or inputs % places.shape[1] or not bool((places == places[:1]).all()):
+            return None
+        return consumer, places[0].repeat_interleave(inputs // places.shape[1])
 
     @torch.no_grad()
     def add(self, batch: Batch) -> None:
@@ -189,7 +193,9 @@ class Elimination:
         places = torch.arange(self._state.keep.numel(), device=self._state.keep.device)
         mine = self._state.of_group(places, group)
         readers = [reader for reader in self._readers.values() if _columns(reader, mine) is not None]
-        known = all(reader.squares is not None for reader in readers)
+        known = all(reader.squares is not None for reader in readers) and not bool(
+            self._unread[mine.cpu()].any()
+        )
         parts = [_part(reader, mine, self._images if known else 0) for reader in readers]
         if not parts:
             return None

@@ -14,7 +14,7 @@ from smcp_fx.calibration.side_by_side import RepairReport, SideBySide
 from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
 from smcp_fx.passes.sliced_labels import Sliced
-from smcp_fx.prepare import full_graph, sliced_graph
+from smcp_fx.prepare import sliced_graph, trained_graph
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.regions import sharing
 from smcp_fx.tracing.wrapping import unwrapped
@@ -26,9 +26,11 @@ _MEMORY = 2 * 2**30
 def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairReport:
     """Fit a sliced network to what the whole one computed, in place, without labels or gradients.
 
-    ``smaller`` is what `convert` makes of ``prepared`` in its present state. The whole network is the prepared one
-    with every channel on. A layer that does not improve on held-out images stays as it was. In a model traced in
-    parts, each region is fitted to what it computes in the whole model, and the Python between them stays as it is.
+    ``smaller`` is what `convert` makes of ``prepared`` in its present state. It is fitted to the network as it was
+    last trained: with every channel or, after steps under masks (`Pruner.step`), with those masks. So what learnt
+    under the masks that it has now stays as it is, and so does a layer that does not improve on held-out images. In
+    a model traced in parts, each region is fitted to what it computes in the whole model, and the Python between
+    them stays as it is.
 
     Args:
         smaller: the converted model; it stays a plain one, and keeps its types and modes.
@@ -50,7 +52,7 @@ def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairRepor
     # Of a model that was traced in regions, their joined graph on the model's own tensors.
     joined, part = prepared.plan.traced.joined, smaller if fresh is graph else sharing(smaller, graph.graph)
     assert isinstance(part, fx.GraphModule)
-    whole, whole_model = full_graph(prepared)
+    whole, whole_model = trained_graph(prepared)
     keep = prepared.smcp.units_kept().cpu() | ~prepared.channels.free_units
     with torch.no_grad(), in_mode(smaller, False), in_mode(whole_model, False), _unless_it_fails(smaller):
         used = [entering(whole_model, joined, one) for one in _fitting(batches, device_of(smaller))]

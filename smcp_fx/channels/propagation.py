@@ -74,7 +74,9 @@ class Propagation:
             places = zip(view.chain, view.dims, strict=True)
             self._views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
         self._computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
-        self._hidden: set[str] = set()  # nodes that only compute weights: the rules do not see them
+        self._hidden = _only_asserted(
+            module.graph
+        )  # and nodes that only compute weights: the rules see neither
         for found in computed_weights(module, self._shape):
             name = self._computed[found.result.name] = self.parameter(found.name)
             self.trail.computed[name] = Computed(found.shape, found.source(module), found.unread)
@@ -356,6 +358,16 @@ class Propagation:
             self.pin(self.trail.elements[parameter.name], node, why)
         else:
             self.trail.elements[parameter.name] = uniform(self.fixed(node, why), parameter.shape)
+
+
+def _only_asserted(graph: fx.Graph) -> set[str]:
+    """Nodes that only an assertion reads: it asks of the channels that are left what it asked of all."""
+    found: set[str] = set()
+    for node in reversed(graph.nodes):
+        read = bool(node.users) and all(user.name in found for user in node.users)
+        if node.target is torch._assert or (read and node.op in ("call_function", "call_method")):
+            found.add(node.name)
+    return found
 
 
 def _single(value: ParameterRef) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, tell
-from smcp_fx.cli.flags import add_options, chosen
+from smcp_fx.cli.flags import add_backend_options, add_options, chosen, own_options
 from smcp_fx.config import PruningConfig
 
 #: Measured this far above the target (a fraction of the dense latency), the run counts as missed. Chosen, not
@@ -36,7 +37,6 @@ _EXAMPLES = """examples:
 
 def build_parser() -> CommandParser:
     """Return the command line's parser, made from the settings' dataclasses."""
-    from smcp_fx.backends.tensorrt.options import EngineSettings
     from smcp_fx.compiler.settings import CompileSettings
 
     parser = CommandParser(
@@ -47,8 +47,8 @@ def build_parser() -> CommandParser:
         "is the target.",
         epilog=_EXAMPLES,
     )
-    add_options(parser.add_argument_group("the run"), CompileSettings, without=EngineSettings)
-    add_options(parser.add_argument_group("TensorRT"), EngineSettings)
+    add_options(parser.add_argument_group("the run"), CompileSettings)
+    add_backend_options(parser)
     add_options(parser.add_argument_group("the method"), PruningConfig)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from smcp_fx.compiler import CompileSettings, compile_model
         from smcp_fx.compiler.folder import placed
 
-        settings = placed(chosen(CompileSettings, arguments))
+        own = own_options(arguments["backend"], arguments)
+        settings = placed(replace(chosen(CompileSettings, arguments), of_backend=own))
         where["state"] = str(settings.folder / "state")
         report = compile_model(settings, chosen(PruningConfig, arguments), console)
         measured, asked = report.measured_fraction or 0.0, report.target_fraction or 0.0

@@ -6,19 +6,18 @@ import argparse
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, asdict, fields
 from typing import Any, TypeVar
+
+from smcp_fx.backends import backend_options
 
 T = TypeVar("T")
 
 
-def add_options(parser: argparse._ArgumentGroup, options: type, without: type | None = None) -> None:
-    """Add a flag for each field of a config dataclass (except ``without``), with its default and help."""
+def add_options(parser: argparse._ArgumentGroup, options: type) -> None:
+    """Add a flag for each field of a config dataclass that has a help text, with its default."""
     hints = typing.get_type_hints(options)
-    left_out = {entry.name for entry in fields(without)} if without is not None else set()
-    for entry in fields(options):
-        if entry.name in left_out:
-            continue
+    for entry in _options(options):
         flag = "--" + entry.name.replace("_", "-")
         help_text = str(entry.metadata.get("help", "")).replace("%", "%%")
         default = _default(entry)
@@ -62,5 +61,21 @@ def _plain_type(hint: Any) -> Any:
 
 def chosen(kind: type[T], arguments: Mapping[str, Any]) -> T:
     """Return the dataclass described by these parsed flags."""
-    given = {entry.name: arguments[entry.name] for entry in fields(kind)}  # type: ignore[arg-type]
+    given = {entry.name: arguments[entry.name] for entry in _options(kind)}
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+
+
+def add_backend_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only one backend has, a group each."""
+    for title, kind in backend_options().values():
+        add_options(parser.add_argument_group(title), kind)
+
+
+def own_options(backend: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a backend's own options; those of the others are looked at, too, and left."""
+    found = {name: asdict(chosen(kind, arguments)) for name, (_, kind) in backend_options().items()}
+    return found.get(backend, {})
+
+
+def _options(kind: Any) -> list[Field[Any]]:
+    return [entry for entry in fields(kind) if "help" in entry.metadata]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from smcp_fx.backends.tensorrt.options import EngineSettings
-from smcp_fx.cli.flags import add_options, chosen
+from smcp_fx.backends import PRECISIONS, backend_names, get_backend
+from smcp_fx.cli.flags import add_backend_options, own_options
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
@@ -92,18 +92,18 @@ def add_network_options(parser: argparse.ArgumentParser, model: bool = False) ->
     parser.add_argument("--input-size", metavar="SIZE", default="224",
                         help="a side (224), or sizes without the batch (3x224x224); default: 224")  # fmt: skip
     parser.add_argument("--multiple", type=int, default=8, help="widths in multiples of this (default: 8)")
-    parser.add_argument("--backend", default="onnxruntime", choices=("onnxruntime", "tensorrt", "torch"),
+    parser.add_argument("--backend", default="onnxruntime", choices=backend_names(),
                         help="runtime to measure in (default: onnxruntime)")  # fmt: skip
     parser.add_argument("--threads", type=int, default=1, help="threads of the runtime (default: 1)")
-    add_options(parser.add_argument_group("TensorRT"), EngineSettings)
+    parser.add_argument("--precision", choices=PRECISIONS,
+                        help="precision that the network runs in (default: the runtime's own)")  # fmt: skip
+    add_backend_options(parser)
 
 
 def backend_of(arguments: argparse.Namespace) -> Backend:
     """Return the backend that the options name."""
-    from smcp_fx.backends import get_backend
-
-    engines = chosen(EngineSettings, vars(arguments)).of_backend if arguments.backend == "tensorrt" else {}
-    return get_backend(arguments.backend, threads=arguments.threads, **engines)
+    own = own_options(arguments.backend, vars(arguments))
+    return get_backend(arguments.backend, threads=arguments.threads, precision=arguments.precision, **own)
 
 
 def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:

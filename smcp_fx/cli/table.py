@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, line
@@ -27,7 +24,6 @@ from smcp_fx.cli.networks import (
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
-    from smcp_fx.backends.timing.measuring import Measurement
     from smcp_fx.latency.store import TableRow
     from smcp_fx.latency.table import HeldOutError
 
@@ -135,6 +131,8 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.targets and shards > 1:
         raise InputError("--targets needs all of the network: leave --shard out")
     backend, network = backend_of(arguments), network_of(arguments)
+    for remark in backend.remarks():
+        console.print(f"note: {remark}", markup=False)
     with LatencyTable(arguments.table) as table:
         mine = unique_blocks(network.blocks, shard, shards)
         with watched(True) as tell:
@@ -189,100 +187,10 @@ def _print_errors(error: HeldOutError, console: Console) -> None:
 
 
 def _show(arguments: argparse.Namespace, console: Console) -> int:
-    rows = _read(arguments.table)
-    if not rows:
-        console.print(f"{arguments.table} is an empty latency table")
-    by_print: dict[str, list[TableRow]] = defaultdict(list)
-    for row in rows:
-        by_print[row.fingerprint.key()].append(row)
-    for key, of_print in by_print.items():
-        first, last = (_when(pick(row.measured_at for row in of_print)) for pick in (min, max))
-        failed = sum(row.latency is None for row in of_print)
-        unstable = sum(row.latency is not None and not row.latency.stable for row in of_print)
-        fingerprint = of_print[0].fingerprint
-        console.print(Text.assemble((key, "bold"), f"  {line(fingerprint.describe())}"))
-        console.print("  " + line(", ".join(f"{name} {value}" for name, value in fingerprint.settings)))
-        console.print(
-            f"  {len(of_print)} rows, measured {first} to {last}; {failed} failed, {unstable} unstable"
-        )
-        if arguments.block:
-            of_print = _of_block(of_print, arguments.block)
-        found = _rows_table(of_print) if arguments.block else _blocks_table(of_print)
-        # Never cut numbers: lines wider than the terminal wrap.
-        needed = console.measure(found, options=console.options.update(width=1000)).maximum
-        console.width = max(console.width, needed)
-        console.print(found)
-        for row in of_print if arguments.block else ():
-            if row.latency is None:
-                console.print(f"  failed: {line(row.name)} at {_sizes(row)}: {line(row.error)}")
+    from smcp_fx.cli.table_show import show
+
+    show(arguments.table, _read(arguments.table), arguments.block, console)
     return 0
-
-
-def _of_block(rows: Sequence[TableRow], name: str) -> list[TableRow]:
-    chosen = [row for row in rows if name in row.name]
-    if not chosen:
-        known = ", ".join(dict.fromkeys(row.name for row in rows))
-        raise InputError(f"the table has no block {name!r}; it has {known}")
-    return sorted(chosen, key=lambda row: (row.name, row.widths))
-
-
-def _blocks_table(rows: Sequence[TableRow]) -> Table:
-    table = Table(box=None, padding=(0, 2))
-    for name in ("block", "rows", "widths", "fastest in cache", "slowest", "largest spread", "from memory"):
-        table.add_column(name, justify="left" if name == "block" else "right")
-    by_block: dict[str, list[TableRow]] = defaultdict(list)
-    for row in rows:
-        by_block[row.signature].append(row)
-    for members in by_block.values():
-        found = [(row.widths, row.latency) for row in members if row.latency]
-        spans = zip(*(widths for widths, _ in found), strict=True)
-        times = [latency.hot.median_ms for _, latency in found]
-        table.add_row(
-            line(members[0].name),
-            str(len(members)),
-            " x ".join(f"{min(span)}..{max(span)}" for span in spans),
-            *(f"{pick(times):.4g} ms" if times else "failed" for pick in (min, max)),
-            *(
-                f"{max(spreads):.0%}" if (spreads := [m.spread for m in of_state if m]) else ""
-                for of_state in (
-                    [latency.hot for _, latency in found],
-                    [latency.cold for _, latency in found],
-                )
-            ),
-        )
-    return table
-
-
-def _rows_table(rows: Sequence[TableRow]) -> Table:
-    table = Table(box=None, padding=(0, 2))
-    for column in (
-        "block",
-        "widths",
-        "in cache",
-        "spread",
-        "repeats",
-        "from memory",
-        "spread",
-        "repeats",
-        "measured",
-    ):
-        table.add_column(column, justify="left" if column == "block" else "right")
-    for row in rows:
-        states = (row.latency.hot, row.latency.cold) if row.latency else ()
-        cells = [cell for state in states for cell in _state_cells(state)] or ["failed", *[""] * 5]
-        table.add_row(line(row.name), _sizes(row), *cells, _when(row.measured_at))
-    return table
-
-
-def _sizes(row: TableRow) -> str:
-    return "x".join(map(str, row.widths))
-
-
-def _state_cells(found: Measurement | None) -> tuple[str, str, str]:
-    if found is None:
-        return "", "", ""
-    unstable = "" if found.stable else " unstable"
-    return f"{found.median_ms:.4f} ms", f"{found.spread:.0%}{unstable}", str(found.repeats)
 
 
 def _merge(arguments: argparse.Namespace, console: Console) -> int:
@@ -304,8 +212,10 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
     rows = _wanted(arguments)
     export_rows(rows, arguments.file)
     console.print(
-        f"{arguments.file}: {len(rows)} rows to measure. Fill in hot_ms, import the file, and ask again until "
-        "there are none."
+        f"{arguments.file}: {len(rows)} row{'s' * (len(rows) != 1)} to measure. Fill in hot_ms, import the file, "
+        "and ask again until there are none."
+        if rows
+        else f"{arguments.file}: nothing to measure, the table is complete"
     )
     return 0
 
@@ -337,6 +247,8 @@ def _write_models(folder: Path, wanted: Sequence[tuple[Any, tuple[int, ...]]]) -
     from smcp_fx.backends.onnx.export import write_model
 
     folder.mkdir(parents=True, exist_ok=True)
+    for earlier in folder.glob(f"{'[0-9]' * 5}_*.onnx"):  # of another round, whose lines were others
+        earlier.unlink()
     models = BlockModels()
     for number, (block, widths) in enumerate(wanted, 2):  # the line of its row in a CSV file
         name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{number:05d}_{block.name}_{'x'.join(map(str, widths))}.onnx")
@@ -395,10 +307,6 @@ def _shard(text: str) -> tuple[int, int]:
 
 def _failed(name: str, failed: Sequence[tuple[str, Any, str]]) -> bool:
     return any(other == name for other, _, _ in failed)
-
-
-def _when(stamp: float) -> str:
-    return datetime.fromtimestamp(stamp, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 if __name__ == "__main__":

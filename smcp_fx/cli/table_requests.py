@@ -34,7 +34,7 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
         raise InputError(
             "--retry-unstable is for devices that smcp_fx runs on: answers are measured elsewhere"
         )
-    options = chosen(EngineSettings, vars(arguments)).of_build
+    options = chosen(EngineSettings, vars(arguments)).of_build(arguments.precision)
     failed = 0
     with LatencyTable(arguments.table) as table:
         network = network_of(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from smcp_fx.calibration import RepairReport, repair
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
+from smcp_fx.compiler.telling import Tick
 from smcp_fx.compiler.training import accuracy
 from smcp_fx.errors import CheckpointError
 from smcp_fx.prepare import convert
@@ -41,6 +43,19 @@ def calibration_batches(
     drawn = data.drawn(images, seed)
     found = drawn.epoch(min(_BATCH, len(drawn.train)), seed, fitted.channels, fitted.size)  # type: ignore[arg-type]
     return [(x.to(device), y.to(device) if data.labelled else None) for x, y in found]
+
+
+class Counted:
+    """Batches that tell ``tick`` how many of so many ``passes`` through them are done."""
+
+    def __init__(self, batches: Batches, passes: int, tick: Tick) -> None:
+        self._batches, self._total, self._tick, self._done = batches, passes * len(batches), tick, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        for batch in self._batches:
+            yield batch
+            self._done += 1
+            self._tick(self._done, self._total)
 
 
 def repaired(prepared: PreparedModel, batches: Batches, fitted: FittedModel, data: ImageData) -> Repaired:

@@ -11,10 +11,10 @@ from rich.console import Console
 from torch import nn
 
 from smcp_fx.backends import Backend, Engine, compare, get_backend
-from smcp_fx.backends.tensorrt.engine import TensorRTEngine
-from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
+from smcp_fx.backends.layers import blocks_beside_layers
 from smcp_fx.calibration import gather_importance
 from smcp_fx.compiler.calibrating import (
+    Counted,
     Repaired,
     calibration_batches,
     calibration_facts,
@@ -26,6 +26,7 @@ from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.compiler.judging import dense_accuracy, note_guesses
 from smcp_fx.compiler.measuring import Corrector, accuracy_of
 from smcp_fx.compiler.phases import Phases
+from smcp_fx.compiler.precision import Precision
 from smcp_fx.compiler.pricing import asked_fraction, chosen_cost, dense_latency
 from smcp_fx.compiler.reporting import FinalFigures, build_report, target_row
 from smcp_fx.compiler.saving import WEIGHTS, Saver
@@ -84,6 +85,9 @@ class _Compilation:
     def go(self) -> Report:
         settings = self.settings
         backend = get_backend(settings.backend, **settings.backend_options)
+        for remark in backend.remarks():
+            self.tell.note(remark)
+        self.precision = Precision(backend, settings, self.tell)
         self.folder.look()
         torch.manual_seed(settings.seed)
         self.device = usable_device(settings.device)
@@ -116,6 +120,7 @@ class _Compilation:
             tested = fitted.trained and data.labelled
             found = dense_accuracy(fitted, data, self.tell) if tested else 1.0
             phases = Phases(settings, fitted, data, self.tell, found)
+            self.precision.calibrate(fitted, data)
             self._check_table(phases, backend, inputs, cost)
             self.folder.begin()  # from here on, an earlier run's files are replaced
             return self._train_and_emit(phases, backend, inputs, cost)
@@ -134,7 +139,10 @@ class _Compilation:
         dense_path, pruned_path = folder / "dense.onnx", folder / "pruned.onnx"
         with self.tell.stage("exporting the dense network"):
             full = converted_full(prepared).cpu()
+            kept = self.precision.choose_kept(full, inputs)
             dense = backend.compile(full, inputs, dense_path)
+            for remark in dense.remarks:
+                self.tell.note(remark)
         fraction = asked_fraction(prepared, settings.wanted, dense_latency(prepared, dense, cost))
         corrector = Corrector(prepared, backend, dense, inputs, fraction, folder / "state", self.tell.say)
         results: list[Epoch] = []
@@ -164,6 +172,9 @@ class _Compilation:
             measured = compare(dense, pruned)
         with self.tell.stage("reading accuracies from the emitted files"):
             accuracies = [accuracy_of(engine, data, fitted, settings.batch) for engine in (dense, pruned)]
+        precision = self.precision.facts(
+            (full, smaller), inputs, pruned, (accuracies[0], accuracies[1]), kept, data, fitted
+        )
         note_guesses(data, accuracies[0], accuracies[1], settings.rate, self.tell)
         report = build_report(
             settings, self.config, prepared, fitted, data, backend, corrector,
@@ -176,15 +187,16 @@ class _Compilation:
         if settings.targets:
             last = target_row(prepared, measured, accuracies[1], report.files["pruned"])
             without["targets"] = (*without["targets"], last)
-        return self._write(replace(report, **without), prepared, pruned)
+        return self._write(replace(report, precision=precision, **without), prepared, pruned)
 
     def _write(self, report: Report, prepared: PreparedModel, pruned: Engine) -> Report:
-        """Write the report, with the layers of a TensorRT engine, and print its tables."""
+        """Write the report, with the engine's layers where it tells them, and print its tables."""
         folder, network_latency = self.settings.folder, latency_of(prepared.pruner.cost)
-        if network_latency is not None and isinstance(pruned, TensorRTEngine):
+        layers = pruned.layers() if network_latency is not None else []
+        if network_latency is not None and layers:
             predicted = {block.name: block.pruned_ms or 0.0 for block in report.blocks}
-            layers = blocks_beside_layers(network_latency.blocks, predicted, pruned.layers())
-            report = replace(report, engine_layers=layers)
+            beside = blocks_beside_layers(network_latency.blocks, predicted, layers)
+            report = replace(report, engine_layers=beside)
         write_report(report, folder)
         for table in (summary_table(report), target_table(report)):
             if table is not None:
@@ -297,8 +309,9 @@ class _Compilation:
         settings, pruner = self.settings, prepared.pruner
         batches = calibration_batches(data, fitted, settings.calibration, settings.seed, self.device)
         images = sum(len(x) for x, _ in batches)
-        with self.tell.stage(f"gathering importances from {images} images"):
-            gather_importance(prepared, batches)
+        name = f"gathering importances from {images} images"
+        with self.tell.stage(name), self.tell.bar(name) as tick:
+            gather_importance(prepared, Counted(batches, 2, tick))
         points = []
         targets = sorted(settings.targets, reverse=True) or [corrector.fraction]
         for target in targets:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from smcp_fx.backends import Backend, RelativeLatency
+from smcp_fx.backends import Backend, RelativeLatency, backend_packages
 from smcp_fx.compiler.measuring import Corrector
+from smcp_fx.compiler.precision import file_of
 from smcp_fx.compiler.saving import WEIGHTS
 from smcp_fx.compiler.settings import CompileSettings, as_record
 from smcp_fx.compiler.surfaces import surfaces
@@ -115,6 +116,7 @@ def _files(backend: Backend, settings: CompileSettings) -> dict[str, str]:
         "report": "report.html",
         "data": "report.json",
         **_engine_files(backend, settings),
+        **_float_files(backend, settings),
     }
 
 
@@ -232,6 +234,13 @@ def _engine_files(backend: Backend, settings: CompileSettings) -> dict[str, str]
     }
 
 
+def _float_files(backend: Backend, settings: CompileSettings) -> dict[str, str]:
+    """Return the same networks' files in float32, of a run in less precision."""
+    if backend.full_precision() is None:
+        return {}
+    return {f"{side}_float": file_of(settings.folder, side).name for side in ("dense", "pruned")}
+
+
 def _weight_files(settings: CompileSettings) -> dict[str, str]:
     """Return the weights' file and manifest, if the network can be saved."""
     if not (settings.folder / WEIGHTS).exists():
@@ -269,7 +278,7 @@ def _table_facts(latency: NetworkLatency, begun: MeasureReport | None, backend: 
 
 def _versions() -> dict[str, str]:
     found = {}
-    for name in ("smcp_fx", "torch", "torchvision", "onnx", "onnxruntime", "numpy"):
+    for name in dict.fromkeys(("smcp_fx", "torch", "torchvision", "numpy", *backend_packages())):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

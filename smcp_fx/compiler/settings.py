@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from smcp_fx.backends.tensorrt.options import EngineSettings
+from smcp_fx.backends import PRECISIONS, backend_names
 from smcp_fx.config import PruningConfig, option
 from smcp_fx.costs.binding import absolute_target
 from smcp_fx.errors import InputError
@@ -26,8 +27,8 @@ def _flag(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class CompileSettings(EngineSettings):
-    """One run of the compiler."""
+class CompileSettings:
+    """One run of the compiler. ``of_backend``: the options that only its backend has."""
 
     model: str = option(
         "torchvision:resnet18",
@@ -57,8 +58,14 @@ class CompileSettings(EngineSettings):
     amp: bool = option(False, "train in mixed precision: float16 on a GPU, bfloat16 on a CPU")
     target: str = option("0.4", "fraction of the dense cost to reach, or an absolute cost such as '12 ms'")
     cost: str = option("latency", "what the target is in", ("latency", "flops", "params"))
-    backend: str = option(
-        "onnxruntime", "what the latency is measured in", ("onnxruntime", "tensorrt", "torch")
+    backend: str = option("onnxruntime", "what the latency is measured in", backend_names())
+    precision: str | None = option(
+        None, "precision that the network runs in (default: the runtime's own)", PRECISIONS
+    )
+    int8_keep: int = option(
+        0,
+        "with --precision int8: so many layers stay in float32, those whose quantisation alone changes the dense "
+        "network's answers most",
     )
     threads: int = option(1, "threads of the measured runtime")
     batch: int = option(32, "batch size that the latency is measured at")
@@ -117,9 +124,9 @@ class CompileSettings(EngineSettings):
     resume: bool = option(False, "go on with an interrupted run in --out (default: the last one in runs/)")
     overwrite: bool = option(False, "replace the run that is in --out")
     allow_missed: bool = option(False, "exit with success although the measured target was missed")
+    of_backend: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name in ("threads", "batch", "train_batch"):
             if getattr(self, name) < 1:
                 raise InputError(f"{_flag(name)} must be at least 1, not {getattr(self, name)}")
@@ -133,6 +140,10 @@ class CompileSettings(EngineSettings):
             raise InputError(f"--taught must be a share in [0, 1], not {self.taught}")
         if self.calibration < 2:
             raise InputError(f"--calibration must be at least 2 images, not {self.calibration}")
+        if self.int8_keep < 0 or (self.int8_keep and self.precision != "int8"):
+            raise InputError(
+                f"--int8-keep {self.int8_keep}: a number of layers, at least 0, and only with --precision int8"
+            )
         if any(not 0 < target <= 1 for target in self.targets):
             raise InputError(
                 f"--targets must be fractions in (0, 1], not {', '.join(map(str, self.targets))}"
@@ -203,7 +214,7 @@ class CompileSettings(EngineSettings):
     @property
     def backend_options(self) -> dict[str, Any]:
         """The arguments of the backend."""
-        return {"threads": self.threads, **(self.of_backend if self.backend == "tensorrt" else {})}
+        return {"threads": self.threads, "precision": self.precision, **self.of_backend}
 
     @property
     def folder(self) -> Path:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from smcp_fx.latency.progress import Lines, MeasuringProgress, told
 from smcp_fx.training import Epoch
+
+
+class Tick(Protocol):
+    """Moves a bar."""
+
+    def __call__(self, done: int, total: int, loss: float | None = None, /) -> None: ...
 
 
 class Teller:
@@ -50,8 +57,8 @@ class Teller:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
 
     @contextmanager
-    def bar(self, name: str) -> Iterator[Callable[[int, int, float], None]]:
-        """Show a bar; yields a function of (steps done, steps in all, loss)."""
+    def bar(self, name: str) -> Iterator[Tick]:
+        """Show a bar; yields a function of (steps done, steps in all, loss if there is one)."""
         with Progress(
             TextColumn("  {task.description}", markup=False),
             BarColumn(),
@@ -66,8 +73,9 @@ class Teller:
             task = progress.add_task(name)
             self._bar = progress, task, name
 
-            def tick(done: int, total: int, loss: float) -> None:
-                progress.update(task, completed=done, total=total, description=f"{name}, loss {loss:.3f}")
+            def tick(done: int, total: int, loss: float | None = None) -> None:
+                words = name if loss is None else f"{name}, loss {loss:.3f}"
+                progress.update(task, completed=done, total=total, description=words)
 
             try:
                 yield tick

@@ -1,4 +1,4 @@
-"""Callbacks for training frameworks; each module imports its framework, which is not a dependency."""
+"""What training frameworks need to prune; none of them is a dependency."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     """Load a framework's module when it is asked for: `smcp_fx.integrations.lightning`."""
-    if name == "lightning":
-        return importlib.import_module("smcp_fx.integrations.lightning")
+    if name in ("lightning", "ultralytics"):
+        return importlib.import_module(f"smcp_fx.integrations.{name}")
     raise AttributeError(f"module 'smcp_fx.integrations' has no attribute {name!r}")

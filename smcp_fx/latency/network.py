@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smcp_fx.allocation.rounding import without_dominated
-from smcp_fx.backends.base import Backend, Fingerprint
+from smcp_fx.backends.base import BYTES, Backend, Fingerprint
 from smcp_fx.blocks.fused import FusedBlock
 from smcp_fx.blocks.sharing import Grids
 from smcp_fx.channels import ChannelGraph
@@ -94,7 +94,8 @@ class NetworkLatency:
             with watched(measurer.progress) as tell:
                 report = table.measure(blocks, measurer.backend, tell, whole=False)
         parameters = list(traced.module.parameters())
-        bytes_each = parameters[0].element_size() if parameters else 4
+        own_bytes = parameters[0].element_size() if parameters else 4
+        bytes_each = BYTES.get(fingerprint.precision, own_bytes)
         found = cls(
             table=table,
             fingerprint=fingerprint,
@@ -102,7 +103,7 @@ class NetworkLatency:
             blocks=tuple(blocks),
             channels=channels,
             weights=_in_bytes(ParamsCost().network_cost(traced, channels), bytes_each),
-            activations=_bytes_written(blocks, channels, _permitted(channels)),
+            activations=_bytes_written(blocks, channels, _permitted(channels), bytes_each / own_bytes),
             run_ms=table.run_overhead(fingerprint),
             cold_share=table.cold_share,
             measurer=measurer,
@@ -280,12 +281,16 @@ def _sum_of_blocks(
 
 
 def _bytes_written(
-    blocks: Sequence[FusedBlock], channels: ChannelGraph, permitted: Mapping[str, tuple[int, ...]]
+    blocks: Sequence[FusedBlock],
+    channels: ChannelGraph,
+    permitted: Mapping[str, tuple[int, ...]],
+    smaller: float,
 ) -> NetworkCost:
+    """Bytes of results; ``smaller``: what a number takes, as a share of what it takes in the traced network."""
     terms, constant = [], 0.0
     for block in blocks:
         for width, size in block.written:
-            term = CostTerm(f"{block.name} written", (width,), partial(np.multiply, size))
+            term = CostTerm(f"{block.name} written", (width,), partial(np.multiply, smaller * size))
             term = without_branch(channels, block.nodes, term)
             if term.groups:
                 terms.append(term)

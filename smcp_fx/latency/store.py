@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +21,11 @@ from smcp_fx.backends.base import BlockLatency, Fingerprint
 from smcp_fx.backends.timing.measuring import Measurement
 from smcp_fx.errors import TableError
 from smcp_fx.latency import values
+from smcp_fx.latency.claims import is_alive, process_name
 from smcp_fx.latency.file import TableFile
 from smcp_fx.latency.surface import Point
 from smcp_fx.storage.files import brief, parse_json
 
-#: A claim from another machine, whose process cannot be looked up, is void after this long. Chosen: no row takes
-#: longer.
-_REMOTE_CLAIM_SECONDS = 600.0
 #: A row whose process died this often while measuring it is marked as failed. Chosen, not measured.
 MAX_ATTEMPTS = 3
 
@@ -59,7 +56,7 @@ class LatencyStore:
 
     def __init__(self, path: Path | str, *, create: bool = True, read_only: bool = False) -> None:
         self.path = Path(path)
-        self._owner = _process_name(os.getpid())
+        self._owner = process_name(os.getpid())
         with self._reported():
             existed = self.path.exists() and self.path.stat().st_size > 0
             if not existed and (read_only or not create):
@@ -168,7 +165,9 @@ class LatencyStore:
             for point in points:
                 widths = json.dumps(point)
                 state, owner, attempts, changed = taken.get(widths, ("free", "", 0, 0.0))
-                if state in ("measured", "failed") or (state == "claimed" and self._alive(owner, changed)):
+                if state in ("measured", "failed") or (
+                    state == "claimed" and is_alive(owner, changed, self._owner)
+                ):
                     continue
                 if attempts >= MAX_ATTEMPTS:
                     run(
@@ -256,7 +255,7 @@ class LatencyStore:
         """Return how many rows are claimed: by processes that are running, and by processes that are gone."""
         with self._reported():
             owners = self._file.run("SELECT owner, changed FROM latency WHERE state = 'claimed'").fetchall()
-        alive = sum(self._alive(owner, changed) for owner, changed in owners)
+        alive = sum(is_alive(owner, changed, self._owner) for owner, changed in owners)
         return alive, len(owners) - alive
 
     def damage(self) -> list[str]:
@@ -330,16 +329,6 @@ class LatencyStore:
         found = self._file.run("SELECT id FROM block WHERE signature = ?", (signature,))
         return int(found.fetchone()[0])
 
-    def _alive(self, owner: Any, claimed: Any) -> bool:
-        """Whether the process that claimed a row is running; this process's own old claims do not count."""
-        host, _, rest = str(owner).partition("/")
-        pid = rest.partition("/")[0]
-        if not pid.isdecimal():
-            return False
-        if host != socket.gethostname():
-            return isinstance(claimed, float) and 0 <= time.time() - claimed < _REMOTE_CLAIM_SECONDS
-        return bool(owner != self._owner and _process_name(int(pid)) == owner)
-
     @contextmanager
     def _reported(self) -> Iterator[None]:
         try:
@@ -364,15 +353,6 @@ class LatencyStore:
     def _transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
         with self._reported(), self._file.transaction() as run:
             yield run
-
-
-def _process_name(pid: int) -> str:
-    """Return host/pid/start: a reused pid has another start; 0 if the process is gone."""
-    try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        started = "0"
-    return f"{socket.gethostname()}/{pid}/{started}"
 
 
 def _columns(measurement: Measurement | None) -> list[float | int | None]:

@@ -79,9 +79,6 @@ class Pruner:
         self._asked = asked
         self.history: list[Solve] = []
         self.observers: list[Observer] = []
-        #: By group, the rise of the loss by number of units kept, [size + 1]; None before it is gathered, and again
-        #: once training goes on.
-        self.rises: Mapping[str, Floats] | None = None
         self._channels = channels
         self._state = state
         self._selector = Selector(state, config, channels.branches)
@@ -132,7 +129,8 @@ class Pruner:
         """
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise InputError(f"scaler must be the GradScaler in use or None, not {scaler!r}")
-        state, self.rises = self._state, None
+        state = self._state
+        state.rises = None
         self._watch.before_step(self._model.training, scaler is not None)
         scale = loss_scale(scaler)
         units = self._importance(self._model, 1.0 if scale is None else scale)
@@ -140,6 +138,7 @@ class Pruner:
         if scale is not None:  # the scaler leaves the step out when any gradient is not finite
             finite = finite & all_finite(self._model.parameters())
         state.gather(units, finite, self.config.momentum)
+        state.trained.copy_(state.keep)
         step = self._counted()
         total = None if self.schedule is None else self.schedule.total_steps
         for observer in self.observers:
@@ -216,7 +215,7 @@ class Pruner:
 
     def go_on_from(self, other: Pruner) -> None:
         """Copy from ``other`` what its model's copy does not hold: the history and the count of calls."""
-        self.history, self.rises = list(other.history), other.rises
+        self.history = list(other.history)
         self._calls, self._loads = other._calls, other._loads
         self.full_cost, self.target = other.full_cost, other.target
         self.cost = dataclasses.replace(other.cost, source=copy.copy(other.cost.source))
@@ -275,6 +274,14 @@ class Pruner:
         """Importances of every free group's units, [size], as the next solve would see them."""
         vector = self._scores()
         return {g.name: self._state.of_group(vector, g.name) for g in self._channels.groups if g.free}
+
+    @property
+    def rises(self) -> Mapping[str, Floats] | None:
+        """By free group, the rise of the loss by number of units kept, [size + 1], part of the model's state.
+
+        None before `smcp_fx.gather_importance`, and again once training goes on.
+        """
+        return self._state.rises
 
     def _scores(self) -> Tensor:
         arrived = self.schedule is not None and int(self._state.steps) >= self.schedule.ramp_end
@@ -338,10 +345,11 @@ class Pruner:
         if not bool((importance > 0).any()):
             self._importance.require_layers()
             raise no_importance(int(self._state.skipped), int(self._state.gathers))
+        rises = self._state.rises
         worth = (
             Worth(importance, self._state, self.config.width_exponent)
-            if self.rises is None
-            else KnownWorth(importance, self._state, self.rises)
+            if rises is None
+            else KnownWorth(importance, self._state, rises)
         )
         permanent = self.config.mask == "permanent"
         if permanent:

@@ -10,7 +10,9 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from smcp_fx.channels import ChannelGraph
@@ -21,7 +23,7 @@ from smcp_fx.passes.insert_kept_statistics import kept_name, masked_mixes
 from smcp_fx.passes.insert_soft_masks import mask_name, masked_layers
 
 #: What stays as it is when the model becomes half precision: sums over many steps, times.
-_EXACT = ("gathered", "remembered", "correction", "full_cost", "as_of")
+_EXACT = ("gathered", "remembered", "losses", "correction", "full_cost", "as_of")
 
 
 class Listener(Protocol):
@@ -35,19 +37,23 @@ class Listener(Protocol):
 class PruningState(nn.Module):
     """Masks, scales, importances and the position in the schedule, as buffers.
 
-    ``keep`` [units] bool; ``flipped`` [units] bool, whose mask the last solve changed; ``gathered`` and
-    ``remembered`` [units] float32, importances since the last solve and before it; ``steps``, ``gathers`` (steps
-    since the last solve) and ``solves`` int64 scalars; ``correction`` float64, see `Pruner.correction`; ``full_cost``
-    and ``as_of`` float64, the unpruned cost and what measured prices rest on (`CostSource`), 0 if not measured. Masks
-    (``mask_*`` of weights, ``kept_*`` of what mixes channels), scales (``scale_*``) and ``skipped`` (steps since the
-    last solve whose gradients were not finite) are not part of the state dict. Masks of weights have the type, device
-    and memory format that the layers of ``module`` have there.
+    ``keep`` [units] bool; ``trained`` [units] bool, what was kept in the last step of training: the network that
+    weights and statistics belong to; ``flipped`` [units] bool, whose mask the last solve changed; ``gathered`` and
+    ``remembered`` [units] float32, importances since the last solve and before it; ``losses`` float64, the `rises`,
+    -1 where they are not known; ``steps``, ``gathers`` (steps since the last solve) and ``solves`` int64 scalars;
+    ``correction`` float64, see `Pruner.correction`; ``full_cost`` and ``as_of`` float64, the unpruned cost and what
+    measured prices rest on (`CostSource`), 0 if not measured. Masks (``mask_*`` of weights, ``kept_*`` of what mixes
+    channels), scales (``scale_*``) and ``skipped`` (steps since the last solve whose gradients were not finite) are
+    not part of the state dict. Masks of weights have the type, device and memory format that the layers of
+    ``module`` have there.
     """
 
     keep: Tensor
+    trained: Tensor
     flipped: Tensor
     gathered: Tensor
     remembered: Tensor
+    losses: Tensor
     steps: Tensor
     gathers: Tensor
     solves: Tensor
@@ -65,9 +71,11 @@ class PruningState(nn.Module):
         self.listener: weakref.ref[Listener] | None = None
         self._derived = -1  # the version of ``keep`` that masks and scales were derived from
         self.register_buffer("keep", torch.ones(count, dtype=torch.bool))
+        self.register_buffer("trained", torch.ones(count, dtype=torch.bool))
         self.register_buffer("flipped", torch.zeros(count, dtype=torch.bool))
         self.register_buffer("gathered", torch.zeros(count))
         self.register_buffer("remembered", torch.zeros(count))
+        self.register_buffer("losses", torch.full((count + len(self._free),), -1.0, dtype=torch.float64))
         for name in ("steps", "gathers", "solves"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64))
         self.register_buffer("correction", torch.ones((), dtype=torch.float64))
@@ -129,6 +137,23 @@ class PruningState(nn.Module):
     def of_group(self, vector: Tensor, name: str) -> Tensor:
         """Return the part of a flat vector that belongs to a free group."""
         return vector[self._slices[name]]
+
+    @property
+    def rises(self) -> dict[str, NDArray[np.float64]] | None:
+        """By free group, the rise of the loss by number of units kept, [size + 1]; None where it is not known."""
+        if not self._free or float(self.losses[0]) < 0:
+            return None
+        ends = np.cumsum([group.size + 1 for group in self._free])
+        parts = np.split(self.losses.cpu().numpy(), ends[:-1])
+        return {group.name: part for group, part in zip(self._free, parts, strict=True)}
+
+    @rises.setter
+    def rises(self, rises: Mapping[str, NDArray[np.float64]] | None) -> None:
+        if rises is None:
+            self.losses.fill_(-1.0)
+        else:
+            flat = np.concatenate([rises[group.name] for group in self._free])
+            self.losses.copy_(torch.from_numpy(flat))
 
     def set_masks(self, masks: Mapping[str, Tensor]) -> None:
         """Set groups' masks ([size] bool), or raise `InputError` and change nothing.

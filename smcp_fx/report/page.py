@@ -112,7 +112,9 @@ def _cell(content: str, below: str = "", class_: str | None = None) -> Markup:
 
 
 def _pictures(report: Report) -> list[Markup]:
-    small = (_solves(report), _training(report), _validation(report))
+    small = [_training(report), _validation(report)]
+    if report.calibration is None:  # else masks are chosen in one place, before the epochs
+        small.insert(0, _solves(report))
     return [
         *_without_training(report),
         _layers(report),

@@ -202,6 +202,24 @@ class CalibrationFacts:
 
 
 @dataclass(frozen=True)
+class PrecisionFacts:
+    """What less precision did: the same networks in float32 beside the emitted ones."""
+
+    name: str = told("the precision of the emitted files", "")
+    dense_accuracy: float | None = told("accuracy of the dense network in float32")
+    pruned_accuracy: float | None = told("accuracy of the pruned network in float32")
+    dense_ms: float | None = told("median latency of the dense network in float32")
+    fraction: float | None = told("measured latency of the emitted file, over the dense network's in float32")
+    pruned_fraction: float | None = told("measured latency, pruned over dense, both in float32")
+    kept: tuple[str, ...] = told("layers that were left in float32 as asked", ())
+    errors: Mapping[str, float] = told(
+        "where less precision costs more than a point: error of the pruned network's outputs (root mean square, as a "
+        "share of theirs) if a layer alone is quantised",
+        {},
+    )
+
+
+@dataclass(frozen=True)
 class Report:
     """The result of a compile run."""
 
@@ -236,13 +254,14 @@ class Report:
         "whether accuracies are agreement with the dense network, for lack of labels", False
     )
     calibration: CalibrationFacts | None = told("what was repaired; null where masks were learnt in training")
+    precision: PrecisionFacts | None = told("what less precision than float32 did; null where it is that")
     targets: tuple[TargetRow, ...] = told("the trade-off curve, where one was asked for", ())
     validation: tuple[EngineRow, ...] = told("predicted beside measured latency", ())
     blocks: tuple[BlockRow, ...] = told("latency by block; empty where the target is not a latency", ())
     surfaces: tuple[SurfaceRow, ...] = told("latency over channels, of the slowest blocks", ())
     table: TableFacts | None = told("the latency table; null where the target is not a latency")
     engine_layers: Mapping[str, Any] | None = told(
-        "TensorRT's own times by block and layer, where there are any"
+        "the engine's own times by block and layer, where its runtime tells them"
     )
     files: Mapping[str, str] = told("names of the files in the folder, by what they are", {})
     notes: tuple[str, ...] = told("what was noticed", ())

@@ -79,12 +79,14 @@ def comparison(report: Report) -> list[SummaryRow]:
     if accuracy[0] is not None and accuracy[1] is not None:
         points = f"{signed(100 * (accuracy[1] - accuracy[0]))} points"
     name = "agreement with the dense network" if report.agreement else "accuracy"
-    rows = [SummaryRow(name, percent(accuracy[0]), percent(accuracy[1]), points)]
+    rows = [SummaryRow(name, percent(accuracy[0]), percent(accuracy[1]), points), *_in_float(report, name)]
     for name, key in (
         ("latency, predicted by the table", "predicted_ms"),
         ("latency, measured", "latency_ms"),
     ):
         before, after = getattr(dense, key), getattr(pruned, key)
+        if key == "predicted_ms" and cost_word(report) != "latency" and before is after is None:
+            continue  # a target of FLOPs needs no table
         spread = (_quartiles(dense), _quartiles(pruned)) if key == "latency_ms" else ("", "")
         rows.append(
             SummaryRow(
@@ -98,6 +100,23 @@ def comparison(report: Report) -> list[SummaryRow]:
         before, after = getattr(dense, key), getattr(pruned, key)
         rows.append(SummaryRow(name, count(before), count(after), relative_change(before, after)))
     return rows
+
+
+def _in_float(report: Report, name: str) -> list[SummaryRow]:
+    """Return the same networks' accuracies in float32, and latencies as shares of the dense network's in that."""
+    facts = report.precision
+    if facts is None:
+        return []
+    dense, pruned = facts.dense_accuracy, facts.pruned_accuracy
+    points = "" if dense is None or pruned is None else f"{signed(100 * (pruned - dense))} points"
+    before, plain = report.dense.latency_ms, facts.dense_ms
+    share = None if before is None or not plain else before / plain
+    return [
+        SummaryRow(f"{name}, in float32", percent(dense), percent(pruned), points),
+        SummaryRow(
+            "latency over the dense network's in float32", percent(share), percent(facts.fraction), ""
+        ),
+    ]
 
 
 def target_line(report: Report) -> str:

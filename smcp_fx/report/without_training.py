@@ -14,6 +14,8 @@ from smcp_fx.report.schema import CalibrationFacts, RepairRow, Report
 from smcp_fx.report.svg import Markup, Panel, dot, line, path, picture, rect, text
 
 _WIDTH, _LETTER, _STEP = 560.0, 6.9, 22.0
+#: Errors below this, as a share of the outputs' spread, would be written 0.0 %.
+_SEEN = 5e-4
 
 
 def measure_word(report: Report) -> str:
@@ -66,7 +68,8 @@ def target_table(report: Report) -> Table | None:
     rows = target_rows(report)
     if not rows:
         return None
-    table = Table(title="What each target costs", box=box.SIMPLE_HEAD)
+    # Eight columns fit into a terminal of 80 characters.
+    table = Table(title="What each target costs", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in target_head(report):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -77,12 +80,15 @@ def target_table(report: Report) -> Table | None:
 def target_head(report: Report) -> tuple[str, ...]:
     """Return the names of `target_rows`' columns."""
     word = "agreement" if report.agreement else "accuracy"
-    return ("target", "cost", "latency", "of dense", word, "parameters", "FLOPs", "file")
+    return ("target", "cost", "latency", "of dense", word, "params", "FLOPs", "file")
 
 
 def repair_bars(layers: Sequence[RepairRow]) -> Markup | None:
-    """Return each layer's error before repair in grey and after it in blue, as shares of its outputs' spread."""
-    drawn = [layer for layer in layers if not layer.left]
+    """Return layers' errors before repair in grey and after it in blue, as shares of their outputs' spread.
+
+    Layers whose error is none before are left out; None if that is all.
+    """
+    drawn = [layer for layer in layers if not layer.left and layer.before >= _SEEN]
     if not drawn:
         return None
     left = min(max(len(layer.path) for layer in drawn) * _LETTER, 240.0) + 14
@@ -111,5 +117,6 @@ def repair_words(report: Report, found: CalibrationFacts) -> str:
     return (
         f"{measure_word(report).capitalize()}: {stages}. {done} of {len(found.layers)} layers were fitted to what "
         f"the dense network computes on {found.images} images {labels} labels, and {found.norms} batch norms "
-        "set. A layer that did not improve on held-out images stays as it was."
+        "set. A layer that did not improve on held-out images stays as it was. Not drawn: layers with errors below "
+        f"{100 * _SEEN:g} % of the outputs' spread."
     )

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.proxy import Proxy
-from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
+from smcp_fx.errors import TraceError
 from smcp_fx.tracing.contexts import same_gradients
 
 _ASKED = {"requires_grad": True, "is_leaf": False}  # and whether the answer is that gradients are kept
@@ -77,7 +77,7 @@ class GradientQuestions:
             else:
                 same &= a.target == b.target
         if not same:
-            raise FxTraceError(
+            raise TraceError(
                 f"it computes something else where gradients are kept (asked at {self.asked[0]}), and a graph "
                 "does not ask: branch on self.training"
             )

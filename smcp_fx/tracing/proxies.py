@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.proxy import Attribute, Proxy
-from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
+from smcp_fx.errors import TraceError
 from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.frames import asks_for_type, in_library, instruction_of, looks_up
 from smcp_fx.tracing.sentences import express
@@ -65,7 +65,7 @@ class AnsweringProxy(Proxy):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(Tensor, name) and not in_library(sys._getframe(1)):
-            raise FxTraceError(
+            raise TraceError(
                 f"{express(self.node)}.{name} is assigned, which a graph does not do; write into the tensor "
                 "(`x.copy_(...)`), or use another name"
             )

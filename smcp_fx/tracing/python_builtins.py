@@ -14,24 +14,27 @@ import math
 import operator
 import sys
 import threading
-from collections.abc import Callable
-from types import FunctionType, ModuleType, TracebackType
+from collections.abc import Callable, Iterator
+from types import CellType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx.proxy import Proxy
+from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.frames import in_library
 from smcp_fx.tracing.random_draws import METHODS, drawing
-from smcp_fx.tracing.sentences import asking_line
+from smcp_fx.tracing.sentences import asking_line, express
 
 _FACTORIES = "zeros ones full empty arange linspace eye tensor as_tensor full_like meshgrid".split()
 #: Methods of tensors that look into their arguments before they ask whether one of them is a proxy.
 _METHODS = "type expand roll new new_empty new_full new_ones new_tensor new_zeros".split()
-_TOLD = ("int", "float", "len", "isinstance")
+_TOLD = ("int", "float", "len", "isinstance", "callable")
+#: Functions of torch that raise unless something holds, and the place of what has to.
+_CHECKS = {"_check": 0, "_check_with": 1, "_check_tensor_all": 0, "_check_tensor_all_with": 1}
 #: Where a type is only looked at, and a stand-in does as well.
 _LOOKS = {"isinstance", "issubclass"}
 _CACHED = functools._lru_cache_wrapper
@@ -49,6 +52,7 @@ class StandIns:
             **{name: self._limits(getattr(torch, name)) for name in ("finfo", "iinfo")},
             "is_tensor": self._is_tensor,
             "is_grad_enabled": self._is_grad_enabled(torch.is_grad_enabled),
+            **{name: self._check(getattr(torch, name), place) for name, place in _CHECKS.items()},
         }
         self._wanted: list[tuple[Any, str, Any]] = [
             (torch, name, value) for name, value in torch_wide.items()
@@ -59,18 +63,19 @@ class StandIns:
             "float": self._type(float, self._float),
             "len": self._len,
             "isinstance": self._isinstance,
+            "callable": self._callable,
         }
         for space in _spaces(model):
             if isinstance(space, ModuleType):
                 called = _called(space.__name__)
                 self._wanted += [(space, name, told[name]) for name in called if name not in vars(space)]
-            cached = [(name, value) for name, value in vars(space).items() if isinstance(value, _CACHED)]
-            self._wanted += [(space, name, _uncached(value)) for name, value in cached]
+            self._wanted += _uncached_in(space)
         self._wanted += drawing(self._drawn, _spaces(model))
 
     def __enter__(self) -> None:
         for space, name, value in self._wanted:
-            self._put.append((space, name, vars(space).get(name, self)))
+            before = space.cell_contents if isinstance(space, CellType) else vars(space).get(name, self)
+            self._put.append((space, name, before))
             setattr(space, name, value)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -106,14 +111,28 @@ class StandIns:
         return self.tracer.create_proxy(kind, target, args, kwargs)
 
     def _isinstance(self, value: Any, kinds: Any) -> bool:
-        return (
-            issubclass(self.tracer.kind(value), kinds)
-            if isinstance(value, Proxy)
-            else isinstance(value, kinds)
-        )
+        if kinds is Proxy or not isinstance(value, Proxy):  # some ask whether they are being traced
+            return isinstance(value, kinds)
+        return issubclass(self.tracer.kind(value), kinds)
 
     def _is_tensor(self, value: Any) -> bool:
         return issubclass(self.tracer.kind(value) if isinstance(value, Proxy) else type(value), Tensor)
+
+    def _callable(self, value: Any) -> bool:
+        return callable(self.tracer.value(value.node) if isinstance(value, Proxy) else value)
+
+    def _check(self, function: Callable[..., None], place: int) -> Callable[..., None]:
+        def check(*args: Any, **kwargs: Any) -> None:
+            condition = args[place] if len(args) > place else kwargs.get("cond")
+            if not isinstance(condition, Proxy):
+                function(*args, **kwargs)
+            elif self.tracer.is_tensor(condition):
+                told = f"{express(condition.node)} has to hold ({asking_line()})"
+                self.tracer.create_proxy("call_function", torch._assert, (condition.all(), told), {})
+            elif not condition:
+                raise FxTraceError(f"{express(condition.node)} has to hold, and does not")
+
+        return check
 
     def _is_grad_enabled(self, function: Callable[[], bool]) -> Callable[[], bool]:
         thread = threading.get_ident()
@@ -176,6 +195,24 @@ def _uncached(function: Any) -> Callable[..., Any]:
     return call
 
 
+def _uncached_in(space: ModuleType | type) -> Iterator[tuple[Any, str, Any]]:
+    """What to put in the place of cached functions: where, under which name, what. Decorators hold some in cells."""
+    for name, value in list(vars(space).items()):
+        method = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        if isinstance(method, _CACHED):
+            yield space, name, _uncached(method) if value is method else type(value)(_uncached(method))
+        for cell in (isinstance(method, FunctionType) and method.__closure__) or ():
+            if isinstance(held := _content(cell), _CACHED):
+                yield cell, "cell_contents", _uncached(held)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
 def _spaces(model: nn.Module) -> list[ModuleType | type]:
     """The classes of the model's modules, their files, and the files of its package whose functions they import."""
     classes = [
@@ -202,7 +239,7 @@ def _is_models(name: str) -> bool:
 def _called(module: str) -> tuple[str, ...]:
     """Which of `int`, `float`, `len` and `isinstance` a file calls, and uses for nothing else.
 
-    (`dtype=int` needs the type itself.)
+    (`dtype=int` needs the type itself; `callable` may be the name of something else in places.)
     """
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
@@ -219,4 +256,4 @@ def _called(module: str) -> tuple[str, ...]:
             hints |= {id(part) for part in ast.walk(hint)} if isinstance(hint, ast.AST) else set()
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     other = {node.id for node in names if id(node) not in looked | hints}
-    return tuple(name for name in _TOLD if name in called and name not in other)
+    return tuple(name for name in _TOLD if name in called and (name not in other or name == "callable"))

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.fx.proxy import TraceError as FxTraceError
+
+from smcp_fx.errors import TraceError
 
 #: What draws with nothing but numbers, or numbers and constant tensors, for its arguments.
 FUNCTIONS = "rand randn randint randperm normal bernoulli multinomial poisson".split()
@@ -54,7 +55,7 @@ def drawing(
         def draw(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return function(*args, **kwargs)
-            raise FxTraceError(
+            raise TraceError(
                 f"it draws with {name}, whose one result a graph would hold for ever: "
                 "draw with torch.rand and its like"
             )

@@ -26,6 +26,7 @@ from torch.fx.proxy import TraceError as FxTraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from smcp_fx.errors import TraceError
 from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors
 from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
@@ -39,8 +40,14 @@ from smcp_fx.tracing.seen_through import seen_through
 from smcp_fx.tracing.sentences import AGAIN, INFIX, TAKEN, asking_line, express
 from smcp_fx.tracing.writes import functional_writes, own_constants
 
+#: Functions that ask of a tensor's values whether they are finite.
+_OF_VALUES = {"isfinite", "isnan", "isinf"}
 #: Functions that read a tensor's values, whatever they return.
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "any", "all", "is_nonzero", "data_ptr"}
+
+
+class KeptOutsideError(FxTraceError):
+    """What a hook kept while values were worked out was to become a constant."""
 
 
 class ShapeTracer(AnsweringTracer):
@@ -135,7 +142,7 @@ class ShapeTracer(AnsweringTracer):
     def create_arg(self, a: Any) -> Any:
         """Numbers of numpy are plain ones in a graph; what was worked out on the example's shapes is no constant."""
         if isinstance(a, Tensor) and self._fake is not None and getattr(a, "fake_mode", None) is self._fake:
-            raise FxTraceError(
+            raise KeptOutsideError(
                 "a tensor comes from a hook, or from a list outside the model, which keeps what modules give"
             )
         return super().create_arg(
@@ -162,8 +169,15 @@ class ShapeTracer(AnsweringTracer):
         return attr_val if self._evaluating else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def to_bool(self, obj: Proxy) -> bool:
-        """The branch taken."""
+        """The branch taken; that of finite values where a tensor is asked whether all of its own are."""
+        if (asked := asks_if_finite(obj.node)) is not None:
+            tensor, finite = asked
+            good = obj if finite else obj.tracer.create_proxy("call_function", operator.not_, (obj,), {})
+            self._assume(obj, good, f"{express(tensor)} is finite")
+            return finite
         value = bool(self._plain(obj, "a branch"))
+        if obj.node.target in (operator.eq, operator.ne) and None in obj.node.args:
+            return value  # so for every input
         self._assume(obj, obj if value else obj.tracer.create_proxy("call_function", operator.not_, (obj,), {}),
                      express(obj.node) if value else f"not {express(obj.node)}")  # fmt: skip
         return value
@@ -305,16 +319,20 @@ class ShapeTracer(AnsweringTracer):
                 module = self.root.get_submodule(str(node.target))
                 if isinstance(module, _BatchNorm) and len(args) == 1 and isinstance(args[0], Tensor):
                     return torch.empty_like(args[0])  # a fake one is decomposed, which is slow
-                return module(*args, **kwargs)
+                return self.run_module(module, args, kwargs)
             if node.op == "call_method":
                 result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 result = node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
             raise FxTraceError(f"{express(node)} cannot be told from shapes alone ({error})") from error
-        if str(getattr(node.target, "__name__", node.target)) in _READS and isinstance(args[0], Tensor):
+        if _called(node) in _READS and isinstance(args[0], Tensor):
             raise FxTraceError(f"{express(node)} depends on the values in a tensor")
         return result
+
+    def run_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What the module gives for fake tensors."""
+        return module(*args, **kwargs)
 
     def _fake_mode(self) -> Any:
         if self._fake is None:
@@ -345,13 +363,31 @@ def plain_lists(tree: Any) -> Any:
     return tree
 
 
+def asks_if_finite(node: fx.Node) -> tuple[fx.Node, bool] | None:
+    """The tensor of `isfinite(x).all()`, and of `isnan(x).any()`, with the answer that finite values give."""
+    for reduced, question, answer in (("all", ("isfinite",), True), ("any", ("isnan", "isinf"), False)):
+        if _called(node) == reduced and len(node.args) == 1:
+            inner = node.args[0]
+            if (
+                isinstance(inner, fx.Node)
+                and _called(inner) in question
+                and isinstance(inner.args[0], fx.Node)
+            ):
+                return inner.args[0], answer
+    return None
+
+
+def _called(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
 def _drop_constant_questions(graph: fx.Graph) -> None:
     """Comparisons that were made for Python's sake and that no assertion needs."""
     for node in reversed(list(graph.nodes)):
         asked = node.op == "call_function" and (
             node.target in INFIX or node.target in (operator.not_, getattr)
         )
-        if asked and not node.users:
+        if (asked or asks_if_finite(node) or _called(node) in _OF_VALUES) and not node.users:
             graph.erase_node(node)
 
 
@@ -359,7 +395,7 @@ def _refuse_state(module: nn.Module) -> None:
     """A module that forward makes, or keeps where `nn.Module` does not look, may hold no tensors of its own."""
     held = next(iter([*module.named_parameters(), *module.named_buffers()]), None)
     if held is not None:
-        raise FxTraceError(
+        raise TraceError(
             f"a {type(module).__name__} that is called is not a submodule of the model, so its {held[0]!r} is not "
             "in the state dict: make it in __init__, and keep it as an attribute or in an nn.ModuleList"
         )

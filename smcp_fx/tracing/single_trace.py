@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.errors import TraceError
+from smcp_fx.errors import SmcpError, TraceError
 from smcp_fx.tracing.attributes import Attributes
 from smcp_fx.tracing.autograd_functions import functions_kept
 from smcp_fx.tracing.buffers import Buffers, WritesBuffersError
@@ -24,16 +27,33 @@ from smcp_fx.tracing.mode_steps import alike
 from smcp_fx.tracing.own_weights import computed_by_hooks, is_parametrised_layer, own_weight
 from smcp_fx.tracing.plain_attention import forward_of, is_plain, slow_path
 from smcp_fx.tracing.sentences import is_ours
-from smcp_fx.tracing.shape_tracer import ShapeTracer
+from smcp_fx.tracing.shape_tracer import KeptOutsideError, ShapeTracer
+
+#: Files whose hooks are part of the forward, which reads what they keep.
+_OF_FORWARD = {"transformers.utils.output_capturing"}
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Which modules are called as they are: those at ``paths``, and those with hooks unless ``hooks`` are traced."""
+
+    paths: tuple[str, ...]
+    hooks: bool = False
+    observed: set[str] = field(default_factory=set)  # of torch's modules: those whose hooks changed nothing
+
+
+class HooksError(TraceError):
+    """The forward reads what a hook keeps."""
 
 
 class _Tracer(ShapeTracer):
     """Answers questions about shapes. Modules with hooks or parametrisations stay leaves, so that these still run.
 
-    So do those named in ``leaves``. ``stopped`` is the innermost module in which tracing failed.
+    So do those named in ``leaves``. With ``leaves.hooks`` hooks are traced: what they keep is read in the forward.
+    ``stopped`` is the innermost module in which tracing failed.
     """
 
-    def __init__(self, inputs: tuple[Any, ...], leaves: tuple[str, ...], proxy_buffers: bool) -> None:
+    def __init__(self, inputs: tuple[Any, ...], leaves: Leaves, proxy_buffers: bool) -> None:
         super().__init__(inputs)
         self.leaves = leaves
         self.stopped: nn.Module | None = None
@@ -48,8 +68,9 @@ class _Tracer(ShapeTracer):
         return super().trace(root, concrete_args)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        changed = m._forward_hooks or m._forward_pre_hooks or nn.utils.parametrize.is_parametrized(m)
-        named = module_qualified_name in self.leaves
+        hooked = (m._forward_hooks or m._forward_pre_hooks) and not self._traces_hooks(m)
+        changed = hooked or nn.utils.parametrize.is_parametrized(m)
+        named = module_qualified_name in self.leaves.paths
         scripted = isinstance(m, torch.jit.ScriptModule)  # it has no Python to trace
         if (changed and m not in self._looked_into) or named or scripted:
             return True
@@ -67,7 +88,16 @@ class _Tracer(ShapeTracer):
                 return self._call_plainly(m, forward_of(m, forward, self._seen), args, kwargs)
             if not self._evaluating and (is_parametrised_layer(m) or computed_by_hooks(m)):
                 return self._call_computing(m, forward, args, kwargs)
-            return super().call_module(m, forward, args, kwargs)
+            output = super().call_module(m, forward, args, kwargs)
+            path = self._paths.get(m, "")
+            if (
+                m._forward_hooks
+                and not self._evaluating
+                and self._traces_hooks(m)
+                and self.is_leaf_module(m, path)
+            ):
+                self._run_hooks(m, args, kwargs, output)
+            return output
         except Exception:
             self.stopped = self.stopped or m
             raise
@@ -81,6 +111,29 @@ class _Tracer(ShapeTracer):
                 return super().call_module(m, forward, args, kwargs)
         finally:
             self._looked_into.discard(m)
+
+    def _traces_hooks(self, m: nn.Module) -> bool:
+        hooks = (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+        return self.leaves.hooks or all(getattr(hook, "__module__", "") in _OF_FORWARD for hook in hooks)
+
+    def _run_hooks(self, m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Let a leaf's hooks see what it is called with, and keep it. What they change, the call itself does."""
+        changed = bool(m._forward_pre_hooks)
+        for number, hook in m._forward_hooks.items():
+            named = (kwargs,) if number in m._forward_hooks_with_kwargs else ()
+            changed |= hook(m, args, *named, output) is not None
+        if not changed:
+            self.leaves.observed.add(self._paths[m])
+
+    def run_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What it gives for fake tensors, which no hook that is traced keeps."""
+        if not module._forward_hooks or not self._traces_hooks(module):
+            return super().run_module(module, args, kwargs)
+        hooks, module._forward_hooks = module._forward_hooks, OrderedDict()
+        try:
+            return super().run_module(module, args, kwargs)
+        finally:
+            module._forward_hooks = hooks
 
     def _seen(self, given: Any) -> Any:
         return self.value(given.node) if isinstance(given, fx.Proxy) else given
@@ -142,7 +195,7 @@ def fails(model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes]) 
 
 
 def trace_in_mode(
-    model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: tuple[str, ...]
+    model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: Leaves
 ) -> ModeTrace:
     """Trace the model in these modes.
 
@@ -164,12 +217,10 @@ def trace_in_mode(
     return traced[0]
 
 
-def _trace_so(
-    model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: tuple[str, ...]
-) -> _Once:
+def _trace_so(model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: Leaves) -> _Once:
     try:
         return _trace_once(model, inputs, modes, leaves, proxy_buffers=True)
-    except (WritesBuffersError, AutocastError):
+    except (WritesBuffersError, AutocastError, HooksError):
         raise
     except TraceError:
         if not any(True for _ in model.buffers()):
@@ -182,7 +233,7 @@ def _trace_once(
     model: nn.Module,
     inputs: tuple[Any, ...],
     modes: tuple[bool, Modes],
-    leaves: tuple[str, ...],
+    leaves: Leaves,
     *,
     proxy_buffers: bool,
 ) -> _Once:
@@ -200,7 +251,7 @@ def _trace_once(
     except Exception as error:
         where = next(
             (
-                f"{frame.filename}:{frame.lineno} ({frame.line})"
+                f"{frame.filename}:{frame.lineno} ({textwrap.shorten(frame.line or '', 100)})"
                 for frame in reversed(traceback.extract_tb(error.__traceback__))
                 if Path(torch.__file__).parent not in Path(frame.filename).parents
                 and not is_ours(frame.filename)
@@ -210,10 +261,16 @@ def _trace_once(
         names = {id(module): name for name, module in model.named_modules()}
         stopped = names.get(id(tracer.stopped), "")
         inside = f"in module {stopped!r} ({type(tracer.stopped).__name__}), " if stopped else ""
-        raise TraceError(
-            f"torch.fx cannot trace {type(model).__name__}: {first_line(error)} It stopped {inside}at {where}. "
-            "Control flow must not depend on tensors' values; move it out of forward, wrap it with "
+        advice = (
+            ""  # the library's own says what to do
+            if isinstance(error, SmcpError)
+            else " Control flow must not depend on tensors' values; move it out of forward, wrap it with "
             "torch.fx.wrap, or name the module in prepare(..., leaves=[...])."
+        )
+        kind = HooksError if isinstance(error, KeptOutsideError) else TraceError
+        raise kind(
+            f"torch.fx cannot trace {type(model).__name__}: {first_line(error)} It stopped {inside}at {where}."
+            + advice
         ) from error
     finally:
         written |= buffers.restore()

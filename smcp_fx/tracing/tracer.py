@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,8 @@ from smcp_fx.tracing.mode_paths import Exploring, Modes, ModeTrace
 from smcp_fx.tracing.modes import require_one_mode, with_branches
 from smcp_fx.tracing.plain_attention import slow_path
 from smcp_fx.tracing.rewrites import add_computed_biases, drop_expansions, normalise
-from smcp_fx.tracing.single_trace import fails, trace_in_mode
+from smcp_fx.tracing.single_trace import HooksError, Leaves, fails, trace_in_mode
+from smcp_fx.tracing.size_caches import forgotten
 from smcp_fx.tracing.values import OPAQUE
 
 
@@ -76,11 +78,14 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             f"{first_line(error)} Pass inputs of the shape the model was made for."
         ) from error
     training = model.training
-    graph, traces = _with_leaves(model, inputs, leaves)
+    with forgotten(model, inputs, expected):
+        graph, traces, called = _with_leaves(model, inputs, leaves)
     normalise(model, graph)
     traced = fx.GraphModule(model, graph, class_name=type(model).__name__)
     traced.graph.lint()
     _keep_constants_out_of_the_state(model, traced)
+    for path in called.observed:
+        _drop_hooks(traced, path)
     # Modules as they are now: `trace_in_mode` restores them, GraphModule's own flag is set from the model's.
     traced.training = training
     _restore_flags(model, traced)
@@ -123,16 +128,23 @@ def _require_traceable(model: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 def _with_leaves(
     model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...]
-) -> tuple[fx.Graph, list[ModeTrace]]:
+) -> tuple[fx.Graph, list[ModeTrace], Leaves]:
     """Trace the model, with ``leaves`` and those modules left alone that turn out not to be traceable.
 
-    Their nodes are marked as opaque, with the reason.
+    Their nodes are marked as opaque, with the reason. Hooks run with their modules; where the forward reads what they
+    keep, they are traced.
     """
     why = {path: f"{path!r} is left as it is" for path in leaves}
+    hooks = False
     while True:
+        called = Leaves(tuple(why), hooks)
         try:
-            graph, traces = _merged(model, inputs, tuple(why))
+            graph, traces = _merged(model, inputs, called)
             break
+        except HooksError:
+            if hooks:
+                raise
+            hooks = True
         except WritesBuffersError as error:
             if "" in error.paths or error.paths & why.keys():
                 raise
@@ -148,7 +160,15 @@ def _with_leaves(
     for node in graph.nodes:
         if node.op == "call_module" and node.target in why:
             node.meta[OPAQUE] = why[str(node.target)]
-    return graph, traces
+    return graph, traces, called
+
+
+def _drop_hooks(traced: fx.GraphModule, path: str) -> None:
+    """Put a module without hooks in the place of one whose hooks were traced; it has the same parameters."""
+    home, _, name = path.rpartition(".")
+    module = copy.copy(traced.get_submodule(path))
+    module._forward_hooks = OrderedDict()
+    setattr(traced.get_submodule(home), name, module)
 
 
 def _differs(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...], expected: Any) -> TraceError:
@@ -205,9 +225,7 @@ def _keep_constants_out_of_the_state(model: nn.Module, traced: fx.GraphModule) -
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def _merged(
-    model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...]
-) -> tuple[fx.Graph, list[ModeTrace]]:
+def _merged(model: nn.Module, inputs: tuple[Any, ...], leaves: Leaves) -> tuple[fx.Graph, list[ModeTrace]]:
     """One graph for all modes of the model's modules, and the traces that it was made of."""
 
     def values(trace: ModeTrace) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from tolerances import assert_close
 
 from smcp_fx.backends import get_backend
 from smcp_fx.backends.onnx.blocks import BlockModels
+from smcp_fx.backends.onnx.context import add_context, random_feed
 from smcp_fx.backends.onnxruntime import own_time
 from smcp_fx.backends.onnxruntime.blocks import measure_block
-from smcp_fx.backends.onnxruntime.context import add_context, random_feed
 from smcp_fx.backends.onnxruntime.own_time import block_ms
 from smcp_fx.backends.onnxruntime.profile import NodeTime
 from smcp_fx.backends.timing.measuring import (

@@ -17,11 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import smcp_fx
 from smcp_fx.backends.onnxruntime import blocks
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
-from smcp_fx.backends.onnxruntime.blocks import measure_block, sample_of_block
+from smcp_fx.backends.onnxruntime.blocks import measure_block
 from smcp_fx.backends.onnxruntime.overhead import Overhead
 from smcp_fx.backends.onnxruntime.profile import NodeTime
 from smcp_fx.backends.pytorch import TorchBackend
-from smcp_fx.backends.timing import physics, quiet
+from smcp_fx.backends.timing import block_runs, physics, quiet
+from smcp_fx.backends.timing.block_runs import sample_of_block
 from smcp_fx.backends.timing.measuring import Sample
 from smcp_fx.backends.timing.quiet import core_share
 from smcp_fx.errors import BackendError, MachineBusyError
@@ -104,9 +105,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(blocks.Profiler, "runs", runs)
         monkeypatch.setattr(blocks, "overhead", lambda *_: Overhead(0.0, 0.0))
         monkeypatch.setattr(blocks, "pace", lambda: SimpleNamespace(usual_ms=0.0))
-        monkeypatch.setattr(blocks, "evict_caches", lambda: None)
-        monkeypatch.setattr(blocks, "displace_inner_caches", lambda: None)
-        monkeypatch.setattr(blocks, "take_sample", lambda timer, _: (timer(), samples(next(count)))[1])
+        monkeypatch.setattr(block_runs, "evict_caches", lambda: None)
+        monkeypatch.setattr(block_runs, "displace_inner_caches", lambda: None)
+        monkeypatch.setattr(block_runs, "take_sample", lambda timer, _: (timer(), samples(next(count)))[1])
 
     return install
 

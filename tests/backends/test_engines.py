@@ -31,9 +31,9 @@ def network() -> nn.Sequential:
 
 
 def test_unknown_names_and_options_are_errors_that_list_what_there_is():
-    assert backend_names() == ("onnxruntime", "tensorrt", "torch")
+    assert backend_names() == ("onnxruntime", "openvino", "tensorrt", "torch")
     with pytest.raises(
-        BackendError, match=r"unknown backend 'cuda'; there are: onnxruntime, tensorrt, torch"
+        BackendError, match=r"unknown backend 'cuda'; there are: onnxruntime, openvino, tensorrt, torch"
     ):
         get_backend("cuda")
     with pytest.raises(BackendError, match="does not take the options"):
@@ -55,7 +55,7 @@ def test_a_missing_package_gives_the_line_that_installs_it(monkeypatch):
 def test_the_package_loads_no_runtime():
     script = (
         "import sys, smcp_fx.backends, smcp_fx.latency.table; "
-        "print([m for m in ('onnx', 'onnxruntime', 'tensorrt', 'onnxscript') if m in sys.modules])"
+        "print([m for m in ('onnx', 'onnxruntime', 'openvino', 'tensorrt', 'onnxscript') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -11,7 +11,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from smcp_fx.backends.base import Backend, cache_bytes
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
-from smcp_fx.backends.onnxruntime.blocks import runs_agree
 from smcp_fx.backends.onnxruntime.overhead import (
     Overhead,
     code_warmer,
@@ -21,7 +20,8 @@ from smcp_fx.backends.onnxruntime.overhead import (
 )
 from smcp_fx.backends.onnxruntime.own_time import block_ms
 from smcp_fx.backends.onnxruntime.profile import NodeTime, Profiler
-from smcp_fx.backends.timing import fading
+from smcp_fx.backends.timing import block_runs, fading
+from smcp_fx.backends.timing.block_runs import runs_agree
 from smcp_fx.backends.timing.fading import evict_caches
 from smcp_fx.backends.timing.measuring import Measurement, Sample, TimingConfig
 
@@ -102,7 +102,7 @@ def test_a_block_costs_the_same_whatever_the_profiler_adds(
 
     monkeypatch.setattr(module.Profiler, "runs", runs)
     monkeypatch.setattr(module, "overhead", lambda *_: Overhead(0.0, link_ms))
-    monkeypatch.setattr(module, "take_sample", lambda timer, _: Sample(timer()))
+    monkeypatch.setattr(block_runs, "take_sample", lambda timer, _: Sample(timer()))
     nodes = [helper.make_node("Conv", ["x", "w"], ["a"], "conv"), helper.make_node("Relu", ["a"], ["y"])]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 16, 8, 8]) for name in "xy"]
     weight = numpy_helper.from_array(np.ones((16, 16, 3, 3), np.float32), "w")

@@ -24,11 +24,11 @@ from onnx import helper, numpy_helper
 from torch import nn
 
 from smcp_fx.backends import get_backend
+from smcp_fx.backends.layers import blocks_beside_layers
 from smcp_fx.backends.onnx.opset import lower_opset
 from smcp_fx.backends.onnx.precision import cast_model
 from smcp_fx.backends.tensorrt import backend as tensorrt_backend
 from smcp_fx.backends.tensorrt.backend import TOLERANCES
-from smcp_fx.backends.tensorrt.layers import blocks_beside_layers
 from smcp_fx.backends.tensorrt.worker.client import InProcess
 from smcp_fx.backends.tensorrt.worker.problems import WorkerError
 from smcp_fx.blocks.cutting import cut

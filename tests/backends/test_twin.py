@@ -10,11 +10,12 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from tolerances import assert_close
 
-from smcp_fx.backends.onnxruntime import twin as onnxruntime_twin
+from smcp_fx.backends.onnx import twin as onnx_twin
+from smcp_fx.backends.onnx.context import add_context
+from smcp_fx.backends.onnx.twin import add_twin
 from smcp_fx.backends.onnxruntime.blocks import measure_block
-from smcp_fx.backends.onnxruntime.context import add_context
 from smcp_fx.backends.onnxruntime.profile import NodeTime
-from smcp_fx.backends.onnxruntime.twin import add_twin, halves
+from smcp_fx.backends.onnxruntime.twin import halves
 
 
 def a_model(channels: int = 8) -> onnx.ModelProto:
@@ -70,12 +71,12 @@ def test_large_weights_and_nested_graphs_have_no_twin(monkeypatch: pytest.Monkey
     nested = a_model()
     branch = helper.make_graph([helper.make_node("Identity", ["a"], ["c"])], "branch", [], [])
     nested.graph.node[1].attribute.append(helper.make_attribute("then_branch", branch))
-    monkeypatch.setattr(onnxruntime_twin, "_MOST_BYTES", 4 * 8 * 8 + 4 - 1)
+    monkeypatch.setattr(onnx_twin, "_MOST_BYTES", 4 * 8 * 8 + 4 - 1)
     for model in (nested, a_model()):
         before = model.SerializeToString()
         assert not add_twin(model)
         assert model.SerializeToString() == before
-    monkeypatch.setattr(onnxruntime_twin, "_MOST_BYTES", 4 * 8 * 8 + 4)
+    monkeypatch.setattr(onnx_twin, "_MOST_BYTES", 4 * 8 * 8 + 4)
     assert add_twin(a_model())
 
 

@@ -156,7 +156,10 @@ def test_other_outputs_need_a_loss_of_their_own() -> None:
         ([(torch.randn(2, 3, 8, 8), "label")], {}, "loss of batch 1"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: o}, "one finite number"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: o.sum() * torch.nan}, "one finite number"),
-        ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: 1 / 0}, "division by zero"),
+        ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: 1 / 0}, "ZeroDivisionError: division by zero"),
+        ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: torch.ones(())}, "has no gradient"),
+        ([torch.zeros(2, 3, 8, 8)], {"loss": lambda o, y: 0 * o.sum()}, "no channel matters"),
+        ([torch.full((2, 3, 8, 8), 3e38)], {}, "NaN or infinite"),
         ([torch.randn(2, 3, 8, 8)], {"target": "-3 %"}, "target"),
     ],
 )

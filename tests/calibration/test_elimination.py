@@ -117,7 +117,12 @@ def test_solves_take_the_counts_of_the_least_rise() -> None:
         assert rises.size == prepared.masks[name].numel() + 1
     values = {name: -pruner.rises[name][list(permitted)] for name, permitted in cost.permitted.items()}
     expected = allocate(values, cost, 0.4 * pruner.full_cost)
-    assert copy.deepcopy(prepared).pruner.rises is pruner.rises
+    again = _gathered([torch.randn(4, 3, 8, 8)])  # what was gathered is kept with the model's state
+    again.load_state_dict(prepared.state_dict())
+    for other in (again.pruner.rises, copy.deepcopy(prepared.half()).pruner.rises):
+        assert other is not None
+        assert all((other[name] == rises).all() for name, rises in pruner.rises.items())
+    prepared.float()
     pruner.solve(0.4)
     assert pruner.counts == expected.counts
     prepared.train()(torch.randn(2, 3, 8, 8)).sum().backward()
@@ -138,3 +143,38 @@ def test_labels_and_labels_drawn_from_the_model_tell_the_same() -> None:
     for name, rises in with_labels.items():
         half = rises.size // 2
         assert 0.8 < rises[half] / without[name][half] < 1.25
+
+
+class _CalledAsFunction(nn.Module):
+    """Of three groups, the second is read by a layer that is called as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 12, 3), nn.Conv2d(12, 12, 1)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.two(self.one(x).relu()).relu()
+        return self.head(F.conv2d(y, self.three.weight, self.three.bias).relu().mean((2, 3)))
+
+
+def test_groups_that_are_not_known_are_compared_by_first_order_on_the_scale_of_the_others() -> None:
+    torch.manual_seed(0)
+    x, y, model, found = (
+        torch.randn(64, 3, 8, 8),
+        torch.randint(5, (64,)),
+        randomise(_CalledAsFunction()).eval(),
+        [],
+    )
+    for gather in (smcp_fx.gather_importance, first_order):
+        prepared = smcp_fx.prepare(model, x[:2], config=SMALL)
+        gather(prepared, [(x, y)])
+        found.append(prepared)
+    rises = found[0].pruner.rises
+    assert rises is not None
+    importance = found[1].smcp.gathered
+    lost = {name: found[1].smcp.of_group(importance, name).double().sort().values for name in rises}
+    known = [name for name in rises if name != "two"]
+    scale = sum(rises[name][6] for name in known) / sum(float(lost[name][:6].sum()) for name in known)
+    expected = [scale * float(lost["two"][: 12 - kept].sum()) for kept in range(13)]
+    np.testing.assert_allclose(rises["two"], expected, rtol=1e-5, atol=1e-9)

@@ -103,3 +103,42 @@ def test_labels_dicts_and_generators_are_taken() -> None:
         smcp_fx.recalibrate(norm, batches)
         found.append(norm[0].running_mean.clone())  # type: ignore[union-attr,operator]
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+def _normed() -> nn.Module:
+    """Normalised over channels, of which masks hide some."""
+    layers = (nn.Conv2d(3, 12, 3), nn.GroupNorm(1, 12), nn.ReLU(), nn.Conv2d(12, 16, 3), nn.BatchNorm2d(16))
+    return nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
+
+
+@pytest.mark.parametrize("model", [lambda: chain(16, 24), _normed], ids=["chain", "normed"])
+def test_what_was_trained_under_masks_is_what_repair_goes_back_to(model: Any) -> None:
+    """With every channel on, such weights compute what no training ever saw."""
+    prepared = _prepared(model())
+    optimizer = torch.optim.SGD(prepared.parameters(), 0.01)
+    masks = random_masks(prepared, 0, 0.5)
+    prepared.set_masks(masks)
+    prepared.train()
+    for x in torch.randn(8, 16, 3, 8, 8).double():
+        optimizer.zero_grad()
+        prepared(x).square().mean().backward()
+        prepared.pruner.step()
+        optimizer.step()
+    prepared.eval()
+    x = torch.randn(64, 3, 8, 8).double()
+    expected = prepared(x)
+    same = smcp_fx.convert(prepared).eval()
+    report = smcp_fx.repair(same, prepared, x)
+    assert not any(layer.repaired for layer in report.layers)
+    assert_close(same(x), expected, "slicing")
+    # Fewer channels than it was trained with.
+    fewer = random_masks(prepared, 1, 0.7)
+    prepared.set_masks(
+        {name: masks[name] & fewer[name] for name in masks if bool((masks[name] & fewer[name]).any())}
+    )
+    loaded = _prepared(model())
+    loaded.load_state_dict(prepared.state_dict())
+    smaller = smcp_fx.convert(loaded.eval())
+    before = (smaller(x) - expected).norm()
+    smcp_fx.repair(smaller, loaded, x)
+    assert (smaller(x) - expected).norm() < 0.9 * before

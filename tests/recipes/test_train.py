@@ -138,11 +138,6 @@ def test_every_recipe_has_a_plan(
             ("size=32", "training.batch=8", "pruning.every=2", "training.epochs=3"),
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "resnet101-60",
-            ("size=32", "training.batch=8", "pruning.every=2", "training.epochs=3"),
-            marks=pytest.mark.slow,
-        ),
         ("mobilenet-v1-40", ("size=32", "training.batch=8", "pruning.every=1")),
         pytest.param(
             "ssd512-resnet50-25", ("size=64", "training.batch=4", "pruning.every=2"), marks=pytest.mark.slow

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from smcp_fx.report import Report
 from smcp_fx.report.bars import NARROW, block_bars, channel_bars, latency_bars
 from smcp_fx.report.curves import solve_curves, training_curves, validation_scatter
-from smcp_fx.report.schema import BlockRow, EngineRow, EpochRow, WorthRow
+from smcp_fx.report.schema import BlockRow, EngineRow, EpochRow, RepairRow, WorthRow
 from smcp_fx.report.svg import rounded_up, ticks
+from smcp_fx.report.without_training import repair_bars
 from smcp_fx.report.worth_curves import PANELS, worth_curves
 
 
@@ -113,3 +114,9 @@ def test_worth_is_drawn_to_one_scale() -> None:
     )  # cut where it leaves the panel
     assert worth_curves([]) is None
     assert len(bars(worth_curves(groups * PANELS), "point")) == PANELS
+
+
+def test_only_layers_that_slicing_changed_are_drawn() -> None:
+    same, changed = RepairRow("a", 0.0, 0.0), RepairRow("b", 0.3, 0.1, repaired=True)
+    assert len(bars(repair_bars([same, changed]), "bar-dense")) == 1
+    assert repair_bars([same]) is None

@@ -43,6 +43,12 @@ def test_summary_says_what_is_unsure(real: Report) -> None:
     assert "Other work disturbed the timings of pruned" in Page(render_page(shaky)).text
 
 
+def test_other_costs_have_no_row_of_predicted_latencies(real: Report) -> None:
+    sides = {name: replace(getattr(real, name), predicted_ms=None) for name in ("dense", "pruned")}
+    assert "predicted by the table" not in summary_text(replace(real, cost="flops", table=None, **sides))
+    assert "predicted by the table not measured" in " ".join(summary_text(replace(real, **sides)).split())
+
+
 def test_other_costs_have_their_own_sentence(real: Report) -> None:
     report = replace(real, cost="FLOPs")
     assert "target 40 % of the dense FLOPs, predicted 39.7 %, measured latency 40.1 %" in " ".join(

@@ -278,9 +278,9 @@ def test_damaged_files_are_refused(saved: Path, damage: str) -> None:
     elif damage == "foreign":
         safetensors.torch.save_file({"a": torch.ones(2)}, saved)
     else:
-        saved.write_bytes(content.replace(b'\\"version\\": 2', b'\\"version\\": 3'))
+        saved.write_bytes(content.replace(b'\\"version\\": 3', b'\\"version\\": 4'))
     prepared = prepared_model()
-    said = "is of version 3" if damage == "version" else "is damaged"
+    said = "is of version 4" if damage == "version" else "is damaged"
     with pytest.raises(CheckpointError, match=said):
         smcp_fx.load_checkpoint(saved, prepared, sgd(prepared))
 

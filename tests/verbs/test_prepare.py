@@ -97,6 +97,13 @@ def test_deepcopy_is_independent() -> None:
     assert torch.equal(run(prepared, (IMAGE,)), output)
 
 
+def test_a_copy_has_the_same_state_dict() -> None:
+    """Constants of the trace are no part of it."""
+    model = Net(lambda s, x: s.conv(x) * torch.tensor([2.0]), conv=nn.Conv2d(3, 8, 3))
+    prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8))
+    assert copy.deepcopy(prepared).state_dict().keys() == prepared.state_dict().keys()
+
+
 def test_pickling_is_refused_with_advice() -> None:
     import pickle
 

@@ -23,12 +23,12 @@ from latency_networks import MODELS, SETTINGS, Network
 
 from smcp_fx.backends.base import Array
 from smcp_fx.backends.onnx.blocks import BlockModels
+from smcp_fx.backends.onnx.chain import chain_feed
 from smcp_fx.backends.onnxruntime.overhead import (
     add_reference,
     code_warmer,
     overhead,
     profiler_beside,
-    reference_feed,
     without_reference,
 )
 from smcp_fx.backends.onnxruntime.own_time import CONVERSION, BlockInContext, own_nodes
@@ -155,7 +155,7 @@ def compare(model: str, setting: str, prunings: Sequence[int], state: str) -> li
             blocks.add(known[key])
         whole = network.model(counts)
         names = [value.name for value in whole.graph.input]
-        feed = {**dict(zip(names, (x.numpy() for x in network.inputs), strict=True)), **reference_feed()}
+        feed = {**dict(zip(names, (x.numpy() for x in network.inputs), strict=True)), **chain_feed()}
         add_reference(whole)
         found = by_operation(*profiled(whole.SerializeToString(), feed, BEFORE_NETWORKS[state]))
         operations = sorted(blocks.ms.keys() | found.ms.keys(), key=lambda name: -found.ms[name])

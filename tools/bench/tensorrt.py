@@ -35,8 +35,8 @@ from torch import nn  # noqa: E402
 
 import smcp_fx  # noqa: E402
 from smcp_fx.backends import Engine, compare, get_backend  # noqa: E402
+from smcp_fx.backends.layers import blocks_beside_layers  # noqa: E402
 from smcp_fx.backends.tensorrt.backend import TensorRTBackend, reference_outputs  # noqa: E402
-from smcp_fx.backends.tensorrt.layers import blocks_beside_layers  # noqa: E402
 from smcp_fx.errors import InfeasibleBudgetError, SmcpError  # noqa: E402
 from smcp_fx.latency.cost import LatencyCost, latency_of  # noqa: E402
 from smcp_fx.latency.filling import MeasuringProgress  # noqa: E402

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torchvision
-from latency import Record
+from records import Record
 
 import smcp_fx
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 
 import torch
-from pretrained.libraries import Step, kirigami, torch_pruning
+from pretrained.torch_pruning_path import Step, torch_pruning
 from torch import Tensor, nn
 
 import smcp_fx
@@ -120,6 +120,12 @@ def uniform_eliminated(setting: Setting, target: float) -> Found:
     return _finished(setting, _uniform(setting, target, scores), repair=True)
 
 
+def _sliced(prepared: smcp_fx.PreparedModel) -> Found:
+    """The network that the present masks make, as it is: its widths are what counts."""
+    share = prepared.pruner.present_cost / prepared.pruner.full_cost
+    return smcp_fx.convert(prepared, check=False).eval(), share
+
+
 def _library(name: str, path: Callable[..., Iterator[Step]]) -> Callable[[Setting, float], Found]:
     """What another library does; batch norms re-estimated."""
 
@@ -137,12 +143,19 @@ METHODS: dict[str, Callable[[Setting, float], Found]] = {
     "ours without repair": without_repair,
     "Torch-Pruning": _library("Torch-Pruning", partial(torch_pruning, isomorphic=False)),
     "Torch-Pruning, isomorphic": _library("isomorphic", partial(torch_pruning, isomorphic=True)),
-    "torch-kirigami": _library("torch-kirigami", kirigami),
     "uniform L2": uniform_l2,
     "random": random,
     "uniform, eliminated and repaired": uniform_eliminated,
     "uniform L2, our repair": uniform_l2_repaired,
     "random, our repair": random_repaired,
+}
+
+
+#: Networks of the widths of ours and of what is uniform, which need no images to be timed; others are as above.
+WIDTHS: dict[str, Callable[[Setting, float], Found]] = METHODS | {
+    "ours": lambda setting, target: _sliced(_solved(setting.ours, target)),
+    "ours, by FLOPs": lambda setting, target: _sliced(_solved(setting.by_flops, target)),
+    "uniform L2": lambda setting, target: _sliced(_uniform(setting, target, _noise(setting))),
 }
 
 

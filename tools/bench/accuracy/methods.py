@@ -80,7 +80,6 @@ METHODS: dict[str, Callable[[Setting, Task, float, Effort], Found]] = {
     "random": _first("random"),
     "Torch-Pruning": _first("Torch-Pruning"),
     "Torch-Pruning, isomorphic": _first("Torch-Pruning, isomorphic"),
-    "torch-kirigami": _first("torch-kirigami"),
     "soft masks": _masks(smcp_fx.PruningConfig()),
     "permanent masks": _masks(smcp_fx.PruningConfig(mask="permanent")),
     "as published": _masks(_PUBLISHED),

@@ -11,7 +11,10 @@ from accuracy.statistics import Interval, interval, paired
 from smcp_fx.report.trade_off import Point, Series, trade_off
 
 Line = dict[str, Any]
-Key = tuple[str, str, str, str, float]
+#: Task, network, cost, accuracy of the dense network.
+Case = tuple[str, str, str, float]
+#: A case, with method and budget.
+Key = tuple[str, str, str, float, str, float]
 OURS = "ours"
 #: Of the cost, what a method may be off its target before that is told.
 _MISSED = 0.01
@@ -81,36 +84,39 @@ class _Found:
         """The runs of a case, by seed."""
         return self.seeds.get((key, target), {})
 
-    def networks(self) -> list[tuple[str, str, str]]:
-        """(task, network, cost) of all runs, latencies first."""
-        found = dict.fromkeys((line["task"], line["network"], line["cost"]) for line in self.lines)
+    def cases(self) -> list[Case]:
+        """The cases of all runs, latencies first."""
+        found = dict.fromkeys(_case(line) for line in self.lines)
         return sorted(found, key=lambda case: case[2] != "latency")
 
-    def values(self, name: str, of: tuple[str, str, str]) -> list[float]:
-        """What the runs of a (task, network, cost) have of a field, ascending."""
-        return sorted({line[name] for line in self.lines if _key(line)[:3] == of})
+    def values(self, name: str, of: Case) -> list[float]:
+        """What the runs of a case have of a field, ascending."""
+        return sorted({line[name] for line in self.lines if _case(line) == of})
 
     def pictures(self) -> Iterator[tuple[str, float]]:
         """Network and budget of each picture: those of more than one target of the latency."""
-        for case in self.networks():
+        for case in self.cases():
             for budget in self.values("budget", case) if case[2] == "latency" else ():
                 targets = self.values("target", case)
                 if sum(bool(self.of((*case, OURS, budget), target)) for target in targets) > 1:
                     yield case[1], budget
 
 
+def _case(line: Line) -> Case:
+    return line["task"], line["network"], line["cost"], line["dense"]
+
+
 def _key(line: Line) -> Key:
-    return line["task"], line["network"], line["cost"], line["method"], line["budget"]
+    return *_case(line), line["method"], line["budget"]
 
 
 def _body(found: _Found) -> list[str]:
     body = []
-    for case in found.networks():
-        dense = next(line["dense"] for line in found.lines if _key(line)[:3] == case)
+    for case in found.cases():
         for target in sorted(found.values("target", case), reverse=True):
             budgets = found.values("budget", case)
             body += [
-                f"## {case[1]}, {target:.0%} of the {_COSTS[case[2]]}: {dense:.1%} before",
+                f"## {case[1]}, {target:.0%} of the {_COSTS[case[2]]}: {case[3]:.1%} before",
                 "",
                 "| | " + " | ".join(f"budget {budget:.0%}" for budget in budgets) + " |",
                 "|---" * (len(budgets) + 1) + "|",
@@ -138,9 +144,9 @@ def _cell(found: _Found, key: Key, target: float) -> str:
     share = interval([_share(line) for line in mine.values()]).mean
     if abs(share - target) > _MISSED:
         text += f" at {share:.0%} of the {_COSTS[key[2]]}"
-    if key[3] == OURS:
+    if key[4] == OURS:
         return f"**{text}** ({accuracy.count} seed{'s' * (accuracy.count > 1)})"
-    ours = found.of((*key[:3], OURS, key[4]), target)
+    ours = found.of((*key[:4], OURS, key[5]), target)
     apart = paired(*({seed: line["accuracy"] for seed, line in runs.items()} for runs in (mine, ours)))
     return text if apart is None else f"{text}, {_points(apart)}"
 
@@ -153,7 +159,7 @@ def _points(apart: Interval) -> str:
 def _rates(found: _Found) -> list[str]:
     """Which learning rate was each method's best, of those tried."""
     rows = ["## Learning rates", "", "The best of those tried, by network, cost and budget:", ""]
-    columns = list(dict.fromkeys((key[:3], key[4]) for key in found.rates if key[4]))
+    columns = list(dict.fromkeys((key[:4], key[5]) for key in found.rates if key[5]))
     heads = [f"{case[1]}, {_COSTS[case[2]]}, {budget:.0%}" for case, budget in columns]
     rows += ["| | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
     for method in METHODS:
@@ -168,7 +174,7 @@ def _rates(found: _Found) -> list[str]:
 
 
 def _picture(found: _Found, network: str, budget: float) -> object:
-    case = next(case for case in found.networks() if case[1:] == (network, "latency"))
+    case = next(case for case in found.cases() if case[1:3] == (network, "latency"))
     series = []
     for method in _DRAWN:
         points = []
@@ -181,7 +187,7 @@ def _picture(found: _Found, network: str, budget: float) -> object:
                 label = f"{method}, {share:.0%} of the latency: {mean:.1%}"
                 points.append(Point(1 / share, mean, min(values), max(values), label))
         series.append(Series(method, tuple(points)))
-    dense = next(line["dense"] for line in found.lines if _key(line)[:3] == case)
+    dense = case[3]
     series.append(Series("dense", (Point(1.0, dense, dense, dense, f"dense: {dense:.1%}"),)))
     title = f"{network}, a budget of {budget:.0%}: bars are the range over seeds"
     return trade_off(series, title, "measured speed-up")

@@ -75,11 +75,20 @@ def in_two_steps(setting: Setting, task: Task, target: float, effort: Effort) ->
     return smaller, share * rest
 
 
-def by_root_of_rise(setting: Setting, task: Task, target: float, effort: Effort) -> Found:
-    """Groups compared by the root of the rise of the loss: widths are more even."""
-    prepared = copy.deepcopy(setting.ours)
-    assert prepared.pruner.rises is not None
-    prepared.pruner.rises = {name: rises.clamp(min=0).sqrt() for name, rises in prepared.pruner.rises.items()}
+def whole_blocks(setting: Setting, task: Task, target: float, effort: Effort) -> Found:
+    """Groups may keep nothing, so that whole branches go."""
+    torch.manual_seed(setting.seed)
+    config = smcp_fx.PruningConfig(layer_pruning=True)
+    prepared = smcp_fx.prepare(
+        setting.model, setting.example, target=target, cost=setting.cost, config=config
+    )
+    smcp_fx.gather_importance(prepared, setting.batches)
+    return _trained(prepared, setting, task, target, effort)
+
+
+def _trained(
+    prepared: smcp_fx.PreparedModel, setting: Setting, task: Task, target: float, effort: Effort
+) -> Found:
     prepared.pruner.solve(target)
     smaller = smcp_fx.convert(prepared, check=False).eval()
     smcp_fx.repair(smaller, prepared, setting.images)
@@ -90,5 +99,5 @@ def by_root_of_rise(setting: Setting, task: Task, target: float, effort: Effort)
 VARIANTS: dict[str, Callable[[Setting, Task, float, Effort], Found]] = {
     "ours, taught by stages": taught_by_stages,
     "ours, in two steps": in_two_steps,
-    "ours, by the root of the rise": by_root_of_rise,
+    "ours, whole blocks": whole_blocks,
 }

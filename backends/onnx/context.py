@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import onnx
@@ -84,6 +84,15 @@ def _read_results(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
         for dim in kind.shape.dim[2:]:
             dim.dim_value = 1
     return nodes
+
+
+def share_of_channels(model: onnx.ModelProto, positions: Collection[int]) -> float:
+    """Return the share of the inputs' channels that these inputs have."""
+    if not positions:
+        return 0.0
+    shapes = [value.type.tensor_type.shape.dim for value in model.graph.input]
+    channels = [shape[1].dim_value if len(shape) > 1 else 1 for shape in shapes]
+    return sum(count for position, count in enumerate(channels) if position in positions) / sum(channels)
 
 
 def random_feed(model: onnx.ModelProto) -> dict[str, Array]:

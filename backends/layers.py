@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from smcp_fx.blocks.fused import FusedBlock
+from smcp_fx.blocks.fused import FusedBlock
 
 
 def blocks_beside_layers(

@@ -1,0 +1,152 @@
+"""INT8 by post-training quantisation, with ONNX Runtime's quantiser. ONNX Runtime and OpenVINO both run its files.
+
+Activations are unsigned bytes, weights signed bytes with a scale a channel: what the kernels of x86 and ARM multiply.
+The file keeps float32 inputs and outputs, and pairs of quantising and dequantising nodes (QDQ) that a runtime fuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType
+from onnxruntime.quantization.calibrate import TensorsData, create_calibrator
+from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
+
+from smcp_fx.backends.base import Array
+from smcp_fx.errors import BackendError, InputError
+
+#: What is quantised. All else stays in float.
+OPERATIONS = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
+#: The layers, whose weights become bytes.
+LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+#: What computes nothing that a byte would change.
+_BOOKKEEPING = {
+    "Cast", "Concat", "Constant", "ConstantOfShape", "DequantizeLinear", "Dropout", "Expand", "Flatten", "Gather",
+    "Identity", "QuantizeLinear", "Range", "Reshape", "Shape", "Slice", "Squeeze", "Transpose", "Unsqueeze",
+}  # fmt: skip
+#: Begins the name of the setting that says how; changes with it.
+SETTING = ("quantisation", "static qdq, u8s8, weights per channel")
+_CPU_INFO = Path("/proc/cpuinfo")
+#: Instructions that multiply and add bytes, by the names that Linux gives them.
+_BYTES = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
+
+
+def without_instructions() -> str:
+    """Return a sentence where this processor has no instructions for bytes; nothing where it has, or does not say."""
+    told = _CPU_INFO.read_text() if _CPU_INFO.exists() else ""
+    lines = (line.partition(":") for line in told.splitlines())
+    flags = {
+        flag for name, _, value in lines if name.strip() in ("flags", "Features") for flag in value.split()
+    }
+    if not flags or flags & set(_BYTES):
+        return ""
+    return (
+        "this processor has no instructions that multiply bytes (VNNI, AMX, dot products): INT8 may be no faster "
+        "than float32 on it"
+    )
+
+
+class Ranges:
+    """The ranges of a network's tensors on calibration data; they belong to one float model."""
+
+    def __init__(self, model: onnx.ModelProto, batches: Sequence[Array]) -> None:
+        if not batches:
+            raise InputError(
+                "INT8 needs calibration data: give a few batches of your own images (calibration=[...]) when the "
+                "backend is made, or call its calibrate()"
+            )
+        self.model = model
+        with tempfile.TemporaryDirectory(prefix="smcp_fx_int8_") as folder, _quiet():
+            file = Path(folder) / "float.onnx"
+            onnx.save(model, file)
+            try:
+                calibrator = create_calibrator(
+                    file,
+                    list(OPERATIONS),
+                    augmented_model_path=str(file.with_name("ranges.onnx")),
+                    calibrate_method=CalibrationMethod.MinMax,
+                )
+                calibrator.collect_data(_Reader(model.graph.input[0].name, batches))
+                self.found = calibrator.compute_data()
+            except Exception as error:
+                raise BackendError(f"calibration for INT8 failed: {error}") from error
+
+    def quantised(self, keep: Collection[str] = (), only: Collection[str] = ()) -> onnx.ModelProto:
+        """Return the model in INT8; ``keep``: nodes that stay in float; ``only``: the nodes that do not."""
+        return _quantised(self.model, self.found, keep, only)
+
+
+class _Reader(CalibrationDataReader):  # type: ignore[misc]
+    def __init__(self, name: str, batches: Sequence[Array]) -> None:
+        self._left = iter([{name: batch} for batch in batches])
+
+    def get_next(self) -> dict[str, Array] | None:
+        return next(self._left, None)
+
+
+def quantised_block(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a block's model in INT8 with ranges that are made up: times do not depend on them."""
+    inferred = onnx.shape_inference.infer_shapes(model)
+    values = (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)
+    unit = np.float32(0), np.float32(1)
+    return _quantised(
+        inferred, TensorsData(CalibrationMethod.MinMax, {value.name: unit for value in values}), (), ()
+    )
+
+
+def _quantised(
+    model: onnx.ModelProto, ranges: Any, keep: Collection[str], only: Collection[str]
+) -> onnx.ModelProto:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    try:
+        with _quiet():
+            quantiser = QDQQuantizer(
+                copy, True, False, QuantType.QInt8, QuantType.QUInt8, ranges, list(only), list(keep),
+                list(OPERATIONS), {},
+            )  # fmt: skip
+            quantiser.quantize_model()
+    except Exception as error:
+        raise BackendError(f"ONNX Runtime's quantiser fails on this network: {error}") from error
+    found: onnx.ModelProto = quantiser.model.model
+    return found
+
+
+def left_in_float(model: onnx.ModelProto) -> dict[str, int]:
+    """Return the operations of a float model that the quantiser leaves as they are, and how often each stands."""
+    others = Counter(
+        node.op_type
+        for node in model.graph.node
+        if node.op_type not in OPERATIONS and node.op_type not in _BOOKKEEPING
+    )
+    return dict(others.most_common())
+
+
+def layers_of(model: onnx.ModelProto) -> list[str]:
+    """Return the names of the nodes whose weights are quantised, in order."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    return [
+        node.name
+        for node in model.graph.node
+        if node.op_type in LAYERS and len(node.input) > 1 and node.input[1] in weights
+    ]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the quantiser's advice off the terminal."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,1 @@
+"""OpenVINO: engines, and the latencies of blocks from its performance counts."""

@@ -1,0 +1,212 @@
+"""A block timed by OpenVINO as it runs inside a network: its share of a run, by the runtime's performance counts.
+
+Around the block stands the same context as for ONNX Runtime (`smcp_fx.backends.onnx.context`), and all of it is
+there twice (`smcp_fx.backends.onnx.twin`). The counts are means over all runs since a network was compiled, in whole
+microseconds. They are read behind every run, so that those runs do not count in which others had the core. What a
+run takes in the middle, rather than in the mean, comes from the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx
+
+from smcp_fx.backends.base import Array, BlockLatency
+from smcp_fx.backends.onnx.context import CONTEXT, add_context, random_feed, share_of_channels
+from smcp_fx.backends.onnx.twin import TWIN, add_twin
+from smcp_fx.backends.openvino.overhead import overhead
+from smcp_fx.backends.openvino.session import Node, Session
+from smcp_fx.backends.timing.block_runs import COLD_SPREAD, FEW_COLD_RUNS, BlockRuns, sample_of_block
+from smcp_fx.backends.timing.measuring import (
+    QUICK,
+    Measurement,
+    Sample,
+    TimingConfig,
+    stopwatch,
+    summarise,
+    warm_up,
+)
+from smcp_fx.backends.timing.pace import pace
+from smcp_fx.backends.timing.physics import least_ms
+from smcp_fx.errors import BackendError, MachineBusyError
+
+#: Changes with the way blocks are timed: rows of another way are not mixed with these.
+BLOCK_TIMING = "1"
+#: No block is faster than this.
+_LEAST_MS = 1e-4
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The nodes of a block in its context that are the block's, in the order they run: its own and its twin's.
+
+    What the runtime inserted belongs to its reader. ``paid``: of such conversions this share does not count.
+    """
+
+    nodes: tuple[Node, ...]
+    paid: float
+
+    @classmethod
+    def of(cls, nodes: Sequence[Node], paid: float = 0.0) -> Parts:
+        """Tell nodes from the context's by name; a node that computes several layers has the first one's."""
+        return cls(tuple(node for node in nodes if CONTEXT not in _owner(node)), paid)
+
+    def counted(self, state: str) -> list[tuple[Node, ...]]:
+        """Return the parts that count in a state: cold, what ran second; hot, both."""
+        halves = [
+            tuple(node for node in self.nodes if (TWIN in _owner(node)) is twin) for twin in (False, True)
+        ]
+        in_order = sorted(filter(None, halves), key=lambda part: self.nodes.index(part[-1]))
+        return in_order[-1:] if state == "cold" else in_order
+
+    def ms(self, spent: Mapping[str, float], node_ms: float, state: str) -> float:
+        """Return the block's ms in what was spent; ``node_ms`` is added for each node."""
+        parts = self.counted(state)
+        return sum(
+            (1 - self.paid if not node.layers else 1.0) * (spent[node.name] + node_ms)
+            for part in parts
+            for node in part
+            if spent.get(node.name, 0.0) > 0
+        ) / max(len(parts), 1)
+
+
+def _owner(node: Node) -> str:
+    """Return the name that tells whose a node is: its own, or that of what reads it where the runtime inserted it."""
+    return node.name if node.layers or not node.readers else node.readers[0]
+
+
+def measure_block(
+    model: onnx.ModelProto,
+    threads: int = 1,
+    precision: str = "fp32",
+    config: TimingConfig | None = None,
+    read_before: Collection[int] = (),
+    fed_by: Sequence[str] = (),
+    written: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
+) -> BlockLatency:
+    """Measure the nodes of a block's model, all shapes fixed, hot and cold.
+
+    ``read_before``: inputs, by position, whose conversion another block pays for. ``fed_by``: how each was written.
+    ``written``: quantises a model, where the network is; None where it is in float.
+    """
+    config = config or QUICK
+    least = least_ms(model, threads) if precision == "fp32" and written is None else 0.0
+    paid = share_of_channels(model, read_before)
+    add_twin(add_context(model, fed_by))
+    model = written(model) if written is not None else model
+    data, feed = model.SerializeToString(), list(random_feed(model).values())
+    found: BlockLatency | None = None
+    impossible = False
+    for _ in range(config.attempts):
+        hot, cold = (
+            _measured(data, feed, threads, precision, paid, config, state) for state in ("hot", "cold")
+        )
+        if hot is None or cold is None:
+            continue
+        if impossible := min(hot.median_ms, cold.median_ms) < least:
+            continue
+        found = BlockLatency(hot, cold) if found is None else found.steadier(BlockLatency(hot, cold))
+        if found.stable:
+            break
+    if found is None and impossible:
+        raise BackendError(
+            f"the block seemed to take less than the {least:.4g} ms that its multiply-adds need on this processor: "
+            "the machine was too busy for its clocks to tell. Measure again when it is idle."
+        )
+    if found is None:
+        raise MachineBusyError(
+            "no run of the block was left alone: the machine is too busy. Measure again when it is idle."
+        )
+    return replace(found, pace_ms=pace().usual_ms if threads == 1 else 0.0)
+
+
+def _measured(
+    data: bytes,
+    feed: Sequence[Array],
+    threads: int,
+    precision: str,
+    paid: float,
+    config: TimingConfig,
+    state: str,
+) -> Measurement | None:
+    """Measure a state in a session of its own; None where no run was left alone."""
+    session = Session(data, threads, precision, counts=True)
+    session.feed(feed)
+    timer = stopwatch(session.run)
+    history: list[dict[str, float]] = []  # what was spent up to each run
+
+    def once() -> float:
+        ms = timer()
+        history.append(session.spent())
+        return ms
+
+    runs = BlockRuns(once, pace() if threads == 1 else None)
+    few, spread = config.min_repeats, config.spread_limit
+    if state == "hot":
+        warm_up(once, config)
+        runs.take_hot(config)
+    else:
+        once()  # counts round the more the more runs there were before
+        few, spread = FEW_COLD_RUNS, COLD_SPREAD * spread
+        runs.take_cold_alone(config)
+    history = history[-1 - len(runs.samples) :]
+    parts, node_ms = Parts.of(session.nodes(), paid), overhead(threads).node_ms
+    still = [sample for sample in runs.samples if not sample.disturbed]
+    mostly = len(still) >= max(few, len(runs.samples) / 2)
+    if mostly:
+        spent = spent_in(
+            history, [place for place, sample in enumerate(runs.samples) if not sample.disturbed]
+        )
+        ms, walls = parts.ms(spent, node_ms, state), float(np.mean([sample.ms for sample in still]))
+        told = [Sample(ms * sample.ms / walls) for sample in still]
+    else:
+        told = _disturbed(history, runs.samples, parts, node_ms, state)
+    if not told:
+        return None
+    found = summarise(told, spread)
+    return replace(found, median_ms=max(found.median_ms, _LEAST_MS), stable=found.stable and mostly)
+
+
+def _disturbed(
+    history: Sequence[Mapping[str, float]],
+    samples: Sequence[Sample],
+    parts: Parts,
+    node_ms: float,
+    state: str,
+) -> list[Sample]:
+    """Return what runs tell of the block though most were disturbed; a single run's counts are rounded more."""
+    spent = [spent_in(history, [place]) for place in range(len(samples))]
+    own = [parts.ms(each, node_ms, state) for each in spent]
+    copies = len(parts.counted(state))
+    beside = [sum(each.values()) - copies * ms for each, ms in zip(spent, own, strict=True)]
+    calm_beside = [ms for ms, sample in zip(beside, samples, strict=True) if not sample.disturbed]
+    usual = float(np.median(calm_beside)) if calm_beside else None
+    told = (
+        sample_of_block(copies * ms, rest, sample, usual)
+        for ms, rest, sample in zip(own, beside, samples, strict=True)
+    )
+    return [replace(sample, ms=sample.ms / copies) for sample in told if sample is not None]
+
+
+def spent_in(history: Sequence[Mapping[str, float]], places: Collection[int]) -> dict[str, float]:
+    """Return the mean ms that each node took in some of the last runs; ``places``: theirs, from the first one timed.
+
+    ``history``: what was spent up to each run, from the one before those that are timed.
+    """
+    stretches: list[
+        tuple[int, int]
+    ] = []  # from behind one run to behind another; inside, rounding cancels out
+    for place in sorted(places):
+        if stretches and stretches[-1][1] == place:
+            stretches[-1] = stretches[-1][0], place + 1
+        else:
+            stretches.append((place, place + 1))
+    return {
+        name: max(
+            sum(history[end][name] - history[begin][name] for begin, end in stretches) / len(places), 0.0
+        )
+        for name in history[-1]
+    }

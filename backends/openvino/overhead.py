@@ -1,0 +1,63 @@
+"""What OpenVINO's runs cost beside what its performance counts tell.
+
+Two chains of small convolutions, a short and a long one, timed without counts: the slope is what a node costs, the
+rest what a run costs without any. The chain's counts fall short of the slope by what stands between two nodes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from smcp_fx.backends.onnx.chain import CHAIN, chain_feed, chain_model
+from smcp_fx.backends.openvino.session import Session
+from smcp_fx.backends.timing.measuring import calm, stopwatch, take_sample
+from smcp_fx.backends.timing.pace import pace
+
+#: Nodes in the short and in the long chain; rounds, and runs of both in each. Chosen, not measured.
+_LENGTHS, _ROUNDS, _RUNS, _ENOUGH = (8, 48), 3, 60, 12
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """``run_ms``: of a run beside its nodes; ``node_ms``: of a node beside its counts."""
+
+    run_ms: float
+    node_ms: float
+
+
+@functools.cache
+def overhead(threads: int = 1) -> Overhead:
+    """Measure it, once in a process: the least of a few rounds, as whatever disturbs a run makes it longer."""
+    sessions = [_fed(length, threads, counts=False) for length in _LENGTHS]
+    timers = [stopwatch(session.run) for session in sessions]
+    core = pace() if threads == 1 else None
+    rounds = []
+    for _ in range(_ROUNDS):
+        turns = [[take_sample(timer, core) for timer in timers] for _ in range(_RUNS)][_RUNS // 4 :]
+        each = [calm(samples, _ENOUGH) for samples in zip(*turns, strict=True)]
+        rounds.append([float(np.median([sample.ms for sample in samples])) for samples in each])
+    node = min(long - short for short, long in rounds) / (_LENGTHS[1] - _LENGTHS[0])
+    run = min(short for short, _ in rounds) - _LENGTHS[0] * node
+    return Overhead(max(run, 0.0), max(node - _counted(threads), 0.0))
+
+
+def _counted(threads: int) -> float:
+    """Return what the counts say of a link."""
+    session = _fed(_LENGTHS[1], threads, counts=True)
+    for _ in range(_RUNS // 4):
+        session.run()
+    before = session.spent()
+    for _ in range(_RUNS):
+        session.run()
+    spent = session.spent()
+    links = [name for name in spent if name.startswith(f"{CHAIN}_link")]
+    return float(np.median([spent[name] - before[name] for name in links])) / _RUNS
+
+
+def _fed(length: int, threads: int, counts: bool) -> Session:
+    session = Session(chain_model(length), threads, counts=counts)
+    session.feed(list(chain_feed().values()))
+    return session

@@ -1,0 +1,185 @@
+"""Pruning ultralytics' YOLO models in their own trainer.
+
+    class Trainer(PruningTrainer, DetectionTrainer):
+        target = 0.5
+
+    YOLO("yolo11n.yaml").train(trainer=Trainer, data="coco8.yaml", epochs=100)
+
+Nothing of ultralytics is imported or changed: a `PrunedYolo` answers what its trainer, validator, predictor and
+exporter ask of a model. Its files (`best.pt`) hold the smaller network, and need this library to be loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from types import FunctionType, MethodType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from smcp_fx.errors import InputError
+from smcp_fx.prepare import prepare, sliced
+from smcp_fx.prepared import PreparedModel
+from smcp_fx.schedule import Schedule
+from smcp_fx.tracing.wrapping import unwrapped
+
+
+class _Network(nn.Module):
+    """A YOLO model whose outputs hold one channel of each feature map: they are only asked for their sizes."""
+
+    def __init__(self, yolo: nn.Module) -> None:
+        super().__init__()
+        self.yolo = yolo
+
+    def forward(self, images: Tensor) -> Any:
+        return _narrow(self.yolo(images))
+
+
+def _narrow(output: Any) -> Any:
+    if isinstance(output, dict):
+        return {
+            key: [feature[:, :1] for feature in value] if key == "feats" else _narrow(value)
+            for key, value in output.items()
+        }
+    return type(output)(map(_narrow, output)) if isinstance(output, (list, tuple)) else output
+
+
+class PrunedYolo(nn.Module):
+    """A model of ultralytics whose forward is ``network``, a prepared or converted graph.
+
+    The plain attributes (``names``, ``stride``, ``args``, ...) and the loss are those of the original. ``model``
+    holds its head without the layers that the network runs. A pickled one is converted: what is saved is small.
+    """
+
+    network: nn.Module
+    kind: type[nn.Module]
+
+    def __init__(self, yolo: nn.Module, network: nn.Module) -> None:
+        super().__init__()
+        plain = vars(nn.Module()).keys()
+        self.__dict__.update({name: value for name, value in vars(yolo).items() if name not in plain})
+        self.kind, self.end2end, self.network = type(yolo), getattr(yolo, "end2end", False), network
+        head = yolo.get_submodule("model")[-1]  # type: ignore[index]
+        nodes = network.graph.nodes  # type: ignore[union-attr]
+        called = {f"{node.target}." for node in nodes if node.op in ("call_module", "get_attr")}
+        path = f"yolo.model.{len(yolo.get_submodule('model')) - 1}."  # type: ignore[arg-type]
+        self.model = nn.ModuleList([_without_layers(head, path, called)])
+
+    @classmethod
+    def prepare(cls, yolo: nn.Module, image_size: int = 640, **options: Any) -> PrunedYolo:
+        """Prepare a model (``YOLO(...).model``) for images of this size; ``options`` are those of `smcp_fx.prepare`.
+
+        The graph takes any size that the model does. Raises as `smcp_fx.prepare` does.
+        """
+        if not hasattr(yolo, "yaml") or not hasattr(yolo, "model"):
+            raise InputError(f"this needs the model of a YOLO (YOLO(...).model), not a {type(yolo).__name__}")
+        first = next(iter(yolo.parameters()))
+        channels = yolo.yaml.get("channels", 3)  # type: ignore[union-attr, operator]
+        images = torch.rand(2, int(channels), image_size, image_size, device=first.device, dtype=first.dtype)
+        return cls(yolo, prepare(_Network(yolo), images, **options))
+
+    def convert(self) -> PrunedYolo:
+        """Return the smaller model, to be put in the place of ``YOLO(...).model``."""
+        return self if not isinstance(self.network, PreparedModel) else self._with(sliced(self.network))
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return predictions for images, the loss for a batch."""
+        return self.loss(x, *args, **kwargs) if isinstance(x, dict) else self.predict(x)
+
+    def predict(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the network's outputs; while it is exported, those that are deployed."""
+        output = self.network(x)
+        return output[0] if getattr(self.model[0], "export", False) else output
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods of the original's class (its loss, and what its trainer calls) do here what they do there."""
+        found = inspect.getattr_static(vars(self).get("kind", object), name, None)
+        if isinstance(found, FunctionType) and name not in vars(nn.Module):
+            return MethodType(found, self)
+        return super().__getattr__(name)
+
+    def fuse(self, *args: Any, **kwargs: Any) -> PrunedYolo:
+        """Return the model as it is: runtimes fuse batch norms themselves."""
+        return self
+
+    def is_fused(self) -> bool:
+        """Say that there is nothing to fuse."""
+        return True
+
+    def info(self, *args: Any, **kwargs: Any) -> None:
+        """Print the number of parameters."""
+        print(f"{self.kind.__name__}: {sum(p.numel() for p in self.parameters()):,} parameters")
+
+    def _with(self, network: nn.Module) -> PrunedYolo:
+        other = _empty(type(self))
+        other.__dict__.update(vars(self), _modules={**self._modules, "network": network})
+        return other
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PrunedYolo:
+        super()._apply(fn, recurse)
+        head = self.model[0]
+        if isinstance(getattr(head, "stride", None), Tensor):
+            head.stride = fn(head.stride)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrunedYolo:
+        other = _empty(type(self))
+        memo[id(self)] = other
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
+    def __reduce__(self) -> Any:
+        return _empty, (type(self),), vars(self.convert())
+
+
+def _empty(kind: type[PrunedYolo]) -> PrunedYolo:
+    return kind.__new__(kind)
+
+
+def _without_layers(head: nn.Module, path: str, called: set[str]) -> nn.Module:
+    """A copy of the head with its attributes, and with those layers that only the loss calls."""
+    shell = copy.copy(head)
+    shell._parameters, shell._buffers, shell._modules = {}, {}, {}
+    for name, part in head.named_children():
+        if not any(target.startswith(f"{path}{name}.") for target in called):
+            shell.add_module(name, part)
+        else:
+            vars(shell)[name] = ()  # it is there, to those who ask
+    return shell
+
+
+class PruningTrainer:
+    """Before one of ultralytics' trainers among the bases of a class: its models are pruned while they train.
+
+    ``target``, ``cost`` and ``options`` are those of `smcp_fx.prepare`. The schedule is the paper's, as long as the
+    training. A trainer that is given pruned weights trains them as they are.
+    """
+
+    target: ClassVar[float | str] = 0.5
+    cost: ClassVar[Any] = "flops"
+    options: ClassVar[dict[str, Any]] = {}
+
+    def get_model(self: Any, cfg: Any = None, weights: Any = None, verbose: bool = True) -> PrunedYolo:
+        """Return the trainer's model, prepared."""
+        if isinstance(weights, PrunedYolo):
+            return weights
+        model = super().get_model(cfg, weights, verbose)  # type: ignore[misc]
+        given = {"target": self.target, "cost": self.cost, **self.options}
+        return PrunedYolo.prepare(model, int(self.args.imgsz), **given)
+
+    def optimizer_step(self: Any) -> None:
+        """Let the pruner see the gradients, then step; the averaged model gets the new masks."""
+        network = getattr(unwrapped(self.model), "network", None)
+        if not isinstance(network, PreparedModel):
+            return super().optimizer_step()  # type: ignore[misc, no-any-return]
+        pruner = network.pruner
+        if pruner.schedule is None:
+            steps = max(1, len(self.train_loader) // max(1, getattr(self, "accumulate", 1)))
+            pruner.schedule = Schedule.scaled(self.epochs, steps)
+        solve = pruner.step(self.scaler)
+        super().optimizer_step()  # type: ignore[misc]
+        if solve is not None and self.ema:
+            self.ema.ema.network.set_masks(network.masks)
+        return None
