@@ -25,8 +25,8 @@ def folded(b: Builder) -> None:
 
     def kernels(s: Any, x: Tensor) -> Tensor:
         n, c, h, w = x.shape
-        made = s.layer(F.adaptive_avg_pool2d(x, 3)).view(n * c, 1, 3, 3)
-        return F.conv2d(x.reshape(1, n * c, h, w), made, padding=1, groups=n * c).view(n, c, h, w)
+        made = s.layer(F.adaptive_avg_pool2d(x, 3)).reshape(n * c, 1, 3, 3)
+        return F.conv2d(x.reshape(1, n * c, h, w), made, padding=1, groups=n * c).reshape(n, c, h, w)
 
     def spread(s: Any, x: Tensor) -> Tensor:
         c = x.shape[1]
