@@ -62,7 +62,7 @@ class PrunedYolo(nn.Module):
         self.__dict__.update({name: value for name, value in vars(yolo).items() if name not in plain})
         self.kind, self.end2end, self.network = type(yolo), getattr(yolo, "end2end", False), network
         head = yolo.get_submodule("model")[-1]  # type: ignore[index]
-        nodes = network.graph.nodes  # type: ignore[union-attr]
+        nodes: Any = network.graph.nodes  # type: ignore[union-attr]
         called = {f"{node.target}." for node in nodes if node.op in ("call_module", "get_attr")}
         path = f"yolo.model.{len(yolo.get_submodule('model')) - 1}."  # type: ignore[arg-type]
         self.model = nn.ModuleList([_without_layers(head, path, called)])
@@ -118,7 +118,7 @@ class PrunedYolo(nn.Module):
         return other
 
     def _apply(self, fn: Any, recurse: bool = True) -> PrunedYolo:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         head = self.model[0]
         if isinstance(getattr(head, "stride", None), Tensor):
             head.stride = fn(head.stride)
