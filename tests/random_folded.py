@@ -16,11 +16,13 @@ def folded(b: Builder) -> None:
     c = b.channels[source]
 
     def groups(s: Any, x: Tensor) -> Tensor:
-        inside = x.reshape(x.shape[0] * 2, -1, SIDE, SIDE)
+        inside = x.reshape(x.shape[0] * 2, -1, *x.shape[2:])
         return s.layer(inside * inside.mean((2, 3), keepdim=True).sigmoid()).view(x.shape)
 
     def heads(s: Any, x: Tensor) -> Tensor:
-        q, k, v = (part.reshape(x.shape[0] * 2, -1, SIDE**2) for part in s.layer(x).chunk(3, 1))
+        q, k, v = (
+            part.reshape(x.shape[0] * 2, -1, x.shape[2] * x.shape[3]) for part in s.layer(x).chunk(3, 1)
+        )
         return torch.bmm(v, torch.bmm(q.mT, k).mul(0.5).softmax(-1).mT).view(x.shape)
 
     def kernels(s: Any, x: Tensor) -> Tensor:
