@@ -34,6 +34,8 @@ def forgotten(model: nn.Module, inputs: tuple[Any, ...], expected: Any) -> Itera
 
 def _caches(module: nn.Module) -> list[str]:
     """The attributes that may hold, or name, what was kept: only where some tensor or size is kept at all."""
+    if module._forward_pre_hooks:  # what hooks compute (weight norm, pruning) is no cache of the forward
+        return []
     plain = {
         name: value
         for name, value in vars(module).items()
