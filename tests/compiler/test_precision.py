@@ -60,7 +60,9 @@ def test_emitted_files_are_int8_and_float_ones_lie_beside_them(
     assert run(*TRAINED, "--backend", backend, "--precision", "int8", "--int8-keep", "1") == 0
     shown, report = capsys.readouterr().out, report_of(work)
     assert shown.index("no instructions that multiply bytes") < shown.index("exporting the dense network")
-    names = " ".join(" ".join(line[:22] for line in shown.splitlines()).split())  # the table's first column wraps
+    names = " ".join(
+        " ".join(line[:22] for line in shown.splitlines()).split()
+    )  # the table's first column wraps
     assert "accuracy, in float32" in names
     assert "latency over the dense network's in float32" in names
     facts = report["precision"]
