@@ -265,6 +265,11 @@ class _Compilation:
             self.tell.say(
                 f"{found.measured} rows measured, {found.reused} were there, in {duration(found.seconds)}"
             )
+            if other := found.elsewhere:
+                self.tell.note(
+                    f"the table had rows of this network's blocks at {other}, which do not count at batch "
+                    f"{self.settings.batch} and {fitted.size} pixels: their rows were measured anew"
+                )
         channels = prepared.channels
         self.tell.say(
             f"{len(channels.groups)} groups, {channels.free_share:.0%} of the input channels free; unpruned cost "
