@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: compile test test-gpu check audit docs install clean
 
-compile: $(VENV)/installed  ## the main job: ResNet-18 on the digits, 40 % of its latency, in steps of 16 channels; ARGS="--help" for more
+compile: $(VENV)/installed  ## the main job: ResNet-18 on the digits, 40% of its latency, in steps of 16 channels; ARGS="--help" for more
 	$(BIN)/python tools/compile.py --model torchvision:resnet18 --data digits --multiple 16 $(ARGS)
 
 test: $(VENV)/installed  ## the whole test suite

@@ -15,7 +15,7 @@ from smcp_fx.config import PruningConfig
 MISSED = 0.03
 
 _EXAMPLES = """examples:
-  # ResNet-18 on scikit-learn's digits, to 40 % of its latency
+  # ResNet-18 on scikit-learn's digits, to 40% of its latency
   smcp-compile --model torchvision:resnet18 --data digits --target 0.4
   # trained weights, half of the latency of single images, ten epochs
   smcp-compile --model torchvision:mobilenet_v2 --weights weights.pth \\

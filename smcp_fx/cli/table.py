@@ -275,7 +275,9 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
         if elsewhere:
             findings.append(Finding(f"rows at {elsewhere} do not count for what was asked about", False))
         if holes and others:
-            findings.append(Finding(f"asked about {fingerprint.describe()}; it has rows of {'; '.join(others)}", False))
+            findings.append(
+                Finding(f"asked about {fingerprint.describe()}; it has rows of {'; '.join(others)}", False)
+            )
         findings += [
             Finding(f"missing: {block.name} at {', '.join('x'.join(map(str, p)) for p in points[:6])}"
                     + (f" and {len(points) - 6} more" if len(points) > 6 else ""), True)

@@ -63,7 +63,9 @@ def _but_sizes(signature: str) -> str:
         parts: dict[str, Any] = json.loads(signature)
         for step in parts["steps"]:
             step.pop("shape", None)
-        parts["inputs"] = [[*("c" if s == "c" else "n" for s in shape[:-1]), shape[-1]] for shape in parts["inputs"]]
+        parts["inputs"] = [
+            [*("c" if s == "c" else "n" for s in shape[:-1]), shape[-1]] for shape in parts["inputs"]
+        ]
     except (AttributeError, KeyError, TypeError, ValueError):
         return signature
     return json.dumps(parts, sort_keys=True)

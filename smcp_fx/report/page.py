@@ -237,7 +237,7 @@ def _without_training(report: Report) -> list[Markup]:
 def _worth(groups: Sequence[WorthRow]) -> Markup:
     words = (
         "How far the loss rises, by estimate, where a group keeps only its best channels and the layers that read "
-        "them are fitted anew. Dots are what was chosen; together they are 100 %. Where a curve is flat, channels "
+        "them are fitted anew. Dots are what was chosen; together they are 100%. Where a curve is flat, channels "
         "cost nothing."
     )
     if len(groups) > PANELS:

@@ -50,12 +50,12 @@ def _panel(panel: Panel, group: WorthRow, axis: bool) -> list[Markup]:
             line(panel.left, panel.y(mark), panel.right, panel.y(mark), "grid" if mark else "baseline")
         )
         if axis:
-            drawn.append(text(panel.left - 6, panel.y(mark) + 4, f"{mark:g} %", "tick", "end"))
+            drawn.append(text(panel.left - 6, panel.y(mark) + 4, f"{mark:g}%", "tick", "end"))
     for mark, anchor in ((0, "start"), (50, "middle"), (100, "end")):
-        drawn.append(text(panel.x(mark), panel.bottom + 16, f"{mark} %", "tick", anchor))
+        drawn.append(text(panel.x(mark), panel.bottom + 16, f"{mark}%", "tick", anchor))
     drawn.append(path([(panel.x(x), panel.y(y)) for x, y in _below(points, top)], "curve"))
     rise = _at(group)
-    tip = f"{group.name}: {group.kept} of {group.size} kept, {rise:.1f} % of what all choices cost"
+    tip = f"{group.name}: {group.kept} of {group.size} kept, {rise:.1f}% of what all choices cost"
     drawn.append(dot(panel.x(100 * group.kept / group.size), panel.y(min(rise, top)), 4.0, "point", tip))
     return drawn
 
