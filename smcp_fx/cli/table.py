@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """examples:
   # fill table.sqlite with what ResNet-50 needs on this machine
-  smcp-table measure torchvision:resnet50 --batch 1
+  smcp-table measure torchvision:resnet50
   # what is in it, and whether it is sound and complete for this model
   smcp-table show table.sqlite
   smcp-table check table.sqlite --model torchvision:resnet50

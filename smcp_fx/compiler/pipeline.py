@@ -267,8 +267,8 @@ class _Compilation:
             )
             if other := found.elsewhere:
                 self.tell.note(
-                    f"the table had rows of this network's blocks at {other}, which do not count at batch "
-                    f"{self.settings.batch} and {fitted.size} pixels: their rows were measured anew"
+                    f"rows that the table had at {other} do not count: this run times batch {self.settings.batch} at "
+                    f"{fitted.size} pixels"
                 )
         channels = prepared.channels
         self.tell.say(
