@@ -142,7 +142,7 @@ def _layers(report: Report) -> Markup:
     return _figure(
         "Channels kept, layer by layer",
         "Each bar is a layer in the order they run: all output channels in grey, those kept in blue.",
-        channel_bars(report.layers),
+        _both(channel_bars(report.layers), channel_bars(report.layers, NARROW)),
         _numbers(head, rows),
     )
 

@@ -9,7 +9,7 @@ from smcp_fx.report.schema import WorthRow
 from smcp_fx.report.svg import Markup, Panel, dot, line, path, picture, rounded_up, text
 
 #: Panels side by side on a screen, and on a telephone.
-ACROSS, NARROW_ACROSS = 5, 2
+ACROSS, NARROW_ACROSS = 6, 2
 #: More would be a wall of them.
 PANELS = 40
 _LEFT, _CELL, _WIDE, _HIGH = 44.0, 158.0, 130.0, 70.0
@@ -38,7 +38,7 @@ def worth_curves(groups: Sequence[WorthRow], across: int = ACROSS) -> Markup | N
         f"Rise of the loss over the share of channels kept, {len(shown)} groups; the dot is what was chosen"
     )
     kind = "chart wide" if across == ACROSS else "chart narrow"
-    return picture(_LEFT + _CELL * min(across, len(shown)), 34 + (_HIGH + 50) * rows, words, body, kind)
+    return picture(_LEFT + _CELL * across, 34 + (_HIGH + 50) * rows, words, body, kind)
 
 
 def _panel(panel: Panel, group: WorthRow, axis: bool) -> list[Markup]:
