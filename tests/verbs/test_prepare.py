@@ -61,7 +61,7 @@ def test_checkpoints_of_dense_models_load_and_leave_the_masks(wrap: Callable[[nn
     whole = smcp_fx.prepare(residual(), IMAGE)
     whole.load_state_dict(state)
     assert_close(run(whole, (IMAGE,)), run(other, (IMAGE,)), "identity")
-    with pytest.raises(RuntimeError, match="Missing.*conv1.weight"):
+    with pytest.raises(RuntimeError, match=r"Missing.*conv1.weight"):
         prepared.load_state_dict({name: value for name, value in state.items() if "conv1" not in name})
 
 
@@ -78,7 +78,7 @@ def test_a_state_dict_of_an_older_version_loads() -> None:
     for name in ("as_of", "losses", "trained"):
         assert torch.equal(getattr(again.smcp, name), getattr(fresh.smcp, name))
     del state["_orig_mod.smcp.keep"]
-    with pytest.raises(RuntimeError, match="smcp.keep"):
+    with pytest.raises(RuntimeError, match=r"smcp\.keep"):
         again.load_state_dict(state)
 
 
