@@ -76,9 +76,7 @@ def _header(report: Report) -> Markup:
     columns = [element("th", name, scope="col") for name in ("", "dense", "pruned", "change")]
     parts = [
         element("p", "smcp_fx compile report", class_="eyebrow"),
-        element(
-            "h1", headline(report).replace(" %", "\N{NO-BREAK SPACE}%").replace(" ms", "\N{NO-BREAK SPACE}ms")
-        ),
+        element("h1", headline(report).replace(" ms", "\N{NO-BREAK SPACE}ms")),
         element("p", " · ".join(fact for fact in facts if fact), class_="facts"),
         element(
             "div", _both(latency_bars(report), latency_bars(report, NARROW)) or Markup(""), class_="scroll"

@@ -140,7 +140,7 @@ def _cell(found: _Found, key: Key, target: float) -> str:
     if not mine:
         return "–"
     accuracy = interval([line["accuracy"] for line in mine.values()])
-    text = f"{accuracy.mean:.1%}".replace("%", " %")
+    text = f"{accuracy.mean:.1%}"
     share = interval([_share(line) for line in mine.values()]).mean
     if abs(share - target) > _MISSED:
         text += f" at {share:.0%} of the {_COSTS[key[2]]}"
