@@ -20,6 +20,7 @@ from smcp_fx.backends.base import BlockLatency
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
 from smcp_fx.cli.networks import backend_of, blocks_of
 from smcp_fx.cli.table import build_parser, main
+from smcp_fx.compiler import CompileSettings
 from smcp_fx.latency.exchange import check
 from smcp_fx.latency.store import LatencyStore, TableRow
 from smcp_fx.latency.table import LatencyTable
@@ -115,14 +116,39 @@ def test_measure_fills_a_table_once(model: str, table: Path, capsys: pytest.Capt
 
 def test_check_names_the_holes(model: str, table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(table), "--model", model, "--input-size", "32"]) == 1
-    assert "missing: 3 at 16x64" in said(capsys)
+    told = said(capsys)
+    assert "missing: 3 at 16x64" in told and "rows at other image sizes do not count" in told
+    assert main(["check", str(table), "--model", model, "--input-size", "16", "--batch", "2"]) == 1
+    assert "rows at batch 1 do not count" in said(capsys)
+
+
+def test_the_commands_time_single_images_unless_told_otherwise() -> None:
+    assert build_parser().parse_args(["measure", "m"]).batch == CompileSettings().batch == 1
+
+
+def test_check_asks_for_the_rows_of_a_device(
+    model: str, table: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, asked = next(iter(rows(table).values())).fingerprint, ["--model", model, "--input-size", "16"]
+    main(["check", str(table), *asked, "--device", here.device])
+    assert "missing" not in said(capsys)
+    assert main(["check", str(table), *asked, "--device", "my-phone"]) == 1
+    told = said(capsys)
+    assert f"my-phone; it has rows of {here.describe()}" in told and "missing" in told
 
 
 def test_show_tells_on_what_and_when(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(table)]) == 0
     shown = said(capsys)
     fingerprint = next(iter(rows(table).values())).fingerprint
-    for text in (fingerprint.key(), fingerprint.version, "spinning on", "rows, measured 20", " UTC"):
+    for text in (
+        fingerprint.key(),
+        fingerprint.version,
+        "1xcx8x8",
+        "spinning on",
+        "rows, measured 20",
+        " UTC",
+    ):
         assert text in shown
     assert main(["show", str(table), "--block", "3"]) == 0
     assert "16x64" in said(capsys)
