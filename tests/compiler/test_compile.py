@@ -173,7 +173,11 @@ def test_a_latency_out_of_reach_is_told_before_anything_is_trained(
 
 @pytest.mark.parametrize("prune", [(), ("--prune", "during", "--every", "4")], ids=["before", "during"])
 def test_an_interrupted_run_is_resumed_to_the_same_end(
-    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prune: tuple[str, ...]
+    model_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prune: tuple[str, ...],
 ) -> None:
     """Ctrl-C in the second epoch; the resumed run's weights, and its report, equal the uninterrupted one's."""
     flags = ("--cost", "flops", "--target", "0.6", "--epochs", "3", *prune)
@@ -190,6 +194,7 @@ def test_an_interrupted_run_is_resumed_to_the_same_end(
 
     monkeypatch.setattr(TrainingLoop, "_check", interrupt)
     assert main(arguments(f"{model_file}:build", cut, *flags)) == 130
+    assert "and --resume (state in" in capsys.readouterr().err
     monkeypatch.setattr(TrainingLoop, "_check", original)
     assert not (cut / "pruned.onnx").exists()
     assert main(arguments(f"{model_file}:build", cut, *flags, "--resume")) == 0
