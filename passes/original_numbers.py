@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.errors import PassError
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.operations import describe
-from smcp_fx.tracing.shape_tracer import plain_lists
+from smcp_fx.tracing.values import plain_lists
 
 #: Queries that labels cannot answer, as they share one place in memory.
 _OF_MEMORY = {"stride", "storage_offset", "is_contiguous"}

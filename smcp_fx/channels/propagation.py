@@ -7,9 +7,7 @@ rule pins what it touches. The rules are in `rules_*.py`, each a function ``rule
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -23,8 +21,8 @@ from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import along, compress, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.trail import Call, Computed, ConstantRef, MadeRef, ParameterRef, ParameterView, Trail
 from smcp_fx.channels.weight_views import Dims, weight_views
-from smcp_fx.tracing.modes import is_by_mode
-from smcp_fx.tracing.operations import describe, may_be_operand, operation_name, writes_in_place
+from smcp_fx.channels.written_views import written_views
+from smcp_fx.tracing.operations import describe, operation_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, canonical_names, held
 
@@ -74,9 +72,8 @@ class Propagation:
             places = zip(view.chain, view.dims, strict=True)
             self._views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
         self._computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
-        self._hidden = _only_asserted(
-            module.graph
-        )  # and nodes that only compute weights: the rules see neither
+        # The rules see neither what only an assertion reads nor what only computes weights.
+        self._hidden = _only_asserted(module.graph)
         for found in computed_weights(module, self._shape):
             name = self._computed[found.result.name] = self.parameter(found.name)
             self.trail.computed[name] = Computed(found.shape, found.source(module), found.unread)
@@ -236,10 +233,8 @@ class Propagation:
         environment = self.trail.labels
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: environment[n.name])
         if node.op == "output":
-            reason, passed_on = (
-                node.meta.get(ORIGIN, "reaches the network's output"),
-                node.meta.get(PASSED_ON, ()),
-            )
+            reason = node.meta.get(ORIGIN, "reaches the network's output")
+            passed_on = node.meta.get(PASSED_ON, ())
             for index, leaf in enumerate(tensor_leaves(args)):
                 if index not in passed_on:
                     self.pin(self.of(leaf), node.name, reason)
@@ -251,7 +246,7 @@ class Propagation:
                 # A number computed from a tensor's values, or an object that holds tensors out of our sight.
                 self.unknown(call)
             return value  # sizes and other numbers: as recorded
-        self._refuse_writes_into_views(call)
+        self._pin_written_views(call)
         result = self._ruled(call)
         return pytree.tree_map(lambda t: compress(t) if isinstance(t, Tensor) else t, result)
 
@@ -287,41 +282,10 @@ class Propagation:
     def _called(self, node: fx.Node) -> nn.Module | None:
         return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
-    def _refuse_writes_into_views(self, call: Call) -> None:
-        """Pin views that are written into, and their bases: slicing may turn the view into a copy.
-
-        A plain slice (`x[:, 4:8]`) stays a view.
-        """
-        if not writes_in_place(call.node, self.module):
-            return
-        for path in self._written(call.node):
-            self._refuse_write(call, path)
-
-    def _written(self, node: fx.Node, first: bool = True) -> list[list[fx.Node]]:
-        """Paths back from a write to the tensors whose memory it may change; each begins with the node itself."""
-        operands = node.args[1:] if is_by_mode(node) else node.args[:1]
-        through = (
-            first
-            or is_by_mode(node)
-            or has(self.named(node), Trait.MOVES)
-            or may_be_operand(node, self.module)
-        )
-        sources = [operand for operand in operands if isinstance(operand, fx.Node)] if through else []
-        return [[node, *path] for source in sources for path in self._written(source, False)] or [[node]]
-
-    def _refuse_write(self, call: Call, path: list[fx.Node]) -> None:
-        moved = shared = False
-        for view, source in itertools.pairwise(path[1:]):
-            moved |= has(self.named(view), Trait.MOVES) and not _is_plain_slice(view)
-            shared |= moved and any(user not in (view, call.node) for user in source.users)
-        for node in (path[1], path[-1]) if shared else ():
-            for labels in tensor_leaves(self.trail.labels[node.name]):
-                why = f"{call.node.name!r} writes into a view of {path[-1].name!r}"
+    def _pin_written_views(self, call: Call) -> None:
+        for view, why in written_views(self.module, call.node):
+            for labels in tensor_leaves(self.trail.labels[view.name]):
                 self.pin(self.of(labels), call.node.name, why)
-
-    def named(self, node: fx.Node) -> str | None:
-        """The node's operation."""
-        return operation_name(node, self._called(node)) if node.op.startswith("call") else None
 
     def _attribute(self, target: str, value: Any) -> Any:
         if not isinstance(value, TensorInfo):
@@ -400,10 +364,3 @@ def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
 def place(labels: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
     """1-D channel labels laid along ``dim`` of a tensor of the shape."""
     return compress(along(labels, shape, dim % len(shape)))
-
-
-def _is_plain_slice(node: fx.Node) -> bool:
-    if node.target is not operator.getitem:
-        return False
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return all(part is Ellipsis or (isinstance(part, slice) and part.step is None) for part in index)

@@ -17,6 +17,7 @@ from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
 from smcp_fx.channels.shuffles import _CHAIN, find_shuffle
 from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef
 from smcp_fx.channels.weight_views import weight_of
+from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.traits import Trait, named
 
 #: What may spread one value over the channels.
@@ -105,7 +106,7 @@ def _read_along(run: Propagation, node: fx.Node) -> list[int]:
     for user in node.users:
         if weight_of(user) is node:
             return [0]
-        if run.named(user) in ("gather", "takealongdim") and isinstance(user.args[0], fx.Node):
+        if operation_of(run.module, user) in ("gather", "takealongdim") and isinstance(user.args[0], fx.Node):
             return run.varied(run.of(run.trail.labels.get(user.args[0].name)))
     return [1]
 
