@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.branches import CONSTANT, NUMBER, Flow, Walk
 from smcp_fx.channels.execution import perform
-from smcp_fx.channels.labels import compress, narrow_uniform
+from smcp_fx.channels.labels import compact, narrow_uniform
 from smcp_fx.channels.trail import ConstantRef, Layer
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
@@ -112,7 +112,7 @@ class Constants:
         def fetched(part: Any) -> Any:
             if not isinstance(part, Tensor):
                 return part
-            part = narrow_uniform(compress(part))
+            part = narrow_uniform(compact(part))
             if part.numel() > core.numel():  # sizes of the example (its resolution) would be written into it
                 raise NoValueError
             return core.flatten()[part]

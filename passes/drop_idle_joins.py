@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.passes.remove_branches import delete, joined
+from smcp_fx.passes.remove_branches import delete, joined_tensors
 from smcp_fx.tracing.masking import META, Constant
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
@@ -44,7 +44,7 @@ class DropIdleJoins(GraphPass):
 
 def _operands(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """The zeros and the other operand of an idle join."""
-    parts = joined(node)
+    parts = joined_tensors(node)
     if len(parts) == 1:
         return None, parts[0]
     if operation_name(node, None) == "add" and len(node.args) == 2 and not node.kwargs:

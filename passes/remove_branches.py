@@ -132,7 +132,7 @@ class Removal:
 
     def _can_lose(self, node: fx.Node, source: fx.Node) -> bool:
         """Can the node, which stays, do without this operand, or with its value?"""
-        parts = joined(node)
+        parts = joined_tensors(node)
         if self._state(source) == EMPTY:
             return source in parts
         if self._state(source) != CONSTANT:
@@ -176,7 +176,7 @@ class Removal:
             for source in node.all_input_nodes:
                 if self._state(source) == CONSTANT:
                     report.append(self._replace(node, source))
-            parts = joined(node)
+            parts = joined_tensors(node)
             if any(self._state(part) == EMPTY for part in parts):
                 node.args = ([part for part in parts if self._state(part) != EMPTY], *node.args[1:])
         gone: list[fx.Node] = []
@@ -223,7 +223,7 @@ class Removal:
         with self.module.graph.inserting_before(node):
             read = self.module.graph.create_node("get_attr", f"{path}.{name}" if path else name)
             read.meta = {**meta, META: Constant(source.name)}
-            if parts := joined(node):
+            if parts := joined_tensors(node):
                 read = self._spread(read, value, source, node, self._sibling(parts), meta)
         node.replace_input_with(source, read)
         if writes_in_place(node, self.module) and node.args[0] is read:
@@ -260,7 +260,7 @@ class Removal:
         return next(layer for layer in self.channels.layers if layer.node == name)
 
 
-def joined(node: fx.Node) -> list[fx.Node]:
+def joined_tensors(node: fx.Node) -> list[fx.Node]:
     """The tensors that a concat joins; none for another node."""
     if operation_name(node, None) != "cat" or not node.args or not isinstance(node.args[0], (list, tuple)):
         return []

@@ -79,7 +79,7 @@ class SliceChannels(GraphPass):
                 continue  # pinned: a weight that is also read as a tensor
             varied = varied_dims(self.channels.units.of(labels))
             if len(varied) == 1:
-                indices.setdefault(name, {})[varied[0]] = sliced.positions(line(labels, varied[0]))
+                indices.setdefault(name, {})[varied[0]] = sliced.positions(line_along(labels, varied[0]))
         return indices
 
     def _constants(self, module: fx.GraphModule, sliced: Sliced) -> dict[str, dict[int, Tensor]]:
@@ -124,7 +124,7 @@ class SliceChannels(GraphPass):
         return report
 
 
-def line(labels: Tensor, dim: int) -> Tensor:
+def line_along(labels: Tensor, dim: int) -> Tensor:
     """The labels along one dimension, at index 0 of the others, 1-D."""
     for other in range(labels.dim()):
         if other != dim:

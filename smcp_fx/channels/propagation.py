@@ -18,11 +18,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.computed_weights import computed_weights
-from smcp_fx.channels.labels import along, compress, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.labels import along, compact, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.trail import Call, Computed, ConstantRef, MadeRef, ParameterRef, ParameterView, Trail
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.channels.written_views import written_views
-from smcp_fx.tracing.operations import describe, operation_name
+from smcp_fx.tracing.operations import operation_name, readable_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, canonical_names, held
 
@@ -128,7 +128,7 @@ class Propagation:
         """Tie the labels along a dimension and return them with that dimension uniform."""
         core = narrow_uniform(labels, keep=[dim])
         self.tie(core, core.narrow(dim, 0, 1).expand_as(core))
-        return compress(labels.narrow(dim, 0, 1).expand(labels.shape))
+        return compact(labels.narrow(dim, 0, 1).expand(labels.shape))
 
     def units(self, labels: Tensor) -> Tensor:
         """Labels merged by the ties of the earlier run (for uniformity tests only)."""
@@ -137,7 +137,7 @@ class Propagation:
         core = narrow_uniform(labels)
         count = self._seen.numel()  # labels from there on are new in this run, and larger than any unit
         known = self._seen[core.clamp(min=0, max=count - 1)]
-        return compress(torch.where((core > 0) & (core < count), known, core).expand(labels.shape))
+        return compact(torch.where((core > 0) & (core < count), known, core).expand(labels.shape))
 
     def varied(self, labels: Tensor) -> list[int]:
         """Dimensions along which the labels change, merged by the ties of the earlier run."""
@@ -248,7 +248,7 @@ class Propagation:
             return value  # sizes and other numbers: as recorded
         self._pin_written_views(call)
         result = self._ruled(call)
-        return pytree.tree_map(lambda t: compress(t) if isinstance(t, Tensor) else t, result)
+        return pytree.tree_map(lambda t: compact(t) if isinstance(t, Tensor) else t, result)
 
     def _ruled(self, call: Call) -> Any:
         """What the operation's rule returns; an operation used in a form that the rule does not handle is unknown."""
@@ -301,7 +301,7 @@ class Propagation:
 
     def unknown(self, call: Call, why: str | None = None) -> Any:
         """Pin everything the call touches; its output always stays."""
-        why = why or f"operation {describe(call.node)!r} has no channel rule"
+        why = why or f"operation {readable_name(call.node)!r} has no channel rule"
         for leaf in tensor_leaves((call.args, call.kwargs)):
             if isinstance(leaf, ParameterRef):
                 self.fix_parameter(leaf, call.node.name, why)
@@ -363,4 +363,4 @@ def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
 
 def place(labels: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
     """1-D channel labels laid along ``dim`` of a tensor of the shape."""
-    return compress(along(labels, shape, dim % len(shape)))
+    return compact(along(labels, shape, dim % len(shape)))

@@ -245,7 +245,7 @@ def batch_norm(run: Propagation, call: Call) -> Any:
     labels = run.of(call.argument(0, "input"))
     axis = 0 if call.name == "instancenorm" and labels.dim() == _unbatched_rank(call) else 1
     channels = channel_labels(run, labels, axis)
-    if not carry(run, call, channels, {1: "running_mean", 2: "running_var"}):
+    if not carry_parameters(run, call, channels, {1: "running_mean", 2: "running_var"}):
         return run.unknown(call, "a batch norm whose statistics are computed, not buffers")
     for weight in affine_of(run, call, {3: "weight", 4: "bias"}):
         go_with(run, weight, channels, 0, (channels.numel(),))
@@ -315,7 +315,9 @@ def own_parameter(run: Propagation, call: Call, attribute: str) -> ParameterRef 
     return ParameterRef(run.parameter(f"{call.node.target}.{attribute}"), tuple(tensor.shape))
 
 
-def carry(run: Propagation, call: Call, channels: Tensor, names: dict[int, str], dim: int = 0) -> bool:
+def carry_parameters(
+    run: Propagation, call: Call, channels: Tensor, names: dict[int, str], dim: int = 0
+) -> bool:
     """Record the slots of a normalisation's parameters; False when one of them is not a parameter."""
     for position, name in names.items():
         value = own_parameter(run, call, name) if call.module is not None else call.argument(position, name)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.labels import compress, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place, tensor_leaves
 from smcp_fx.channels.rules_elementwise import bring_together, elementwise, like
 from smcp_fx.channels.rules_layers import affine_of, at_full_width, go_with, renamed
@@ -215,7 +215,7 @@ def gathered(run: Propagation, call: Call) -> Any:
         tuple(slice(size) for size in index.shape)
     ]  # of other dimensions, the first
     shape = tuple(index.shape)
-    return bring_together(run, call, [compress(read.expand(shape)), run.of(index)], shape)
+    return bring_together(run, call, [compact(read.expand(shape)), run.of(index)], shape)
 
 
 def _along(call: Call, labels: Tensor, dim: int) -> Any:

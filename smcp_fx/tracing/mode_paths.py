@@ -19,7 +19,7 @@ from torch import fx
 
 from smcp_fx.errors import TraceError
 from smcp_fx.tracing.mode_reads import FRAME, VIA, ModeLog
-from smcp_fx.tracing.sentences import named
+from smcp_fx.tracing.sentences import listed_paths
 
 #: Decisions in the order in which they were made: whose mode, and what it was.
 Path = tuple[tuple[str, bool], ...]
@@ -260,8 +260,8 @@ class Exploring:
         self.traces = [t for t in self.traces if len({t.modes[f] for f in self._coupled(first)}) == 1]
         if len({t.modes[first] for t in self.traces}) < 2:
             raise TraceError(
-                f"What is computed depends on the modes of {named(sorted(self._coupled(first)))} together, in more "
-                "ways than can be told, and train() puts them into different ones."
+                f"What is computed depends on the modes of {listed_paths(sorted(self._coupled(first)))} together, "
+                "in more ways than can be told, and train() puts them into different ones."
             )
 
     def _coupled(self, first: str) -> set[str]:

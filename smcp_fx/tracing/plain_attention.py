@@ -26,7 +26,7 @@ _LAYERS: dict[type[nn.Module], tuple[tuple[int, str, str], ...]] = {
 }
 
 
-def is_plain(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_plain_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Is this a call of attention, or of torch's layers around it?"""
     compared = _LAYERS.get(type(module))
     if compared is not None:

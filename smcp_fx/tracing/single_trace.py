@@ -25,7 +25,7 @@ from smcp_fx.tracing.mode_paths import Modes, ModeTrace
 from smcp_fx.tracing.mode_reads import ReadsOfTraining
 from smcp_fx.tracing.mode_steps import alike
 from smcp_fx.tracing.own_weights import computed_by_hooks, is_parametrised_layer, own_weight
-from smcp_fx.tracing.plain_attention import forward_of, is_plain, slow_path
+from smcp_fx.tracing.plain_attention import forward_of, is_plain_attention, slow_path
 from smcp_fx.tracing.sentences import is_ours
 from smcp_fx.tracing.shape_tracer import KeptOutsideError, ShapeTracer
 
@@ -84,7 +84,7 @@ class _Tracer(ShapeTracer):
         if not self._evaluating and m in self._paths:
             self.contexts.path = self._paths[m]
         try:
-            if not self._evaluating and is_plain(m, args, kwargs):
+            if not self._evaluating and is_plain_attention(m, args, kwargs):
                 return self._call_plainly(m, forward_of(m, forward, self._seen), args, kwargs)
             if not self._evaluating and (is_parametrised_layer(m) or computed_by_hooks(m)):
                 return self._call_computing(m, forward, args, kwargs)
