@@ -20,7 +20,7 @@ from smcp_fx.tracing.traits import Trait, has
 
 
 class DropIdleJoins(GraphPass):
-    """Lets the readers of an idle join read its one operand, unless they could write into what others see."""
+    """Lets readers of an idle join read its one operand, unless they might write into what others read."""
 
     def apply(self, module: fx.GraphModule) -> PassResult:
         """Drop them."""

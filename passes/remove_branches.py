@@ -35,10 +35,10 @@ _OUT_OF_PLACE: dict[Any, Any] = {
 
 
 class RemoveBranches(GraphPass):
-    """Removes what the groups of ``keep`` (a bool a unit) that keep nothing leave without channels or without use.
+    """Removes what is left without channels or without use by the groups that keep nothing.
 
-    Where the constant that is left could not be told without the shapes that the network will meet, the groups at
-    fault get a unit back *in* ``keep``; their consumers' weights are zero there, so nothing else changes.
+    ``keep``: a bool a unit. Where the constant that is left would depend on the shapes that the network will meet, the
+    groups at fault get a unit back *in* ``keep``; their consumers' weights are zero there, so nothing else changes.
     """
 
     def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
@@ -104,7 +104,7 @@ class Removal:
     # ---- what can go --------------------------------------------------------------------------------------
 
     def _unremovable(self) -> int:
-        """Groups (bits) whose absence something that stays could not do with."""
+        """Groups (bits) that something that stays cannot do without."""
         if not self.flow.connected(self.zero):
             return self.zero
         found = 0
@@ -122,7 +122,7 @@ class Removal:
         return found
 
     def _lost_pieces(self, node: fx.Node) -> int:
-        """Groups (bits) that are all there is in a piece of this node, if it is no split that can do without it."""
+        """Groups (bits) that fill a whole piece of this node, unless it is a split that can drop the piece."""
         pieces = self.flow.steps[self.flow.place[node.name]].pieces
         lost = [piece.groups for piece in pieces if piece.empty(self.zero)]
         read_apart = all(u.target is operator.getitem and isinstance(u.args[1], int) for u in node.users)

@@ -278,7 +278,7 @@ class _Rewriter:
     ) -> None:
         """Have the operation move as many channels as ever, and select what is kept of what it gives.
 
-        Nobody reads what stands in the place of those that are gone.
+        Nothing reads what stands in for those that are gone.
         """
         self._freeze_numbers(node)
         graph, dim = self.module.graph, kept_in[0]

@@ -32,7 +32,7 @@ class SliceChannels(GraphPass):
 
     @property
     def keep(self) -> Tensor:
-        """The units that stay, as they are known when the pass runs."""
+        """The units that stay; `RemoveBranches` may have added some before this pass runs."""
         return self._keep.cpu() | ~self.channels.free_units
 
     def requires(self, module: fx.GraphModule) -> None:
@@ -65,7 +65,7 @@ class SliceChannels(GraphPass):
         return PassResult(module, bool(report), tuple(report))
 
     def ensures(self, module: fx.GraphModule) -> None:
-        """Modules say the shapes their weights have."""
+        """Raise `PassError` where a module's fields contradict the shapes of its weights."""
         check_shapes(module)
 
     def _indices(self, sliced: Sliced) -> dict[str, dict[int, Tensor]]:

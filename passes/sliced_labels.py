@@ -1,4 +1,4 @@
-"""Label tensors less the channels that go."""
+"""Label tensors without the channels that go."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class ModeTrace:
 class Paths:
     """What decided on each node of the traces.
 
-    ``leaking``: modules whose decisions are their callers', too; ``together``: modules that have to be in the mode of
-    another, which stands for them.
+    ``leaking``: modules whose decisions count as their callers', too; ``together``: modules that have to be in the
+    mode of another, which stands for them.
     """
 
     def __init__(self) -> None:
@@ -248,7 +248,7 @@ class Exploring:
             self._couple(set(asked.items()))
 
     def _couple(self, decisions: set[tuple[str, bool]]) -> None:
-        """Let these modules have one mode: what they decide together is told for that only."""
+        """Require these modules to be in one mode: what they decide together is known only for that."""
         flags = {flag for flag, _ in decisions}
         first = min(flags, key=lambda flag: (flag.count("."), flag))
         self.paths.leak(set())

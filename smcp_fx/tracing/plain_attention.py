@@ -130,7 +130,7 @@ def _masks(
 
 @contextlib.contextmanager
 def slow_path() -> Iterator[None]:
-    """Transformer layers call their parts while it is entered, instead of one function for all of them."""
+    """While it is entered, transformer layers call their parts instead of one fused function."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -196,7 +196,7 @@ class ShapeTracer(AnsweringTracer):
         return self._evaluating
 
     def in_place(self, written: Callable[..., Any], obj: Proxy, other: Any) -> Any:
-        """`x += y`: a number gets another value; a tensor is written into, unless it turns out that none can tell."""
+        """Record `x += y`: a write into a tensor (`settle_in_place` may end it later), a new value of a number."""
         tensor = is_tensor_for_sure(obj.node) or isinstance(self.value(obj.node), Tensor)
         return self.create_proxy("call_function", written if tensor else PLAIN[written], (obj, other), {})
 
@@ -254,7 +254,7 @@ class ShapeTracer(AnsweringTracer):
         self.value(node)
 
     def check_parts(self, obj: Proxy) -> None:
-        """Where a fixed number of parts is unpacked of a tensor that was split: there are as many."""
+        """Assume that a split gives as many parts as are unpacked from it."""
         if obj.node.op in ("call_function", "call_method") and self._sizes.may_vary(obj.node):
             self.length(obj)
 

@@ -120,7 +120,7 @@ def load_data(
 
     ``images:`` takes all images below a folder, without labels (0 classes). ``base``: the folder that relative paths
     start from (default: the working directory). ``images`` and ``augment``: how image files become inputs.
-    ``workers``: as in `ImageData`; by default one per usable core, at most eight, for image files, and none otherwise.
+    ``workers``: as in `ImageData`; by default one per usable core, eight at most, for image files, else none.
     Raises `InputError`.
     """
     if spec == "digits":
