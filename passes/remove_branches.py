@@ -37,7 +37,7 @@ _OUT_OF_PLACE: dict[Any, Any] = {
 class RemoveBranches(GraphPass):
     """Removes what is left without channels or without use by the groups that keep nothing.
 
-    ``keep``: a bool a unit. Where the constant that is left would depend on the shapes that the network will meet, the
+    ``keep``: a bool a unit. Where the constant that is left would depend on the shapes that the network will meet,
     groups at fault get a unit back *in* ``keep``; their consumers' weights are zero there, so nothing else changes.
     """
 

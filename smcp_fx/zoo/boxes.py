@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import batched_nms, box_convert, box_iou
 
-#: The scale of offsets of centres and of logarithms of sides.
+#: The scale of offsets of centres and of logarithms of sides, as in Liu et al.'s code.
 _VARIANCES = (0.1, 0.1, 0.2, 0.2)
 
 

@@ -20,7 +20,7 @@ from smcp_fx.errors import InputError
 from smcp_fx.zoo.image_folder import image_folder, plain_images
 from smcp_fx.zoo.pretrained import Preprocessing
 
-#: Most processes that load images by default.
+#: Most processes that load images by default. Chosen, not measured.
 _MOST_WORKERS = 8
 
 
