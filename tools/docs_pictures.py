@@ -26,21 +26,16 @@ _STYLE = (
     ".wide text{font-size:12px}.wide .label{fill:var(--ink)}.paper{fill:var(--paper)}.bar-dense{fill:var(--grey)}"
     ".bar-pruned{fill:var(--blue)}.grid{stroke:var(--grey);stroke-opacity:.5}.baseline{stroke:var(--soft)}"
     ".target{stroke:var(--ink);stroke-width:1.5;stroke-dasharray:4 3}"
-    "@media (prefers-color-scheme:dark){svg{--paper:#101317;--ink:#e8ebef;--soft:#9ba5b3;--grey:#4a525e;--blue:#74abff}}"
+    "@media (prefers-color-scheme:dark)"
+    "{svg{--paper:#101317;--ink:#e8ebef;--soft:#9ba5b3;--grey:#4a525e;--blue:#74abff}}"
 )
 
 
 def headline(report: dict[str, Any]) -> Markup:
     """Latency and accuracy of the dense and the pruned network, and the target."""
     dense, pruned, asked = report["dense"], report["pruned"], report["target_fraction"]
-    body = [
-        text(
-            24,
-            36,
-            f"{_name(report)}, pruned to {percent(asked, trim=True)} of its latency: measured on the device",
-            "bold",
-        )
-    ]
+    title = f"{_name(report)}, pruned to {percent(asked, trim=True)} of its latency: measured on the device"
+    body = [text(24, 36, title, "bold")]
     for top, name, side in ((62, "dense", dense), (112, "pruned", pruned)):
         width = 416 * side["latency_ms"] / dense["latency_ms"]
         body.append(text(24, top + 22, name, "label"))
