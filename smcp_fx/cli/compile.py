@@ -15,14 +15,14 @@ from smcp_fx.config import PruningConfig
 MISSED = 0.03
 
 _EXAMPLES = """examples:
-  # ResNet-18 on scikit-learn's digits, to 40 % of its latency
+  # ResNet-18 on scikit-learn's digits, to 40% of its latency
   smcp-compile --model torchvision:resnet18 --data digits --target 0.4
   # trained weights, half of the latency of single images, ten epochs
   smcp-compile --model torchvision:mobilenet_v2 --weights weights.pth \\
-      --data imagefolder:/data/flowers --target 0.5 --batch 1 --epochs 10
+      --data imagefolder:/data/flowers --target 0.5 --epochs 10
   # your own model and data, an absolute target
   smcp-compile --model model.py:build --weights model.safetensors \\
-      --data data.py:load --target '12 ms' --batch 1
+      --data data.py:load --target '12 ms'
   # FLOPs in place of latency
   smcp-compile --model timm:resnet50 --data imagefolder:/data/flowers \\
       --target 0.3 --cost flops

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 import math
 import operator
@@ -73,6 +74,8 @@ class StandIns:
         self._wanted += drawing(self._drawn, _spaces(model))
 
     def __enter__(self) -> None:
+        # dynamo keeps the functions that it finds when it is loaded: torch's, not a stand-in
+        importlib.import_module("torch._dynamo")
         for space, name, value in self._wanted:
             before = space.cell_contents if isinstance(space, CellType) else vars(space).get(name, self)
             self._put.append((space, name, before))

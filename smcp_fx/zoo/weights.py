@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.errors import CheckpointError
+from smcp_fx.tracing.wrapping import INSIDE
 
 #: Keys under which training scripts store weights; averaged ones first, since those were evaluated.
 _HOLDERS = (
@@ -26,8 +27,6 @@ _SCORES = (
     *("best_acc1", "acc1", "best_acc", "best_accuracy", "accuracy", "acc", "best_top1", "top1", "best_prec1"),
     *("val_acc", "test_acc", "metric"),
 )  # fmt: skip
-#: What wrappers put before names, or into them.
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 #: Most names listed in a message.
 _NAMED = 3
 
@@ -171,7 +170,7 @@ def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[di
     """Return the state with the model's names, as far as possible, and a note on the changes."""
     plain = {}
     for name, value in state.items():
-        for wrapper in _WRAPPERS:
+        for wrapper in INSIDE:
             name = name.replace(wrapper, "")
         plain[name] = value
     best, fitting, told = plain, sum(name in own for name in plain), ""

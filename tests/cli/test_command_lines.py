@@ -195,7 +195,7 @@ def test_compile_alone_prints_its_help(here: Path, capsys: pytest.CaptureFixture
     before = content(here)
     assert run("compile", []) == 2
     told = capsys.readouterr().out
-    assert "--model" in told and "40 % of its latency" in told and "%%" not in told
+    assert "--model" in told and "40% of its latency" in told and "%%" not in told
     assert content(here) == before
 
 
