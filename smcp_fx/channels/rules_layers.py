@@ -315,14 +315,12 @@ def own_parameter(run: Propagation, call: Call, attribute: str) -> ParameterRef 
     return ParameterRef(run.parameter(f"{call.node.target}.{attribute}"), tuple(tensor.shape))
 
 
-def carry_parameters(
-    run: Propagation, call: Call, channels: Tensor, names: dict[int, str], dim: int = 0
-) -> bool:
+def carry_parameters(run: Propagation, call: Call, channels: Tensor, names: dict[int, str]) -> bool:
     """Record the slots of a normalisation's parameters; False when one of them is not a parameter."""
     for position, name in names.items():
         value = own_parameter(run, call, name) if call.module is not None else call.argument(position, name)
         if isinstance(value, ParameterRef):
-            run.slot(value.name, dim, channels)
+            run.slot(value.name, 0, channels)
         elif value is not None:
             return False
     return True

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import generated_data
 import pytest
 import torch
+from brief import compare_briefly
 from colours import MODEL
-
-from smcp_fx.backends import CompareConfig, compare
-from smcp_fx.compiler import measuring, pipeline
 
 
 @pytest.fixture(autouse=True)
 def _compared_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rounds, and no more until they agree: no test judges a latency (those of `compare` are elsewhere)."""
-    brief = functools.partial(compare, config=CompareConfig(rounds=3, seconds=0.0, longest_seconds=0.0))
-    for module in (measuring, pipeline):
-        monkeypatch.setattr(module, "compare", brief)
+    compare_briefly(monkeypatch)
 
 
 @pytest.fixture

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
+from brief import compare_briefly
 
 import smcp_fx
 from smcp_fx.backends import Measurement
@@ -70,9 +75,9 @@ def _timed_badly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "FAR", math.inf)
 
 
-@pytest.fixture
-def model_file(tmp_path: Path) -> str:
-    path = tmp_path / "tiny_model.py"
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "tiny_model.py"
     path.write_text(MODEL, encoding="utf-8")
     return str(path)
 
@@ -93,16 +98,31 @@ def arguments(model: str, out: Path, *more: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("cost", ["latency", "flops"])
-def test_the_whole_way(
-    model_file: str, tmp_path: Path, cost: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+#: What the shared runs below are asked for.
+ASKED = {"latency": ("--target", "0.95"), "flops": ("--target", "0.6", "--cost", "flops", "--epochs", "3")}
+
+
+@pytest.fixture(scope="module")
+def finished(model_file: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
+    """Runs to their end, one for each of `ASKED`, when first asked for: the folder, and what was printed."""
+
+    @functools.cache
+    def run(asked: str) -> tuple[Path, str]:
+        out = tmp_path_factory.mktemp(asked) / "out"
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as shown:
+            patch.setattr(measuring, "FAR", math.inf)
+            compare_briefly(patch)
+            assert main([*arguments(f"{model_file}:build", out, *ASKED[asked]), "--allow-missed"]) == 0
+        return out, shown.getvalue()
+
+    return run
+
+
+@pytest.mark.parametrize("cost", list(ASKED))
+def test_the_whole_way(cost: str, finished: Callable[[str], tuple[Path, str]]) -> None:
     """A network this small is not timed well: the measured latency is not judged here."""
-    out = tmp_path / "out"
-    target = "0.6" if cost == "flops" else "0.95"
-    code = main(arguments(f"{model_file}:build", out, "--target", target, "--cost", cost, "--allow-missed"))
-    shown = capsys.readouterr()
-    assert code == 0, shown.err
+    out, shown = finished(cost)
+    target = ASKED[cost][1]
     report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
     for key in ("target_fraction", "predicted_fraction", "measured_fraction", "seed", "backend"):
         assert key in report
@@ -113,7 +133,7 @@ def test_the_whole_way(
     if cost == "flops":
         assert 0.4 < report["predicted_fraction"] <= 0.6 + 1e-9
         assert report["pruned"]["flops"] <= 0.6 * report["dense"]["flops"]
-    assert "measured" in shown.out
+    assert "measured" in shown
     assert all((out / file).is_file() for file in report["files"].values())
     assert not list(out.rglob("*.part"))
     assert "<svg" in (out / "report.html").read_text(encoding="utf-8")
@@ -173,12 +193,19 @@ def test_a_latency_out_of_reach_is_told_before_anything_is_trained(
 
 @pytest.mark.parametrize("prune", [(), ("--prune", "during", "--every", "4")], ids=["before", "during"])
 def test_an_interrupted_run_is_resumed_to_the_same_end(
-    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prune: tuple[str, ...]
+    model_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prune: tuple[str, ...],
+    finished: Callable[[str], tuple[Path, str]],
 ) -> None:
     """Ctrl-C in the second epoch; the resumed run's weights, and its report, equal the uninterrupted one's."""
-    flags = ("--cost", "flops", "--target", "0.6", "--epochs", "3", *prune)
+    flags = (*ASKED["flops"], *prune)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert main(arguments(f"{model_file}:build", whole, *flags)) == 0
+    if prune:
+        assert main(arguments(f"{model_file}:build", whole, *flags)) == 0
+    else:
+        whole, _ = finished("flops")
     original = TrainingLoop._check
     seen = {"steps": 0}
 
@@ -218,7 +245,7 @@ def _untimed(part: Any) -> Any:
         (["--model", "nowhere.py:build"], "no file"),
         (["--model", "{file}:absent"], "defines no function 'absent'"),
         (["--model", "{file}:Branching"], "tiny_model.py:20"),
-        (["--model", "{file}:NotANumber", "--target", "0.95"], "the loss is nan at step 1"),
+        (["--model", "{file}:NotANumber", "--cost", "flops"], "the loss is nan at step 1"),
         (
             ["--model", "{file}:Inexpressible"],
             "cannot express the operation prims.bessel_i1 in module 'head'",
@@ -329,23 +356,26 @@ def test_unknown_backends_are_refused_by_name(capsys: pytest.CaptureFixture[str]
 
 
 def test_other_settings_are_not_resumed(
-    model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_file: str, finished: Callable[[str], tuple[Path, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--cost", "flops", "--target", "0.6")
-    assert main(arguments(f"{model_file}:build", tmp_path / "out", *flags)) == 0
-    assert main(arguments(f"{model_file}:build", tmp_path / "out", *flags, "--seed", "3", "--resume")) == 2
+    out, _ = finished("flops")
+    again = arguments(f"{model_file}:build", out, *ASKED["flops"], "--allow-missed")
+    assert main([*again, "--seed", "3", "--resume"]) == 2
     assert "seed: 0 -> 3" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_table_of_another_device_is_refused_or_used_as_it_is(
-    model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_file: str,
+    tmp_path: Path,
+    finished: Callable[[str], tuple[Path, str]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its rows are this machine's under another name, so that they hold for every block."""
     flags = ("--target", "0.98", "--epochs", "1")
-    assert main(arguments(f"{model_file}:build", tmp_path / "first", *flags, "--allow-missed")) == 0
+    first, _ = finished("latency")
     rows = tmp_path / "rows.json"
-    assert table_main(["export", str(tmp_path / "table.sqlite"), str(rows)]) == 0
-    told = json.loads((tmp_path / "first" / "report.json").read_text())
+    assert table_main(["export", str(first.parent / "table.sqlite"), str(rows)]) == 0
+    told = json.loads((first / "report.json").read_text())
     device, facts = told["backend"]["device"], told["table"]
     assert facts["measured"] + 1 == facts["rows"]  # and a run's own cost
     assert 0 <= facts["for_solves"] < facts["measured"] and facts["seconds"] > 0
