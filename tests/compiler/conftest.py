@@ -8,13 +8,21 @@ from typing import Any
 import generated_data
 import pytest
 import torch
-from brief import compare_briefly
 from colours import MODEL
+from tiny_compile import MODEL as TINY
+from tiny_compile import compare_briefly
 
 
 @pytest.fixture(autouse=True)
 def _compared_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     compare_briefly(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "tiny_model.py"
+    path.write_text(TINY, encoding="utf-8")
+    return str(path)
 
 
 @pytest.fixture

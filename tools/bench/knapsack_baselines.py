@@ -59,7 +59,7 @@ def solve_scaled(
     return BaselineAnswer(tuple(reversed(choices)), value, sum(map(len, values)) * (room + 1))
 
 
-#: Most pairs in one merge: 4 GiB. Chosen.
+#: Most pairs in one merge. Chosen, not measured.
 _MOST_PAIRS = 1 << 27
 
 
