@@ -28,12 +28,13 @@ from smcp_fx.backends.timing.measuring import (
 )
 from smcp_fx.backends.timing.pace import pace
 
-#: The share that is gone after t ms is 1 / (1 + (half / t) ** FADING). Fitted to shares after 0.5 to 16 ms (docs:
-#: Latency).
+#: The share that is gone after t ms is 1 / (1 + (half / t) ** FADING). Fitted to shares after 0.5 to 16 ms, whose
+#: record was not kept.
 FADING = 1.8
 #: How much is read: more than inner caches hold, and little beside the outer one. Chosen, not measured.
 _BYTES = 4 << 20
-#: Pauses after which it is read. On a shared server, part of it is gone after each of them (docs: Latency).
+#: Pauses after which it is read. On a shared server, part of it is gone after each of them (docs: Where a latency
+#: comes from).
 _PAUSES_MS = (1.0, 2.0, 4.0, 8.0)
 #: Reads after each pause, and after emptying the caches; chosen so that all of it takes 0.3 s.
 _RUNS, _COLD_RUNS = 12, 8
