@@ -35,7 +35,7 @@ from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel
 
 #: Least output positions to take, if there are as many: this number, and this many times a layer's inputs. Four times
-#: as many changed nothing (docs: Experiments).
+#: as many changed nothing (docs: experiments.md).
 _ROWS, _TIMES = 20_000, 8
 #: Added to each variance: a share of the inputs' mean variance, and a share of their mean square (lost to rounding).
 #: Chosen, not measured.

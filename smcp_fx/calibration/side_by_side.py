@@ -23,7 +23,7 @@ from smcp_fx.errors import InputError
 from smcp_fx.passes.sliced_labels import Sliced
 
 #: Least output positions of a regression, if there are as many: this number, and this many times its inputs. Four
-#: times as many changed nothing (docs: Experiments).
+#: times as many changed nothing (docs: experiments.md).
 _ROWS, _TIMES = 20_000, 8
 #: Most bytes that the values of all batches may take at a time. Chosen, not measured.
 _MEMORY = 2 * 2**30

@@ -27,7 +27,7 @@ from smcp_fx.latency.table import LatencyTable
 from smcp_fx.tracing.tracer import Traced
 
 #: A smaller count is offered only if it saves this share of its blocks' latency, as rows are no more certain than
-#: that (docs: Experiments).
+#: that (docs: experiments.md).
 _LEAST_SAVING = 0.02
 #: How uncertain the dense and the chosen networks' latencies may be because rows are not measured, as a share of the
 #: latency. Chosen: a measured row differs from itself by more.

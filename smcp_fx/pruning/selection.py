@@ -28,7 +28,7 @@ from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Worth
 
 #: Bonuses for units already kept, in mean importances: each gives an allocation to start the search from. As all
-#: constants here, chosen: together they settle the masks (docs: Experiments); each alone was not measured.
+#: constants here, chosen: together they settle the masks (docs: experiments.md); each alone was not measured.
 _BONUSES = (0.25, 2.0)
 #: How many permitted counts away from the present one a group may go, for further starts.
 _WINDOWS = (1, 2, 4)
