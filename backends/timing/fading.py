@@ -2,8 +2,8 @@
 
 A server's cores share their last-level cache with whatever runs beside them, which pushes out what a network leaves
 there. Of 4 MiB that were read once, two fifths had to be fetched from memory again after a pause of 4 ms, and all of
-it after 16 ms (a guest on an EPYC; docs: latency.md). So a slow network finds its weights gone, however small it is, and
-the busier the machine, the sooner they go.
+it after 16 ms (a guest on an EPYC; docs: latency.md). So a slow network finds its weights gone, however small it is,
+and the busier the machine, the sooner they go.
 """
 
 from __future__ import annotations
