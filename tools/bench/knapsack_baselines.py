@@ -103,7 +103,7 @@ def solve_by_merging(
 def _condense(
     v: Floats, c: Floats, used: NDArray[np.int64], capacity: float
 ) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """Keep what fits and is worth more than everything at most as dear."""
+    """Keep what fits and is worth more than everything that costs no more."""
     fits = np.flatnonzero(c <= capacity)
     order = fits[np.lexsort((-v[fits], c[fits]))]
     ranked = v[order]
