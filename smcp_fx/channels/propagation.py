@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +59,7 @@ class Propagation:
         self.trail = Trail()
         self.blind = False  # whether a rule pinned something because it could not see ties found later
         self._asked: Counter[str] = Counter()
+        self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer
         self._seen: Tensor | None = None
         if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still hold
             self.trail.ties = list(earlier[0].ties)
@@ -183,7 +184,38 @@ class Propagation:
             self.trail.elements[value.name] = labels
             if isinstance(value, MadeRef) or value.name in self._learned:
                 self.trail.free_standing.add(value.name)
+                if count > 1:
+                    self._alone.append((int(labels.min()), int(labels.max())))
         return self.trail.elements[value.name]
+
+    def settled(self, labels: Tensor, told: Collection[int]) -> Tensor:
+        """Elements of learned tokens or position embeddings, tied along dimensions that turn out to hold no channels.
+
+        ``told``: the dimensions (counted from the last, -1) in which what they meet has channels. Until they meet it,
+        each element of such a parameter has a label of its own.
+        """
+        varied = [dim - labels.dim() for dim in varied_dims(labels)]
+        extra = [dim for dim in varied if dim not in told]
+        if len(extra) in (0, len(varied)) or not self.is_alone(labels):
+            return labels
+        for dim in extra:
+            labels = self.tie_along(labels, dim + labels.dim())
+        return labels
+
+    def met(self, tensors: Iterable[Any]) -> set[int]:
+        """The dimensions (from the last) in which tensors have channels, but for parameters that stand alone."""
+        return {
+            dim - labels.dim()
+            for labels in tensors
+            if isinstance(labels, Tensor) and not self.is_alone(labels)
+            for dim in varied_dims(labels)
+        }
+
+    def is_alone(self, labels: Tensor) -> bool:
+        """Whether these are elements of a parameter that belongs to no layer."""
+        core = narrow_uniform(labels)
+        least, most = (int(core.min()), int(core.max())) if core.numel() else (0, 0)
+        return any(first <= least and most <= last for first, last in self._alone)
 
     # ---- parameters -------------------------------------------------------------------------------------
 

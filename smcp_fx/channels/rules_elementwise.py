@@ -23,7 +23,8 @@ def elementwise(run: Propagation, call: Call) -> Any:
     shape = call.shape
     leaves = tensor_leaves((call.args, call.kwargs))
     told = {d - t.dim() for t in leaves if isinstance(t, Tensor) for d in varied_dims(t)}
-    operands = [run.of(leaf, told or None) for leaf in leaves]
+    met = run.met(leaves)
+    operands = [run.settled(run.of(leaf, told or None), met) for leaf in leaves]
     operands = [labels for labels in operands if labels.numel() > 1 or bool((labels > 0).any())]
     if call.name in ("typeas", "to") or len(operands) == 1:
         operands = operands[:1]
