@@ -30,7 +30,8 @@ def _operators_listed_once() -> None:
     """torch lists the operators that it can export anew for every file, which takes as long as the export."""
     exporter = sys.modules.get("torch.onnx._internal.exporter._registration")
     if exporter is not None and not hasattr(exporter.ONNXRegistry.from_torchlib, "cache_info"):
-        exporter.ONNXRegistry.from_torchlib = functools.cache(exporter.ONNXRegistry.from_torchlib)
+        once = functools.cache(exporter.ONNXRegistry.from_torchlib)
+        exporter.ONNXRegistry.from_torchlib = staticmethod(once)
 
 
 @pytest.fixture(autouse=True, scope="session")
