@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import ddp_training
 import pytest
 import torch
-from processes import Running
+from processes import ranks
 
 SCRIPT = Path(__file__).with_name("ddp_training.py")
 pytestmark = [
@@ -39,22 +38,12 @@ def torchrun(folder: Path, world: int, *more: str) -> subprocess.CompletedProces
     )
 
 
-def ranks(folder: Path, world: int, *more: str) -> list[tuple[int | None, str]]:
-    """Run the ranks in processes that start faster; their exit codes and standard errors."""
-    folder.mkdir(exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    job = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    running = [
-        Running(folder / f"{rank}.errors", ddp_training.main, [str(folder), *more], RANK=str(rank), **job)
-        for rank in range(world)
-    ]
-    return [rank.wait() for rank in running]
+def run(folder: Path, world: int, *more: str) -> list[tuple[int | None, str]]:
+    return ranks(folder, world, ddp_training.main, [str(folder), *more])
 
 
 def results(folder: Path, world: int, *more: str) -> list[dict[str, Any]]:
-    for code, errors in ranks(folder, world, *more):
+    for code, errors in run(folder, world, *more):
         assert code == 0, errors
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
@@ -96,7 +85,7 @@ def test_a_rank_that_skips_a_step_solves_with_the_others(skipped: str, tmp_path:
 
 def test_a_target_out_of_reach_ends_all_ranks(tmp_path: Path) -> None:
     """Rank 0 finds out; the others raise the same error instead of waiting for its masks."""
-    for code, errors in ranks(tmp_path, 2, "ddp", "--target", "0.0001"):
+    for code, errors in run(tmp_path, 2, "ddp", "--target", "0.0001"):
         assert code != 0
         assert "InfeasibleBudgetError: the target of" in errors
 
@@ -126,7 +115,7 @@ def test_a_dead_rank_ends_the_job_which_resumes_with_as_many_ranks_or_more(tmp_p
 
 def test_a_rank_that_dies_before_a_solve_is_named(tmp_path: Path) -> None:
     """Without gradients to exchange, the solve is where the others notice; nobody but they end the job."""
-    (first, errors), (second, _) = ranks(tmp_path, 2, "own", "--die", "3")
+    (first, errors), (second, _) = run(tmp_path, 2, "own", "--die", "3")
     assert second == -signal.SIGKILL
     assert first != 0
     assert "rank 0 of 2 cannot reach the others: rank 1 has died or hangs" in errors
