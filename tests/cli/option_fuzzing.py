@@ -38,14 +38,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 SECONDS = 60
 _LONGEST = 2000
 _MEMORY = 12 << 30
-#: Values that belong nowhere, or elsewhere. ``{here}``: the folder of the run.
+#: Values that belong nowhere, or elsewhere.
 ODD = (
     *("nan", "inf", "-inf", "-1", "-0.5", "0", "1", "2", "1.5", "1e-320", "1e300", "1e999", "9" * 30, "9" * 5000),
     *(str(value) for value in (2**31, 2**63, 2**64, -(2**63) - 1)),
     *("", " ", "\t", "x", "-", "--", "-x", "=", ",", ",,", "1,nan", "0.5,0.5", "1e-9,1", "%s", "{}", "None", "true"),
     *("größe", "\u0663", "\u00b2", "1_0", "0x10", "\udcff", "a\0b", "a\nb", "\x1b[2J", "[/x]", "x" * 5000, "\u202e"),
     *("out", "file.py", "t.sqlite", "table.csv", "missing/deep/file", "file.py/under", "/dev/null", "/dev/full", "/"),
-    *(".", "..", "../../x", "~", "{here}", "{here}/out/pruned.onnx", "t.sqlite/", "file.py:", ":build", "file.py:build"),
+    *(".", "..", "../../x", "~", "t.sqlite/", "file.py:", ":build", "file.py:build"),
     *("file.py:FILE", "file.py:os", "torchvision:", "timm:x", "torchvision:get_model", "imagefolder:", "images:out"),
     *("3x8x8", "1x8x8", "1x0x8", "8x", "x8", "-1x8x8", "1x8x8x8", "999999x999999x999999", "12 ms", "-3 ms", "nan ms"),
     *("1 KFLOPs", "1e999 ms", "cpu", "cuda:99", "meta", "mps", "2/1", "1/2", "training.batch", "size=nan", "a.b.c=1"),
@@ -101,9 +101,10 @@ BEFORE = {
 
 def before() -> dict[str, bytes]:
     """Its content, with a latency table and what is exchanged with other devices."""
+    from test_damaged_files import JOB, rows
+
     from smcp_fx.latency.exchange import export_rows
     from smcp_fx.latency.store import LatencyStore
-    from test_damaged_files import JOB, rows
 
     made = {name: text.encode() for name, text in BEFORE.items()}
     requests = {"format": worker_cli.FORMAT, "version": worker_cli.PROTOCOL, "jobs": [JOB]}
