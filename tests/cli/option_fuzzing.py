@@ -89,6 +89,7 @@ _MAINS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[list[st
     "train": (train_cli.build_parser, train_cli.main),
     "worker": (worker_cli.build_parser, worker_cli.main),
 }
+FAKE_GPU = {"FAKE_TENSORRT": "10.16.1.11", "PYTHONPATH": str(Path(__file__).parents[1] / "backends/fake_gpu")}
 #: The run of before, and whatever else a user has in the folder.
 BEFORE = {
     "file.py": FILE,
@@ -175,7 +176,7 @@ def content(here: Path) -> dict[str, bytes | None]:
     }
 
 
-def cut_off() -> None:
+def cut_off(put: Callable[[Any, str, Any], None] = setattr) -> None:
     """What computes for long ends where it would begin: a run that replaces files, and a measurement."""
     from smcp_fx.compiler.folder import RunFolder
     from smcp_fx.latency.table import LatencyTable
@@ -185,7 +186,7 @@ def cut_off() -> None:
         raise InputError("reached")
 
     for owner, name in ((RunFolder, "begin"), (LatencyTable, "measure"), (recipe_run, "_load_task")):
-        setattr(owner, name, reached)
+        put(owner, name, reached)
 
 
 def fault(command: list[str], here: Path) -> tuple[str, str]:
