@@ -94,7 +94,7 @@ def _index_of(view: fx.Node) -> Any:
                 return None
             part = _Span(start, count)
         else:
-            part = slice(start, start + count or None)
+            part = slice(start, start + count if start >= 0 or start + count else None)
     return (*[slice(None)] * dim, part) if dim >= 0 else (..., part, *[slice(None)] * (-dim - 1))
 
 
@@ -235,7 +235,7 @@ class _Write:
                 continue
             fixed = self.sizes.is_fixed(self.target, dim)
             if isinstance(part, _Span) and not fixed:
-                edges: tuple[Any, Any] | None = self._edges_of_span(part, dim, tensor.shape[dim])
+                edges = self._edges_of_span(part, dim, tensor.shape[dim])
             else:
                 edges = self._edges(part, tensor.shape[dim], fixed)
             if edges is None:
@@ -249,7 +249,9 @@ class _Write:
         """Where a part starts and stops; None where that is not told, or may be another order at another size."""
         if isinstance(part, _Span):
             length = self._number(part.length)
-            part = slice(part.start, part.start + length if type(length) is int else part.length)
+            if type(length) is not int:
+                return None
+            part = slice(part.start, part.start + length)
         if isinstance(part, slice) and part.step not in (None, 1):
             return None
         start, stop = (part.start, part.stop) if isinstance(part, slice) else (part, _next(part))
@@ -273,8 +275,10 @@ class _Write:
             return None
         return start, stop
 
-    def _edges_of_span(self, span: _Span, dim: int, size: int) -> tuple[Any, Any]:
+    def _edges_of_span(self, span: _Span, dim: int, size: int) -> tuple[Any, Any] | None:
         """One that ends with the dimension is assumed always to do so: nothing stays behind it."""
+        if type(self.value(span.length)) is not int:
+            return None
         stop = (
             self.graph.call_function(operator.add, (span.start, span.length)) if span.start else span.length
         )
