@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import along, compress, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.made_tensors import made_tensors
 from smcp_fx.channels.trail import Call, Computed, ConstantRef, MadeRef, ParameterRef, ParameterView, Trail
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.tracing.modes import is_by_mode
@@ -78,6 +79,7 @@ class Propagation:
         self._hidden = _only_asserted(
             module.graph
         )  # and nodes that only compute weights: the rules see neither
+        self._made = made_tensors(module, values, self._hidden)
         for found in computed_weights(module, self._shape):
             name = self._computed[found.result.name] = self.parameter(found.name)
             self.trail.computed[name] = Computed(found.shape, found.source(module), found.unread)
@@ -259,6 +261,8 @@ class Propagation:
             return ParameterRef(name, self.trail.computed[name].shape)
         if node.name in self._hidden:
             return None
+        if node.name in self._made:
+            return self._made_tensor(node, value)
         if node.op == "get_attr":
             return self._attribute(str(node.target), value)
         if node.name in self._views:
@@ -354,6 +358,18 @@ class Propagation:
     def named(self, node: fx.Node) -> str | None:
         """The node's operation."""
         return operation_name(node, self._called(node)) if node.op.startswith("call") else None
+
+    def _made_tensor(self, node: fx.Node, value: Any) -> Any:
+        """Computed from sizes alone: where others read it, it has channels along what it meets."""
+        among = self._made[node.name]
+        met = None if among is None else self.made(node, value.shape)
+        self.trail.made[node.name] = among or set()
+        return met or self.filled(value, self.fixed(node.name, f"constant made by {node.name!r}"))
+
+    def made(self, node: fx.Node, shape: tuple[int, ...]) -> MadeRef | None:
+        """A tensor that is labelled when it meets something; None where no dimension can hold channels."""
+        told = tuple(dim for dim, size in enumerate(shape) if size > 1 and not self.follows_input(node, dim))
+        return MadeRef(f"{node.name}()", shape, told) if told else None
 
     def _attribute(self, target: str, value: Any) -> Any:
         if not isinstance(value, TensorInfo):
