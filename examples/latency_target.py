@@ -1,4 +1,4 @@
-"""Pruning to 70 % of the latency measured on this machine, in ONNX Runtime on one thread.
+"""Pruning to 70% of the latency measured on this machine, in ONNX Runtime on one thread.
 
 python examples/latency_target.py
 """

@@ -24,6 +24,7 @@ from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.masking import STATE
 from smcp_fx.tracing.own_modes import set_own_modes
 from smcp_fx.tracing.sentences import TAKEN
+from smcp_fx.tracing.wrapping import without_wrappers
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,14 @@ class PreparedModel(nn.Module):
         return f"<{name}, prepared: {costs}; {free} of {len(self.channels.groups)} groups free>"
 
     __str__ = __repr__
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Also take state dicts of wrapped models, and of models that are not prepared: the masks then stay."""
+        without_wrappers(state_dict, prefix, self.state_dict())
+        if not any(name.startswith(f"{prefix}{STATE}.") for name in state_dict):
+            own = self.smcp.state_dict()
+            state_dict.update({f"{prefix}{STATE}.{name}": tensor for name, tensor in own.items()})
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As usual; raises `AssumptionError` for an input of another kind than the example."""

@@ -13,7 +13,7 @@ from smcp_fx.texts import amount, short, table
 
 
 def share_of(cost: NetworkCost, counts: Mapping[str, int]) -> str:
-    """Return e.g. "1.82 G of 4.09 G multiply-adds (44.5 %)": what the counts cost, of what the whole network does."""
+    """Return e.g. "1.82 G of 4.09 G multiply-adds (44.5%)": what the counts cost, of what the whole network does."""
     full, now = cost.cost(cost.full_counts), cost.cost(counts)
     number = amount(now, cost.unit).split(" ")
     return f"{' '.join(number[:-1])} of {amount(full, cost.unit)} ({now / full if full else 1.0:.1%})"

@@ -141,7 +141,7 @@ def _summary(runs: list[Sample | None], few: int, spread_limit: float, least_ms:
     """Summarise the undisturbed samples; not stable if most were disturbed. Runs that tell nothing are None.
 
     Where many samples are disturbed, some pass for undisturbed: of 2,400 measurements of one row, those with more
-    than half of their samples disturbed were off by over a fifth in 22 % of cases, the others in at most 2 %.
+    than half of their samples disturbed were off by over a fifth in 22% of cases, the others in at most 2%.
     """
     samples = [sample for sample in runs if sample]
     found = summarise(calm(samples, few), spread_limit, RESOLUTION_MS)

@@ -38,8 +38,8 @@ def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairRepor
         batches: as for `recalibrate`; a few hundred images suffice. At most 2 GiB of activations are held at a time,
             so the first layers see fewer large images than the last.
 
-    Raises `InputError`, and leaves ``smaller`` as it was, for batches that do not fit or are none, for activations
-    that are not finite, and for models that do not belong together.
+    Raises `InputError`, and leaves ``smaller`` as it was, for batches that do not fit, for fewer than two images, for
+    activations that are not finite, and for models that do not belong together.
     """
     prepared = unwrapped(prepared)
     if not isinstance(prepared, PreparedModel):
@@ -77,6 +77,10 @@ def _fitting(batches: Any, device: torch.device) -> list[Batch]:
         if found and taken > _MEMORY:
             break
         found.append(batch.to(device))
+    if sum(batch.images for batch in found) < 2:
+        raise InputError(
+            "repair needs two images or more, to fit layers on some and check them on others: give a few hundred"
+        )
     return found
 
 

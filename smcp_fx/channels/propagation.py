@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import along, compress, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.made_tensors import made_tensors
 from smcp_fx.channels.trail import Call, Computed, ConstantRef, MadeRef, ParameterRef, ParameterView, Trail
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.tracing.modes import is_by_mode
@@ -61,6 +62,7 @@ class Propagation:
         self.trail = Trail()
         self.blind = False  # whether a rule pinned something because it could not see ties found later
         self._asked: Counter[str] = Counter()
+        self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer
         self._seen: Tensor | None = None
         if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still hold
             self.trail.ties = list(earlier[0].ties)
@@ -77,6 +79,7 @@ class Propagation:
         self._hidden = _only_asserted(
             module.graph
         )  # and nodes that only compute weights: the rules see neither
+        self._made = made_tensors(module, values, self._hidden)
         for found in computed_weights(module, self._shape):
             name = self._computed[found.result.name] = self.parameter(found.name)
             self.trail.computed[name] = Computed(found.shape, found.source(module), found.unread)
@@ -186,7 +189,38 @@ class Propagation:
             self.trail.elements[value.name] = labels
             if isinstance(value, MadeRef) or value.name in self._learned:
                 self.trail.free_standing.add(value.name)
+                if count > 1:
+                    self._alone.append((int(labels.min()), int(labels.max())))
         return self.trail.elements[value.name]
+
+    def settled(self, labels: Tensor, told: Collection[int]) -> Tensor:
+        """Elements of learned tokens or position embeddings, tied along dimensions that turn out to hold no channels.
+
+        ``told``: the dimensions (counted from the last, -1) in which what they meet has channels. Until they meet it,
+        each element of such a parameter has a label of its own.
+        """
+        varied = [dim - labels.dim() for dim in varied_dims(labels)]
+        extra = [dim for dim in varied if dim not in told]
+        if len(extra) in (0, len(varied)) or not self.is_alone(labels):
+            return labels
+        for dim in extra:
+            labels = self.tie_along(labels, dim + labels.dim())
+        return labels
+
+    def met(self, tensors: Iterable[Any]) -> set[int]:
+        """The dimensions (from the last) in which tensors have channels, but for parameters that stand alone."""
+        return {
+            dim - labels.dim()
+            for labels in tensors
+            if isinstance(labels, Tensor) and not self.is_alone(labels)
+            for dim in varied_dims(labels)
+        }
+
+    def is_alone(self, labels: Tensor) -> bool:
+        """Whether these are elements of a parameter that belongs to no layer."""
+        core = narrow_uniform(labels)
+        least, most = (int(core.min()), int(core.max())) if core.numel() else (0, 0)
+        return any(first <= least and most <= last for first, last in self._alone)
 
     # ---- parameters -------------------------------------------------------------------------------------
 
@@ -227,6 +261,8 @@ class Propagation:
             return ParameterRef(name, self.trail.computed[name].shape)
         if node.name in self._hidden:
             return None
+        if node.name in self._made:
+            return self._made_tensor(node, value)
         if node.op == "get_attr":
             return self._attribute(str(node.target), value)
         if node.name in self._views:
@@ -322,6 +358,18 @@ class Propagation:
     def named(self, node: fx.Node) -> str | None:
         """The node's operation."""
         return operation_name(node, self._called(node)) if node.op.startswith("call") else None
+
+    def _made_tensor(self, node: fx.Node, value: Any) -> Any:
+        """Computed from sizes alone: where others read it, it has channels along what it meets."""
+        among = self._made[node.name]
+        met = None if among is None else self.made(node, value.shape)
+        self.trail.made[node.name] = among or set()
+        return met or self.filled(value, self.fixed(node.name, f"constant made by {node.name!r}"))
+
+    def made(self, node: fx.Node, shape: tuple[int, ...]) -> MadeRef | None:
+        """A tensor that is labelled when it meets something; None where no dimension can hold channels."""
+        told = tuple(dim for dim, size in enumerate(shape) if size > 1 and not self.follows_input(node, dim))
+        return MadeRef(f"{node.name}()", shape, told) if told else None
 
     def _attribute(self, target: str, value: Any) -> Any:
         if not isinstance(value, TensorInfo):

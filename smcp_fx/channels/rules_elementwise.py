@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compress, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
-from smcp_fx.channels.trail import Call, MadeRef, ParameterRef, Spread
+from smcp_fx.channels.trail import Call, ParameterRef, Spread
 from smcp_fx.tracing.traits import Trait, named
 from smcp_fx.tracing.values import TensorInfo
 
@@ -23,7 +23,8 @@ def elementwise(run: Propagation, call: Call) -> Any:
     shape = call.shape
     leaves = tensor_leaves((call.args, call.kwargs))
     told = {d - t.dim() for t in leaves if isinstance(t, Tensor) for d in varied_dims(t)}
-    operands = [run.of(leaf, told or None) for leaf in leaves]
+    met = run.met(leaves)
+    operands = [run.settled(run.of(leaf, told or None), met) for leaf in leaves]
     operands = [labels for labels in operands if labels.numel() > 1 or bool((labels > 0).any())]
     if call.name in ("typeas", "to") or len(operands) == 1:
         operands = operands[:1]
@@ -156,9 +157,7 @@ def constant(run: Propagation, call: Call) -> Any:
 
 def filled(run: Propagation, call: Call) -> Any:
     """One value everywhere: labelled when it meets something, along the dimensions that this has channels in."""
-    sizes = enumerate(call.shape)
-    told = tuple(dim for dim, size in sizes if size > 1 and not run.follows_input(call.node, dim))
-    return MadeRef(f"{call.node.name}()", call.shape, told) if told else constant(run, call)
+    return run.made(call.node, call.shape) or constant(run, call)
 
 
 RULES: dict[str, Rule] = {

@@ -179,6 +179,7 @@ def dense(
         return run.unknown(call, "a weight that lacks a dimension for its channels")
     in_dim, out_dim = places[0], places[1]
     axis, out_axis = axes[0] % labels.dim(), axes[1] % len(call.shape)
+    labels = run.settled(labels, {axis - labels.dim()})
     varied = run.varied(labels)
     if varied and axis not in varied:
         # Mixes along a uniform dimension (tokens): the channels elsewhere pass, the weight stays whole.

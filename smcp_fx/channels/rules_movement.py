@@ -160,7 +160,8 @@ def join(run: Propagation, call: Call) -> Any:
     told = {d - t.dim() for t in given if isinstance(t, Tensor) for d in varied_dims(t)}
     if call.name != "stack":
         told.add(dim % len(full) - len(full))
-    tensors = [run.of(t, told if isinstance(t, MadeRef) else None) for t in given]
+    met = run.met(given)
+    tensors = [run.settled(run.of(t, told if isinstance(t, MadeRef) else None), met) for t in given]
     if call.name == "stack":
         tensors = [t.unsqueeze(dim) for t in tensors]
     tensors = [t for t in tensors if t.numel()]
@@ -169,7 +170,10 @@ def join(run: Propagation, call: Call) -> Any:
     if len(across) == 1 and dim not in across:
         # Pieces of space or of tokens, each with the same channels: these go together, and the result is uniform
         # where it was joined. (Tensors must end up rectangular, whatever is tied later.)
-        first, *others = (narrow_uniform(t, keep=list(across)) for t in tensors)
+        first, *others = (
+            narrow_uniform(t, keep=list(across))
+            for t in sorted(tensors, key=run.is_alone)  # theirs come last
+        )
         for t in others:
             run.tie(first, t)
         return first.expand(full)

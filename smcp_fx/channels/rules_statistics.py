@@ -35,6 +35,7 @@ _REDUCTIONS = {*_FORMS, *"argmax argmin all any nanmean median".split()} - {"cum
 
 def mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor | None:
     """Tie along ``dims`` where they vary; None when they alone vary, so that tying would be one unit."""
+    labels = run.settled(labels, {dim - labels.dim() for dim in dims})
     varied = run.varied(labels)
     inside = [dim for dim in varied if dim in dims]
     if not inside:

@@ -7,6 +7,7 @@ to the dimension that still varies, or pinned if it has size 1 there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -74,13 +75,15 @@ def close(trail: Trail) -> Units:
     """Close the ties, make every tensor rectangular, and collect what pins each unit."""
     pairs = list(trail.ties)
     pins = list(trail.pins)
-    tensors = _tensors(trail)
+    tensors, elements = _tensors(trail), _varied(trail.elements.values())
     nothing = Why([], [], [])
     units = Units(_components(pairs, trail.count), nothing)
     while True:
         extra: list[Tensor] = []
         for labels in tensors:
             extra += _rectangular(labels, units, pins)
+        if not extra:
+            extra += [pairs for labels in elements for pairs in _rectangular(labels, units, pins, alone=True)]
         if not extra:
             extra += [pairs for spread in trail.spread for pairs in _follow(spread, units, pins)]
         if not extra:
@@ -115,32 +118,50 @@ def _components(pairs: list[Tensor], count: int) -> Tensor:
 
 
 def _tensors(trail: Trail) -> list[Tensor]:
-    """Every label tensor that must be rectangular: intermediate values and parameters used as tensors."""
-    found = {}
-    for name, tree in trail.labels.items():
-        if name not in trail.virtual:
-            for labels in pytree.tree_leaves(tree):
-                if isinstance(labels, Tensor) and len(varied_dims(labels)) > 1:
-                    found[id(labels)] = labels
-    for labels in (*trail.elements.values(), *(spread.merged for spread in trail.spread)):
-        if len(varied_dims(labels)) > 1:
-            found[id(labels)] = labels
-    return list(found.values())
+    """Every label tensor that must be rectangular, but for parameters used as tensors."""
+    trees = (tree for name, tree in trail.labels.items() if name not in trail.virtual)
+    values = (labels for tree in trees for labels in pytree.tree_leaves(tree) if isinstance(labels, Tensor))
+    return _varied((*values, *(spread.merged for spread in trail.spread)))
 
 
-def _rectangular(labels: Tensor, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """Ties after which one dimension varies: the one along which most units are still distinct."""
+def _varied(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(labels): labels for labels in tensors if len(varied_dims(labels)) > 1}.values())
+
+
+def _rectangular(
+    labels: Tensor, units: Units, pins: list[tuple[Tensor, int]], alone: bool = False
+) -> list[Tensor]:
+    """Ties after which one dimension varies: the one along which most units are still distinct.
+
+    ``alone``: for the elements of a parameter, that is the dimension along which they go with different channels of
+    other tensors, if there is one; a position embedding may have more positions than channels.
+    """
     known = units.of(labels)
     varied = varied_dims(known)
     if len(varied) < 2:
         return []
     core = narrow_uniform(labels)
-    kept = max(varied, key=lambda dim: torch.unique(_line(known, dim)).numel())
+    told = _met_along(core, known, units) if alone else []
+    kept = told[0] if len(told) == 1 else max(varied, key=lambda dim: torch.unique(_line(known, dim)).numel())
     ties = []
     for dim in varied:
         if dim != kept:
             ties += _bind(core, core.narrow(dim, 0, 1).expand_as(core), units, pins)
     return ties
+
+
+def _met_along(core: Tensor, known: Tensor, units: Units) -> list[int]:
+    """The dimensions along which a parameter's elements go with different units of other tensors."""
+    of = torch.where(core > 0, narrow_uniform(known).expand_as(core), -1)
+    own = torch.bincount(units.unit[torch.unique(core[core > 0])], minlength=units.count)
+    shared = torch.bincount(units.unit, minlength=units.count) > own
+    met = (of >= 0) & shared[of.clamp(min=0)]
+    most, least = torch.where(met, of, -1), torch.where(met, of, units.count)
+    return [
+        dim
+        for dim in varied_dims(core)
+        if bool((most.amax(dim) > least.amin(dim)).logical_and(met.any(dim)).any())
+    ]
 
 
 def _follow(spread: Spread, units: Units, pins: list[tuple[Tensor, int]]) -> list[Tensor]:

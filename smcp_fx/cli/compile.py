@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rich.console import Console
+
 from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, tell
 from smcp_fx.cli.flags import add_backend_options, add_options, chosen, own_options
 from smcp_fx.config import PruningConfig
@@ -15,14 +17,14 @@ from smcp_fx.config import PruningConfig
 MISSED = 0.03
 
 _EXAMPLES = """examples:
-  # ResNet-18 on scikit-learn's digits, to 40 % of its latency
+  # ResNet-18 on scikit-learn's digits, to 40% of its latency
   smcp-compile --model torchvision:resnet18 --data digits --target 0.4
   # trained weights, half of the latency of single images, ten epochs
   smcp-compile --model torchvision:mobilenet_v2 --weights weights.pth \\
-      --data imagefolder:/data/flowers --target 0.5 --batch 1 --epochs 10
+      --data imagefolder:/data/flowers --target 0.5 --epochs 10
   # your own model and data, an absolute target
   smcp-compile --model model.py:build --weights model.safetensors \\
-      --data data.py:load --target '12 ms' --batch 1
+      --data data.py:load --target '12 ms'
   # FLOPs in place of latency
   smcp-compile --model timm:resnet50 --data imagefolder:/data/flowers \\
       --target 0.3 --cost flops
@@ -57,13 +59,11 @@ def build_parser() -> CommandParser:
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = build_parser()
-    if not (sys.argv[1:] if argv is None else argv):
-        print(f"{_EXAMPLES}\nsmcp-compile --help lists all options.")
-        return 2
-    arguments = vars(parser.parsed(argv))
-    debug = arguments.pop("debug")
+    arguments = vars(build_parser().parsed(argv))
     console, problems = consoles()
+    if not (sys.argv[1:] if argv is None else argv):
+        return guarded("smcp-compile", lambda: _usage(console), problems, debug=False)
+    debug = arguments.pop("debug")
     where = {"state": "runs/"}
 
     def run() -> int:
@@ -95,6 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted=lambda: f"Continue with the same command and --resume (state in {where['state']}).",
         advice="Free space or give another --out.",
     )
+
+
+def _usage(console: Console) -> int:
+    console.print(f"{_EXAMPLES}\nsmcp-compile --help lists all options.")
+    return 2
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from smcp_fx.backends import PRECISIONS, backend_names, get_backend
@@ -88,6 +88,7 @@ def add_network_options(parser: argparse.ArgumentParser, model: bool = False) ->
         parser.add_argument(
             "--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, or file.py:factory"
         )
+        parser.add_argument("--device", metavar="NAME", help="whose rows (default: those of this machine)")
     parser.add_argument("--batch", type=int, default=1, help="batch size (default: 1)")
     parser.add_argument("--input-size", metavar="SIZE", default="224",
                         help="a side (224), or sizes without the batch (3x224x224); default: 224")  # fmt: skip
@@ -104,6 +105,12 @@ def backend_of(arguments: argparse.Namespace) -> Backend:
     """Return the backend that the options name."""
     own = own_options(arguments.backend, vars(arguments))
     return get_backend(arguments.backend, threads=arguments.threads, precision=arguments.precision, **own)
+
+
+def fingerprint_of(arguments: argparse.Namespace) -> Fingerprint:
+    """Return the fingerprint of the backend that the options name, with the device that they name."""
+    found = backend_of(arguments).fingerprint()
+    return replace(found, device=arguments.device) if arguments.device else found
 
 
 def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:

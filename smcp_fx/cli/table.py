@@ -18,6 +18,7 @@ from smcp_fx.cli.networks import (
     add_targets_option,
     backend_of,
     blocks_of,
+    fingerprint_of,
     network_of,
     wanted_of,
 )
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """examples:
   # fill table.sqlite with what ResNet-50 needs on this machine
-  smcp-table measure torchvision:resnet50 --batch 1
+  smcp-table measure torchvision:resnet50
   # what is in it, and whether it is sound and complete for this model
   smcp-table show table.sqlite
   smcp-table check table.sqlite --model torchvision:resnet50
@@ -82,8 +83,6 @@ def build_parser() -> CommandParser:
     export.add_argument("--wanted", action="store_true",
                         help="the rows that --model lacks instead, to measure elsewhere and import")  # fmt: skip
     export.add_argument("--onnx", type=Path, metavar="FOLDER", help="... with an ONNX file for each of them")
-    export.add_argument("--device", metavar="NAME",
-                        help="... measured on this device (default: the backend's)")  # fmt: skip
     add_targets_option(export)
     add_network_options(export, model=True)
     take = commands.add_parser("import", help="read rows from .json or .csv")
@@ -154,6 +153,8 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
         + (f" (shard {arguments.shard})" if shards > 1 else "")
     )
     console.print(f"  on {line(backend.fingerprint().describe())}")
+    if report.elsewhere:
+        console.print(f"  rows that the table had at {report.elsewhere} do not count for these inputs")
     _print_errors(error, console)
     if report.repeated:
         console.print(
@@ -221,16 +222,12 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _wanted(arguments: argparse.Namespace) -> list[TableRow]:
-    from dataclasses import replace
-
     from smcp_fx.latency.exchange import wanted_rows
     from smcp_fx.latency.table import LatencyTable
 
     if not arguments.model:
         raise InputError("--wanted needs --model: of which network?")
-    network, fingerprint = network_of(arguments), backend_of(arguments).fingerprint()
-    if arguments.device:
-        fingerprint = replace(fingerprint, device=arguments.device)
+    network, fingerprint = network_of(arguments), fingerprint_of(arguments)
     with LatencyTable(arguments.table) as table:
         wanted = [
             (block, widths)
@@ -265,13 +262,22 @@ def _import(arguments: argparse.Namespace, console: Console) -> int:
 
 def _check(arguments: argparse.Namespace, console: Console) -> int:
     from smcp_fx.latency.exchange import Finding, check
+    from smcp_fx.latency.inputs import known_at
     from smcp_fx.latency.table import LatencyTable
 
     findings = check(arguments.table)
     if arguments.model:
-        fingerprint = backend_of(arguments).fingerprint()
+        fingerprint, blocks = fingerprint_of(arguments), blocks_of(arguments)
         with LatencyTable(arguments.table, read_only=True) as table:
-            holes = table.wanted(blocks_of(arguments), fingerprint, whole=False)
+            holes = table.wanted(blocks, fingerprint, whole=False)
+            elsewhere = known_at(blocks, table.store, fingerprint)
+            others = [f.describe() for f in table.fingerprints() if f != fingerprint]
+        if elsewhere:
+            findings.append(Finding(f"rows at {elsewhere} do not count for what was asked about", False))
+        if holes and others:
+            findings.append(
+                Finding(f"asked about {fingerprint.describe()}; it has rows of {'; '.join(others)}", False)
+            )
         findings += [
             Finding(f"missing: {block.name} at {', '.join('x'.join(map(str, p)) for p in points[:6])}"
                     + (f" and {len(points) - 6} more" if len(points) > 6 else ""), True)

@@ -14,6 +14,7 @@ from rich.text import Text
 from smcp_fx.backends.timing.measuring import Measurement
 from smcp_fx.cli.common import line
 from smcp_fx.errors import InputError
+from smcp_fx.latency.inputs import input_shapes
 from smcp_fx.latency.store import TableRow
 
 
@@ -56,7 +57,16 @@ def _of_block(rows: Sequence[TableRow], name: str) -> list[TableRow]:
 
 def _blocks_table(rows: Sequence[TableRow]) -> Table:
     table = Table(box=None, padding=(0, 2))
-    for name in ("block", "rows", "widths", "fastest in cache", "slowest", "largest spread", "from memory"):
+    for name in (
+        "block",
+        "input",
+        "rows",
+        "widths",
+        "fastest in cache",
+        "slowest",
+        "largest spread",
+        "from memory",
+    ):
         table.add_column(name, justify="left" if name == "block" else "right")
     by_block: dict[str, list[TableRow]] = defaultdict(list)
     for row in rows:
@@ -67,6 +77,7 @@ def _blocks_table(rows: Sequence[TableRow]) -> Table:
         times = [latency.hot.median_ms for _, latency in found]
         table.add_row(
             line(members[0].name),
+            line("x".join(map(str, next(iter(input_shapes(members[0].signature)), ())))),
             str(len(members)),
             " x ".join(f"{min(span)}..{max(span)}" for span in spans),
             *(f"{pick(times):.4g} ms" if times else "failed" for pick in (min, max)),

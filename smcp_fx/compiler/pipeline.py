@@ -265,6 +265,11 @@ class _Compilation:
             self.tell.say(
                 f"{found.measured} rows measured, {found.reused} were there, in {duration(found.seconds)}"
             )
+            if other := found.elsewhere:
+                self.tell.note(
+                    f"rows that the table had at {other} do not count: this run times batch {self.settings.batch} at "
+                    f"{fitted.size} pixels"
+                )
         channels = prepared.channels
         self.tell.say(
             f"{len(channels.groups)} groups, {channels.free_share:.0%} of the input channels free; unpruned cost "

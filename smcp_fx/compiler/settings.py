@@ -68,7 +68,7 @@ class CompileSettings:
         "network's answers most",
     )
     threads: int = option(1, "threads of the measured runtime")
-    batch: int = option(32, "batch size that the latency is measured at")
+    batch: int = option(1, "batch size that the latency is measured at")
     train_batch: int = option(64, "batch size of training")
     dense_epochs: float = option(
         5,

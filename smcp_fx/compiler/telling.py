@@ -62,7 +62,7 @@ class Teller:
         with Progress(
             TextColumn("  {task.description}", markup=False),
             BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
+            TextColumn("{task.percentage:>3.0f}%"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),

@@ -46,7 +46,7 @@ _PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 def absolute_target(target: float | str, full: float, unit: str) -> float:
     """Return a target in the cost's unit.
 
-    ``target`` is a fraction of ``full`` in (0, 1] (also as "50 %"), or an absolute cost with its unit:
+    ``target`` is a fraction of ``full`` in (0, 1] (also as "50%"), or an absolute cost with its unit:
     "1.2 GFLOPs" (or "1.2 G multiply-adds"), "3.5 ms", "2 M parameters". Raises `InputError` for anything else.
     """
     percent = re.fullmatch(r"\s*([0-9.eE+-]+)\s*%\s*", target) if isinstance(target, str) else None
@@ -57,7 +57,7 @@ def absolute_target(target: float | str, full: float, unit: str) -> float:
             value = -1.0
         if not 0 < value <= 1:
             raise InputError(
-                f"target {target!r} is not a share of the unpruned cost: give more than 0 and at most 100 %"
+                f"target {target!r} is not a share of the unpruned cost: give more than 0 and at most 100%"
             )
         return value * full
     if isinstance(target, str):
@@ -65,7 +65,7 @@ def absolute_target(target: float | str, full: float, unit: str) -> float:
         named = "" if match is None else match[3].lower().rstrip("s")
         if match is None or _SAME_UNIT.get(named, named) != unit.lower().rstrip("s"):
             raise InputError(
-                f"target {target!r} is not a cost in {unit}: give a number and the unit, or a share as 0.5 or '50 %'"
+                f"target {target!r} is not a cost in {unit}: give a number and the unit, or a share as 0.5 or '50%'"
             )
         try:
             value = float(match[1]) * _PREFIX[match[2].upper()]

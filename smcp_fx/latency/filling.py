@@ -38,7 +38,8 @@ class MeasureReport:
 
     ``failed`` and ``unstable``: rows behind the blocks' prices, whoever measured them: (block, widths, the error or
     the largest spread of an unsteady state). ``repeated``: how many measurements repeated a row that was unsteady,
-    that was measured while the core was slow, or that the other rows contradict.
+    that was measured while the core was slow, or that the other rows contradict. ``elsewhere``: at which other inputs
+    the table knew blocks of which it had no rows (`known_at`).
     """
 
     measured: int
@@ -47,6 +48,7 @@ class MeasureReport:
     failed: tuple[tuple[str, Point, str], ...] = ()
     unstable: tuple[tuple[str, Point, float], ...] = ()
     repeated: int = 0
+    elsewhere: str = ""
 
     def after(self, first: MeasureReport) -> MeasureReport:
         """Return the sum of this measurement and an earlier one of the same blocks."""
@@ -57,6 +59,7 @@ class MeasureReport:
             seconds=first.seconds + self.seconds,
             failed=tuple(dict.fromkeys((*first.failed, *self.failed))),
             repeated=first.repeated + self.repeated,
+            elsewhere=first.elsewhere,
         )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from smcp_fx.errors import InputError
 
 # The constants of this model were fitted to measurements of 21 pairs of network and setting on two occasions, where
-# they lowered the mean error from 4.6 to 3.9 % and from 4.2 to 3.2 %; on a third, from 3.0 to 2.8 % (docs:
+# they lowered the mean error from 4.6 to 3.9% and from 4.2 to 3.2%; on a third, from 3.0 to 2.8% (docs:
 # Experiments).
 #: How fast the share rises with the footprint; it is half-way up where the footprint is as large as the cache.
 _STEEPNESS = 2.0

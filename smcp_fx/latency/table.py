@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +23,7 @@ from smcp_fx.backends.timing.measuring import Measurement, TimingConfig
 from smcp_fx.blocks.sharing import Block, Grids, priced_as, unique_blocks
 from smcp_fx.errors import InputError, TableError
 from smcp_fx.latency.filling import Filling, MeasureReport, Wanted
+from smcp_fx.latency.inputs import known_at
 from smcp_fx.latency.progress import Watcher
 from smcp_fx.latency.sampling import rows_of_all, rows_to_begin
 from smcp_fx.latency.scale import kind_of
@@ -138,9 +139,11 @@ class LatencyTable:
             for block in unique:
                 self.store.forget_failures(block.signature, fingerprint)
         again = self.unsteady(unique, fingerprint) if retry_unstable else None
-        return self._fill(
+        elsewhere = known_at(unique, self.store, fingerprint)
+        report = self._fill(
             unique, backend, lambda: self.wanted(unique, fingerprint, whole), progress, config, again
         )
+        return replace(report, elsewhere=elsewhere)
 
     def learn(
         self,
@@ -346,6 +349,8 @@ class LatencyTable:
                 )
         others = [f.describe() for f in self.fingerprints() if f != fingerprint]
         hint = f" The table holds rows of: {'; '.join(others)}." if others else ""
+        if told := known_at([block], self.store, fingerprint):
+            hint = f" The table knows it at {told} only."
         raise TableError(
             f"block {block.name!r} is not measured at widths {missing[0]} in {self.path} on "
             f"{fingerprint.describe()}; call measure first.{hint}"

@@ -36,9 +36,10 @@ class SolveWatch:
 
         ``scaled``: a gradient scaler is in use; ``moving``: the target is still falling, so that masks change.
         """
-        oscillates = solve.reverted_share > OSCILLATION and not moving
-        self._oscillating = self._oscillating + 1 if oscillates else 0
-        if self._oscillating >= _IN_A_ROW:
+        if gathers:  # solves without training between them answer other targets, as in a search for a latency
+            oscillates = solve.reverted_share > OSCILLATION and not moving
+            self._oscillating = self._oscillating + 1 if oscillates else 0
+        if gathers and self._oscillating >= _IN_A_ROW:
             self._tell(
                 "oscillation",
                 f"masks oscillate: at each of the last {_IN_A_ROW} solves more than {OSCILLATION:.0%} of the units "

@@ -256,8 +256,12 @@ class PruningState(nn.Module):
         padded = torch.cat([self.keep.cpu(), torch.ones(1, dtype=torch.bool)])
         return padded[self._place]
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        missing = [name for name in self.state_dict() if prefix + name not in state_dict]
+        if missing and f"{prefix}keep" in state_dict:  # an older version's: the rest is as in a fresh state
+            fresh = PruningState(self._channels).state_dict()
+            state_dict.update({prefix + name: fresh[name] for name in missing})
+        super()._load_from_state_dict(state_dict, prefix, *others)
         self.loads += 1
         self.skipped.zero_()
         self.refresh()

@@ -353,9 +353,7 @@ def _plain(network: nn.Module) -> nn.Module:
 def _listed(values: dict[str, float]) -> str:
     """Return percentages by name, as text."""
     return (
-        ", ".join(
-            f"{name} {value:.2f} %" for name, value in values.items() if name in ("top1", "top5", "mAP")
-        )
+        ", ".join(f"{name} {value:.2f}%" for name, value in values.items() if name in ("top1", "top5", "mAP"))
         or "nothing evaluated"
     )
 

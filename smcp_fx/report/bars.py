@@ -51,16 +51,16 @@ def latency_bars(report: Report, wide: float = _WIDE) -> Markup | None:
     return picture(wide, height, label, body, _class(wide))
 
 
-def channel_bars(layers: Sequence[LayerRow]) -> Markup | None:
+def channel_bars(layers: Sequence[LayerRow], wide: float = _WIDE) -> Markup | None:
     """Return each layer's output channels: all of them in grey, those kept in blue; None without layers."""
     if not layers:
         return None
-    pitch = (_WIDE - 60) / len(layers)
+    pitch = (wide - 60) / len(layers)
     named = pitch >= 13
     names = [layer.path for layer in layers]
     below = min(max(len(name) for name in names) * _LETTER, 200.0) + 12 if named else 54.0
     top = rounded_up(max(layer.out_channels for layer in layers))
-    panel = Panel(52, 28, _WIDE - 60, 230, (0, len(layers)), (0, top))
+    panel = Panel(52, 28, wide - 60, 230, (0, len(layers)), (0, top))
     width = min(pitch * 0.78, 34.0)
     body = panel.y_axis("output channels")
     for index, layer in enumerate(layers):
@@ -76,7 +76,7 @@ def channel_bars(layers: Sequence[LayerRow]) -> Markup | None:
     total = sum(layer.out_channels for layer in layers)
     kept_total = sum(layer.out_kept for layer in layers)
     label = f"Kept output channels of {len(layers)} layers: {kept_total} of {total}"
-    return picture(_WIDE, panel.bottom + below, label, body, "chart wide")
+    return picture(wide, panel.bottom + below, label, body, _class(wide))
 
 
 def block_bars(blocks: Sequence[BlockRow], wide: float = _WIDE) -> Markup | None:

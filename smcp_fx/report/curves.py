@@ -48,7 +48,7 @@ def solve_curves(report: Report) -> Markup | None:
     body += below.y_axis("masks changed, % of units", about=3)
     width = max(1.2, min(6.0, below.width / (2.2 * len(solves))))
     for epoch, share, solve in zip(epochs, shares, solves, strict=True):
-        tip = f"epoch {epoch:.2f}, step {solve.step}: {share:.2f} % changed"
+        tip = f"epoch {epoch:.2f}, step {solve.step}: {share:.2f}% changed"
         if number(solve.returned) is not None:
             tip += f", {solve.returned} units returned"
         top_y = below.y(share)
@@ -56,7 +56,7 @@ def solve_curves(report: Report) -> Markup | None:
     body += below.x_axis("epoch of pruning")
     label = (
         f"{len(solves)} solves: cost from {significant(costs[0])} to {significant(costs[-1])} {unit}; "
-        f"{shares[-1]:.1f} % of the masks changed at the last"
+        f"{shares[-1]:.1f}% of the masks changed at the last"
     )
     return picture(_WIDTH, below.bottom + 46, label, body)
 
@@ -101,11 +101,11 @@ def training_curves(training: Sequence[EpochRow]) -> Markup | None:
             inside = [(x, y) for x, y in points if start < x <= end]
             body.append(path([(panel.x(x), panel.y(max(y, panel.y_range[0]))) for x, y in inside], "curve"))
             for x, y in inside if small else []:
-                shown = f"{y:.1f} %" if what == "accuracy" else significant(y)
+                shown = f"{y:.1f}%" if what == "accuracy" else significant(y)
                 tip = f"{name}, epoch {x - start:.0f}: {what} {shown}"
                 body.append(dot(panel.x(x), panel.y(max(y, panel.y_range[0])), small, "point", tip))
     body += below.x_axis("epoch")
-    final = f"; last test accuracy {drawn_accuracy[-1][1]:.1f} %" if drawn_accuracy else ""
+    final = f"; last test accuracy {drawn_accuracy[-1][1]:.1f}%" if drawn_accuracy else ""
     return picture(_WIDTH, below.bottom + 46, f"Training over {len(training)} epochs{final}", body)
 
 
@@ -123,7 +123,7 @@ def validation_scatter(validation: Sequence[EngineRow]) -> Markup | None:
         text(panel.x(top) - 14, panel.y(top) + 34, "equal", "note", "end"),
     ]
     for name, predicted, measured in pairs:
-        off = f"{100 * (measured - predicted) / predicted:+.1f} %" if predicted else "no prediction"
+        off = f"{100 * (measured - predicted) / predicted:+.1f}%" if predicted else "no prediction"
         tip = f"{name}: predicted {milliseconds(predicted)}, measured {milliseconds(measured)} ({off})"
         body.append(dot(panel.x(predicted), panel.y(measured), 5, "point", tip))
     body += _point_names(pairs, panel)

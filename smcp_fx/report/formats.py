@@ -26,12 +26,12 @@ def milliseconds(value: Any) -> str:
 
 
 def percent(fraction: Any, *, trim: bool = False) -> str:
-    """Return e.g. "40.1 %" of a fraction; ``trim`` drops a decimal that is 0 ("40 %")."""
+    """Return e.g. "40.1%" of a fraction; ``trim`` drops a decimal that is 0 ("40%")."""
     plain = number(fraction)
     if plain is None:
         return MISSING
-    text = f"{100 * plain:.1f}"
-    return f"{text.removesuffix('.0') if trim else text} %"
+    text = f"{plain:.1%}"
+    return text.replace(".0%", "%") if trim else text
 
 
 def count(value: Any) -> str:
@@ -56,11 +56,11 @@ def duration(seconds: Any) -> str:
 
 
 def relative_change(before: Any, after: Any) -> str:
-    """Return e.g. "-59.9 %" (with a true minus sign): how far ``after`` is from ``before``."""
+    """Return e.g. "-59.9%" (with a true minus sign): how far ``after`` is from ``before``."""
     old, new = number(before), number(after)
     if old is None or new is None or old == 0:
         return ""
-    return f"{signed(100 * (new - old) / old)} %"
+    return f"{signed(100 * (new - old) / old)}%"
 
 
 def signed(value: float) -> str:

@@ -76,9 +76,7 @@ def _header(report: Report) -> Markup:
     columns = [element("th", name, scope="col") for name in ("", "dense", "pruned", "change")]
     parts = [
         element("p", "smcp_fx compile report", class_="eyebrow"),
-        element(
-            "h1", headline(report).replace(" %", "\N{NO-BREAK SPACE}%").replace(" ms", "\N{NO-BREAK SPACE}ms")
-        ),
+        element("h1", headline(report).replace(" ms", "\N{NO-BREAK SPACE}ms")),
         element("p", " · ".join(fact for fact in facts if fact), class_="facts"),
         element(
             "div", _both(latency_bars(report), latency_bars(report, NARROW)) or Markup(""), class_="scroll"
@@ -142,7 +140,7 @@ def _layers(report: Report) -> Markup:
     return _figure(
         "Channels kept, layer by layer",
         "Each bar is a layer in the order they run: all output channels in grey, those kept in blue.",
-        channel_bars(report.layers),
+        _both(channel_bars(report.layers), channel_bars(report.layers, NARROW)),
         _numbers(head, rows),
     )
 
@@ -237,7 +235,7 @@ def _without_training(report: Report) -> list[Markup]:
 def _worth(groups: Sequence[WorthRow]) -> Markup:
     words = (
         "How far the loss rises, by estimate, where a group keeps only its best channels and the layers that read "
-        "them are fitted anew. Dots are what was chosen; together they are 100 %. Where a curve is flat, channels "
+        "them are fitted anew. Dots are what was chosen; together they are 100%. Where a curve is flat, channels "
         "cost nothing."
     )
     if len(groups) > PANELS:

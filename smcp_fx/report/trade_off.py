@@ -86,7 +86,7 @@ def trade_off(series: Sequence[Series], title: str, across: str = "measured spee
                 )
             )
             tip = (
-                f"{entry.name}, {point.label}: {100 * point.accuracy:.1f} % "
+                f"{entry.name}, {point.label}: {100 * point.accuracy:.1f}% "
                 f"({100 * point.low:.1f} to {100 * point.high:.1f}) at {point.speed_up:.2f}×"
             )
             body.append(_mark(x, y, index, tip))

@@ -14,7 +14,7 @@ from smcp_fx.report.schema import CalibrationFacts, RepairRow, Report
 from smcp_fx.report.svg import Markup, Panel, dot, line, path, picture, rect, text
 
 _WIDTH, _LETTER, _STEP = 560.0, 6.9, 22.0
-#: Errors below this, as a share of the outputs' spread, would be written 0.0 %.
+#: Errors below this, as a share of the outputs' spread, would be written 0.0%.
 _SEEN = 5e-4
 
 
@@ -99,7 +99,7 @@ def repair_bars(layers: Sequence[RepairRow]) -> Markup | None:
         y, name = panel.top + _STEP * index, layer.path
         before, after = 100 * layer.before, 100 * layer.after
         after = after if layer.repaired else before
-        tip = f"{name}: {before:.2f} % as sliced, {after:.2f} % as repaired, on images held out"
+        tip = f"{name}: {before:.2f}% as sliced, {after:.2f}% as repaired, on images held out"
         body.append(text(left - 10, y + 15, name[-34:], "label", "end"))
         body.append(rect(left, y + 3, panel.x(before) - left, 16, "bar-dense", tip, rx=1))
         body.append(rect(left, y + 6, panel.x(after) - left, 10, "bar-pruned", tip, rx=1))
@@ -118,5 +118,5 @@ def repair_words(report: Report, found: CalibrationFacts) -> str:
         f"{measure_word(report).capitalize()}: {stages}. {done} of {len(found.layers)} layers were fitted to what "
         f"the dense network computes on {found.images} images {labels} labels, and {found.norms} batch norms "
         "set. A layer that did not improve on held-out images stays as it was. Not drawn: layers with errors below "
-        f"{100 * _SEEN:g} % of the outputs' spread."
+        f"{100 * _SEEN:g}% of the outputs' spread."
     )

@@ -9,7 +9,7 @@ from smcp_fx.report.schema import WorthRow
 from smcp_fx.report.svg import Markup, Panel, dot, line, path, picture, rounded_up, text
 
 #: Panels side by side on a screen, and on a telephone.
-ACROSS, NARROW_ACROSS = 5, 2
+ACROSS, NARROW_ACROSS = 6, 2
 #: More would be a wall of them.
 PANELS = 40
 _LEFT, _CELL, _WIDE, _HIGH = 44.0, 158.0, 130.0, 70.0
@@ -38,7 +38,7 @@ def worth_curves(groups: Sequence[WorthRow], across: int = ACROSS) -> Markup | N
         f"Rise of the loss over the share of channels kept, {len(shown)} groups; the dot is what was chosen"
     )
     kind = "chart wide" if across == ACROSS else "chart narrow"
-    return picture(_LEFT + _CELL * min(across, len(shown)), 34 + (_HIGH + 50) * rows, words, body, kind)
+    return picture(_LEFT + _CELL * across, 34 + (_HIGH + 50) * rows, words, body, kind)
 
 
 def _panel(panel: Panel, group: WorthRow, axis: bool) -> list[Markup]:
@@ -50,12 +50,12 @@ def _panel(panel: Panel, group: WorthRow, axis: bool) -> list[Markup]:
             line(panel.left, panel.y(mark), panel.right, panel.y(mark), "grid" if mark else "baseline")
         )
         if axis:
-            drawn.append(text(panel.left - 6, panel.y(mark) + 4, f"{mark:g} %", "tick", "end"))
+            drawn.append(text(panel.left - 6, panel.y(mark) + 4, f"{mark:g}%", "tick", "end"))
     for mark, anchor in ((0, "start"), (50, "middle"), (100, "end")):
-        drawn.append(text(panel.x(mark), panel.bottom + 16, f"{mark} %", "tick", anchor))
+        drawn.append(text(panel.x(mark), panel.bottom + 16, f"{mark}%", "tick", anchor))
     drawn.append(path([(panel.x(x), panel.y(y)) for x, y in _below(points, top)], "curve"))
     rise = _at(group)
-    tip = f"{group.name}: {group.kept} of {group.size} kept, {rise:.1f} % of what all choices cost"
+    tip = f"{group.name}: {group.kept} of {group.size} kept, {rise:.1f}% of what all choices cost"
     drawn.append(dot(panel.x(100 * group.kept / group.size), panel.y(min(rise, top)), 4.0, "point", tip))
     return drawn
 

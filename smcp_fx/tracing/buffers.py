@@ -65,12 +65,15 @@ class Buffers:
 def keep_in_state(model: nn.Module, traced: nn.Module) -> None:
     """Give the graph's module what the graph does not read, of the model's state: branches not taken have weights.
 
-    The state dict keeps its keys, so that checkpoints of the original load, and those of the graph load there. A
-    module that stands in several places does so here, and follows the `eval()` of each.
+    The state dict keeps its keys, so that checkpoints of the original load, and those of the graph load there; and
+    parameters keep their order, by which optimisers' state dicts and averages of weights know them. A module that
+    stands in several places does so here, and follows the `eval()` of each.
     """
     _keep_places(model, traced)
     have = set(traced.state_dict())
-    for name in model.state_dict(keep_vars=True).keys() - have:
+    for name in model.state_dict(keep_vars=True):
+        if name in have:
+            continue
         path, _, attribute = name.rpartition(".")
         source = model.get_submodule(path)
         owner = _owner(traced, name)
@@ -78,6 +81,7 @@ def keep_in_state(model: nn.Module, traced: nn.Module) -> None:
             owner.register_parameter(attribute, source._parameters[attribute])
         elif attribute in source._buffers:
             owner.register_buffer(attribute, source._buffers[attribute])
+    _keep_order(model, traced)
 
 
 def _keep_places(model: nn.Module, traced: nn.Module) -> None:
@@ -90,13 +94,19 @@ def _keep_places(model: nn.Module, traced: nn.Module) -> None:
         for path in paths if there else ():
             if path not in known:
                 _owner(traced, path).add_module(path.rpartition(".")[2], known[there[0]])
-    if any(len(paths) > 1 for paths in places.values()):  # what stands in two places is named after the first
-        originals = dict(model.named_modules(remove_duplicate=False))
-        for path, module in dict(traced.named_modules()).items():
-            order = list(originals[path]._modules) if path in originals else []
-            parts = dict(module._modules)
-            module._modules.clear()
-            module._modules.update({name: parts[name] for name in (*order, *parts) if name in parts})
+
+
+def _keep_order(model: nn.Module, traced: nn.Module) -> None:
+    """Register in the model's order what both hold; the rest comes after it."""
+    originals = dict(model.named_modules(remove_duplicate=False))
+    for path, module in list(traced.named_modules(remove_duplicate=False)):
+        original = originals.get(path, module)
+        if original is module:
+            continue
+        for table in ("_modules", "_parameters", "_buffers"):
+            parts, held = dict(getattr(module, table)), getattr(module, table)
+            held.clear()
+            held.update({name: parts[name] for name in (*getattr(original, table), *parts) if name in parts})
 
 
 def _owner(traced: nn.Module, name: str) -> nn.Module:

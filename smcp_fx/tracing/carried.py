@@ -15,11 +15,15 @@ _PRESERVED = "_user_preserved_attributes"
 
 
 def plain_attributes(model: nn.Module) -> dict[str, Any]:
-    """The model's own attributes that are plain data: numbers, texts, and containers of these."""
-    own = vars(model).items()
+    """The model's and its classes' own attributes that are plain data: numbers, texts, and containers of these."""
+    own: dict[str, Any] = {}
+    for kind in reversed(type(model).__mro__):
+        if not issubclass(nn.Module, kind):
+            own.update(vars(kind))
+    own.update(vars(model))
     return {
         name: value
-        for name, value in own
+        for name, value in own.items()
         if name not in _OF_GRAPHS and not name.startswith("_") and is_plain(value)
     }
 

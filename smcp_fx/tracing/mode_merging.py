@@ -19,7 +19,7 @@ from smcp_fx.errors import TraceError
 from smcp_fx.tracing.contexts import NO_GRAD, same_gradients
 from smcp_fx.tracing.mode_paths import ModeTrace, Path, Paths
 from smcp_fx.tracing.mode_reads import FRAME, VIA, leaves
-from smcp_fx.tracing.mode_steps import Step, in_steps, same, structure
+from smcp_fx.tracing.mode_steps import Step, computes, in_steps, same, structure
 from smcp_fx.tracing.modes import by_mode, conditions, is_by_mode, with_branches
 from smcp_fx.tracing.values import OPAQUE
 
@@ -84,6 +84,9 @@ class _Chooser:
                 step.chosen[_ALL] = self._chosen(step, [self._all(t, node) for t, node in step.nodes.items()])
                 continue
             for index, row in enumerate(zip(*(leaves(node) for node in step.nodes.values()), strict=True)):
+                if not computes(step.first[1], index):
+                    step.chosen[index] = row[0]
+                    continue
                 at = zip(step.nodes.items(), row, strict=True)
                 told = [self._told(t, node, index, leaf) for (t, node), leaf in at]
                 step.chosen[index] = self._chosen(step, told)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -134,7 +135,8 @@ def _key(model: nn.Module, node: fx.Node, trace: ModeTrace) -> Any:
         else "flag"
         if isinstance(leaf, bool)
         else repr(leaf)
-        for leaf in leaves(node)
+        for index, leaf in enumerate(leaves(node))
+        if computes(node, index)
     ]
     target = _constant(model, node) if node.op == "get_attr" else node.target
     return node.op, target, _innermost(node), tuple(plain), structure(node), _shapes(trace.values[node.name])
@@ -164,6 +166,11 @@ def _shapes(value: Any) -> Any:
 
 def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b or (a != a and b != b))  # NaN is itself here
+
+
+def computes(node: fx.Node, index: int) -> bool:
+    """Whether an argument matters to what the node does; an assertion's message names values by their modes' code."""
+    return node.target is not torch._assert or index == 0
 
 
 def structure(node: fx.Node) -> str:

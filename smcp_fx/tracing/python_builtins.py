@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 import math
 import operator
@@ -57,6 +58,7 @@ class StandIns:
         self._wanted: list[tuple[Any, str, Any]] = [
             (torch, name, value) for name, value in torch_wide.items()
         ]
+        self._wanted.append((torch.jit, "isinstance", self._of_kind(torch.jit.isinstance)))
         self._wanted += [(Tensor, name, self._method(name)) for name in _METHODS]
         told = {
             "int": self._type(int, self._int),
@@ -73,6 +75,8 @@ class StandIns:
         self._wanted += drawing(self._drawn, _spaces(model))
 
     def __enter__(self) -> None:
+        # dynamo keeps the functions that it finds when it is loaded: torch's, not a stand-in
+        importlib.import_module("torch._dynamo")
         for space, name, value in self._wanted:
             before = space.cell_contents if isinstance(space, CellType) else vars(space).get(name, self)
             self._put.append((space, name, before))
@@ -114,6 +118,14 @@ class StandIns:
         if kinds is Proxy or not isinstance(value, Proxy):  # some ask whether they are being traced
             return isinstance(value, kinds)
         return issubclass(self.tracer.kind(value), kinds)
+
+    def _of_kind(self, function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+        def plain(leaf: Any) -> Any:
+            if not isinstance(leaf, Proxy):
+                return leaf
+            return torch.empty(0) if self._is_tensor(leaf) else self.tracer.value(leaf.node)
+
+        return lambda value, kind: function(pytree.tree_map(plain, value), kind)
 
     def _is_tensor(self, value: Any) -> bool:
         return issubclass(self.tracer.kind(value) if isinstance(value, Proxy) else type(value), Tensor)

@@ -24,7 +24,7 @@ def test_counts_within_a_step_of_the_runtime_are_dropped() -> None:
 
 
 def test_counts_that_save_next_to_nothing_are_dropped() -> None:
-    """8 is all but as dear as 16; of 24, 32, 40 each saves 1 % against the next: two steps save enough."""
+    """8 is all but as dear as 16; of 24, 32, 40 each saves 1% against the next: two steps save enough."""
     prices = {8: 0.5, 16: 0.505, 24: 0.98, 32: 0.99, 40: 1.0}
     term = CostTerm("1", (Width(groups=(("a", 1),)),), lambda x: np.vectorize(prices.get)(x))
     cost = NetworkCost("ms", {"a": tuple(prices)}, (term,))

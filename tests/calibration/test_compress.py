@@ -160,7 +160,8 @@ def test_other_outputs_need_a_loss_of_their_own() -> None:
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: torch.ones(())}, "has no gradient"),
         ([torch.zeros(2, 3, 8, 8)], {"loss": lambda o, y: 0 * o.sum()}, "no channel matters"),
         ([torch.full((2, 3, 8, 8), 3e38)], {}, "NaN or infinite"),
-        ([torch.randn(2, 3, 8, 8)], {"target": "-3 %"}, "target"),
+        ([torch.randn(2, 3, 8, 8)], {"target": "-3%"}, "target"),
+        (torch.randn(1, 3, 8, 8), {}, "two images or more"),
     ],
 )
 def test_bad_input_is_told(batches: Any, options: dict[str, Any], said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from smcp_fx.backends.base import BlockLatency
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
 from smcp_fx.cli.networks import backend_of, blocks_of
 from smcp_fx.cli.table import build_parser, main
+from smcp_fx.compiler import CompileSettings
 from smcp_fx.latency.exchange import check
 from smcp_fx.latency.store import LatencyStore, TableRow
 from smcp_fx.latency.table import LatencyTable
@@ -30,6 +33,12 @@ def build():
         nn.Conv2d(1, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
         nn.Conv2d(16, 64, 3, 2, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )
+
+def wide():
+    return nn.Sequential(
+        nn.Conv2d(1, 64, 3, 2, 1), nn.ReLU(), nn.Conv2d(64, 256, 3, 2, 1), nn.ReLU(), nn.Conv2d(256, 256, 3),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10),
     )
 
 def unmeasurable():
@@ -107,14 +116,39 @@ def test_measure_fills_a_table_once(model: str, table: Path, capsys: pytest.Capt
 
 def test_check_names_the_holes(model: str, table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(table), "--model", model, "--input-size", "32"]) == 1
-    assert "missing: 3 at 16x64" in said(capsys)
+    told = said(capsys)
+    assert "missing: 3 at 16x64" in told and "rows at other image sizes do not count" in told
+    assert main(["check", str(table), "--model", model, "--input-size", "16", "--batch", "2"]) == 1
+    assert "rows at batch 1 do not count" in said(capsys)
+
+
+def test_the_commands_time_single_images_unless_told_otherwise() -> None:
+    assert build_parser().parse_args(["measure", "m"]).batch == CompileSettings().batch == 1
+
+
+def test_check_asks_for_the_rows_of_a_device(
+    model: str, table: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, asked = next(iter(rows(table).values())).fingerprint, ["--model", model, "--input-size", "16"]
+    main(["check", str(table), *asked, "--device", here.device])
+    assert "missing" not in said(capsys)
+    assert main(["check", str(table), *asked, "--device", "my-phone"]) == 1
+    told = said(capsys)
+    assert f"my-phone; it has rows of {here.describe()}" in told and "missing" in told
 
 
 def test_show_tells_on_what_and_when(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(table)]) == 0
     shown = said(capsys)
     fingerprint = next(iter(rows(table).values())).fingerprint
-    for text in (fingerprint.key(), fingerprint.version, "spinning on", "rows, measured 20", " UTC"):
+    for text in (
+        fingerprint.key(),
+        fingerprint.version,
+        "1xcx8x8",
+        "spinning on",
+        "rows, measured 20",
+        " UTC",
+    ):
         assert text in shown
     assert main(["show", str(table), "--block", "3"]) == 0
     assert "16x64" in said(capsys)
@@ -183,12 +217,22 @@ def test_what_is_wanted_goes_out_with_its_networks(
 
 
 def test_measure_for_targets_asks_for_fewer_rows_and_ends(
-    model: str, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = tmp_path / "few.sqlite"
+    """Timings are a stand-in's: how many rows unsteady ones ask for depends on who else uses the machine."""
+
+    def linear(
+        self: OnnxRuntimeBackend, block: object, widths: tuple[int, ...], config: object = None
+    ) -> Any:
+        ms = 0.1 + 0.001 * math.prod(widths)
+        return BlockLatency(Measurement(ms, ms, ms, 9, True))
+
+    monkeypatch.setattr(OnnxRuntimeBackend, "block_latency", linear)
+    whole, few, model = tmp_path / "whole.sqlite", tmp_path / "few.sqlite", model.replace(":build", ":wide")
+    assert main(measuring(model, whole)) == 0
     assert main(measuring(model, few, "--targets", "0.6,0.3")) == 0
     found = rows(few)
-    assert 4 < len(found) < len(rows(table))
+    assert 4 < len(found) < 0.7 * len(rows(whole))
     assert main(["check", str(few), "--model", model, "--input-size", "16"]) in (0, 1)
     assert "missing" not in said(capsys)
     assert main(measuring(model, few, "--targets", "0.6,0.3", "--shard", "1/2")) == 2

@@ -121,7 +121,7 @@ def random_integers(groups: int, options: int, seed: int) -> tuple[Vectors, Vect
 
 
 def clustered(groups: int, options: int, seed: int) -> tuple[Vectors, Vectors]:
-    """Costs within 1 % of multiples of 1000, values nearly in proportion: the relaxation is blind."""
+    """Costs within 1% of multiples of 1000, values nearly in proportion: the relaxation is blind."""
     rng = np.random.default_rng(seed)
     level = 1000.0 * np.arange(1, options + 1)
     values = [level + rng.integers(-10, 11, options) for _ in range(groups)]

@@ -174,7 +174,7 @@ def test_solving_again_around_the_answer_meets_the_true_target(tmp_path: Path) -
 
 @pytest.mark.parametrize("fraction", [0.7, 0.5, 0.3])
 def test_a_pruner_lands_on_the_true_latency(tmp_path: Path, fraction: float) -> None:
-    """In a plain loop; what the unpruned prices say of the answer is off by more than 1 %."""
+    """In a plain loop; what the unpruned prices say of the answer is off by more than 1%."""
     table = LatencyTable(tmp_path / "t.sqlite")
     rows = LatencyCost(table, FakeBackend(latency=smooth, cold=3.0), residency=RISING)
     config = smcp_fx.PruningConfig(multiple=1, tolerance=0.0)

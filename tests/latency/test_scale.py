@@ -56,7 +56,7 @@ def test_steps_of_both_widths_are_found_and_prices_follow_them() -> None:
 
 
 def saw(c: int, unit: int = 16) -> float:
-    """Units that come four at a time: the first of them brings 56 % of what four do, as convolutions measured."""
+    """Units that come four at a time: the first of them brings 56% of what four do, as convolutions measured."""
     rounds, part = divmod(-(-c // unit), 4)
     return 4 * unit * (rounds + (0.0, 0.56, 0.74, 0.87)[part])
 

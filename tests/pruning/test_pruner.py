@@ -40,7 +40,7 @@ def worth(importance: Tensor, kept: Any, prepared: smcp_fx.PreparedModel) -> Any
 @pytest.mark.parametrize("target", [0.7, 0.5, 0.3])
 @pytest.mark.parametrize("tolerance", [0.0, 0.008])
 def test_the_true_cost_is_within_the_target_and_close_to_it(target: float, tolerance: float) -> None:
-    """Below 97 % of the target only where no group could keep one permitted step more."""
+    """Below 97% of the target only where no group could keep one permitted step more."""
     prepared = prepared_model(target=target, tolerance=tolerance)
     pruner = prepared.pruner
     assert pruner.target == pytest.approx(target * pruner.full_cost)
@@ -63,7 +63,7 @@ def test_the_true_cost_is_within_the_target_and_close_to_it(target: float, toler
 @pytest.mark.parametrize("exponent", [0.0, 0.9])
 @pytest.mark.parametrize("tolerance", [0.0, 0.008])
 def test_every_solve_keeps_nearly_the_best_importance(tolerance: float, exponent: float) -> None:
-    """At most 1 % of the importance kept is given up of the best worth for its target; none with tolerance 0."""
+    """At most 1% of the importance kept is given up of the best worth for its target; none with tolerance 0."""
     prepared = prepared_model(tolerance=tolerance, width_exponent=exponent)
     optimizer = optimizer_of(prepared)
     train(prepared, optimizer, range(4))

@@ -131,3 +131,16 @@ def test_masks_that_oscillate() -> None:
     solve = prepared.pruner.history[-1]
     assert "masks oscillate" in message
     assert solve.reverted == sum(solve.changed.values()) > 0.05 * solve.units
+
+
+def test_a_search_without_training_between_its_solves_is_no_oscillation() -> None:
+    prepared = prepared_model()
+    train(prepared, sgd(prepared), 8)
+
+    def search() -> None:
+        for _ in range(8):
+            for target in (0.9, 0.4):
+                prepared.pruner.solve(target)
+
+    assert told(search) == []
+    assert prepared.pruner.history[-1].reverted_share > 0.05

@@ -52,7 +52,7 @@ def solves(seed: int, **options: float) -> list[smcp_fx.pruning.pruner.Solve]:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_masks_settle_at_the_target(seed: int) -> None:
-    """After the ramp under 2 % of the units change at a solve, within the budget and 99 % of the best choice."""
+    """After the ramp under 2% of the units change at a solve, within the budget and 99% of the best choice."""
     history = solves(seed)
     after = [solve for solve in history if solve.step > SCHEDULE.ramp_end]
     assert len(after) >= 20

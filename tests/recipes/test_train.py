@@ -90,7 +90,7 @@ def test_dry_run_prints_the_plan(name: str, capsys: pytest.CaptureFixture[str]) 
             in said
         )
         assert "biases at 2 times the rate" in said
-        assert "Groups 57, 41 of them free" in said and "Target 25 % of it" in said
+        assert "Groups 57, 41 of them free" in said and "Target 25% of it" in said
         targets = {113: 0.25 ** (53 / 250), 209: 0.25 ** (149 / 250), 601: 0.25}
     else:
         assert "2048 in all" in said and "56250: 90 epochs of 625 steps on 1281167 images" in said
@@ -99,12 +99,12 @@ def test_dry_run_prints_the_plan(name: str, capsys: pytest.CaptureFixture[str]) 
             in said
         )
         assert "peak learning rate 2.048" in said
-        assert "Groups 39, 36 of them free" in said and "Target 30 % of it" in said
+        assert "Groups 39, 36 of them free" in said and "Target 30% of it" in said
         targets = {10: 1.0, 17: 0.3 ** (7 / 30), 39: 0.3 ** (29 / 30), 40: 0.3, 90: 0.3}
     assert "stays: excluded by the user" in said  # the first convolution's outputs
     lines = {line.split()[0]: line for line in printed.splitlines() if line[:1].isdigit()}
     for epoch, target in targets.items():  # at its end
-        assert f" {100 * target:.1f} % " in lines[str(epoch)], lines[str(epoch)]
+        assert f" {100 * target:.1f}% " in lines[str(epoch)], lines[str(epoch)]
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -124,7 +124,7 @@ def test_every_recipe_has_a_plan(
     )
     said = words(capsys.readouterr().out)
     assert f"Recipe {name}, for the paper's {recipe.row}" in said
-    assert ("no masks" if target == 1 else f"{round(100 * target)} % of it") in said
+    assert ("no masks" if target == 1 else f"{round(100 * target)}% of it") in said
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ from html_page import HOSTILE, Page
 
 from smcp_fx.report import Report, summary_text
 from smcp_fx.report.page import render_page
-from smcp_fx.report.schema import Side
+from smcp_fx.report.schema import CalibrationFacts, Side, WorthRow
 
 
 def test_page_is_well_formed_and_tells_the_figures(real: Report) -> None:
     page = Page(render_page(real))
     headline = (
-        "resnet18 runs in 4.21 ms instead of 10.5 ms: 40.1 % of the dense latency (asked: 40 %), accuracy "
-        "98.6 % → 97.6 %"
+        "resnet18 runs in 4.21 ms instead of 10.5 ms: 40.1% of the dense latency (asked: 40%), accuracy "
+        "98.6% → 97.6%"
     )
     assert headline in page.text
     for told in (
@@ -34,13 +34,13 @@ def test_page_is_well_formed_and_tells_the_figures(real: Report) -> None:
             "× 1.034",
         ),
         *(
-            "median 1.3 %, 95th percentile 4.7 %, of 64 points",
+            "median 1.3%, 95th percentile 4.7%, of 64 points",
             "1 h 01 min",
             "1 h 02 min",
             "The stem was adapted.",
         ),
         *(
-            "at least 98.6 % of the importance",
+            "at least 98.6% of the importance",
             "pruned.onnx",
             "790 and reused 22 in 61 s: 41 for solves; 17 repetitions",
             "rows in use that are unsteady 5",
@@ -141,8 +141,17 @@ def test_missing_parts_are_named_not_drawn(real: Report) -> None:
 
 def test_a_run_without_an_engine_tells_what_is_predicted(real: Report) -> None:
     report = replace(real, measured_fraction=None, pruned=replace(real.pruned, latency_ms=None))
-    said = (
-        "resnet18 is predicted to take 39.7 % of the dense latency (asked: 40 %), not yet measured, accuracy"
-    )
+    said = "resnet18 is predicted to take 39.7% of the dense latency (asked: 40%), not yet measured, accuracy"
     assert said in Page(render_page(report)).text
-    assert "predicted 39.7 %, not measured; ONNX Runtime" in " ".join(summary_text(report).split())
+    assert "predicted 39.7%, not measured; ONNX Runtime" in " ".join(summary_text(report).split())
+
+
+def test_charts_fit_a_telephone_and_are_not_blown_up_on_a_screen(real: Report) -> None:
+    """A wide chart fills its box, so that one that is drawn small gets letters twice as large."""
+    worth = (WorthRow("group", 32, 16, (8, 16, 24, 32), (9.0, 1.0, 0.25, 0.0)),)
+    page = Page(render_page(replace(real, calibration=CalibrationFacts(worth=worth))))
+    charts = [a for tag, a in page.elements if tag == "svg" and "chart" in a["class"].split()]
+    wide = [float(a["viewbox"].split()[2]) for a in charts if "wide" in a["class"].split()]
+    narrow = [float(a["viewbox"].split()[2]) for a in charts if "narrow" in a["class"].split()]
+    assert len(wide) == len(narrow) >= 3
+    assert min(wide) > 720 and max(narrow) < 400

@@ -10,7 +10,7 @@ from smcp_fx.report.trade_off import Point, Series, trade_off
 
 
 def test_values_are_where_they_belong() -> None:
-    points = (Point(2.0, 0.9, 0.88, 0.92, "50 %"), Point(3.0, 0.8, 0.79, 0.81, "25 %"))
+    points = (Point(2.0, 0.9, 0.88, 0.92, "50%"), Point(3.0, 0.8, 0.79, 0.81, "25%"))
     drawing = trade_off(
         [Series("ours", points), Series("<theirs>", ()), Series("dense", (Point(1, 0.95, 0.95, 0.95, ""),))],
         "T",
@@ -22,6 +22,6 @@ def test_values_are_where_they_belong() -> None:
     by_tip = {m.findtext(f"{space}title", ""): (float(m.get("cx", 0)), float(m.get("cy", 0))) for m in marks}
     first, second, last = (by_tip[tip] for tip in sorted(by_tip, key=lambda tip: by_tip[tip][0]))
     assert last[0] - second[0] == pytest.approx(second[0] - first[0], abs=0.1)  # 1, 2, 3 times
-    assert last[1] - second[1] == pytest.approx(2 * (second[1] - first[1]), abs=0.1)  # 95, 90, 80 %
-    assert any("90.0 % (88.0 to 92.0) at 2.00×" in tip for tip in by_tip)
+    assert last[1] - second[1] == pytest.approx(2 * (second[1] - first[1]), abs=0.1)  # 95, 90, 80%
+    assert any("90.0% (88.0 to 92.0) at 2.00×" in tip for tip in by_tip)
     assert trade_off([], "T") is None

@@ -111,9 +111,9 @@ def test_the_page_tells_the_record(tmp_path: Path) -> None:
     (tmp_path / "accuracy_of_before.svg").write_text("")
     write_document(lines, tmp_path)
     text = (tmp_path / "accuracy.md").read_text(encoding="utf-8")
-    assert "| ours | **71.0 %** (3 seeds) |" in text
-    assert f"| random | 62.0 %, -9.0 ({100 * test.low:+.1f} to {100 * test.high:+.1f}) |" in text
-    assert "| as published | 65.0 % at 40% of the latency, -5.0 |" in text
-    assert "| uniform L2 | 50.0 % at 40% of the FLOPs |" in text
+    assert "| ours | **71.0%** (3 seeds) |" in text
+    assert f"| random | 62.0%, -9.0 ({100 * test.low:+.1f} to {100 * test.high:+.1f}) |" in text
+    assert "| as published | 65.0% at 40% of the latency, -5.0 |" in text
+    assert "| uniform L2 | 50.0% at 40% of the FLOPs |" in text
     assert "## resnet, 50% of the latency: 80.0% before" in text and "0.1 of 0.01, 0.1" in text
     assert [path.name for path in tmp_path.glob("*.svg")] == ["accuracy_resnet_10.svg"]

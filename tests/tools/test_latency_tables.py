@@ -18,8 +18,8 @@ sys.path[:] = _PATH
 
 from smcp_fx.latency.residency import Residency  # noqa: E402
 
-_HELD_OUT = ("held-out median", "95 % of held-out", "telling, median", "95 % of telling",
-             "measured anew, median", "95 % of measured anew")  # fmt: skip
+_HELD_OUT = ("held-out median", "95% of held-out", "telling, median", "95% of telling",
+             "measured anew, median", "95% of measured anew")  # fmt: skip
 _TABLE = {"kind": "table", "model": "a", "setting": "64x1", "blocks": 3, "measured": 40, "reused": 2,
           "seconds": 12.4, "unstable": 1, "failed": 0}  # fmt: skip
 
@@ -78,8 +78,8 @@ def test_held_out_errors_and_rows_measured_anew() -> None:
     assert [found[name] for name in _HELD_OUT] == [f"{share:.1%}" for share in expected]
     assert (found["unstable"], found["failed"]) == ("1", "0")
     assert "Of 2 held-out rows" in text
-    assert "100% are within 10 % of what is interpolated there" in text
-    assert "50% within 10 % of themselves" in text
+    assert "100% are within 10% of what is interpolated there" in text
+    assert "50% within 10% of themselves" in text
 
 
 def test_points_that_were_unsteady_tell_nothing_of_interpolation() -> None:
@@ -104,7 +104,7 @@ def test_both_states_are_told_where_they_were_written_down() -> None:
     found = row(text, "| a | 64x1 |")
     assert [found[name] for name in _HELD_OUT] == [f"{share:.1%}" for share in expected]
     assert "Of 1 held-out rows" in text
-    assert "0% within 10 % of themselves" in text
+    assert "0% within 10% of themselves" in text
 
 
 def test_tables_of_records_without_repetitions() -> None:
@@ -124,9 +124,9 @@ def test_sums_against_networks() -> None:
     text = written(*lines)
     found = row(text, "| a | 64x1 |")
     assert (found["prunings"], found["bias"], found["mean error"]) == ("3", "-20.0%", "20.0%")
-    assert (found["within 10 %"], found["Spearman"], found["spread"]) == ("0%", "1.000", "2.0%")
-    assert "All: mean error 20.0%, 0% of 3 within 10 %" in text
-    assert "at most 10% of their median: mean error 20.0%, 0% of 2 within 10 %" in text
+    assert (found["within 10%"], found["Spearman"], found["spread"]) == ("0%", "1.000", "2.0%")
+    assert "All: mean error 20.0%, 0% of 3 within 10%" in text
+    assert "at most 10% of their median: mean error 20.0%, 0% of 2 within 10%" in text
 
 
 def test_networks_measured_a_second_time() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,3 +97,39 @@ def test_copies_keep_what_no_graph_reads() -> None:
     assert one is not other
     twice.load_state_dict(prepared.state_dict())
     smcp_fx.convert(twice)
+
+
+class Disordered(nn.Module):
+    """Parts in another order than they are called in, many that no graph reads, and one in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Conv2d(8, 4, 1)
+        self.spare = nn.ModuleDict({str(n): nn.Linear(2, 2) for n in range(4)})
+        self.scale = nn.Parameter(torch.ones(8, 1, 1))
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        self.body.spare, self.norm = nn.Linear(3, 3), self.body[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.norm(self.body[0](x)) * self.scale).relu())
+
+
+def test_parameters_keep_their_order() -> None:
+    """Optimisers' state dicts and averages of weights know them by it."""
+    model, images = Disordered(), torch.randn(2, 3, 10, 10)
+    prepared = smcp_fx.prepare(model, images)
+    order, state = [name for name, _ in model.named_parameters()], list(model.state_dict())
+    for one in (prepared, copy.deepcopy(prepared), copy.deepcopy(copy.deepcopy(prepared))):
+        assert [name for name, _ in one.named_parameters()] == order
+        assert [name for name in one.state_dict() if not name.startswith("smcp.")] == state
+    average = torch.optim.swa_utils.AveragedModel(prepared)
+    average.update_parameters(prepared)
+
+
+def test_a_converted_models_copies_keep_its_order(tmp_path: Path) -> None:
+    smaller = smcp_fx.convert(smcp_fx.prepare(Disordered(), torch.randn(2, 3, 10, 10)))
+    smcp_fx.save(smaller, tmp_path / "m.safetensors")
+    order = [name for name, _ in smaller.named_parameters()]
+    again = smcp_fx.load(tmp_path / "m.safetensors")
+    for one in (copy.deepcopy(smaller), pickle.loads(pickle.dumps(smaller)), again):
+        assert [name for name, _ in one.named_parameters()] == order

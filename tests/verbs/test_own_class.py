@@ -19,6 +19,8 @@ from smcp_fx.errors import InputError
 class Mine(nn.Module):
     """Of every kind of module that says its sizes."""
 
+    kind, names = "any", ("cat", "dog")
+
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
         self.num_classes = classes
@@ -182,7 +184,7 @@ def test_what_is_known_of_the_model_is_carried_on(tmp_path: Path) -> None:
     torch.save(smaller, tmp_path / "s.pt")
     pickled = torch.load(tmp_path / "s.pt", weights_only=False)
     for one in (smaller, copy.deepcopy(smaller), smcp_fx.load(tmp_path / "s.safetensors"), pickled):
-        assert one.num_classes == 32 and one.kind == "mine"
+        assert one.num_classes == 32 and one.kind == "mine" and one.names == ("cat", "dog")
         assert one.pretrained_cfg == Mine(32).pretrained_cfg
         assert not hasattr(one, "num_features")  # 32 no longer
         assert one.kept == smaller.kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,16 +41,45 @@ def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
         assert torch.equal(found[name], tensor), name
 
 
-def test_parameters_keep_their_names_and_old_checkpoints_load() -> None:
+def test_parameters_keep_their_names() -> None:
     model = residual()
     prepared = smcp_fx.prepare(model, IMAGE)
     assert [n for n, _ in prepared.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert {n for n in prepared.state_dict() if not n.startswith("smcp.")} == set(model.state_dict())
-    other = randomise(Residual(), seed=7).eval()
-    result = prepared.load_state_dict(other.state_dict(), strict=False)
-    assert result.unexpected_keys == []
-    assert result.missing_keys and all(name.startswith("smcp.") for name in result.missing_keys)
-    assert_close(run(prepared, (IMAGE,)), run(other, (IMAGE,)), "identity")
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m, nn.DataParallel, torch.compile, lambda m: nn.DataParallel(torch.compile(m))]
+)
+def test_checkpoints_of_dense_models_load_and_leave_the_masks(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    prepared, other = masked(), randomise(Residual(), seed=7).eval()
+    masks, state = prepared.masks, wrap(other).state_dict()
+    names = list(state)
+    prepared.load_state_dict(state)
+    assert list(state) == names
+    assert_same_state(prepared.masks, masks)
+    whole = smcp_fx.prepare(residual(), IMAGE)
+    whole.load_state_dict(state)
+    assert_close(run(whole, (IMAGE,)), run(other, (IMAGE,)), "identity")
+    with pytest.raises(RuntimeError, match=r"Missing.*conv1.weight"):
+        prepared.load_state_dict({name: value for name, value in state.items() if "conv1" not in name})
+
+
+def test_a_state_dict_of_an_older_version_loads() -> None:
+    """What it lacks of the pruner's state is as in a model that was just prepared."""
+    prepared, fresh = masked(), smcp_fx.prepare(residual(), IMAGE, config=ONE)
+    state = {f"_orig_mod.{name}": value for name, value in prepared.state_dict().items()}
+    for name in ("as_of", "losses", "trained"):
+        del state[f"_orig_mod.smcp.{name}"]
+    again = masked()
+    again.smcp.losses.fill_(1.0)
+    again.load_state_dict(state)
+    assert_same_state(again.masks, prepared.masks)
+    for name in ("as_of", "losses", "trained"):
+        assert torch.equal(getattr(again.smcp, name), getattr(fresh.smcp, name))
+    del state["_orig_mod.smcp.keep"]
+    with pytest.raises(RuntimeError, match=r"smcp\.keep"):
+        again.load_state_dict(state)
 
 
 def test_masks_and_scales_come_back_from_the_state_dict() -> None:

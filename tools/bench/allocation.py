@@ -54,7 +54,7 @@ def run_paper(values: Values, cost: NetworkCost, budget: float) -> PaperRun:
 
 
 def changed_share(cost: NetworkCost, seed: int, before: Allocation, budget: float) -> float:
-    """Return the share of units whose mask changes when the importances are disturbed by 1 %."""
+    """Return the share of units whose mask changes when the importances are disturbed by 1%."""
     importances = synthetic_importances(cost, seed)
     rng = np.random.default_rng([seed, 1])
     disturbed = {g: i * (1.0 + 0.01 * rng.standard_normal(len(i))) for g, i in importances.items()}
@@ -113,8 +113,8 @@ def worst(name: str, kind: str, lines: Sequence[Line]) -> list[str]:
     paper = [line.paper_cost for line in lines]
     return [
         name, kind, f"{max(line.seconds for line in lines):.2f}", f"{min(line.cost for line in lines):.4f}",
-        f"{100 * max(line.gap for line in lines):.4f} %", f"{100 * max(line.moved for line in lines):.2f} %",
-        f"{min(paper):.2f}–{max(paper):.2f}", f"{100 * min(line.paper_value for line in lines):.1f} %",
+        f"{100 * max(line.gap for line in lines):.4f}%", f"{100 * max(line.moved for line in lines):.2f}%",
+        f"{min(paper):.2f}–{max(paper):.2f}", f"{100 * min(line.paper_value for line in lines):.1f}%",
     ]  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def main() -> None:
             lines = []
             for seed in args.seeds:
                 for share in args.budgets:
-                    head = f"{name:16}{kind:9}{seed:4}{100 * share:6.0f} %"
+                    head = f"{name:16}{kind:9}{seed:4}{100 * share:6.0f}%"
                     try:
                         lines.append(measure(cost, share, seed, not args.no_paper))
                     except InfeasibleBudgetError as error:

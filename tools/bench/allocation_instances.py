@@ -38,7 +38,7 @@ def flops_pricer(kernel: int, pixels: int, depthwise: bool) -> Price:
 def staircase_pricer(kernel: int, pixels: int, depthwise: bool) -> Price:
     """Price a convolution in synthetic milliseconds: 64 x 64 tiles in waves of 40, K padded to 32.
 
-    Not monotone: channels that are no multiple of 16 run 10 % slower, as on tensor cores.
+    Not monotone: channels that are no multiple of 16 run 10% slower, as on tensor cores.
     """
 
     def misaligned(channels: NDArray[np.float64]) -> NDArray[np.float64]:

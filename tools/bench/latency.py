@@ -204,7 +204,7 @@ class Bench:
             began = time.monotonic()
             while len(ratios) < TURNS and (len(ratios) < 4 or time.monotonic() - began < ROUNDING):
                 ms = dict.fromkeys((counts[name], likely), 0.0)
-                # The second of two equal large blocks runs 4 to 8 % faster: each takes its turn at being first.
+                # The second of two equal large blocks runs 4 to 8% faster: each takes its turn at being first.
                 for count in list(ms)[:: -1 if len(ratios) % 2 else 1]:
                     for term in terms:
                         widths = tuple(w.channels({**counts, name: count}) for w in term.widths)

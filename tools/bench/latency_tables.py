@@ -16,8 +16,8 @@ _OF_THEMSELVES = (
     "(Spearman) of one measurement in the other; no prediction can be held to more."
 )
 #: Of errors of interpolation: of all, of those long and steady enough to tell, and these from themselves.
-_HELD_OUT = ["held-out median", "95 % of held-out", "telling, median", "95 % of telling",
-             "measured anew, median", "95 % of measured anew"]  # fmt: skip
+_HELD_OUT = ["held-out median", "95% of held-out", "telling, median", "95% of telling",
+             "measured anew, median", "95% of measured anew"]  # fmt: skip
 
 
 def _told(rank: float) -> str:
@@ -50,7 +50,7 @@ def _sums(occasion: Occasion) -> str:
          *_errors(sums.apart)[1:2], _told(sums.rank_again)]
         for key, sums in occasion.sums.items()
     ]  # fmt: skip
-    head = ["model", "setting", "prunings", "bias", "mean error", "within 10 %", "Spearman", "spread",
+    head = ["model", "setting", "prunings", "bias", "mean error", "within 10%", "Spearman", "spread",
             "from themselves", "Spearman with themselves"]  # fmt: skip
     every, steady = (
         np.concatenate([getattr(sums, which) for sums in occasion.sums.values()])
@@ -71,11 +71,11 @@ def _summary(errors: np.ndarray) -> str:
     if not len(errors):
         return "none"
     _, mean, within = _errors(errors)
-    return f"mean error {mean}, {within} of {len(errors)} within 10 %"
+    return f"mean error {mean}, {within} of {len(errors)} within 10%"
 
 
 def _errors(errors: np.ndarray) -> list[str]:
-    """Bias, mean error, and the share within 10 %; empty of none."""
+    """Bias, mean error, and the share within 10%; empty of none."""
     if not len(errors):
         return ["", "", ""]
     return [f"{errors.mean():+.1%}", f"{np.abs(errors).mean():.1%}", f"{np.mean(np.abs(errors) <= 0.1):.0%}"]
@@ -114,7 +114,7 @@ def _rows(occasion: Occasion) -> str:
         "The tables behind it. Errors of interpolation at measured points that it does not rest on: of all, and of "
         "those that tell, which took 10 µs and more (the runtime's profiler counts whole microseconds) and were "
         "steady, where that was written down. Where some of 10 µs and more were measured anew, each in another "
-        "session, after the table: how far those that were steady then are from themselves. Medians, and what 95 % "
+        "session, after the table: how far those that were steady then are from themselves. Medians, and what 95% "
         "of them do not exceed.\n\n" + table(head, rows) + _all_anew(occasion) + _from_memory(occasion)
     )
 
@@ -165,7 +165,7 @@ def _all_anew(occasion: Occasion, state: str = "") -> str:
         return ""
     return (
         f"\n\nOf {len(apart)} held-out rows of 10 µs and more that were steady when measured anew, "
-        f"{(errors <= 0.1).mean():.0%} are within 10 % of what is interpolated there (95 % within "
-        f"{np.percentile(errors, 95):.1%}), and {(apart <= 0.1).mean():.0%} within 10 % of themselves (95 % within "
+        f"{(errors <= 0.1).mean():.0%} are within 10% of what is interpolated there (95% within "
+        f"{np.percentile(errors, 95):.1%}), and {(apart <= 0.1).mean():.0%} within 10% of themselves (95% within "
         f"{np.percentile(apart, 95):.1%})."
     )

@@ -1,4 +1,4 @@
-"""Ask smcp-compile for 70, 50 and 30 % of networks' latency, and measure what it emits.
+"""Ask smcp-compile for 70, 50 and 30% of networks' latency, and measure what it emits.
 
     python tools/bench/latency_targets.py run --record targets.jsonl --pairs resnet18:64x1 vgg16_bn:64x1
     python tools/bench/latency_targets.py tables --record targets.jsonl --out docs/results/latency.md

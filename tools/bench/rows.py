@@ -5,9 +5,9 @@
     ../older/.venv/bin/python tools/bench/rows.py run ... --way "whole range"           # and with another
     python tools/bench/rows.py tables --record rows.jsonl --out docs/results/latency.md
 
-A replay answers with the latencies of a table that was measured whole, times noise: 1 % on a quiet machine, 5 % and
-outliers on a busy one. Each network is pruned to 60, 40 and 25 % of its latency, from an empty table each, by one
-solve; *ramp* is a schedule of 39 solves to 40 %. A choice is judged by the whole table without noise: what it costs
+A replay answers with the latencies of a table that was measured whole, times noise: 1% on a quiet machine, 5% and
+outliers on a busy one. Each network is pruned to 60, 40 and 25% of its latency, from an empty table each, by one
+solve; *ramp* is a schedule of 39 solves to 40%. A choice is judged by the whole table without noise: what it costs
 there, and what it is worth against the best choice by that table at the same target. Set OMP_NUM_THREADS=1.
 """
 

@@ -52,7 +52,7 @@ VARIANTS = {
 
 
 class Digits:
-    """Scikit-learn's 1,797 digits, 60 % to train on."""
+    """Scikit-learn's 1,797 digits, 60% to train on."""
 
     def __init__(self) -> None:
         images, labels = load_digits(return_X_y=True)

@@ -150,14 +150,14 @@ def _images_picture(lines: Lines) -> str:
         text((panel.left + panel.right) / 2, panel.bottom + 38, "calibration images", "label", "middle")
     )
     body.append(line(panel.left, panel.y(high), panel.right, panel.y(high), "grid"))
-    body.append(text(panel.right, panel.y(high) - 6, f"dense, {high:.1f} %", "tick", "end"))
+    body.append(text(panel.right, panel.y(high) - 6, f"dense, {high:.1f}%", "tick", "end"))
     for index, labels in enumerate((True, False)):
         points = sorted((x["images"], 100 * x["accuracy"]) for x in varied if x["labels"] == labels)
         places = [(across(count), panel.y(accuracy)) for count, accuracy in points]
         body.append(path(places, f"curve s{index}"))
         name = f"{'with' if labels else 'without'} labels"
         for (x, y), (count, accuracy) in zip(places, points, strict=True):
-            body.append(dot(x, y, 4.2, f"mark s{index}", f"{name}, {count:,} images: {accuracy:.1f} %"))
+            body.append(dot(x, y, 4.2, f"mark s{index}", f"{name}, {count:,} images: {accuracy:.1f}%"))
         body.append(text(panel.right - 90, panel.bottom - 40 + 20 * index, name, f"key{index}"))
         body.append(line(panel.right - 118, panel.bottom - 44 + 20 * index, panel.right - 98,
                          panel.bottom - 44 + 20 * index, f"curve s{index}"))  # fmt: skip
@@ -217,7 +217,7 @@ def _cell(lines: Lines, method: str, target: float) -> str:
     if not found:
         return "–"
     spread = "" if len(found) == 1 else f" ({min(found):.1f}–{max(found):.1f})"
-    return f"{np.mean(found):.1f} %{spread}"
+    return f"{np.mean(found):.1f}%{spread}"
 
 
 def _picture(lines: Lines, network: str, cost: str) -> object:

@@ -35,7 +35,7 @@ images and training; the dense network is one.
 is asked for less or more until its network measures the target, and keeps multiples of eight channels. Where one is
 off by more than a point all the same, its row says so. Of the *FLOPs* a rival takes whole channels.
 
-Brackets hold 95 % intervals over paired seeds, in points; with one seed there is none.
+Brackets hold 95% intervals over paired seeds, in points; with one seed there is none.
 [What it means](../explanations/accuracy.md).
 
 `tools/bench/accuracy/` made the record `docs/records/accuracy.jsonl`, this page and its pictures.
@@ -140,7 +140,7 @@ def _cell(found: _Found, key: Key, target: float) -> str:
     if not mine:
         return "–"
     accuracy = interval([line["accuracy"] for line in mine.values()])
-    text = f"{accuracy.mean:.1%}".replace("%", " %")
+    text = f"{accuracy.mean:.1%}"
     share = interval([_share(line) for line in mine.values()]).mean
     if abs(share - target) > _MISSED:
         text += f" at {share:.0%} of the {_COSTS[key[2]]}"

@@ -1,4 +1,4 @@
-"""The most accurate network at a share of the latency (or FLOPs), for budgets of 0, 1, 10 and 33 % of the training.
+"""The most accurate network at a share of the latency (or FLOPs), for budgets of 0, 1, 10 and 33% of the training.
 
     apt-get download texlive-fonts-extra && dpkg -x texlive-fonts-extra_*.deb fonts
     python tools/bench/pretrained/render.py fonts glyphs.npz

@@ -1,4 +1,4 @@
-"""Means and paired differences with their 95 % intervals."""
+"""Means and paired differences with their 95% intervals."""
 
 from __future__ import annotations
 

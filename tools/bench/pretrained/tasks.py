@@ -122,7 +122,7 @@ class Glyphs(Task):
 
 
 class Digits(Task):
-    """Handwritten digits, 40 % of them for testing only."""
+    """Handwritten digits, 40% of them for testing only."""
 
     name, channels, side, classes, steps = "digits", 1, 16, 10, 1_000
     _digit, _noise = 8, 0.3
