@@ -93,8 +93,10 @@ def _index_of(view: fx.Node) -> Any:
             if start < 0:
                 return None
             part = _Span(start, count)
-        else:
+        elif type(count) is int:
             part = slice(start, start + count if start >= 0 or start + count else None)
+        else:
+            return None
     return (*[slice(None)] * dim, part) if dim >= 0 else (..., part, *[slice(None)] * (-dim - 1))
 
 
