@@ -102,6 +102,8 @@ class _Rewriter:
         operation = operation_name(node, target)
         if name in self.trail.shuffles and self._is_thinned(node):
             self._shuffle(node)
+        elif name in self.trail.made:
+            self._select_of(node, old, self.trail.made[name])
         elif has(operation, Trait.MOVES):
             self._move(node, operation or "")
         elif name in self.trail.full:
@@ -228,6 +230,19 @@ class _Rewriter:
         node.op, node.target = "call_function", torch.index_select
         node.args, node.kwargs = (source, dim, index), {}
         self.report.append(f"{node.name}: now an index_select of {wanted.numel()} channels")
+
+    def _select_of(self, node: fx.Node, labels: Tensor, among: set[str]) -> None:
+        """Select the kept channels of a tensor that is computed from sizes alone, for all but what is, too."""
+        self._freeze_numbers(node)
+        if (kept := self.sliced.axis(labels)) is None:
+            return
+        graph = self.module.graph
+        with graph.inserting_after(node):
+            selected = graph.call_function(torch.index_select, (node, kept[0]))
+        selected.args = (*selected.args, self._held(selected, kept[1]))
+        node.replace_all_uses_with(selected, lambda user: user is not selected and user.name not in among)
+        self.new[selected.name], self.old[selected.name] = self.new[node.name], labels
+        self.report.append(f"{node.name}: an index_select of {kept[1].numel()} channels")
 
     def _move(self, node: fx.Node, operation: str) -> None:
         source = node.args[0] if node.args else None

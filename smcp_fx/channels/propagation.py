@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import along, compact, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.made_tensors import made_tensors
 from smcp_fx.channels.trail import Call, Computed, ConstantRef, MadeRef, ParameterRef, ParameterView, Trail
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.channels.written_views import written_views
@@ -75,6 +76,7 @@ class Propagation:
         self._computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
         # The rules see neither what only an assertion reads nor what only computes weights.
         self._hidden = _only_asserted(module.graph)
+        self._made = made_tensors(module, values, self._hidden)
         for found in computed_weights(module, self._shape):
             name = self._computed[found.result.name] = self.parameter(found.name)
             self.trail.computed[name] = Computed(found.shape, found.source(module), found.unread)
@@ -256,6 +258,8 @@ class Propagation:
             return ParameterRef(name, self.trail.computed[name].shape)
         if node.name in self._hidden:
             return None
+        if node.name in self._made:
+            return self._made_tensor(node, value)
         if node.op == "get_attr":
             return self._attribute(str(node.target), value)
         if node.name in self._views:
@@ -318,6 +322,18 @@ class Propagation:
         for view, why in written_views(self.module, call.node):
             for labels in tensor_leaves(self.trail.labels[view.name]):
                 self.pin(self.of(labels), call.node.name, why)
+
+    def _made_tensor(self, node: fx.Node, value: Any) -> Any:
+        """Computed from sizes alone: where others read it, it has channels along what it meets."""
+        among = self._made[node.name]
+        met = None if among is None else self.made(node, value.shape)
+        self.trail.made[node.name] = among or set()
+        return met or self.filled(value, self.fixed(node.name, f"constant made by {node.name!r}"))
+
+    def made(self, node: fx.Node, shape: tuple[int, ...]) -> MadeRef | None:
+        """A tensor that is labelled when it meets something; None where no dimension can hold channels."""
+        told = tuple(dim for dim, size in enumerate(shape) if size > 1 and not self.follows_input(node, dim))
+        return MadeRef(f"{node.name}()", shape, told) if told else None
 
     def _attribute(self, target: str, value: Any) -> Any:
         if not isinstance(value, TensorInfo):

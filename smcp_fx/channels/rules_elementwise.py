@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compact, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
-from smcp_fx.channels.trail import Call, MadeRef, ParameterRef, Spread
+from smcp_fx.channels.trail import Call, ParameterRef, Spread
 from smcp_fx.tracing.traits import Trait, operations_with
 from smcp_fx.tracing.values import TensorInfo
 
@@ -157,9 +157,7 @@ def constant(run: Propagation, call: Call) -> Any:
 
 def filled(run: Propagation, call: Call) -> Any:
     """One value everywhere: labelled when it meets something, along the dimensions that this has channels in."""
-    sizes = enumerate(call.shape)
-    told = tuple(dim for dim, size in sizes if size > 1 and not run.follows_input(call.node, dim))
-    return MadeRef(f"{call.node.name}()", call.shape, told) if told else constant(run, call)
+    return run.made(call.node, call.shape) or constant(run, call)
 
 
 RULES: dict[str, Rule] = {

@@ -214,6 +214,8 @@ class Trail:
     full: dict[str, int] = field(default_factory=dict)
     #: Depthwise convolutions whose kernels are computed: the channels' dimension.
     kernels: dict[str, int] = field(default_factory=dict)
+    #: Tensors computed from sizes alone: those of their users that are, too, where others may have channels.
+    made: dict[str, set[str]] = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)  # nodes whose tensors hold a part of another's elements
     shuffles: dict[str, Shuffle] = field(default_factory=dict)
     virtual: set[str] = field(default_factory=set)  # nodes exempt from rectangularity

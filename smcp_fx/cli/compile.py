@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rich.console import Console
+
 from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, tell
 from smcp_fx.cli.flags import add_backend_options, add_options, chosen, own_options
 from smcp_fx.config import PruningConfig
@@ -57,13 +59,11 @@ def build_parser() -> CommandParser:
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = build_parser()
-    if not (sys.argv[1:] if argv is None else argv):
-        print(f"{_EXAMPLES}\nsmcp-compile --help lists all options.")
-        return 2
-    arguments = vars(parser.parsed(argv))
-    debug = arguments.pop("debug")
+    arguments = vars(build_parser().parsed(argv))
     console, problems = consoles()
+    if not (sys.argv[1:] if argv is None else argv):
+        return guarded("smcp-compile", lambda: _usage(console), problems, debug=False)
+    debug = arguments.pop("debug")
     where = {"state": "runs/"}
 
     def run() -> int:
@@ -95,6 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted=lambda: f"Continue with the same command and --resume (state in {where['state']}).",
         advice="Free space or give another --out.",
     )
+
+
+def _usage(console: Console) -> int:
+    console.print(f"{_EXAMPLES}\nsmcp-compile --help lists all options.")
+    return 2
 
 
 if __name__ == "__main__":

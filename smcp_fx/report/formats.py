@@ -30,8 +30,8 @@ def percent(fraction: Any, *, trim: bool = False) -> str:
     plain = number(fraction)
     if plain is None:
         return MISSING
-    text = f"{100 * plain:.1f}"
-    return f"{text.removesuffix('.0') if trim else text}%"
+    text = f"{plain:.1%}"
+    return text.replace(".0%", "%") if trim else text
 
 
 def count(value: Any) -> str:

@@ -58,6 +58,7 @@ class StandIns:
         self._wanted: list[tuple[Any, str, Any]] = [
             (torch, name, value) for name, value in torch_wide.items()
         ]
+        self._wanted.append((torch.jit, "isinstance", self._of_kind(torch.jit.isinstance)))
         self._wanted += [(Tensor, name, self._method(name)) for name in _METHODS]
         told = {
             "int": self._type(int, self._int),
@@ -117,6 +118,14 @@ class StandIns:
         if kinds is Proxy or not isinstance(value, Proxy):  # some ask whether they are being traced
             return isinstance(value, kinds)
         return issubclass(self.tracer.kind(value), kinds)
+
+    def _of_kind(self, function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+        def plain(leaf: Any) -> Any:
+            if not isinstance(leaf, Proxy):
+                return leaf
+            return torch.empty(0) if self._is_tensor(leaf) else self.tracer.value(leaf.node)
+
+        return lambda value, kind: function(pytree.tree_map(plain, value), kind)
 
     def _is_tensor(self, value: Any) -> bool:
         return issubclass(self.tracer.kind(value) if isinstance(value, Proxy) else type(value), Tensor)

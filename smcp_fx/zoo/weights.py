@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,14 +53,16 @@ def read_weights(path: Path | str) -> Weights:
     """
     file = Path(path)
     if not file.is_file():
-        raise CheckpointError(f"there are no weights at {file}")
+        there = f"{file} is a folder: give the file of weights in it" if file.is_dir() else ""
+        raise CheckpointError(there or f"there are no weights at {file}")
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             content: Any = load_file(file)
         else:
-            with torch.serialization.safe_globals(_plain_classes()):
+            with torch.serialization.safe_globals(_plain_classes()), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*TorchScript archive")  # refused below, in a sentence
                 content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(_unreadable(file, error)) from error
@@ -140,7 +143,10 @@ def _unreadable(file: Path, error: Exception) -> str:
         )
     if "TorchScript" in text:
         return f"{file} is a TorchScript model: where it was made, save model.state_dict() instead"
-    return f"{file} cannot be read as weights: {type(error).__name__}: {text[:200]}"
+    if not file.stat().st_size:
+        return f"{file} is empty: save the weights again"
+    told = f"{type(error).__name__}: {text[:200]}".removesuffix(": ")
+    return f"{file} cannot be read as weights: it is cut off, or of another kind ({told})"
 
 
 def _found(content: Any, place: str = "") -> tuple[dict[str, Tensor] | None, str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import option_fuzzing
 import pytest
 import torch
 from rich.console import Console
@@ -183,6 +184,19 @@ def test_what_cannot_work_is_one_sentence_and_changes_nothing(
     assert content(here) == before
 
 
+def test_odd_values_for_any_option_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few drawn ones; `python tests/cli/option_fuzzing.py 5000` for as many as one has the time for."""
+    option_fuzzing.cut_off(monkeypatch.setattr)
+    for name, value in option_fuzzing.FAKE_GPU.items():
+        monkeypatch.setenv(name, value)
+    files = option_fuzzing.before()
+    for number in range(48):
+        command = option_fuzzing.drawn(number, seed=0)
+        with option_fuzzing.folder(files) as here:
+            ended, wrong = option_fuzzing.fault(command, here)
+        assert not wrong, (ended, command)
+
+
 @pytest.mark.parametrize("out", ["", "   ", "file.py", "file.py/out", "out\udcff", "a\0b"], ids=repr)
 def test_folders_that_are_none_are_told(here: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
     before = content(here)
@@ -330,18 +344,20 @@ def test_a_terminal_without_the_letters_shows_escapes(monkeypatch: pytest.Monkey
     assert b"gr\\xf6\\xdfe.sqlite" in told.getvalue()
 
 
-def test_a_pipe_that_closes_ends_a_listing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", [["train", "--list"], ["compile"]])
+def test_a_pipe_that_closes_ends_a_listing(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w", encoding="utf-8") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        assert run("train", ["--list"]) == 141
+        assert run(command[0], command[1:]) == 141
 
 
-def test_a_closed_output_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("command", "code"), [(["train", "--list"], 0), (["compile"], 2)])
+def test_a_closed_output_is_no_fault(command: list[str], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the shell's ``>&-`` leaves it."""
     monkeypatch.setattr(sys, "stdout", None)
-    assert run("train", ["--list"]) == 0
+    assert run(command[0], command[1:]) == code
     sys.stdout.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -95,7 +96,7 @@ def test_a_dead_rank_ends_the_job_which_resumes_with_as_many_ranks_or_more(tmp_p
     whole = results(tmp_path / "whole", 2)
     done = torchrun(tmp_path / "cut", 2, "ddp", "--die", "7")
     assert done.returncode != 0
-    assert "SIGKILL" in done.stderr or "Signal 9" in done.stderr
+    assert re.search(r"rank *: 1 \(local_rank: 1\)\s+exitcode *: -9 ", done.stderr)  # torchrun names it
     assert not (tmp_path / "cut" / "0.pt").exists()
     for world in (2, 3):
         folder = tmp_path / f"cut {world}"

@@ -61,6 +61,10 @@ def in_windows(s: Any, h: Tensor) -> Tensor:
 ANSWERED: dict[str, Wiring] = {
     "isinstance": lambda s, h: h * 2 if isinstance(h, Tensor) else h,
     "isinstance of a parameter": lambda s, h: h * 2 if isinstance(s.stem.weight, nn.Parameter) else h,
+    "isinstance of TorchScript": lambda s, h: h * 2 if torch.jit.isinstance(h, Tensor) else h,
+    "isinstance of TorchScript, of tensors": lambda s, h: (
+        h * 2 if torch.jit.isinstance([h], list[Tensor]) else h
+    ),
     "isinstance of a number": lambda s, h: h * 2 if isinstance(h.shape[1], int) else h,
     "isinstance of a shape": lambda s, h: h * 2 if isinstance(h.shape, torch.Size) else h,
     "isinstance of no list": lambda s, h: h[0] if isinstance(h, (list, tuple, Sequence)) else h * 2,

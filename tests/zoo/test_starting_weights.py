@@ -133,6 +133,20 @@ def test_what_does_not_fit_is_told_in_a_line_and_changes_nothing(tmp_path: Path)
     assert torch.equal(resnet.conv1.weight, before)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.s", "ignore:The TorchScript type system")
+def test_files_that_hold_no_weights_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "text.pt").write_text("hello")
+    torch.jit.save(torch.jit.script(network()), tmp_path / "script.pt")
+    for name, told in {
+        "": "is a folder", "no.pt": "there are no weights", "empty.pt": "is empty", "text.pt": "of another kind",
+        "script.pt": "is a TorchScript model",
+    }.items():  # fmt: skip
+        with pytest.raises(CheckpointError, match=told) as error:
+            read_weights(tmp_path / name)
+        assert len(str(error.value)) < 300 and not str(error.value).endswith(":")
+
+
 def test_whole_models_are_refused_in_a_sentence_and_not_unpickled(tmp_path: Path) -> None:
     path = saved(tmp_path / "whole.pt", Wrapped(network()))
     with pytest.raises(
