@@ -49,3 +49,8 @@ def along(labels: Tensor, shape: Sequence[int], dim: int) -> Tensor:
     view = [1] * len(shape)
     view[dim] = labels.numel()
     return labels.reshape(view).expand(tuple(shape))
+
+
+def place(labels: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
+    """1-D channel labels laid along ``dim`` of a tensor of the shape."""
+    return compact(along(labels, shape, dim % len(shape)))

@@ -18,9 +18,18 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.computed_weights import computed_weights
-from smcp_fx.channels.labels import along, compact, narrow_uniform, uniform, varied_dims
-from smcp_fx.channels.made_tensors import made_tensors
-from smcp_fx.channels.trail import Call, Computed, ConstantRef, MadeRef, ParameterRef, ParameterView, Trail
+from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.made_tensors import made_tensors, only_asserted
+from smcp_fx.channels.trail import (
+    Call,
+    Computed,
+    ConstantRef,
+    MadeRef,
+    ParameterRef,
+    ParameterView,
+    Trail,
+    tensor_leaves,
+)
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.channels.written_views import written_views
 from smcp_fx.tracing.operations import operation_name, readable_name
@@ -75,7 +84,7 @@ class Propagation:
             self._views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
         self._computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
         # The rules see neither what only an assertion reads nor what only computes weights.
-        self._hidden = _only_asserted(module.graph)
+        self._hidden = only_asserted(module.graph)
         self._made = made_tensors(module, values, self._hidden)
         for found in computed_weights(module, self._shape):
             name = self._computed[found.result.name] = self.parameter(found.name)
@@ -372,30 +381,9 @@ class Propagation:
             self.trail.elements[parameter.name] = uniform(self.fixed(node, why), parameter.shape)
 
 
-def _only_asserted(graph: fx.Graph) -> set[str]:
-    """Nodes that only an assertion reads: it asks of the channels that are left what it asked of all."""
-    found: set[str] = set()
-    for node in reversed(graph.nodes):
-        read = bool(node.users) and all(user.name in found for user in node.users)
-        if node.target is torch._assert or (read and node.op in ("call_function", "call_method")):
-            found.add(node.name)
-    return found
-
-
 def _single(value: ParameterRef) -> str:
     made = isinstance(value, MadeRef)
     return f"constant made by {value.name!r}" if made else "a parameter of one element"
-
-
-def tensor_leaves(tree: Any) -> list[Tensor | ParameterRef]:
-    """All label tensors and parameter references in a pytree (slices included)."""
-    found: list[Tensor | ParameterRef] = []
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, slice):
-            found += tensor_leaves((leaf.start, leaf.stop, leaf.step))
-        elif isinstance(leaf, (Tensor, ParameterRef)):
-            found.append(leaf)
-    return found
 
 
 def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
@@ -407,8 +395,3 @@ def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
         if other != dim:
             labels = labels.narrow(other, 0, 1)
     return labels.reshape(-1)
-
-
-def place(labels: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
-    """1-D channel labels laid along ``dim`` of a tensor of the shape."""
-    return compact(along(labels, shape, dim % len(shape)))

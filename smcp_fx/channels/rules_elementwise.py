@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compact, uniform, varied_dims
-from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
-from smcp_fx.channels.trail import Call, ParameterRef, Spread
+from smcp_fx.channels.propagation import Propagation, Rule
+from smcp_fx.channels.trail import Call, ParameterRef, Spread, tensor_leaves
 from smcp_fx.tracing.traits import Trait, operations_with
 from smcp_fx.tracing.values import TensorInfo
 

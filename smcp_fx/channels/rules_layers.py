@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from smcp_fx.channels.labels import narrow_uniform
-from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place
+from smcp_fx.channels.labels import narrow_uniform, place
+from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.trail import Call, Layer, Mix, Norm, ParameterRef
 
 

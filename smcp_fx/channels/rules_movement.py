@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.execution import execute, known_values
 from smcp_fx.channels.labels import along, compact, narrow_uniform, varied_dims
-from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
+from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.shuffles import _CHAIN, find_shuffle
-from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef
+from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef, tensor_leaves
 from smcp_fx.channels.weight_views import weight_of
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.traits import Trait, operations_with

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from smcp_fx.channels.labels import compact
-from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place
+from smcp_fx.channels.labels import compact, place
+from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import dense_convolution
 from smcp_fx.channels.trail import Call
