@@ -34,6 +34,14 @@ _ATTRIBUTES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _hides_channels(call: Call, source: Tensor, result: Any) -> bool:
+    """Has the result channels, but no elements that tell them apart? (A slice without channels has none.)"""
+    if not isinstance(result, Tensor) or result.numel():
+        return False
+    sliced = call.name in ("getitem", "narrow") and result.dim() == source.dim()
+    return not sliced or any(result.shape[dim] for dim in varied_dims(source))
+
+
 def move(run: Propagation, call: Call) -> Any:
     """Execute the movement on the labels."""
     unknown = [t for t in tensor_leaves((call.args[1:], call.kwargs)) if not isinstance(t, ConstantRef)]
@@ -58,6 +66,8 @@ def move(run: Propagation, call: Call) -> Any:
     result = pytree.tree_map(
         lambda t: compress(t) if isinstance(t, Tensor) else t, execute(call, args, kwargs)
     )
+    if any(_hides_channels(call, source, part) for part in pytree.tree_leaves(result)):
+        return run.unknown(call, f"{call.name!r} gives a tensor without elements")
     if call.name in ("reshapeas", "viewas") and isinstance(
         result, Tensor
     ):  # as many of these as the other has

@@ -101,7 +101,7 @@ class ShapeTracer(AnsweringTracer):
         drop_marks(graph)
         own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
         settle_in_place(graph, model, self.value)
-        functional_writes(graph, model, self.value, self._adopt)
+        functional_writes(graph, model, self.value, self._adopt, self.assumptions)
         _drop_constant_questions(graph)
         return graph
 
