@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.passes.remove_branches import delete, joined
+from smcp_fx.passes.remove_branches import delete, joined_tensors
 from smcp_fx.tracing.masking import META, Constant
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 
+#: Operations that give a tensor of its own, which their gradients do not read.
+_OWN = set("add sub linear batchnorm".split()) | {f"conv{rank}d" for rank in (1, 2, 3)}
+
 
 class DropIdleJoins(GraphPass):
-    """Lets the readers of an idle join read its one operand, unless they could write into what others see."""
+    """Lets readers of an idle join read its one operand, unless they might write into what others read."""
 
     def apply(self, module: fx.GraphModule) -> PassResult:
         """Drop them."""
@@ -29,7 +32,8 @@ class DropIdleJoins(GraphPass):
             zeros, other = _operands(module, node)
             if other is None:
                 continue
-            if len(other.users) > 1 and any(_may_write(module, user) for user in node.users):
+            own = len(other.users) == 1 and operation_name(other, _called(module, other)) in _OWN
+            if not own and any(_may_write(module, user) for user in node.users):
                 continue
             node.replace_all_uses_with(other)
             module.graph.erase_node(node)
@@ -44,7 +48,7 @@ class DropIdleJoins(GraphPass):
 
 def _operands(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """The zeros and the other operand of an idle join."""
-    parts = joined(node)
+    parts = joined_tensors(node)
     if len(parts) == 1:
         return None, parts[0]
     if operation_name(node, None) == "add" and len(node.args) == 2 and not node.kwargs:
@@ -60,9 +64,12 @@ def _is_zero(module: fx.GraphModule, node: Any) -> bool:
     return made and not bool(module.get_parameter(str(node.target)).any())
 
 
+def _called(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    return module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
 def _may_write(module: fx.GraphModule, node: fx.Node) -> bool:
-    target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    name = operation_name(node, target)
+    name = operation_name(node, _called(module, node))
     return (
         writes_in_place(node, module)
         or name == "getattr"

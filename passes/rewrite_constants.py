@@ -92,12 +92,18 @@ class _Rewriter:
             written = writes_in_place(node, self.module)  # which would write into the labels
             self.new[name] = old if written else recomputed(node, old, self.new)
             return
-        expected = pytree.tree_map(lambda v: self.sliced.slice(v) if isinstance(v, Tensor) else v, old)
-        self.new[name] = expected
+        self.new[name] = pytree.tree_map(lambda v: self.sliced.slice(v) if isinstance(v, Tensor) else v, old)
+        self._rewrite(node, old)
+
+    def _rewrite(self, node: fx.Node, old: Any) -> None:
+        """Rewrite what the node's operation says of channels."""
+        name = node.name
         target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
         operation = operation_name(node, target)
         if name in self.trail.shuffles and self._is_thinned(node):
             self._shuffle(node)
+        elif name in self.trail.made:
+            self._select_of(node, old, self.trail.made[name])
         elif has(operation, Trait.MOVES):
             self._move(node, operation or "")
         elif name in self.trail.full:
@@ -225,6 +231,19 @@ class _Rewriter:
         node.args, node.kwargs = (source, dim, index), {}
         self.report.append(f"{node.name}: now an index_select of {wanted.numel()} channels")
 
+    def _select_of(self, node: fx.Node, labels: Tensor, among: set[str]) -> None:
+        """Select the kept channels of a tensor that is computed from sizes alone, for all but what is, too."""
+        self._freeze_numbers(node)
+        if (kept := self.sliced.axis(labels)) is None:
+            return
+        graph = self.module.graph
+        with graph.inserting_after(node):
+            selected = graph.call_function(torch.index_select, (node, kept[0]))
+        selected.args = (*selected.args, self._held(selected, kept[1]))
+        node.replace_all_uses_with(selected, lambda user: user is not selected and user.name not in among)
+        self.new[selected.name], self.old[selected.name] = self.new[node.name], labels
+        self.report.append(f"{node.name}: an index_select of {kept[1].numel()} channels")
+
     def _move(self, node: fx.Node, operation: str) -> None:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or not isinstance(
@@ -278,7 +297,7 @@ class _Rewriter:
     ) -> None:
         """Have the operation move as many channels as ever, and select what is kept of what it gives.
 
-        Nobody reads what stands in the place of those that are gone.
+        Nothing reads what stands in for those that are gone.
         """
         self._freeze_numbers(node)
         graph, dim = self.module.graph, kept_in[0]

@@ -381,3 +381,20 @@ def attributes_that_move() -> nn.Module:
         stem=conv(3, 8),
         out=nn.Linear(8, 4),
     )
+
+
+@awkward(1.0)
+def parts_without_channels() -> nn.Module:
+    return between(lambda s, h: torch.cat([h[:, :0], h.relu(), h[:, 8:] * 2], 1))
+
+
+@awkward(0.0)
+def parts_without_elements() -> nn.Module:
+    """Nothing shows which of their channels is which."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        none = h[..., h.shape[3] :].unflatten(1, (4, 2)).transpose(1, 2).flatten(1, 2)
+        channels, left = h.split([8, 0], 1)
+        return torch.cat([torch.cat([left, channels], 1), none], 3)
+
+    return between(wiring)

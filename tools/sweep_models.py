@@ -78,9 +78,13 @@ def main() -> int:
 
 
 def read(record: Path) -> dict[str, dict[str, Any]]:
-    """The last line of each model, in the order of the lists."""
-    lines = record.read_text().splitlines() if record.exists() else []
-    rows = {row["key"]: row for row in map(json.loads, lines)}
+    """The last line of each model, in the order of the lists. One without ONNX keeps an earlier line's."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in map(json.loads, record.read_text().splitlines() if record.exists() else []):
+        exported = {
+            name: value for name, value in rows.get(row["key"], {}).items() if name.startswith("onnx_")
+        }
+        rows[row["key"]] = exported | row
     return {entry.key: rows[entry.key] for entry in entries() if entry.key in rows}
 
 
@@ -151,7 +155,8 @@ def introduction() -> list[str]:
         "*error*: max |masked - sliced| over the output's largest magnitude, float32 (in brackets float64, where",
         "float32 exceeds 1e-5). Networks of 150 batch norms or more had them at 0.3 strength (`--strength 1` for",
         "all of it). *ONNX*: the same between PyTorch and ONNX Runtime, empty where not run; in brackets the batch",
-        "norms' strength where a network at full strength amplifies rounding beyond the limit of 1e-4. *trace*:",
+        "norms' strength where a network at full strength amplifies rounding beyond the limit of 1e-4. A sweep",
+        "without `--onnx` keeps what one before it found there. *trace*:",
         "tracing and channel graph. *memory*: peak above the model, in GiB.",
         "",
         "Detection models are traced in regions (backbone, heads); what is compared is what the heads give, since",

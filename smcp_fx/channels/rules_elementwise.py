@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.labels import compress, uniform, varied_dims
-from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
-from smcp_fx.channels.trail import Call, MadeRef, ParameterRef, Spread
-from smcp_fx.tracing.traits import Trait, named
+from smcp_fx.channels.labels import compact, uniform, varied_dims
+from smcp_fx.channels.propagation import Propagation, Rule
+from smcp_fx.channels.trail import Call, ParameterRef, Spread, tensor_leaves
+from smcp_fx.tracing.traits import Trait, operations_with
 from smcp_fx.tracing.values import TensorInfo
 
 
@@ -111,7 +111,7 @@ def pooling(run: Propagation, call: Call) -> Any:
     for dim in range(labels.dim() - spatial, labels.dim()):
         labels = labels.narrow(dim, 0, 1)
     return pytree.tree_map(
-        lambda v: compress(labels.expand(v.shape)) if isinstance(v, TensorInfo) else v, call.value
+        lambda v: compact(labels.expand(v.shape)) if isinstance(v, TensorInfo) else v, call.value
     )
 
 
@@ -121,7 +121,7 @@ def glu(run: Propagation, call: Call) -> Any:
     dim = int(call.option(1, "dim", -1))
     value, gate = labels.chunk(2, dim)
     run.tie(value, gate)
-    return compress(value)
+    return compact(value)
 
 
 def like(call: Call, labels: Tensor) -> Any:
@@ -157,13 +157,11 @@ def constant(run: Propagation, call: Call) -> Any:
 
 def filled(run: Propagation, call: Call) -> Any:
     """One value everywhere: labelled when it meets something, along the dimensions that this has channels in."""
-    sizes = enumerate(call.shape)
-    told = tuple(dim for dim, size in sizes if size > 1 and not run.follows_input(call.node, dim))
-    return MadeRef(f"{call.node.name}()", call.shape, told) if told else constant(run, call)
+    return run.made(call.node, call.shape) or constant(run, call)
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(named(Trait.ELEMENTWISE), elementwise),
+    **dict.fromkeys(operations_with(Trait.ELEMENTWISE), elementwise),
     **{
         f"{kind}pool{rank}d": pooling
         for kind in ("avg", "max", "adaptiveavg", "adaptivemax", "lp")
@@ -176,6 +174,6 @@ RULES: dict[str, Rule] = {
     "upsamplingbilinear2d": pooling,
     "glu": glu,
     "bymode": choice,
-    **dict.fromkeys(named(Trait.FILLS), filled),
+    **dict.fromkeys(operations_with(Trait.FILLS), filled),
     **dict.fromkeys(("arange", "tensor", "rand", "randn", "linspace"), constant),
 }

@@ -214,9 +214,22 @@ class Trail:
     full: dict[str, int] = field(default_factory=dict)
     #: Depthwise convolutions whose kernels are computed: the channels' dimension.
     kernels: dict[str, int] = field(default_factory=dict)
+    #: Tensors computed from sizes alone: those of their users that are, too, where others may have channels.
+    made: dict[str, set[str]] = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)  # nodes whose tensors hold a part of another's elements
     shuffles: dict[str, Shuffle] = field(default_factory=dict)
     virtual: set[str] = field(default_factory=set)  # nodes exempt from rectangularity
     #: (node, n-th request of it) -> the first label, and how many.
     origins: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     count: int = 1  # labels handed out, 0 unused
+
+
+def tensor_leaves(tree: Any) -> list[Tensor | ParameterRef]:
+    """All label tensors and parameter references in a pytree (slices included)."""
+    found: list[Tensor | ParameterRef] = []
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, slice):
+            found += tensor_leaves((leaf.start, leaf.stop, leaf.step))
+        elif isinstance(leaf, (Tensor, ParameterRef)):
+            found.append(leaf)
+    return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,17 +21,19 @@ from torch.utils import _pytree as pytree
 from smcp_fx.tracing.in_place import PLAIN
 from smcp_fx.tracing.lengths import Sizes
 from smcp_fx.tracing.operations import may_be_operand, operation_name, writes_in_place
+from smcp_fx.tracing.sentences import AGAIN, TAKEN, express
 from smcp_fx.tracing.traits import Trait, has
 
 Value = Callable[[fx.Node], Any]
 
 
 def functional_writes(
-    graph: fx.Graph, model: nn.Module, value: Value, adopt: Callable[[fx.Node], None]
+    graph: fx.Graph, model: nn.Module, value: Value, adopt: Callable[[fx.Node], None], assumed: list[str]
 ) -> None:
     """Rewrite the graph's writes by index.
 
-    ``value`` gives a traced node's value on the example; ``adopt`` makes a new node known to it.
+    ``value`` gives a traced node's value on the example; ``adopt`` makes a new node known to it. What a rewrite
+    assumes about inputs is added to ``assumed``, and checked in every call.
     """
     for node in list(graph.nodes):
         parts = _parts_of(node)
@@ -38,7 +41,7 @@ def functional_writes(
             continue
         if node.target is operator.setitem:
             _once(node)
-        write = _Write(graph, model, value, node, parts)
+        write = _Write(graph, model, value, node, parts, assumed)
         last = node.prev
         result = write.rewritten()
         while last.next is not node:
@@ -49,21 +52,52 @@ def functional_writes(
             write.put(result)
 
 
+@dataclass(frozen=True)
+class _Span:
+    """The index of `x.narrow(dim, start, length)`, whose length the input's size tells: it lies in x at any size."""
+
+    start: int
+    length: fx.Node
+
+
 def _parts_of(node: fx.Node) -> tuple[Any, Any, Any] | None:
-    """What is written into, where, and what: of `x[i] = y`, `x[i].copy_(y)`, `x[i].fill_(2)`, `x[i].zero_()`."""
+    """What is written into, where, and what: of `x[i] = y`, `x[i].copy_(y)`, `x[i].fill_(2)`, `x[i].zero_()`.
+
+    `x.narrow(...)` and `x.select(...)` are such parts, too.
+    """
     if node.op == "call_function" and node.target is operator.setitem:
         target, index, source = node.args
         return target, index, source
     view = node.args[0] if node.op == "call_method" and node.target in ("copy_", "fill_", "zero_") else None
-    if (
-        not isinstance(view, fx.Node)
-        or view.target is not operator.getitem
-        or node.users
-        or len(view.users) > 1
-    ):
+    if not isinstance(view, fx.Node) or node.users or len(view.users) > 1:
         return None
     source = 0.0 if node.target == "zero_" else node.args[1] if len(node.args) == 2 else None
-    return None if source is None else (*view.args[:2], source)  # type: ignore[return-value]
+    index = _index_of(view)
+    return None if source is None or index is None else (view.args[0], index, source)
+
+
+def _index_of(view: fx.Node) -> Any:
+    """The index that gives this view of its first operand; None for other views."""
+    if view.target is operator.getitem:
+        return view.args[1]
+    name = view.target if view.op == "call_method" else getattr(view.target, "__name__", "")
+    if name not in ("narrow", "select") or view.kwargs or not isinstance(view.args[0], fx.Node):
+        return None
+    dim, start, *length = view.args[1:]
+    if type(dim) is not int or type(start) is not int:
+        return None
+    part: Any = start
+    if name == "narrow":
+        (count,) = length
+        if isinstance(count, fx.Node):
+            if start < 0:
+                return None
+            part = _Span(start, count)
+        elif type(count) is int:
+            part = slice(start, start + count if start >= 0 or start + count else None)
+        else:
+            return None
+    return (*[slice(None)] * dim, part) if dim >= 0 else (..., part, *[slice(None)] * (-dim - 1))
 
 
 def _once(node: fx.Node) -> None:
@@ -104,14 +138,21 @@ class _Write:
     """One `target[index] = source`, by this node."""
 
     def __init__(
-        self, graph: fx.Graph, model: nn.Module, value: Value, node: fx.Node, parts: tuple[Any, Any, Any]
+        self,
+        graph: fx.Graph,
+        model: nn.Module,
+        value: Value,
+        node: fx.Node,
+        parts: tuple[Any, Any, Any],
+        assumed: list[str],
     ) -> None:
         self.graph, self.model, self.node = graph, model, node
-        self.value = value
+        self.value, self.assumed = value, assumed
         self.sizes = Sizes(model, value)
         self.place = {other: index for index, other in enumerate(graph.nodes)}
         self.target, self.index, self.source = parts
         self.fixed = False  # are the dimensions that the index cuts of one size for every input?
+        self.stops: dict[fx.Node, int] = {}  # new nodes, with their values on the example
 
     def rewritten(self) -> fx.Node | None:
         """The new tensor; None where the write stays."""
@@ -195,16 +236,24 @@ class _Write:
             if isinstance(part, slice) and part == slice(None):
                 continue
             fixed = self.sizes.is_fixed(self.target, dim)
-            edges = self._edges(part, tensor.shape[dim], fixed)
+            if isinstance(part, _Span) and not fixed:
+                edges = self._edges_of_span(part, dim, tensor.shape[dim])
+            else:
+                edges = self._edges(part, tensor.shape[dim], fixed)
             if edges is None:
                 return None
             cut.append((dim, *edges))
             self.fixed &= fixed
-        gone = [dim for dim, part in enumerate(index) if not isinstance(part, slice)]
+        gone = [dim for dim, part in enumerate(index) if isinstance(part, int)]
         return self._within(self.target, cut, gone, tensor)
 
     def _edges(self, part: Any, size: int, fixed: bool) -> tuple[Any, Any] | None:
         """Where a part starts and stops; None where that is not told, or may be another order at another size."""
+        if isinstance(part, _Span):
+            length = self._number(part.length)
+            if type(length) is not int:
+                return None
+            part = slice(part.start, part.start + length)
         if isinstance(part, slice) and part.step not in (None, 1):
             return None
         start, stop = (part.start, part.stop) if isinstance(part, slice) else (part, _next(part))
@@ -227,6 +276,23 @@ class _Write:
         ):
             return None
         return start, stop
+
+    def _edges_of_span(self, span: _Span, dim: int, size: int) -> tuple[Any, Any] | None:
+        """One that ends with the dimension is assumed always to do so: nothing stays behind it."""
+        if type(self.value(span.length)) is not int:
+            return None
+        stop = (
+            self.graph.call_function(operator.add, (span.start, span.length)) if span.start else span.length
+        )
+        self.stops[stop] = span.start + self.value(span.length)
+        if self.stops[stop] < size:
+            return span.start or None, stop
+        whole = self.graph.call_method("size", (self.target, dim))
+        same = self.graph.call_function(operator.eq, (stop, whole))
+        told = TAKEN + express(same)
+        self.graph.call_function(torch._assert, (same, told + AGAIN))
+        self.assumed.append(told)
+        return span.start or None, None
 
     def _number(self, edge: Any) -> Any:
         """A node's number, where no input changes it."""
@@ -264,7 +330,9 @@ class _Write:
         return self.graph.call_method("type_as", (source, region))
 
     def _example(self, node: Any) -> Any:
-        return self.value(node) if isinstance(node, fx.Node) else node
+        if not isinstance(node, fx.Node):
+            return node
+        return self.stops[node] if node in self.stops else self.value(node)
 
 
 def _storages(value: Any) -> set[int]:
@@ -279,7 +347,7 @@ def _is_mask(value: Any) -> bool:
 def _full_index(index: Any, rank: int) -> list[Any] | None:
     """One entry a dimension: slices and integers; None for other indices."""
     parts = list(index) if isinstance(index, (tuple, list)) else [index]
-    if isinstance(index, list) or any(type(part) not in (int, slice, type(...)) for part in parts):
+    if isinstance(index, list) or any(type(part) not in (int, slice, _Span, type(...)) for part in parts):
         return None
     if ... in parts:
         place = parts.index(...)

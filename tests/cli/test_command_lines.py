@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import option_fuzzing
 import pytest
 import torch
 from rich.console import Console
@@ -181,6 +182,19 @@ def test_what_cannot_work_is_one_sentence_and_changes_nothing(
     assert "Traceback" not in shown and len(shown) < 1500
     assert shown.count("\n") == 1, shown
     assert content(here) == before
+
+
+def test_odd_values_for_any_option_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few drawn ones; `python tests/cli/option_fuzzing.py 5000` for as many as one has the time for."""
+    option_fuzzing.cut_off(monkeypatch.setattr)
+    for name, value in option_fuzzing.FAKE_GPU.items():
+        monkeypatch.setenv(name, value)
+    files = option_fuzzing.before()
+    for number in range(48):
+        command = option_fuzzing.drawn(number, seed=0)
+        with option_fuzzing.folder(files) as here:
+            ended, wrong = option_fuzzing.fault(command, here)
+        assert not wrong, (ended, command)
 
 
 @pytest.mark.parametrize("out", ["", "   ", "file.py", "file.py/out", "out\udcff", "a\0b"], ids=repr)

@@ -54,6 +54,17 @@ def twice(s: Any, h: Tensor) -> None:
     h[:, :, 0] = h[:, :, 1]
 
 
+def narrowed(s: Any, h: Tensor) -> Tensor:
+    result = torch.zeros_like(h)
+    result.narrow(3, 1, h.size(3) - 1).copy_(h.narrow(3, 0, h.size(3) - 1))
+    torch.narrow(result, 2, 1, h.size(2) // 2).copy_(h.narrow(2, 0, h.size(2) // 2) * 2)
+    result.narrow(1, 2, 3).copy_(h[:, :3].exp())
+    result.narrow(-3, -2, 2).fill_(0.5)
+    result.select(2, 0).copy_(h.select(-2, 1))
+    result.select(-1, -1).zero_()
+    return result
+
+
 FREE: dict[str, Callable[[Any, Tensor], Tensor | None]] = {
     "channels": lambda s, h: assign(h, (slice(None), slice(0, 4)), 2 * h[:, 4:]),
     "channels in the middle": lambda s, h: assign(h, (slice(None), slice(2, 5)), h[:, :3].exp()),
@@ -67,6 +78,7 @@ FREE: dict[str, Callable[[Any, Tensor], Tensor | None]] = {
     "a size of the input": halves,
     "augmented": increased,
     "several": twice,
+    "narrow and select": narrowed,
 }
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from . import PROTOCOL
 from .building import PRECISIONS
@@ -32,11 +32,18 @@ _OPTIONAL = {"engine": str, "name": str, "timing": dict, "nodes": list}
 #: Engines that each builder makes before they are measured: an interruption loses no more than these.
 _AHEAD = 8
 _MOST_BUILDERS, _LONGEST_S = 64, 1e6
+_LONGEST_WORD = 500
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Print the message, endless values cut, and end with 2."""
+        super().error(message if len(message) <= _LONGEST_WORD else f"{message[:_LONGEST_WORD]}...")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="smcp-trt-worker",
         allow_abbrev=False,
         description="Build and measure TensorRT engines of the ONNX files that FOLDER/requests.json names. Needs "

@@ -1,0 +1,83 @@
+"""Tensors computed from sizes alone (position encodings, coordinates) lose the channels of what they meet."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import random_masks
+from tolerances import assert_close
+from torch import Tensor, nn
+
+import smcp_fx
+
+
+def sines(h: Tensor) -> Tensor:
+    """[1, C, H, W], as detectors with transformers make it."""
+    rows = torch.ones(h.shape[-2:], dtype=h.dtype).cumsum(0)
+    steps = 100.0 ** (2 * (torch.arange(h.shape[1]) // 2) / h.shape[1])
+    angles = rows[:, :, None] / steps
+    return (
+        torch.stack((angles[..., 0::2].sin(), angles[..., 1::2].cos()), 3).flatten(2).permute(2, 0, 1)[None]
+    )
+
+
+def table(h: Tensor) -> Tensor:
+    """[C, 1, 1], written piece by piece."""
+    found = torch.zeros(12)
+    found[0::2] = torch.arange(6.0).sin()
+    found[1::2] = torch.arange(6.0).cos()
+    return found[:, None, None]
+
+
+def places(h: Tensor) -> Tensor:
+    """[N, 2, H, W]"""
+    across = torch.linspace(-1, 1, h.shape[-1], dtype=h.dtype).expand(h.shape[0], 1, h.shape[-2], -1)
+    return torch.cat((across, across.flip(-1)), 1)
+
+
+def read_twice(s: nn.Module, h: Tensor) -> Tensor:
+    """By features, and by what is computed from sizes, too."""
+    found = sines(h)
+    return (h + found) * (found.cumsum(1) + found.flip(1)).sin()
+
+
+BETWEEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "added": lambda s, h: h + sines(h),
+    "multiplied, in another place": lambda s, h: s.last(h * sines(h)).relu() + sines(h),
+    "a factor of each": lambda s, h: h * torch.linspace(0.5, 1.0, 12, dtype=h.dtype)[:, None, None],
+    "channels last": lambda s, h: (h.permute(0, 2, 3, 1) * torch.arange(12)).permute(0, 3, 1, 2),
+    "beside": lambda s, h: s.wide(torch.cat((h, places(h)), 1)),
+    "read twice": read_twice,
+    "by the image's size": lambda s, h: h + torch.arange(h.shape[-1], dtype=h.dtype),
+}
+
+
+class Net(nn.Module):
+    """Two convolutions, and between them what the test says."""
+
+    def __init__(self, between: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.wide, self.last = nn.Conv2d(3, 12, 3), nn.Conv2d(14, 12, 1), nn.Conv2d(12, 12, 1)
+        self.head, self.between = nn.Conv2d(12, 4, 1), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3, H, W]."""
+        return self.head(self.between(self, self.first(x).relu()).relu())
+
+
+@pytest.mark.parametrize("name", [*BETWEEN, "written"])
+def test_masked_is_sliced_at_other_sizes(name: str) -> None:
+    torch.manual_seed(0)
+    between = BETWEEN.get(name, lambda s, h: h + table(h))
+    model, image = Net(between).double().eval(), torch.randn(2, 3, 10, 10, dtype=torch.float64)
+    prepared = smcp_fx.prepare(model, image)
+    assert name == "written" or prepared.channels.free_share == 1.0  # a write may show in what is made of it
+    prepared.set_masks(random_masks(prepared, 0))
+    sliced = smcp_fx.convert(prepared)
+    for size in (10, 14):
+        images = torch.randn(3, 3, size, size, dtype=torch.float64)
+        assert_close(sliced(images), prepared(images), "slicing", f"{name}, {size}")
+    assert_close(copy.deepcopy(sliced)(image), prepared(image), "slicing", name)
