@@ -138,6 +138,7 @@ def test_an_interrupted_run_is_resumed_to_the_same_end(
     model_file: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     prune: tuple[str, ...],
     finished: Callable[[str], tuple[Path, str]],
 ) -> None:
@@ -159,6 +160,7 @@ def test_an_interrupted_run_is_resumed_to_the_same_end(
 
     monkeypatch.setattr(TrainingLoop, "_check", interrupt)
     assert main(arguments(f"{model_file}:build", cut, *flags)) == 130
+    assert "and --resume (state in" in capsys.readouterr().err
     monkeypatch.setattr(TrainingLoop, "_check", original)
     assert not (cut / "pruned.onnx").exists()
     assert main(arguments(f"{model_file}:build", cut, *flags, "--resume")) == 0
