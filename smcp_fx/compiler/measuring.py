@@ -192,7 +192,7 @@ def measured_as_predicted(dense: Engine, predicted_ms: float, table: Path) -> fl
     raise TableError(
         f"the dense network takes {measured_ms:.4g} ms, and the rows of {table} say {predicted_ms:.4g}: they differ "
         f"by more than {FAR:g} times, so that nothing is pruned by them. The rows or this moment are of a busy "
-        "machine. Stop what else computes on it and run the same command with --resume. If the two differ still, the "
+        "machine. Stop what else computes on it and try again. If the two differ still, the "
         "rows are wrong: have the unsteady ones measured again by smcp-table measure --retry-unstable, or move the "
         "file away, so that all are."
     )
