@@ -12,15 +12,14 @@ import torch
 from colours import MODEL
 
 from smcp_fx.backends import CompareConfig, compare
-from smcp_fx.compiler import measuring, pipeline
+from smcp_fx.compiler import measuring
 
 
 @pytest.fixture(autouse=True)
 def _compared_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rounds, and no more until they agree: no test judges a latency (those of `compare` are elsewhere)."""
     brief = functools.partial(compare, config=CompareConfig(rounds=3, seconds=0.0, longest_seconds=0.0))
-    for module in (measuring, pipeline):
-        monkeypatch.setattr(module, "compare", brief)
+    monkeypatch.setattr(measuring, "compare", brief)
 
 
 @pytest.fixture
