@@ -44,7 +44,7 @@ ODD = (
     *(str(value) for value in (2**31, 2**63, 2**64, -(2**63) - 1)),
     *("", " ", "\t", "x", "-", "--", "-x", "=", ",", ",,", "1,nan", "0.5,0.5", "1e-9,1", "%s", "{}", "None", "true"),
     *("größe", "\u0663", "\u00b2", "1_0", "0x10", "\udcff", "a\0b", "a\nb", "\x1b[2J", "[/x]", "x" * 5000, "\u202e"),
-    *("out", "file.py", "t.sqlite", "table.csv", "missing/deep/file", "file.py/under", "/dev/null", "/dev/full", "/"),
+    *("out", "file.py", "t.sqlite", "table.csv", "missing/deep/file", "file.py/under", "/"),
     *(".", "..", "../../x", "~", "t.sqlite/", "file.py:", ":build", "file.py:build"),
     *("file.py:FILE", "file.py:os", "torchvision:", "timm:x", "torchvision:get_model", "imagefolder:", "images:out"),
     *("3x8x8", "1x8x8", "1x0x8", "8x", "x8", "-1x8x8", "1x8x8x8", "999999x999999x999999", "12 ms", "-3 ms", "nan ms"),
