@@ -57,7 +57,7 @@ def fitting(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return moved
 
 
-def alone(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> Outcome | None:
+def outcome_or_none(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> Outcome | None:
     """What the model computes; None where it does not take these inputs in this mode."""
     try:
         return outcome_of(model, inputs, training)
@@ -164,15 +164,15 @@ def differs(
         return f"it does not run ({error})"
     except Exception as error:
         return f"it does not run ({error})"
-    what = compare(expected, found, None)
+    what = difference(expected, found, None)
     if what is None:
         return None
     try:
         wide = widen_one(one), widened_copy(other)
         first, second = (outcome_of(model, widened(inputs), training) for model in wide)
     except Exception:  # a type that its forward names
-        return what if compare(expected, found, LOOSE) is not None else None
-    return compare(first, second, None)
+        return what if difference(expected, found, LOOSE) is not None else None
+    return difference(first, second, None)
 
 
 def widened(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -183,7 +183,7 @@ def widened(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return wide
 
 
-def compare(expected: Outcome, found: Outcome, tolerance: float | None) -> str | None:
+def difference(expected: Outcome, found: Outcome, tolerance: float | None) -> str | None:
     """What differs first, in words; ``tolerance``: of the scale, or that of each tensor's type."""
     try:
         if len(expected.outputs) != len(found.outputs):
@@ -240,5 +240,5 @@ def _same(a: Any, b: Any, what: str, tolerance: float | None, least: float = 0.0
 
 def repeats(model: nn.Module, inputs: tuple[Any, ...], training: bool, expected: Outcome) -> bool:
     """Does the model give the same again?"""
-    again = alone(model, inputs, training)
-    return again is not None and compare(expected, again, None) is None
+    again = outcome_or_none(model, inputs, training)
+    return again is not None and difference(expected, again, None) is None

@@ -14,7 +14,7 @@ from smcp_fx.backends.timing.pace import Pace
 
 #: Runs in the hot state, beside those that follow a cold one. So many undisturbed ones are enough if their
 #: interquartile range is at most this share of their median: on 63 rows of ResNet-18, measured four times each way,
-#: 11 such runs gave the medians of 25 within 0.1% (docs: Experiments).
+#: 11 such runs gave the medians of 25 within 0.1% (docs: experiments.md).
 _HOT_RUNS, _ENOUGH, _AGREEING = 25, 11, 0.03
 #: So many are enough after this long (ms), for a core that is slow most of the time. Chosen, not measured.
 _FEW_RUNS, _LONG_MS = 9, 150.0

@@ -19,7 +19,7 @@ from smcp_fx.errors import InputError, SmcpError
 from smcp_fx.regions import Joined, joined_inputs
 from smcp_fx.tracing.example_runs import first_line
 
-#: What an iterator that runs once may hold, in bytes, where it is needed more than once.
+#: What an iterator that runs once may hold, in bytes, where it is needed more than once. Chosen, not measured.
 _MOST = 2 * 2**30
 
 

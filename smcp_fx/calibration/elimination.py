@@ -34,11 +34,13 @@ from smcp_fx.passes.insert_soft_masks import masked_layers
 from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel
 
-#: Least output positions to take, if there are as many: this number, and this many times a layer's inputs.
+#: Least output positions to take, if there are as many: this number, and this many times a layer's inputs. Four times
+#: as many changed nothing (docs: experiments.md).
 _ROWS, _TIMES = 20_000, 8
 #: Added to each variance: a share of the inputs' mean variance, and a share of their mean square (lost to rounding).
+#: Chosen, not measured.
 _RIDGE, _ROUNDING = 1e-3, 1e-12
-#: One in this many of the remaining channels goes at a time, but at least one.
+#: One in this many of the remaining channels goes at a time, but at least one. Chosen, not measured.
 _AT_ONCE = 32
 
 

@@ -19,7 +19,7 @@ from smcp_fx.prepared import PreparedModel
 from smcp_fx.regions import sharing
 from smcp_fx.tracing.wrapping import unwrapped
 
-#: Most bytes of the inputs of all batches: later batches are ignored.
+#: Most bytes of the inputs of all batches: later batches are ignored. Chosen, not measured.
 _MEMORY = 2 * 2**30
 
 

@@ -22,11 +22,12 @@ from smcp_fx.calibration.regression import WIDEST, Use, solve
 from smcp_fx.errors import InputError
 from smcp_fx.passes.sliced_labels import Sliced
 
-#: Least output positions of a regression, if there are as many: this number, and this many times its inputs.
+#: Least output positions of a regression, if there are as many: this number, and this many times its inputs. Four
+#: times as many changed nothing (docs: experiments.md).
 _ROWS, _TIMES = 20_000, 8
-#: Most bytes that the values of all batches may take at a time.
+#: Most bytes that the values of all batches may take at a time. Chosen, not measured.
 _MEMORY = 2 * 2**30
-#: One image in so many is held out.
+#: One image in so many is held out. Chosen, not measured.
 _FOLD = 5
 
 

@@ -116,10 +116,10 @@ def bounded_json(text: str) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
-def brief(value: Any, limit: int = 80) -> str:
-    """Return a value as messages show it: one line of at most ``limit`` characters."""
+def brief(value: Any) -> str:
+    """Return a value as messages show it: one line of at most 80 characters."""
     try:
         told = repr(value)
     except RecursionError:
         told = f"a {type(value).__name__} nested too deep"
-    return told if len(told) <= limit else f"{told[: limit - 3]}..."
+    return told if len(told) <= 80 else f"{told[:77]}..."
