@@ -70,6 +70,10 @@ def export_onnx(
             "the model is prepared, not converted: its file would be as large as the unpruned network's. "
             "Export what smcp_fx.convert(prepared) returns."
         )
+    try:
+        check_replaceable(path)
+    except OSError as error:
+        raise BackendError(f"cannot write {path}: {error.strerror}") from error
     if precision is not None:
         model, example_inputs = in_precision(model, as_tuple(example_inputs), precision)
     proto = export_model_proto(model, example_inputs, opset=opset, dynamic_batch=dynamic_batch)
