@@ -66,7 +66,7 @@ _SIZE = ["--input-size", "1x8x8"]
 LINES: tuple[tuple[str, ...], ...] = (
     ("compile", *_MODEL, "--out", "new", "--epochs", "0", "--cost", "flops", "--calibration", "8"),
     ("compile", *_MODEL, "--out", "new", "--prune", "during", "--epochs", "1", "--dense-epochs", "0.1"),
-    ("compile", *_MODEL, "--out", "out", "--overwrite", "--table", "t.sqlite"),
+    ("compile", *_MODEL, "--out", "out", "--overwrite", "--table", "new.sqlite"),
     ("table", "measure", "file.py:build", *_SIZE, "--table", "t.sqlite"),
     ("table", "measure", "file.py:build", *_SIZE, "--table", "t.sqlite", "--backend", "tensorrt",
      "--emit-requests", "asked"),
