@@ -68,6 +68,8 @@ class CommandParser(argparse.ArgumentParser):
                 )
             if "\0" in text:
                 self.error(f"{text!r} holds a null character")
+            if text.endswith("=--"):  # argparse would make a list of it
+                self.error(f"argument {text[:-3]}: expected one argument")
         return self.parse_args(given)
 
 
