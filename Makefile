@@ -9,7 +9,7 @@ compile: $(VENV)/installed  ## the main job: ResNet-18 on the digits, 40% of its
 	$(BIN)/python tools/compile.py --model torchvision:resnet18 --data digits --batch 32 --multiple 16 $(ARGS)
 
 test: $(VENV)/installed  ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
 
 test-gpu: $(VENV)/installed  ## the tests that need an NVIDIA GPU, and those of TensorRT; TRT_PYTHON=... where it is elsewhere
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 -m gpu $(ARGS)

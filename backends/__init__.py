@@ -64,7 +64,7 @@ _BACKENDS = {
     "torch": _Entry(f"{_HERE}.pytorch:TorchBackend", "torch"),
 }  # fmt: skip
 
-#: The most threads that a runtime may be started with, unless the machine has more cores.
+#: The most threads that a runtime may be started with, unless the machine has more cores. Chosen, not measured.
 _MOST_THREADS = 64
 
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.branches import CONSTANT, NUMBER, Flow, Walk
 from smcp_fx.channels.execution import perform
-from smcp_fx.channels.labels import compress, narrow_uniform
+from smcp_fx.channels.labels import compact, narrow_uniform
 from smcp_fx.channels.trail import ConstantRef, Layer
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
@@ -38,7 +38,7 @@ class Constants:
         self.labels = flow.channels.trail.labels
         self._layers = {layer.node: layer for layer in flow.channels.layers}
         self._known: dict[fx.Node, Any] = {}
-        #: What these give depends on which channels are kept, and those that go are here still.
+        #: What these give depends on the channels kept, and here all are left.
         self._mixes = {mix.node for mix in flow.channels.trail.mixes}
 
     def state(self, node: fx.Node) -> int:
@@ -112,7 +112,7 @@ class Constants:
         def fetched(part: Any) -> Any:
             if not isinstance(part, Tensor):
                 return part
-            part = narrow_uniform(compress(part))
+            part = narrow_uniform(compact(part))
             if part.numel() > core.numel():  # sizes of the example (its resolution) would be written into it
                 raise NoValueError
             return core.flatten()[part]
@@ -165,7 +165,7 @@ class Constants:
 
 
 def _is_pointwise(name: str, module: nn.Module | None) -> bool:
-    """A layer that reads one place of space at a time: evaluated at one place, it has said all."""
+    """Does the layer read one position at a time, so that its value at one position is that at all?"""
     if name == "linear":
         return True
     if not isinstance(module, nn.modules.conv._ConvNd) or module.transposed:
@@ -178,7 +178,7 @@ def _is_pointwise(name: str, module: nn.Module | None) -> bool:
 
 
 def _is_steady(name: str, node: fx.Node, module: nn.Module | None) -> bool:
-    """A norm whose result for a constant does not depend on the batch or the resolution."""
+    """Is the norm's result for a constant independent of the batch and the resolution?"""
     if name == "batchnorm" and module is None:  # with statistics that are kept, unless in training
         mean, training = (
             node.args[place] if len(node.args) > place else node.kwargs.get(key)

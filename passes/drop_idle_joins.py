@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx, nn
 
 from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.passes.remove_branches import delete, joined
+from smcp_fx.passes.remove_branches import delete, joined_tensors
 from smcp_fx.tracing.masking import META, Constant
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
@@ -23,7 +23,7 @@ _OWN = set("add sub linear batchnorm".split()) | {f"conv{rank}d" for rank in (1,
 
 
 class DropIdleJoins(GraphPass):
-    """Lets the readers of an idle join read its one operand, unless they could write into what others read."""
+    """Lets readers of an idle join read its one operand, unless they might write into what others read."""
 
     def apply(self, module: fx.GraphModule) -> PassResult:
         """Drop them."""
@@ -48,7 +48,7 @@ class DropIdleJoins(GraphPass):
 
 def _operands(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """The zeros and the other operand of an idle join."""
-    parts = joined(node)
+    parts = joined_tensors(node)
     if len(parts) == 1:
         return None, parts[0]
     if operation_name(node, None) == "add" and len(node.args) == 2 and not node.kwargs:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from smcp_fx.channels.computed_weights import ComputedWeight, ancestors, computed_weights, evaluate
+from smcp_fx.channels.computed_weights import ComputedWeight, ancestors, computed_value, computed_weights
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.tracing.masking import MASKS
 from smcp_fx.tracing.own_weights import settle
@@ -29,7 +29,7 @@ class FoldComputedWeights(GraphPass):
         def shape_of(node: fx.Node) -> tuple[int, ...] | None:
             way = ancestors(node)
             with torch.no_grad():
-                value = evaluate(module, tuple(one for one in module.graph.nodes if one in way))
+                value = computed_value(module, tuple(one for one in module.graph.nodes if one in way))
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 return None
             values[node] = value

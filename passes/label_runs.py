@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.execution import known_values, perform
-from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
+from smcp_fx.channels.labels import compact, narrow_uniform, varied_dims
 
 
 class LabelRuns:
@@ -84,7 +84,7 @@ class LabelRuns:
         """What the operation makes of a tensor that holds the positions along one dimension."""
         ruler, source = _ruler(shape, dim), node.args[0]
         try:
-            return compress(self._execute(node, lambda n: ruler if n is source else environment[n.name]))
+            return compact(self._execute(node, lambda n: ruler if n is source else environment[n.name]))
         except (RuntimeError, IndexError, ValueError):
             return None
 

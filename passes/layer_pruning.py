@@ -34,7 +34,7 @@ def allow_layer_pruning(traced: Traced, channels: ChannelGraph, within: tuple[st
     flow = Flow(traced.module, channels)
     widths = {i: groups[i].size * max(groups[i].channels.values(), default=1) for i in candidates}
     removable = flow.widest_cut_free(sorted(candidates, key=lambda i: (widths[i], i)))
-    # All at once, then each on its own with what is of no use without it: nothing must have to stay.
+    # All at once; then each on its own, with what is of no use without it.
     removable = Removal(traced.module, channels, removable, flow).zero
     while True:
         branches = Branches(flow, removable)

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import PassError
 from smcp_fx.passes.sliced_labels import Sliced
-from smcp_fx.tracing.operations import describe
-from smcp_fx.tracing.shape_tracer import plain_lists
+from smcp_fx.tracing.operations import readable_name
+from smcp_fx.tracing.values import plain_lists
 
 #: Queries that labels cannot answer, as they share one place in memory.
 _OF_MEMORY = {"stride", "storage_offset", "is_contiguous"}
@@ -46,8 +46,8 @@ def recomputed(node: fx.Node, recorded: Any, new: dict[str, Any]) -> Any:
         if not _is_number(recorded):
             return recorded
         raise PassError(
-            f"{node.name!r} ({describe(node)}) was {recorded} and cannot be computed for the channels that are kept: "
-            f"{type(error).__name__}: {error}"
+            f"{node.name!r} ({readable_name(node)}) was {recorded} and cannot be computed for the channels "
+            f"that are kept: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -35,10 +35,10 @@ _OUT_OF_PLACE: dict[Any, Any] = {
 
 
 class RemoveBranches(GraphPass):
-    """Removes what the groups of ``keep`` (a bool a unit) that keep nothing leave without channels or without use.
+    """Removes what is left without channels or without use by the groups that keep nothing.
 
-    Where the constant that is left could not be told without the shapes that the network will meet, the groups at
-    fault get a unit back *in* ``keep``; their consumers' weights are zero there, so nothing else changes.
+    ``keep``: a bool a unit. Where the constant that is left would depend on the shapes that the network will meet,
+    groups at fault get a unit back *in* ``keep``; their consumers' weights are zero there, so nothing else changes.
     """
 
     def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
@@ -104,7 +104,7 @@ class Removal:
     # ---- what can go --------------------------------------------------------------------------------------
 
     def _unremovable(self) -> int:
-        """Groups (bits) whose absence something that stays could not do with."""
+        """Groups (bits) that something that stays cannot do without."""
         if not self.flow.connected(self.zero):
             return self.zero
         found = 0
@@ -122,7 +122,7 @@ class Removal:
         return found
 
     def _lost_pieces(self, node: fx.Node) -> int:
-        """Groups (bits) that are all there is in a piece of this node, if it is no split that can do without it."""
+        """Groups (bits) that fill a whole piece of this node, unless it is a split that can drop the piece."""
         pieces = self.flow.steps[self.flow.place[node.name]].pieces
         lost = [piece.groups for piece in pieces if piece.empty(self.zero)]
         read_apart = all(u.target is operator.getitem and isinstance(u.args[1], int) for u in node.users)
@@ -132,7 +132,7 @@ class Removal:
 
     def _can_lose(self, node: fx.Node, source: fx.Node) -> bool:
         """Can the node, which stays, do without this operand, or with its value?"""
-        parts = joined(node)
+        parts = joined_tensors(node)
         if self._state(source) == EMPTY:
             return source in parts
         if self._state(source) != CONSTANT:
@@ -176,7 +176,7 @@ class Removal:
             for source in node.all_input_nodes:
                 if self._state(source) == CONSTANT:
                     report.append(self._replace(node, source))
-            parts = joined(node)
+            parts = joined_tensors(node)
             if any(self._state(part) == EMPTY for part in parts):
                 node.args = ([part for part in parts if self._state(part) != EMPTY], *node.args[1:])
         gone: list[fx.Node] = []
@@ -223,7 +223,7 @@ class Removal:
         with self.module.graph.inserting_before(node):
             read = self.module.graph.create_node("get_attr", f"{path}.{name}" if path else name)
             read.meta = {**meta, META: Constant(source.name)}
-            if parts := joined(node):
+            if parts := joined_tensors(node):
                 read = self._spread(read, value, source, node, self._sibling(parts), meta)
         node.replace_input_with(source, read)
         if writes_in_place(node, self.module) and node.args[0] is read:
@@ -260,7 +260,7 @@ class Removal:
         return next(layer for layer in self.channels.layers if layer.node == name)
 
 
-def joined(node: fx.Node) -> list[fx.Node]:
+def joined_tensors(node: fx.Node) -> list[fx.Node]:
     """The tensors that a concat joins; none for another node."""
     if operation_name(node, None) != "cat" or not node.args or not isinstance(node.args[0], (list, tuple)):
         return []

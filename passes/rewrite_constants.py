@@ -92,8 +92,12 @@ class _Rewriter:
             written = writes_in_place(node, self.module)  # which would write into the labels
             self.new[name] = old if written else recomputed(node, old, self.new)
             return
-        expected = pytree.tree_map(lambda v: self.sliced.slice(v) if isinstance(v, Tensor) else v, old)
-        self.new[name] = expected
+        self.new[name] = pytree.tree_map(lambda v: self.sliced.slice(v) if isinstance(v, Tensor) else v, old)
+        self._rewrite(node, old)
+
+    def _rewrite(self, node: fx.Node, old: Any) -> None:
+        """Rewrite what the node's operation says of channels."""
+        name = node.name
         target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
         operation = operation_name(node, target)
         if name in self.trail.shuffles and self._is_thinned(node):
@@ -293,7 +297,7 @@ class _Rewriter:
     ) -> None:
         """Have the operation move as many channels as ever, and select what is kept of what it gives.
 
-        Nobody reads what stands in the place of those that are gone.
+        Nothing reads what stands in for those that are gone.
         """
         self._freeze_numbers(node)
         graph, dim = self.module.graph, kept_in[0]

@@ -32,7 +32,7 @@ class SliceChannels(GraphPass):
 
     @property
     def keep(self) -> Tensor:
-        """The units that stay, as they are known when the pass runs."""
+        """The units that stay; `RemoveBranches` may have added some before this pass runs."""
         return self._keep.cpu() | ~self.channels.free_units
 
     def requires(self, module: fx.GraphModule) -> None:
@@ -65,7 +65,7 @@ class SliceChannels(GraphPass):
         return PassResult(module, bool(report), tuple(report))
 
     def ensures(self, module: fx.GraphModule) -> None:
-        """Modules say the shapes their weights have."""
+        """Raise `PassError` where a module's fields contradict the shapes of its weights."""
         check_shapes(module)
 
     def _indices(self, sliced: Sliced) -> dict[str, dict[int, Tensor]]:
@@ -79,7 +79,7 @@ class SliceChannels(GraphPass):
                 continue  # pinned: a weight that is also read as a tensor
             varied = varied_dims(self.channels.units.of(labels))
             if len(varied) == 1:
-                indices.setdefault(name, {})[varied[0]] = sliced.positions(line(labels, varied[0]))
+                indices.setdefault(name, {})[varied[0]] = sliced.positions(line_along(labels, varied[0]))
         return indices
 
     def _constants(self, module: fx.GraphModule, sliced: Sliced) -> dict[str, dict[int, Tensor]]:
@@ -124,7 +124,7 @@ class SliceChannels(GraphPass):
         return report
 
 
-def line(labels: Tensor, dim: int) -> Tensor:
+def line_along(labels: Tensor, dim: int) -> Tensor:
     """The labels along one dimension, at index 0 of the others, 1-D."""
     for other in range(labels.dim()):
         if other != dim:

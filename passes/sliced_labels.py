@@ -1,11 +1,11 @@
-"""Label tensors less the channels that go."""
+"""Label tensors without the channels that go."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
+from smcp_fx.channels.labels import compact, narrow_uniform, varied_dims
 from smcp_fx.errors import PassError
 
 
@@ -27,7 +27,7 @@ class Sliced:
 
     def axis(self, labels: Tensor) -> tuple[int, Tensor] | None:
         """The dimension along which something goes, and the kept positions there; None when all stays."""
-        kept = compress(self.kept(labels))
+        kept = compact(self.kept(labels))
         if bool(kept.all()):
             return None
         dims = varied_dims(kept) if bool(kept.any()) else varied_dims(self.channels.units.of(labels))
@@ -41,4 +41,4 @@ class Sliced:
     def slice(self, labels: Tensor) -> Tensor:
         """The labels that stay."""
         found = self.axis(labels)
-        return labels if found is None else compress(labels.index_select(*found))
+        return labels if found is None else compact(labels.index_select(*found))

@@ -111,8 +111,8 @@ class FoldProducts(GraphPass):
                 continue
             weight, factor = node.args
             with torch.no_grad():
-                tensor = attribute(module, weight)
-                tensor.mul_(attribute(module, factor).to(tensor.dtype))
+                tensor = held_tensor(module, weight)
+                tensor.mul_(held_tensor(module, factor).to(tensor.dtype))
             for use in list(node.users):
                 _restore(graph, use, node, weight)
             for dead in (node, factor, weight):
@@ -127,7 +127,7 @@ class FoldProducts(GraphPass):
             raise PassError(f"{self.name} left a {self.what} in the graph")
 
 
-def attribute(module: nn.Module, node: fx.Node) -> Tensor:
+def held_tensor(module: nn.Module, node: fx.Node) -> Tensor:
     """The tensor a `get_attr` node reads."""
     value = held(module, str(node.target))
     assert isinstance(value, Tensor)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.errors import InputError
-from smcp_fx.outcomes import LOOSE, Outcome, compare, differs, fitting, in_mode
+from smcp_fx.outcomes import LOOSE, Outcome, difference, differs, fitting, in_mode
 from smcp_fx.passes.slice_channels import resize_fields
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.proof import IMAGES, OTHERS, on_some
@@ -172,7 +172,7 @@ def _first_difference(model: nn.Module, like: nn.Module, inputs: tuple[Any, ...]
     """The path of the first module that both call and whose output differs."""
     there, wrong = _outputs(like, inputs), None
     for path, output in _outputs(model, inputs).items():
-        if path in there and compare(Outcome([there[path]]), Outcome([output]), LOOSE) is not None:
+        if path in there and difference(Outcome([there[path]]), Outcome([output]), LOOSE) is not None:
             wrong = wrong or path
     return wrong
 

@@ -18,19 +18,19 @@ from smcp_fx.errors import AssumptionError, PassError, TraceError
 from smcp_fx.outcomes import (
     LOOSE,
     Outcome,
-    alone,
-    compare,
+    difference,
     differs,
     fitting,
     in_mode,
     outcome_of,
+    outcome_or_none,
     repeats,
     widened,
     widened_copy,
 )
 from smcp_fx.passes.fold_batch_norm_scalers import FoldBatchNormScalers
 from smcp_fx.passes.sliced_labels import Sliced
-from smcp_fx.passes.weight_products import attribute
+from smcp_fx.passes.weight_products import held_tensor
 from smcp_fx.prepared import PreparedGraph, PreparedModel, PreparedRegions
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.example_runs import Recorder, plain, unchanged
@@ -54,7 +54,7 @@ def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[A
         try:
             what = differs(original, prepared, given, training, expected)
         except AssumptionError:  # it says so itself, whenever it meets another number of images
-            given, expected = inputs, alone(original, inputs, training)
+            given, expected = inputs, outcome_or_none(original, inputs, training)
             if expected is None:
                 continue
             what = differs(original, prepared, given, training, expected)
@@ -111,8 +111,8 @@ def on_some(
 ) -> tuple[tuple[Any, ...], Outcome | None]:
     """So many images and what the model makes of them; the inputs as they are where it does not take those."""
     given = _some(inputs, images)
-    expected = alone(model, given, training)
-    return (given, expected) if expected is not None else (inputs, alone(model, inputs, training))
+    expected = outcome_or_none(model, given, training)
+    return (given, expected) if expected is not None else (inputs, outcome_or_none(model, inputs, training))
 
 
 def _widened_as_folded(prepared: nn.Module) -> nn.Module:
@@ -125,9 +125,9 @@ def _widened_as_folded(prepared: nn.Module) -> nn.Module:
     products = [node for node in prepared.graph.nodes if node.target in FoldBatchNormScalers.functions]
     with torch.no_grad():
         for product in products:
-            weight, scale = (attribute(prepared, node) for node in product.args)
+            weight, scale = (held_tensor(prepared, node) for node in product.args)
             folded = weight * scale.to(weight.dtype)
-            wide_weight, wide_scale = (attribute(wide, node) for node in product.args)
+            wide_weight, wide_scale = (held_tensor(wide, node) for node in product.args)
             wide_weight.copy_(torch.where(wide_scale == 0, wide_weight, folded.double() / wide_scale))
     return wide
 
@@ -156,7 +156,7 @@ def _calls_differ(
     left, right = (_first_calls(model, paths, inputs) for model in (one, other))
     for path in paths:
         given, results = (_of_one_shape(left[path][side], right[path][side]) for side in (0, 1))
-        if compare(*given, None) is None and (what := compare(*results, None)) is not None:
+        if difference(*given, None) is None and (what := difference(*results, None)) is not None:
             return f"in region {path!r}, {what}"
     return None
 
@@ -233,7 +233,7 @@ def _first_module(
         for path, module in original.named_modules()
         if path and not isinstance(module, torch.jit.ScriptModule)
     ]
-    alone(original, inputs, training)
+    outcome_or_none(original, inputs, training)
     for hook in hooks:
         hook.remove()
     wrong: list[str] = []
@@ -243,7 +243,7 @@ def _first_module(
         path = str(node.target) if node.op == "call_module" else mark.path if mark is not None else None
         if path is not None and outputs.get(path):
             before = outputs[path].pop(0)
-            if compare(Outcome([before]), Outcome([_detached(result)]), LOOSE) is not None:
+            if difference(Outcome([before]), Outcome([_detached(result)]), LOOSE) is not None:
                 wrong.append(path)
 
     try:
@@ -273,7 +273,7 @@ def _first_sliced(prepared: nn.Module, converted: nn.Module, inputs: tuple[Any, 
             return
         axis = sliced.axis(labels)
         kept = before if axis is None else before.index_select(axis[0], axis[1].to(before.device))
-        if compare(Outcome([kept]), Outcome([result]), LOOSE) is not None:
+        if difference(Outcome([kept]), Outcome([result]), LOOSE) is not None:
             wrong.append(str(node.target) if node.op == "call_module" else node.name)
 
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +23,15 @@ def _repeatable() -> None:
     """Every test starts from the same generator state, on one thread."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _operators_listed_once() -> None:
+    """torch lists the operators that it can export anew for every file, which takes as long as the export."""
+    exporter = sys.modules.get("torch.onnx._internal.exporter._registration")
+    if exporter is not None and not hasattr(exporter.ONNXRegistry.from_torchlib, "cache_info"):
+        once = functools.cache(exporter.ONNXRegistry.from_torchlib)
+        exporter.ONNXRegistry.from_torchlib = staticmethod(once)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -63,14 +63,14 @@ def calibrate(prepared: Any, inputs: tuple[Any, ...]) -> None:
     prepared.eval()
 
 
-def random_masks(prepared: Any, share: float = 0.6) -> dict[str, Any]:
-    """A random mask for every free group; at least one unit is kept."""
+def random_masks(prepared: Any) -> dict[str, Any]:
+    """A random mask for every free group that keeps three of five units, at least one."""
     import torch
 
     masks = {}
     for group in prepared.channels.groups:
         if group.free:
-            mask = torch.rand(group.size) < share
+            mask = torch.rand(group.size) < 0.6
             mask[int(torch.randint(group.size, (1,)))] = True
             masks[group.name] = mask
     return masks

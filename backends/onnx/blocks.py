@@ -32,13 +32,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 #: Rank of a reshape's target -> axis of its channels: (N, C), (N, C, H, W), (N, groups, C, H, W).
 _CHANNEL_AXIS = {2: 1, 4: 1, 5: 2}
-
-
 #: Operations whose second input, a constant, says which channels to take.
 _MOVING = ("Gather", "Split")
-#: Constants with at most this many numbers may define shapes (scales of a resize).
+#: Constants with at most this many numbers may define shapes (scales of a resize). Chosen, not measured.
 _SMALL = 64
-#: Most numbers in the parameters, inputs and outputs of one joint export.
+#: Most numbers in the parameters, inputs and outputs of one joint export: 256 MiB. Chosen.
 _MOST_NUMBERS = 64 << 20
 _FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE}
 

@@ -20,10 +20,9 @@ from smcp_fx.backends.base import (
     gpu_name,
     to_arrays,
 )
-from smcp_fx.backends.onnx.blocks import BlockModels
 from smcp_fx.backends.onnx.context import random_feed
-from smcp_fx.backends.onnx.export import export_model_proto, export_onnx
-from smcp_fx.backends.onnx.int8 import Quantising
+from smcp_fx.backends.onnx.export import export_onnx
+from smcp_fx.backends.onnx.processor import ProcessorBackend
 from smcp_fx.backends.onnx.quantization import SETTING
 from smcp_fx.backends.onnxruntime.blocks import BLOCK_TIMING, measure_block
 from smcp_fx.backends.onnxruntime.overhead import overhead
@@ -36,10 +35,8 @@ from smcp_fx.backends.onnxruntime.session import (
     session_options,
     settings,
 )
-from smcp_fx.backends.timing.fading import fading_half_ms
 from smcp_fx.backends.timing.measuring import QUICK, Timer, TimingConfig, stopwatch
 from smcp_fx.backends.timing.pages import page_settings
-from smcp_fx.backends.timing.quiet import require_core
 from smcp_fx.errors import BackendError, InputError
 
 if TYPE_CHECKING:
@@ -105,7 +102,7 @@ class OnnxRuntimeEngine(Engine):
         return dict(zip(self.input_names, inputs, strict=True))
 
 
-class OnnxRuntimeBackend(Quantising):
+class OnnxRuntimeBackend(ProcessorBackend):
     """ONNX Runtime on the CPU with ``threads`` intra-op threads (1: the figures repeat best), or on CUDA.
 
     ``precision``: "fp32" (the network's own), or "int8" on the CPU, calibrated on the batches of ``calibration``.
@@ -122,18 +119,14 @@ class OnnxRuntimeBackend(Quantising):
         precision: str | None = None,
         calibration: Sequence[Array] = (),
     ) -> None:
-        if threads < 1:
-            raise InputError(f"threads = {threads}: at least 1 is needed")
+        super().__init__(threads, precision, calibration, opset)
         if precision not in (None, "fp32", "int8") or (precision == "int8" and device != "cpu"):
             raise InputError(
                 f"precision {precision!r}: ONNX Runtime runs what this library writes for it in fp32, and on "
                 "processors in int8 (its kernels for them compute in no half precision)"
             )
         check_device(device)
-        self.threads, self.spinning, self.opset, self.device = threads, spinning, opset, device
-        self.precision = precision or "fp32"
-        self._models = BlockModels(opset)
-        self.calibrate(calibration)
+        self.spinning, self.device = spinning, device
 
     def fingerprint(self) -> Fingerprint:
         """Return processor or GPU, version, threads and session settings."""
@@ -159,15 +152,11 @@ class OnnxRuntimeBackend(Quantising):
         self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None
     ) -> OnnxRuntimeEngine:
         """Export ``module`` (checked, to ``path``; or unchecked in memory), quantise it for INT8, and load it."""
-        remarks: tuple[str, ...] = ()
         if path is None:
-            proto = export_model_proto(module, example_inputs, opset=self.opset, dynamic_batch=False)
-            if self.calibrated:
-                proto, remarks = self._quantised(proto)
-            engine = self._engine(proto.SerializeToString(), example_inputs)
+            model, remarks = self._exported(module, example_inputs)
+            engine = self._engine(model, example_inputs)
         else:
-            file = export_onnx(module, example_inputs, path, opset=self.opset)
-            remarks = self._quantised_file(file) if self.calibrated else ()
+            remarks = self._quantised_file(export_onnx(module, example_inputs, path, opset=self.opset))
             engine = self.open(path, example_inputs)
         engine.remarks = remarks
         return engine
@@ -175,10 +164,6 @@ class OnnxRuntimeBackend(Quantising):
     def full_precision(self) -> OnnxRuntimeBackend | None:
         """Return the same in float32; None where this is."""
         return OnnxRuntimeBackend(self.threads, self.spinning, self.opset) if self.calibrated else None
-
-    def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
-        """Export ``module`` as `compile` does, and throw the result away."""
-        export_model_proto(module, example_inputs, opset=self.opset)
 
     def open(self, path: Path | str, example_inputs: Sequence[Tensor | Array] = ()) -> OnnxRuntimeEngine:
         """Load an existing ONNX file."""
@@ -197,16 +182,12 @@ class OnnxRuntimeBackend(Quantising):
 
     def fading_half_ms(self) -> float:
         """Return after how many ms half of what the outer cache held is gone; inf if it stays, and on CUDA."""
-        return fading_half_ms() if self.device == "cpu" else math.inf
+        return super().fading_half_ms() if self.device == "cpu" else math.inf
 
     def require_quiet(self) -> None:
         """Raise `MachineBusyError` unless this thread has a core most of the time; CUDA is always quiet."""
         if self.device == "cpu":
-            require_core()
-
-    def expect_blocks(self, blocks: Sequence[Block]) -> None:
-        """Export them together."""
-        self._models.expect(blocks)
+            super().require_quiet()
 
     def block_latency(
         self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, BlockLatency, Engine, Fingerprint, cpu_name, to_arrays
-from smcp_fx.backends.onnx.blocks import BlockModels
 from smcp_fx.backends.onnx.checking import compare_outputs, eval_mode, flatten_outputs, random_inputs
-from smcp_fx.backends.onnx.export import export_model_proto, export_onnx
-from smcp_fx.backends.onnx.int8 import Quantising
+from smcp_fx.backends.onnx.export import export_onnx
+from smcp_fx.backends.onnx.processor import ProcessorBackend
 from smcp_fx.backends.onnx.quantization import SETTING
 from smcp_fx.backends.openvino.blocks import BLOCK_TIMING, measure_block
 from smcp_fx.backends.openvino.overhead import overhead
@@ -28,10 +27,8 @@ from smcp_fx.backends.openvino.session import (
     settings,
     version,
 )
-from smcp_fx.backends.timing.fading import fading_half_ms
 from smcp_fx.backends.timing.measuring import Timer, TimingConfig, stopwatch
 from smcp_fx.backends.timing.pages import page_settings
-from smcp_fx.backends.timing.quiet import require_core
 from smcp_fx.errors import BackendError, InputError
 
 if TYPE_CHECKING:
@@ -91,7 +88,7 @@ class OpenVINOEngine(Engine):
         return self._session
 
 
-class OpenVINOBackend(Quantising):
+class OpenVINOBackend(ProcessorBackend):
     """OpenVINO on the CPU with ``threads`` threads.
 
     ``precision``: "fp32", what the processor has of "bf16" and "fp16", or "int8", calibrated on the batches of
@@ -103,12 +100,8 @@ class OpenVINOBackend(Quantising):
     def __init__(
         self, threads: int = 1, precision: str | None = None, calibration: Sequence[Array] = ()
     ) -> None:
-        if threads < 1:
-            raise InputError(f"threads = {threads}: at least 1 is needed")
-        self.threads, self.precision = threads, precision or "fp32"
+        super().__init__(threads, precision, calibration)
         check_precision(self.precision)
-        self._models = BlockModels()
-        self.calibrate(calibration)
 
     def fingerprint(self) -> Fingerprint:
         """Return processor, version, threads, precision and properties."""
@@ -133,15 +126,12 @@ class OpenVINOBackend(Quantising):
         ``path``: the ONNX file's (checked); beside it lies OpenVINO's own pair (.xml, .bin), checked, too. Without it
         nothing is written or checked.
         """
-        remarks: tuple[str, ...] = ()
         if path is None:
-            proto = export_model_proto(module, example_inputs, dynamic_batch=False)
-            if self.calibrated:
-                proto, remarks = self._quantised(proto)
-            engine = self._engine(proto.SerializeToString(), example_inputs)
+            model, remarks = self._exported(module, example_inputs)
+            engine = self._engine(model, example_inputs)
         else:
             file = export_onnx(module, example_inputs, path)
-            remarks = self._quantised_file(file) if self.calibrated else ()
+            remarks = self._quantised_file(file)
             with _writing(file, example_inputs) as xml, self._engine(xml, example_inputs) as scratch:
                 self._compare(scratch, module, example_inputs)
             engine = self.open(file.with_suffix(".xml"), example_inputs)
@@ -151,10 +141,6 @@ class OpenVINOBackend(Quantising):
     def full_precision(self) -> OpenVINOBackend | None:
         """Return the same in float32; None where this is."""
         return None if self.precision == "fp32" else OpenVINOBackend(self.threads)
-
-    def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
-        """Export ``module`` as `compile` does, and leave it at that."""
-        export_model_proto(module, example_inputs)
 
     def open(self, path: Path | str, example_inputs: Sequence[Tensor | Array] = ()) -> OpenVINOEngine:
         """Load a file that is there already."""
@@ -167,18 +153,6 @@ class OpenVINOBackend(Quantising):
     def run_overhead_ms(self) -> float:
         """Return what a run costs beside its nodes."""
         return overhead(self.threads).run_ms
-
-    def fading_half_ms(self) -> float:
-        """Return after how many ms half of what the outer cache held is gone; inf where it stays."""
-        return fading_half_ms()
-
-    def require_quiet(self) -> None:
-        """Ask for a core that this thread has most of the time."""
-        require_core()
-
-    def expect_blocks(self, blocks: Sequence[Block]) -> None:
-        """Export them together."""
-        self._models.expect(blocks)
 
     def block_latency(
         self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None

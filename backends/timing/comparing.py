@@ -1,8 +1,8 @@
 """One network's latency as a fraction of another's, measured for as long as that takes to be known.
 
 Other work on a machine's outer cache and memory slows a large and a small network by different factors, for seconds
-or minutes, and a core's pace does not show it (docs: Latency). So the result of a short measurement depends on when
-it was taken. Networks are therefore compared in rounds, until the rounds agree well enough or time is up.
+or minutes, and a core's pace does not show it (docs: latency.md). So the result of a short measurement depends on
+when it was taken. Networks are therefore compared in rounds, until the rounds agree well enough or time is up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CompareConfig:
 
     ``error``: standard error of the fraction, absolute (0.003: 0.3 points), by its scatter from round to round. After
     ``longest_seconds`` no further round is begun, except the first ``late_rounds``. The defaults are chosen so that a
-    comparison takes seconds: a fraction varies more from minute to minute than by its error (docs: Latency).
+    comparison takes seconds: a fraction varies more from minute to minute than by its error (docs: latency.md).
     """
 
     rounds: int = 5

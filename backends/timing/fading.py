@@ -2,8 +2,8 @@
 
 A server's cores share their last-level cache with whatever runs beside them, which pushes out what a network leaves
 there. Of 4 MiB that were read once, two fifths had to be fetched from memory again after a pause of 4 ms, and all of
-it after 16 ms (a guest on an EPYC; docs: Latency). So a slow network finds its weights gone, however small it is, and
-the busier the machine, the sooner they go.
+it after 16 ms (a guest on an EPYC; docs: latency.md). So a slow network finds its weights gone, however small it is,
+and the busier the machine, the sooner they go.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from smcp_fx.backends.timing.measuring import (
 from smcp_fx.backends.timing.pace import pace
 
 #: The share that is gone after t ms is 1 / (1 + (half / t) ** FADING). Fitted to shares after 0.5 to 16 ms (docs:
-#: Latency).
+#: latency.md).
 FADING = 1.8
 #: How much is read: more than inner caches hold, and little beside the outer one. Chosen, not measured.
 _BYTES = 4 << 20
-#: Pauses after which it is read. On a shared server, part of it is gone after each of them (docs: Latency).
+#: Pauses after which it is read. On a shared server, part of it is gone after each of them (docs: latency.md).
 _PAUSES_MS = (1.0, 2.0, 4.0, 8.0)
 #: Reads after each pause, and after emptying the caches; chosen so that all of it takes 0.3 s.
 _RUNS, _COLD_RUNS = 12, 8

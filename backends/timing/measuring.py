@@ -83,7 +83,7 @@ class TimingConfig:
 
 
 #: For one block among hundreds. Rows may be measured quickly, as noise averages out in the table's sums. How many
-#: runs are enough was measured (docs: Experiments, repeats).
+#: runs are enough was measured (docs: experiments.md).
 QUICK = TimingConfig(
     min_repeats=3,
     max_repeats=5,

@@ -3,7 +3,7 @@
 Linux gives memory in pages of 2 MiB and more to every process (``always`` in
 ``/sys/kernel/mm/transparent_hugepage/enabled``) or to those that ask (``madvise``). From version 2.35 on glibc asks,
 if ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1`` is in the environment when a process starts. The effect differs from
-network to network and from hour to hour (docs: Experiments).
+network to network and from hour to hour (docs: experiments.md).
 """
 
 from __future__ import annotations

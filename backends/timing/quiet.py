@@ -15,7 +15,7 @@ from smcp_fx.errors import MachineBusyError
 #: cores rows came out a thousand times too fast; at loads of 2 to 4 within a fifth (a convolution of 151 M
 #: multiply-adds).
 LEAST_SHARE = 0.5
-#: How long a look takes: many times longer than a scheduler's time slice.
+#: How long a look takes: many times longer than a scheduler's time slice. Chosen, not measured.
 _LOOK_S = 0.2
 #: How long to wait for others' work to end, with a look every so many seconds. Chosen, not measured.
 _PATIENCE_S, _EVERY_S = 20.0, 1.0

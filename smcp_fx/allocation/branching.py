@@ -17,7 +17,7 @@ from smcp_fx.allocation.problem import Array
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError
 
-#: Most halvings of one solve, and the gap (a share of the bound) that is worth one.
+#: Most halvings of one solve, and the gap (a share of the bound) that is worth one. Chosen, not measured.
 _HALVINGS, _GAP = 8, 1e-6
 
 

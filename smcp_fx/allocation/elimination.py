@@ -16,7 +16,8 @@ from smcp_fx.allocation.problem import Array, Ints
 Scope = tuple[int, ...]
 Form = tuple[tuple[int, int], ...]
 
-#: Below this many cells one broadcast sum is cheaper than a running minimum over slices.
+#: Below this many cells one broadcast sum is taken to be cheaper than a running minimum over slices. Chosen, not
+#: measured.
 _SMALL = 1 << 13
 
 

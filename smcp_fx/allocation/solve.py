@@ -27,7 +27,7 @@ BUDGET_TOLERANCE = 5e-10
 #: A group and the last option of its lower half; None where there is nothing to halve.
 Split = tuple[int, int] | None
 
-#: How many of the dual's points are polished.
+#: How many of the dual's points are polished. Chosen, not measured.
 _POLISHED = 4
 
 

@@ -16,7 +16,7 @@ from smcp_fx.blocks.fused import FusedBlock, Port
 from smcp_fx.blocks.signature import signature
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.graph import RULES
-from smcp_fx.channels.labels import along, compress, varied_dims
+from smcp_fx.channels.labels import along, compact, varied_dims
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.units import close
 from smcp_fx.cost_model import Width
@@ -136,7 +136,7 @@ class _BlockPropagation(Propagation):
                 units = _units_at(self._network, node.name, axis)
                 _, which = torch.unique(units, return_inverse=True)
                 labels = torch.where(units < 0, labels, self.fresh(node.name, shape[axis])[which])
-            return compress(along(labels, shape, axis))
+            return compact(along(labels, shape, axis))
         return None if node.op == "output" else super()._execute(node)
 
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.graph import RULES
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
-from smcp_fx.tracing.operations import describe, operation_of
+from smcp_fx.tracing.operations import operation_of, readable_name
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import TensorInfo
 
@@ -44,7 +44,7 @@ def signature(
     place.update({n: f"node{i}" for i, n in enumerate(nodes)})
     steps = []
     for node in nodes:
-        operation = operation_of(traced.module, node) or describe(node)
+        operation = operation_of(traced.module, node) or readable_name(node)
         step: dict[str, Any] = {"operation": operation}
         step["from"] = [place.get(n, n.op) for n in node.all_input_nodes]
         if node.op == "call_module":

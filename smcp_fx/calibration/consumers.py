@@ -135,13 +135,13 @@ def _of_function(module: fx.GraphModule, node: fx.Node) -> Consumer | None:
     return Consumer(node, path, source, read, added, rank, groups, transposed, stride, dilation, pads)
 
 
-def attribute(module: nn.Module, node: Any) -> Any:
+def attribute_of(module: nn.Module, node: Any) -> Any:
     """Return what a `get_attr` node reads; None for other nodes."""
     return held(module, str(node.target)) if isinstance(node, fx.Node) and node.op == "get_attr" else None
 
 
 def _parameter(module: nn.Module, node: Any) -> nn.Parameter | None:
-    value = attribute(module, node)
+    value = attribute_of(module, node)
     return value if isinstance(value, nn.Parameter) else None
 
 
@@ -152,7 +152,7 @@ def _read_elsewhere(module: fx.GraphModule, reading: dict[fx.Node, Consumer]) ->
         if node.op == "call_module" and node not in reading:
             found.update(id(p) for p in module.get_submodule(str(node.target)).parameters())
         elif node.op == "get_attr":
-            value = attribute(module, node)
+            value = attribute_of(module, node)
             for user in node.users if isinstance(value, nn.Parameter) else ():
                 layer = reading.get(user)
                 if (

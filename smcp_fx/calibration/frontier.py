@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.calibration.batches import Batch, refused
 from smcp_fx.errors import SmcpError
 from smcp_fx.tracing.modes import ModeInterpreter
-from smcp_fx.tracing.shape_tracer import plain_lists
+from smcp_fx.tracing.values import plain_lists
 
 Values = dict[fx.Node, Any]
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from smcp_fx.calibration.consumers import attribute
+from smcp_fx.calibration.consumers import attribute_of
 
 _NAMES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
@@ -50,7 +50,7 @@ def _norm_of(module: fx.GraphModule, node: fx.Node) -> Normalisation | None:
     if node.op != "call_function" or node.target is not F.batch_norm:
         return None
     named: dict[str, Any] = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
-    tensors = [attribute(module, named.get(name)) for name in _NAMES[1:5]]
+    tensors = [attribute_of(module, named.get(name)) for name in _NAMES[1:5]]
     mean, variance, weight, bias = (t if isinstance(t, Tensor) else None for t in tensors)
     eps = named.get("eps", 1e-5)
     if mean is None or variance is None or not isinstance(eps, (int, float)):

@@ -71,7 +71,7 @@ def computed_weights(
     return _described(module, found) if found else []
 
 
-def evaluate(module: fx.GraphModule, nodes: tuple[fx.Node, ...]) -> Any:
+def computed_value(module: fx.GraphModule, nodes: tuple[fx.Node, ...]) -> Any:
     """The value of the last of these nodes, which read nothing but parameters."""
     values: dict[fx.Node, Any] = {}
     for node in nodes:

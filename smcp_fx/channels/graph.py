@@ -299,6 +299,6 @@ def _exclude(run: Propagation, paths: tuple[str, ...], first_layer: bool) -> Non
             run.pin(layer.output_channels, layer.node, f"excluded by the user ({path!r})")
 
 
-def _shortened(names: Sequence[str], most: int = 60) -> str:
+def _shortened(names: Sequence[str]) -> str:
     text = ", ".join(names)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def compress(labels: Tensor) -> Tensor:
+def compact(labels: Tensor) -> Tensor:
     """Return the same labels with every uniform dimension at stride 0."""
     if labels.numel() == 0:
         return labels
@@ -27,7 +27,7 @@ def compress(labels: Tensor) -> Tensor:
 
 
 def varied_dims(labels: Tensor) -> list[int]:
-    """Return the dimensions along which compressed labels change."""
+    """Return the dimensions along which compacted labels change."""
     return [d for d in range(labels.dim()) if labels.shape[d] > 1 and labels.stride(d) != 0]
 
 
@@ -49,3 +49,8 @@ def along(labels: Tensor, shape: Sequence[int], dim: int) -> Tensor:
     view = [1] * len(shape)
     view[dim] = labels.numel()
     return labels.reshape(view).expand(tuple(shape))
+
+
+def place(labels: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
+    """1-D channel labels laid along ``dim`` of a tensor of the shape."""
+    return compact(along(labels, shape, dim % len(shape)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
@@ -60,3 +61,13 @@ def _above(node: fx.Node) -> list[fx.Node]:
                 found[source] = None
                 left.append(source)
     return list(found)
+
+
+def only_asserted(graph: fx.Graph) -> set[str]:
+    """Nodes that only an assertion reads: it asks of the channels that are left what it asked of all."""
+    found: set[str] = set()
+    for node in reversed(graph.nodes):
+        read = bool(node.users) and all(user.name in found for user in node.users)
+        if node.target is torch._assert or (read and node.op in ("call_function", "call_method")):
+            found.add(node.name)
+    return found

@@ -7,9 +7,7 @@ rule pins what it touches. The rules are in `rules_*.py`, each a function ``rule
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -20,12 +18,21 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.computed_weights import computed_weights
-from smcp_fx.channels.labels import along, compress, narrow_uniform, uniform, varied_dims
-from smcp_fx.channels.made_tensors import made_tensors
-from smcp_fx.channels.trail import Call, Computed, ConstantRef, MadeRef, ParameterRef, ParameterView, Trail
+from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.made_tensors import made_tensors, only_asserted
+from smcp_fx.channels.trail import (
+    Call,
+    Computed,
+    ConstantRef,
+    MadeRef,
+    ParameterRef,
+    ParameterView,
+    Trail,
+    tensor_leaves,
+)
 from smcp_fx.channels.weight_views import Dims, weight_views
-from smcp_fx.tracing.modes import is_by_mode
-from smcp_fx.tracing.operations import describe, may_be_operand, operation_name, writes_in_place
+from smcp_fx.channels.written_views import written_views
+from smcp_fx.tracing.operations import operation_name, readable_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, canonical_names, held
 
@@ -76,9 +83,8 @@ class Propagation:
             places = zip(view.chain, view.dims, strict=True)
             self._views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
         self._computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
-        self._hidden = _only_asserted(
-            module.graph
-        )  # and nodes that only compute weights: the rules see neither
+        # The rules see neither what only an assertion reads nor what only computes weights.
+        self._hidden = only_asserted(module.graph)
         self._made = made_tensors(module, values, self._hidden)
         for found in computed_weights(module, self._shape):
             name = self._computed[found.result.name] = self.parameter(found.name)
@@ -134,7 +140,7 @@ class Propagation:
         """Tie the labels along a dimension and return them with that dimension uniform."""
         core = narrow_uniform(labels, keep=[dim])
         self.tie(core, core.narrow(dim, 0, 1).expand_as(core))
-        return compress(labels.narrow(dim, 0, 1).expand(labels.shape))
+        return compact(labels.narrow(dim, 0, 1).expand(labels.shape))
 
     def units(self, labels: Tensor) -> Tensor:
         """Labels merged by the ties of the earlier run (for uniformity tests only)."""
@@ -143,7 +149,7 @@ class Propagation:
         core = narrow_uniform(labels)
         count = self._seen.numel()  # labels from there on are new in this run, and larger than any unit
         known = self._seen[core.clamp(min=0, max=count - 1)]
-        return compress(torch.where((core > 0) & (core < count), known, core).expand(labels.shape))
+        return compact(torch.where((core > 0) & (core < count), known, core).expand(labels.shape))
 
     def varied(self, labels: Tensor) -> list[int]:
         """Dimensions along which the labels change, merged by the ties of the earlier run."""
@@ -272,10 +278,8 @@ class Propagation:
         environment = self.trail.labels
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: environment[n.name])
         if node.op == "output":
-            reason, passed_on = (
-                node.meta.get(ORIGIN, "reaches the network's output"),
-                node.meta.get(PASSED_ON, ()),
-            )
+            reason = node.meta.get(ORIGIN, "reaches the network's output")
+            passed_on = node.meta.get(PASSED_ON, ())
             for index, leaf in enumerate(tensor_leaves(args)):
                 if index not in passed_on:
                     self.pin(self.of(leaf), node.name, reason)
@@ -287,9 +291,9 @@ class Propagation:
                 # A number computed from a tensor's values, or an object that holds tensors out of our sight.
                 self.unknown(call)
             return value  # sizes and other numbers: as recorded
-        self._refuse_writes_into_views(call)
+        self._pin_written_views(call)
         result = self._ruled(call)
-        return pytree.tree_map(lambda t: compress(t) if isinstance(t, Tensor) else t, result)
+        return pytree.tree_map(lambda t: compact(t) if isinstance(t, Tensor) else t, result)
 
     def _ruled(self, call: Call) -> Any:
         """What the operation's rule returns; an operation used in a form that the rule does not handle is unknown."""
@@ -323,41 +327,10 @@ class Propagation:
     def _called(self, node: fx.Node) -> nn.Module | None:
         return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
-    def _refuse_writes_into_views(self, call: Call) -> None:
-        """Pin views that are written into, and their bases: slicing may turn the view into a copy.
-
-        A plain slice (`x[:, 4:8]`) stays a view.
-        """
-        if not writes_in_place(call.node, self.module):
-            return
-        for path in self._written(call.node):
-            self._refuse_write(call, path)
-
-    def _written(self, node: fx.Node, first: bool = True) -> list[list[fx.Node]]:
-        """Paths back from a write to the tensors whose memory it may change; each begins with the node itself."""
-        operands = node.args[1:] if is_by_mode(node) else node.args[:1]
-        through = (
-            first
-            or is_by_mode(node)
-            or has(self.named(node), Trait.MOVES)
-            or may_be_operand(node, self.module)
-        )
-        sources = [operand for operand in operands if isinstance(operand, fx.Node)] if through else []
-        return [[node, *path] for source in sources for path in self._written(source, False)] or [[node]]
-
-    def _refuse_write(self, call: Call, path: list[fx.Node]) -> None:
-        moved = shared = False
-        for view, source in itertools.pairwise(path[1:]):
-            moved |= has(self.named(view), Trait.MOVES) and not _is_plain_slice(view)
-            shared |= moved and any(user not in (view, call.node) for user in source.users)
-        for node in (path[1], path[-1]) if shared else ():
-            for labels in tensor_leaves(self.trail.labels[node.name]):
-                why = f"{call.node.name!r} writes into a view of {path[-1].name!r}"
+    def _pin_written_views(self, call: Call) -> None:
+        for view, why in written_views(self.module, call.node):
+            for labels in tensor_leaves(self.trail.labels[view.name]):
                 self.pin(self.of(labels), call.node.name, why)
-
-    def named(self, node: fx.Node) -> str | None:
-        """The node's operation."""
-        return operation_name(node, self._called(node)) if node.op.startswith("call") else None
 
     def _made_tensor(self, node: fx.Node, value: Any) -> Any:
         """Computed from sizes alone: where others read it, it has channels along what it meets."""
@@ -385,7 +358,7 @@ class Propagation:
 
     def unknown(self, call: Call, why: str | None = None) -> Any:
         """Pin everything the call touches; its output always stays."""
-        why = why or f"operation {describe(call.node)!r} has no channel rule"
+        why = why or f"operation {readable_name(call.node)!r} has no channel rule"
         for leaf in tensor_leaves((call.args, call.kwargs)):
             if isinstance(leaf, ParameterRef):
                 self.fix_parameter(leaf, call.node.name, why)
@@ -408,30 +381,9 @@ class Propagation:
             self.trail.elements[parameter.name] = uniform(self.fixed(node, why), parameter.shape)
 
 
-def _only_asserted(graph: fx.Graph) -> set[str]:
-    """Nodes that only an assertion reads: it asks of the channels that are left what it asked of all."""
-    found: set[str] = set()
-    for node in reversed(graph.nodes):
-        read = bool(node.users) and all(user.name in found for user in node.users)
-        if node.target is torch._assert or (read and node.op in ("call_function", "call_method")):
-            found.add(node.name)
-    return found
-
-
 def _single(value: ParameterRef) -> str:
     made = isinstance(value, MadeRef)
     return f"constant made by {value.name!r}" if made else "a parameter of one element"
-
-
-def tensor_leaves(tree: Any) -> list[Tensor | ParameterRef]:
-    """All label tensors and parameter references in a pytree (slices included)."""
-    found: list[Tensor | ParameterRef] = []
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, slice):
-            found += tensor_leaves((leaf.start, leaf.stop, leaf.step))
-        elif isinstance(leaf, (Tensor, ParameterRef)):
-            found.append(leaf)
-    return found
 
 
 def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
@@ -443,15 +395,3 @@ def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:
         if other != dim:
             labels = labels.narrow(other, 0, 1)
     return labels.reshape(-1)
-
-
-def place(labels: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
-    """1-D channel labels laid along ``dim`` of a tensor of the shape."""
-    return compress(along(labels, shape, dim % len(shape)))
-
-
-def _is_plain_slice(node: fx.Node) -> bool:
-    if node.target is not operator.getitem:
-        return False
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return all(part is Ellipsis or (isinstance(part, slice) and part.step is None) for part in index)

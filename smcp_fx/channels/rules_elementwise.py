@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.labels import compress, uniform, varied_dims
-from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
-from smcp_fx.channels.trail import Call, ParameterRef, Spread
-from smcp_fx.tracing.traits import Trait, named
+from smcp_fx.channels.labels import compact, uniform, varied_dims
+from smcp_fx.channels.propagation import Propagation, Rule
+from smcp_fx.channels.trail import Call, ParameterRef, Spread, tensor_leaves
+from smcp_fx.tracing.traits import Trait, operations_with
 from smcp_fx.tracing.values import TensorInfo
 
 
@@ -111,7 +111,7 @@ def pooling(run: Propagation, call: Call) -> Any:
     for dim in range(labels.dim() - spatial, labels.dim()):
         labels = labels.narrow(dim, 0, 1)
     return pytree.tree_map(
-        lambda v: compress(labels.expand(v.shape)) if isinstance(v, TensorInfo) else v, call.value
+        lambda v: compact(labels.expand(v.shape)) if isinstance(v, TensorInfo) else v, call.value
     )
 
 
@@ -121,7 +121,7 @@ def glu(run: Propagation, call: Call) -> Any:
     dim = int(call.option(1, "dim", -1))
     value, gate = labels.chunk(2, dim)
     run.tie(value, gate)
-    return compress(value)
+    return compact(value)
 
 
 def like(call: Call, labels: Tensor) -> Any:
@@ -161,7 +161,7 @@ def filled(run: Propagation, call: Call) -> Any:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(named(Trait.ELEMENTWISE), elementwise),
+    **dict.fromkeys(operations_with(Trait.ELEMENTWISE), elementwise),
     **{
         f"{kind}pool{rank}d": pooling
         for kind in ("avg", "max", "adaptiveavg", "adaptivemax", "lp")
@@ -174,6 +174,6 @@ RULES: dict[str, Rule] = {
     "upsamplingbilinear2d": pooling,
     "glu": glu,
     "bymode": choice,
-    **dict.fromkeys(named(Trait.FILLS), filled),
+    **dict.fromkeys(operations_with(Trait.FILLS), filled),
     **dict.fromkeys(("arange", "tensor", "rand", "randn", "linspace"), constant),
 }

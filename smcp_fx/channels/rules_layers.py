@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from smcp_fx.channels.labels import narrow_uniform
-from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place
+from smcp_fx.channels.labels import narrow_uniform, place
+from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.trail import Call, Layer, Mix, Norm, ParameterRef
 
 
@@ -246,7 +246,7 @@ def batch_norm(run: Propagation, call: Call) -> Any:
     labels = run.of(call.argument(0, "input"))
     axis = 0 if call.name == "instancenorm" and labels.dim() == _unbatched_rank(call) else 1
     channels = channel_labels(run, labels, axis)
-    if not carry(run, call, channels, {1: "running_mean", 2: "running_var"}):
+    if not carry_parameters(run, call, channels, {1: "running_mean", 2: "running_var"}):
         return run.unknown(call, "a batch norm whose statistics are computed, not buffers")
     for weight in affine_of(run, call, {3: "weight", 4: "bias"}):
         go_with(run, weight, channels, 0, (channels.numel(),))
@@ -316,12 +316,12 @@ def own_parameter(run: Propagation, call: Call, attribute: str) -> ParameterRef 
     return ParameterRef(run.parameter(f"{call.node.target}.{attribute}"), tuple(tensor.shape))
 
 
-def carry(run: Propagation, call: Call, channels: Tensor, names: dict[int, str], dim: int = 0) -> bool:
+def carry_parameters(run: Propagation, call: Call, channels: Tensor, names: dict[int, str]) -> bool:
     """Record the slots of a normalisation's parameters; False when one of them is not a parameter."""
     for position, name in names.items():
         value = own_parameter(run, call, name) if call.module is not None else call.argument(position, name)
         if isinstance(value, ParameterRef):
-            run.slot(value.name, dim, channels)
+            run.slot(value.name, 0, channels)
         elif value is not None:
             return False
     return True

@@ -12,12 +12,13 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.execution import execute, known_values
-from smcp_fx.channels.labels import along, compress, narrow_uniform, varied_dims
-from smcp_fx.channels.propagation import Propagation, Rule, tensor_leaves
+from smcp_fx.channels.labels import along, compact, narrow_uniform, varied_dims
+from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.shuffles import _CHAIN, find_shuffle
-from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef
+from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef, tensor_leaves
 from smcp_fx.channels.weight_views import weight_of
-from smcp_fx.tracing.traits import Trait, named
+from smcp_fx.tracing.operations import operation_of
+from smcp_fx.tracing.traits import Trait, operations_with
 
 #: What may spread one value over the channels.
 SPREADS = {"expand", "expandas", "broadcastto", "repeat", "tile"}
@@ -64,7 +65,7 @@ def move(run: Propagation, call: Call) -> Any:
     if not isinstance(source, Tensor):
         return source[args[1]] if call.name == "getitem" else run.unknown(call)
     result = pytree.tree_map(
-        lambda t: compress(t) if isinstance(t, Tensor) else t, execute(call, args, kwargs)
+        lambda t: compact(t) if isinstance(t, Tensor) else t, execute(call, args, kwargs)
     )
     if any(_hides_channels(call, source, part) for part in pytree.tree_leaves(result)):
         return run.unknown(call, f"{call.name!r} gives a tensor without elements")
@@ -115,7 +116,7 @@ def _read_along(run: Propagation, node: fx.Node) -> list[int]:
     for user in node.users:
         if weight_of(user) is node:
             return [0]
-        if run.named(user) in ("gather", "takealongdim") and isinstance(user.args[0], fx.Node):
+        if operation_of(run.module, user) in ("gather", "takealongdim") and isinstance(user.args[0], fx.Node):
             return run.varied(run.of(run.trail.labels.get(user.args[0].name)))
     return [1]
 
@@ -213,7 +214,7 @@ def pad(run: Propagation, call: Call) -> Any:
                 ends.append(along(_added(run, call, amount), shape, dim))
             labels = torch.cat([ends[0], labels, ends[1]], dim)
         else:
-            labels = compress(labels).narrow(dim, 0, 1)
+            labels = compact(labels).narrow(dim, 0, 1)
             labels = labels.expand(*labels.shape[:dim], size, *labels.shape[dim + 1 :])
     return labels
 
@@ -315,7 +316,7 @@ def _refuse_numbers(run: Propagation, call: Call, source: Tensor) -> None:
 
         found = execute(call, *labelled(run, known_values(fx.node.map_arg((args, kwargs), operand))))
         parts = [part for part in tensor_leaves(found) if isinstance(part, Tensor)]
-        return [narrow_uniform(compress(part)).flatten().tolist() for part in parts]
+        return [narrow_uniform(compact(part)).flatten().tolist() for part in parts]
 
     for dim in run.varied(source):
         if call.name == "pad" and not _pads(call, source.dim() - 1 - dim, numbers):
@@ -356,8 +357,8 @@ def _follows_input(run: Propagation, node: fx.Node) -> bool:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(named(Trait.MOVES), move),
+    **dict.fromkeys(operations_with(Trait.MOVES), move),
     "getattr": attribute,
-    **dict.fromkeys(named(Trait.JOINS), join),
-    **dict.fromkeys(named(Trait.PADS), pad),
+    **dict.fromkeys(operations_with(Trait.JOINS), join),
+    **dict.fromkeys(operations_with(Trait.PADS), pad),
 }

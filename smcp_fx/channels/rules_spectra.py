@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smcp_fx.channels.labels import compress
+from smcp_fx.channels.labels import compact
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.rules_elementwise import like
 from smcp_fx.channels.rules_statistics import mix
@@ -36,7 +36,7 @@ def _transformed(call: Call, rank: int) -> set[int]:
 
 def pairs(run: Propagation, call: Call) -> Any:
     """`view_as_real`: the real and the imaginary part of each channel along a new last dimension."""
-    return compress(run.of(call.argument(0, "input")).unsqueeze(-1).expand(call.shape))
+    return compact(run.of(call.argument(0, "input")).unsqueeze(-1).expand(call.shape))
 
 
 def from_pairs(run: Propagation, call: Call) -> Any:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.labels import compress, narrow_uniform, uniform, varied_dims
-from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place, tensor_leaves
+from smcp_fx.channels.labels import compact, narrow_uniform, place, uniform, varied_dims
+from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together, elementwise, like
 from smcp_fx.channels.rules_layers import affine_of, at_full_width, go_with, renamed
-from smcp_fx.channels.trail import Call, Mix, ParameterRef
+from smcp_fx.channels.trail import Call, Mix, ParameterRef, tensor_leaves
 from smcp_fx.tracing.values import TensorInfo
 
 #: How a reduction is told which channels it may see; those that are not here find places among the channels, or sort
@@ -216,7 +216,7 @@ def gathered(run: Propagation, call: Call) -> Any:
         tuple(slice(size) for size in index.shape)
     ]  # of other dimensions, the first
     shape = tuple(index.shape)
-    return bring_together(run, call, [compress(read.expand(shape)), run.of(index)], shape)
+    return bring_together(run, call, [compact(read.expand(shape)), run.of(index)], shape)
 
 
 def _along(call: Call, labels: Tensor, dim: int) -> Any:

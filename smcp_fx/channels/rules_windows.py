@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from smcp_fx.channels.labels import compress
-from smcp_fx.channels.propagation import Propagation, Rule, channel_labels, place
+from smcp_fx.channels.labels import compact, place
+from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import dense_convolution
 from smcp_fx.channels.trail import Call
@@ -28,8 +28,8 @@ def _windows_of_one_dimension(run: Propagation, call: Call, labels: Tensor) -> A
     dim = int(call.argument(1, "dimension")) % labels.dim()
     if dim in run.varied(labels):
         return run.unknown(call, "windows that slide over the channels")
-    line = compress(labels).narrow(dim, 0, 1).unsqueeze(-1)
-    return compress(line.expand(call.shape))
+    line = compact(labels).narrow(dim, 0, 1).unsqueeze(-1)
+    return compact(line.expand(call.shape))
 
 
 def fold(run: Propagation, call: Call) -> Any:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.channels.execution import execute
-from smcp_fx.channels.labels import compress, varied_dims
+from smcp_fx.channels.labels import compact, varied_dims
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.trail import Call, Shuffle
 from smcp_fx.tracing.operations import operation_name
@@ -48,7 +48,7 @@ def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tens
         moved = torch.arange(size).reshape(view).expand(labels.shape)
         for node in chain:
             moved = _apply(run, node, moved)
-        moved = compress(moved)
+        moved = compact(moved)
         if any(d != dim for d in varied_dims(moved)):
             return False
         line = moved[tuple(slice(None) if d == dim else 0 for d in range(moved.dim()))]

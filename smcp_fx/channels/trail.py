@@ -222,3 +222,14 @@ class Trail:
     #: (node, n-th request of it) -> the first label, and how many.
     origins: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     count: int = 1  # labels handed out, 0 unused
+
+
+def tensor_leaves(tree: Any) -> list[Tensor | ParameterRef]:
+    """All label tensors and parameter references in a pytree (slices included)."""
+    found: list[Tensor | ParameterRef] = []
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, slice):
+            found += tensor_leaves((leaf.start, leaf.stop, leaf.step))
+        elif isinstance(leaf, (Tensor, ParameterRef)):
+            found.append(leaf)
+    return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.labels import compress, narrow_uniform, varied_dims
+from smcp_fx.channels.labels import compact, narrow_uniform, varied_dims
 from smcp_fx.channels.trail import Spread, Trail
 
 
@@ -68,7 +68,7 @@ class Units:
         """Units of labels; -1 for sources that always stay."""
         core = narrow_uniform(labels)
         known = torch.where(core > 0, self.unit[core.clamp(min=0)], -1)
-        return compress(known.expand(labels.shape))
+        return compact(known.expand(labels.shape))
 
 
 def close(trail: Trail) -> Units:

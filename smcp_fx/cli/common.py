@@ -46,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and end with 2."""
-        self.exit(2, f"{self.prog}: {line(message)}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {one_line(message)}; see {self.prog} --help\n")
 
     def parsed(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Parse ``argv`` (the process's own arguments by default)."""
@@ -68,6 +68,8 @@ class CommandParser(argparse.ArgumentParser):
                 )
             if "\0" in text:
                 self.error(f"{text!r} holds a null character")
+            if text.endswith("=--"):  # argparse would make a list of it
+                self.error(f"argument {text[:-3]}: expected one argument")
         return self.parse_args(given)
 
 
@@ -158,10 +160,10 @@ def guarded(
 
 def tell(problems: Console, command: str, message: object) -> None:
     """Print an error as one paragraph."""
-    problems.print(Text.assemble((f"{command}:", "red"), " ", line(message)))
+    problems.print(Text.assemble((f"{command}:", "red"), " ", one_line(message)))
 
 
-def line(text: object) -> str:
+def one_line(text: object) -> str:
     """Return foreign text as one line, without terminal control characters or endless words."""
     words = "".join(c if c.isprintable() else " " for c in str(text)).split()
     return " ".join(word if len(word) <= _LONGEST_WORD else f"{word[:200]}...{word[-100:]}" for word in words)

@@ -64,16 +64,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (sys.argv[1:] if argv is None else argv):
         return guarded("smcp-compile", lambda: _usage(console), problems, debug=False)
     debug = arguments.pop("debug")
-    where = {"state": "runs/"}
+    how_on = "Give the same command again."
 
     def run() -> int:
+        nonlocal how_on
         from smcp_fx.compiler import CompileSettings, compile_model
-        from smcp_fx.compiler.folder import placed
+        from smcp_fx.compiler.folder import how_to_go_on, placed
 
         own = own_options(arguments["backend"], arguments)
         settings = placed(replace(chosen(CompileSettings, arguments), of_backend=own))
-        where["state"] = str(settings.folder / "state")
-        report = compile_model(settings, chosen(PruningConfig, arguments), console)
+        config = chosen(PruningConfig, arguments)
+        try:
+            report = compile_model(settings, config, console)
+        except KeyboardInterrupt:
+            how_on = how_to_go_on(settings, config)
+            raise
         measured, asked = report.measured_fraction or 0.0, report.target_fraction or 0.0
         judged = report.table is not None and not report.table.foreign
         if judged and measured - asked > MISSED and not settings.allow_missed:
@@ -92,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run,
         problems,
         debug=debug,
-        interrupted=lambda: f"Continue with the same command and --resume (state in {where['state']}).",
+        interrupted=lambda: how_on,
         advice="Free space or give another --out.",
     )
 

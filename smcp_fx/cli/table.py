@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, line
+from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, one_line
 from smcp_fx.cli.networks import (
     add_network_options,
     add_targets_option,
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(arguments: argparse.Namespace, console: Console) -> int:
     from smcp_fx.blocks.sharing import unique_blocks
     from smcp_fx.latency.network import Measurer
-    from smcp_fx.latency.progress import duration, watched
+    from smcp_fx.latency.progress import duration, row_watcher
     from smcp_fx.latency.rounds import measure_for_targets
     from smcp_fx.latency.table import LatencyTable
 
@@ -134,7 +134,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"note: {remark}", markup=False)
     with LatencyTable(arguments.table) as table:
         mine = unique_blocks(network.blocks, shard, shards)
-        with watched(True) as tell:
+        with row_watcher(True) as tell:
             report = table.measure(
                 mine, backend, tell, whole=not arguments.targets,
                 retry_failed=arguments.retry_failed, retry_unstable=arguments.retry_unstable,
@@ -152,7 +152,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
         f"in {duration(report.seconds)}, for {len(mine)} blocks"
         + (f" (shard {arguments.shard})" if shards > 1 else "")
     )
-    console.print(f"  on {line(backend.fingerprint().describe())}")
+    console.print(f"  on {one_line(backend.fingerprint().describe())}")
     if report.elsewhere:
         console.print(f"  rows that the table had at {report.elsewhere} do not count for these inputs")
     _print_errors(error, console)
@@ -165,7 +165,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> int:
             f"  {len(report.unstable)} of the rows in use are unstable; --retry-unstable measures them again"
         )
     for name, widths, why in report.failed:
-        console.print(f"  failed: {line(name)} at {widths}: {line(why)}")
+        console.print(f"  failed: {one_line(name)} at {widths}: {one_line(why)}")
     return 1 if report.failed else 0
 
 
@@ -285,7 +285,7 @@ def _check(arguments: argparse.Namespace, console: Console) -> int:
         ]  # fmt: skip
     for finding in findings:
         mark = ("bad ", "red") if finding.bad else ("note", "")
-        console.print(Text.assemble(mark, f" {line(finding.what)}"))
+        console.print(Text.assemble(mark, f" {one_line(finding.what)}"))
     bad = sum(finding.bad for finding in findings)
     console.print(f"{arguments.table}: {f'{bad} problems' if bad else 'sound'}")
     return 1 if bad else 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from smcp_fx.backends.tensorrt.options import EngineSettings
-from smcp_fx.cli.common import line
+from smcp_fx.cli.common import one_line
 from smcp_fx.cli.flags import chosen
 from smcp_fx.cli.networks import network_of, wanted_of
 from smcp_fx.errors import InputError
@@ -28,7 +28,7 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
         )
     from smcp_fx.blocks.sharing import unique_blocks
     from smcp_fx.latency.table import LatencyTable
-    from smcp_fx.latency.tensorrt_requests import WORKER, device_of, emit_requests, read_answers
+    from smcp_fx.latency.tensorrt_requests import WORKER, device_fingerprint, emit_requests, read_answers
 
     if arguments.retry_unstable:
         raise InputError(
@@ -49,11 +49,11 @@ def exchange(arguments: argparse.Namespace, console: Console, shard: int, shards
                 f"{answers.unanswered} requests have no answer"
             )
             for row in [row for row in answers.rows if row.latency is None][:5]:
-                console.print(f"  failed: {line(row.name)} at {row.widths}: {line(row.error)}")
+                console.print(f"  failed: {one_line(row.name)} at {row.widths}: {one_line(row.error)}")
             fingerprint = answers.fingerprint or fingerprint
         folder: Path | None = arguments.emit_requests
         if folder is not None:
-            fingerprint = device_of(folder, options) or fingerprint
+            fingerprint = device_fingerprint(folder, options) or fingerprint
         if arguments.retry_failed:
             for block in mine:
                 table.store.forget_failures(block.signature, fingerprint)

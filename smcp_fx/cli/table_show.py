@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from smcp_fx.backends.timing.measuring import Measurement
-from smcp_fx.cli.common import line
+from smcp_fx.cli.common import one_line
 from smcp_fx.errors import InputError
 from smcp_fx.latency.inputs import input_shapes
 from smcp_fx.latency.store import TableRow
@@ -30,8 +30,8 @@ def show(path: Path, rows: Sequence[TableRow], block: str | None, console: Conso
         failed = sum(row.latency is None for row in of_print)
         unstable = sum(row.latency is not None and not row.latency.stable for row in of_print)
         fingerprint = of_print[0].fingerprint
-        console.print(Text.assemble((key, "bold"), f"  {line(fingerprint.describe())}"))
-        console.print("  " + line(", ".join(f"{name} {value}" for name, value in fingerprint.settings)))
+        console.print(Text.assemble((key, "bold"), f"  {one_line(fingerprint.describe())}"))
+        console.print("  " + one_line(", ".join(f"{name} {value}" for name, value in fingerprint.settings)))
         console.print(
             f"  {len(of_print)} rows, measured {first} to {last}; {failed} failed, {unstable} unstable"
         )
@@ -44,7 +44,7 @@ def show(path: Path, rows: Sequence[TableRow], block: str | None, console: Conso
         console.print(found)
         for row in of_print if block else ():
             if row.latency is None:
-                console.print(f"  failed: {line(row.name)} at {_sizes(row)}: {line(row.error)}")
+                console.print(f"  failed: {one_line(row.name)} at {_sizes(row)}: {one_line(row.error)}")
 
 
 def _of_block(rows: Sequence[TableRow], name: str) -> list[TableRow]:
@@ -76,8 +76,8 @@ def _blocks_table(rows: Sequence[TableRow]) -> Table:
         spans = zip(*(widths for widths, _ in found), strict=True)
         times = [latency.hot.median_ms for _, latency in found]
         table.add_row(
-            line(members[0].name),
-            line("x".join(map(str, next(iter(input_shapes(members[0].signature)), ())))),
+            one_line(members[0].name),
+            one_line("x".join(map(str, next(iter(input_shapes(members[0].signature)), ())))),
             str(len(members)),
             " x ".join(f"{min(span)}..{max(span)}" for span in spans),
             *(f"{pick(times):.4g} ms" if times else "failed" for pick in (min, max)),
@@ -109,7 +109,7 @@ def _rows_table(rows: Sequence[TableRow]) -> Table:
     for row in rows:
         states = (row.latency.hot, row.latency.cold) if row.latency else ()
         cells = [cell for state in states for cell in _state_cells(state)] or ["failed", *[""] * 5]
-        table.add_row(line(row.name), _sizes(row), *cells, _when(row.measured_at))
+        table.add_row(one_line(row.name), _sizes(row), *cells, _when(row.measured_at))
     return table
 
 

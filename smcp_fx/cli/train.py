@@ -54,14 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         from smcp_fx.errors import InputError
-        from smcp_fx.recipes.plan import describe
+        from smcp_fx.recipes.plan import recipe_line
         from smcp_fx.recipes.recipe import load_recipe, recipe_names
         from smcp_fx.recipes.run import run_recipe
         from smcp_fx.recipes.settings import RunSettings
 
         if arguments["list"]:
             for name in recipe_names():
-                console.print(describe(load_recipe(name)))
+                console.print(recipe_line(load_recipe(name)))
             return 0
         if arguments["recipe"] is None:
             raise InputError("which recipe? --list names them")

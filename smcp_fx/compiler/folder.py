@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from smcp_fx.compiler.settings import CompileSettings
+from smcp_fx.compiler.settings import CompileSettings, as_record
+from smcp_fx.config import PruningConfig
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.storage.files import brief, locked, read_json, write_texts
 
@@ -17,6 +18,7 @@ from smcp_fx.storage.files import brief, locked, read_json, write_texts
 _DEFAULT = Path("runs/compile")
 #: What a folder may hold in which a run begins; and names that begin with a dot.
 _EMPTY = {"lost+found", "state"}
+_SETTINGS = "settings.json"
 
 
 def placed(settings: CompileSettings) -> CompileSettings:
@@ -40,13 +42,28 @@ def placed(settings: CompileSettings) -> CompileSettings:
     return replace(settings, out=str(folder.absolute()))
 
 
+def how_to_go_on(settings: CompileSettings, config: PruningConfig) -> str:
+    """Say how an interrupted run of these settings (after `placed`) goes on: by --resume, if it had begun."""
+    text = settings.folder / "state" / _SETTINGS
+    try:
+        begun = json.loads(text.read_text(encoding="utf-8")) == as_record(settings, config)
+    except (OSError, ValueError):
+        begun = False
+    if not begun:
+        return "Nothing had begun: give the same command again."
+    if not settings.trains:
+        return "Without training there is nothing to resume: give the same command again, with --overwrite."
+    return f"Continue with the same command and --resume (state in {settings.folder / 'state'})."
+
+
 class RunFolder:
     """The folder of ``settings`` (after `placed`), for a run with this ``record`` of its settings."""
 
     def __init__(self, settings: CompileSettings, record: Mapping[str, Any]) -> None:
         self.folder, self.state = settings.folder, settings.folder / "state"
         self._resume, self._overwrite, self._record = settings.resume, settings.overwrite, record
-        self._file = self.state / "settings.json"
+        self._trains = settings.trains
+        self._file = self.state / _SETTINGS
         self._begun = False
 
     def look(self) -> None:
@@ -68,9 +85,9 @@ class RunFolder:
                 f"{self.folder} holds files that are no run's ({listed}): give an --out that is new or empty"
             )
         if there and not self._overwrite:
+            resumed = "go on with it by --resume, " if self._trains else ""
             raise CheckpointError(
-                f"{self.folder} holds a run ({listed}): go on with it by --resume, replace it by --overwrite, or "
-                "give another --out"
+                f"{self.folder} holds a run ({listed}): {resumed}replace it by --overwrite, or give another --out"
             )
 
     @contextlib.contextmanager

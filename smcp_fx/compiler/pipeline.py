@@ -145,25 +145,7 @@ class _Compilation:
                 self.tell.note(remark)
         fraction = asked_fraction(prepared, settings.wanted, dense_latency(prepared, dense, cost))
         corrector = Corrector(prepared, backend, dense, inputs, fraction, folder / "state", self.tell.say)
-        results: list[Epoch] = []
-        without: dict[str, Any] = {}
-        corrects = isinstance(cost, LatencyCost) and not cost.foreign
-        if settings.masks:
-
-            def solved(solve: Solve) -> None:
-                if corrects:
-                    corrector.after(solve)
-                self._tell_rows(prepared, f"solve at step {solve.step}")
-
-            results = phases.masks(prepared, solved, resumed=corrector.resume)
-            smaller: nn.Module = convert(prepared)
-        else:
-            smaller, corrector, without = self._chosen(prepared, phases, corrector, corrects)
-            fraction = corrector.fraction
-            if settings.trains:
-                results = phases.tune(smaller)
-        if settings.trains:
-            phases.recalibrate(smaller)
+        smaller, corrector, results, without = self._pruned(prepared, phases, corrector, cost)
         with self.tell.stage("emitting"):
             smaller = smaller.cpu()
             self.saver.save(smaller, prepared, folder / WEIGHTS)
@@ -178,7 +160,7 @@ class _Compilation:
         note_guesses(data, accuracies[0], accuracies[1], settings.rate, self.tell)
         report = build_report(
             settings, self.config, prepared, fitted, data, backend, corrector,
-            FinalFigures(measured, tuple(accuracies), fraction),
+            FinalFigures(measured, tuple(accuracies), corrector.fraction),
             begun=self._begun,
             training=[("dense", dense_results), ("prune", results)],
             seconds=self.tell.seconds,
@@ -188,6 +170,30 @@ class _Compilation:
             last = target_row(prepared, measured, accuracies[1], report.files["pruned"])
             without["targets"] = (*without["targets"], last)
         return self._write(replace(report, precision=precision, **without), prepared, pruned)
+
+    def _pruned(
+        self, prepared: PreparedModel, phases: Phases, corrector: Corrector, cost: str | LatencyCost
+    ) -> tuple[nn.Module, Corrector, list[Epoch], dict[str, Any]]:
+        """The pruned and trained network, what measured it, its epochs, and what the report says of calibration."""
+        corrects = isinstance(cost, LatencyCost) and not cost.foreign
+        results: list[Epoch] = []
+        without: dict[str, Any] = {}
+        if self.settings.masks:
+
+            def solved(solve: Solve) -> None:
+                if corrects:
+                    corrector.after(solve)
+                self._tell_rows(prepared, f"solve at step {solve.step}")
+
+            results = phases.masks(prepared, solved, resumed=corrector.resume)
+            smaller: nn.Module = convert(prepared)
+        else:
+            smaller, corrector, without = self._chosen(prepared, phases, corrector, corrects)
+            if self.settings.trains:
+                results = phases.tune(smaller)
+        if self.settings.trains:
+            phases.recalibrate(smaller)
+        return smaller, corrector, results, without
 
     def _write(self, report: Report, prepared: PreparedModel, pruned: Engine) -> Report:
         """Write the report, with the engine's layers where it tells them, and print its tables."""

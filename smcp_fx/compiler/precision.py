@@ -20,7 +20,7 @@ from smcp_fx.zoo.models import FittedModel
 
 #: Images that tell the ranges of activations: more widened them by little. Chosen, not measured.
 _RANGE_IMAGES = 128
-#: A loss of accuracy by more than this is looked into, and so many layers are named.
+#: A loss of accuracy by more than this is looked into, and so many layers are named. Chosen, not measured.
 _LOSS, _NAMED = 0.01, 5
 
 

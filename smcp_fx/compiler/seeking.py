@@ -10,7 +10,7 @@ import numpy as np
 
 #: A measured fraction this far from the target is good enough to leave the masks as they are.
 CLOSE = 0.01
-#: Most further solves for a target. Up to four met 124 of 126 targets, up to six all (docs: Experiments); the last
+#: Most further solves for a target. Up to four met 124 of 126 targets, up to six all (docs: experiments.md); the last
 #: ones are for small networks on a busy machine, whose measurements vary by a point.
 TRIES = 5
 #: Predictions nearer than this (in logarithms) say nothing about the slope of the measured latency. Chosen, not

@@ -11,7 +11,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from smcp_fx.latency.progress import Lines, MeasuringProgress, told
+from smcp_fx.latency.progress import Lines, MeasuringProgress, progress_line
 from smcp_fx.training import Epoch
 
 
@@ -88,4 +88,4 @@ class Teller:
             self._lines.show(state)
         else:
             progress, task, name = self._bar
-            progress.update(task, description=f"{name}: {told(state)}")
+            progress.update(task, description=f"{name}: {progress_line(state)}")

@@ -15,7 +15,7 @@ import torch
 #: A 1-D ``numpy.ndarray`` or ``torch.Tensor``; all arrays of one solve are of one kind, on one device.
 Array = Any
 
-#: Cells of an outer sum formed at once (a byte and a float64 each); larger ones go row by row.
+#: Cells of an outer sum formed at once (a byte and a float64 each); larger ones go row by row. Chosen: 18 MB.
 _LARGEST_OUTER = 1 << 21
 
 

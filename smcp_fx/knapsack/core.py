@@ -12,7 +12,7 @@ from smcp_fx.knapsack.arrays import Array
 from smcp_fx.knapsack.dual import Groups
 from smcp_fx.knapsack.problem import KnapsackProblem, quantise
 
-#: Greedy moves per filling; each is one pass over the core.
+#: Greedy moves per filling; each is one pass over the core. Chosen, not measured.
 _MAX_MOVES = 256
 
 

@@ -23,7 +23,8 @@ from smcp_fx.knapsack.dual import KnapsackDual, solve_dual
 #: Spacings tried: this many quantiles of the differences between neighbouring costs of a group.
 _SPACINGS = 16
 
-#: How many of them get a multiplier of their own: those with the tightest bounds at the capacity's multiplier.
+#: How many of them get a multiplier of their own: those with the tightest bounds at the capacity's multiplier. Both
+#: chosen, not measured.
 _FINALISTS = 3
 
 

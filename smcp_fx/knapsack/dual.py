@@ -22,6 +22,7 @@ import numpy as np
 from smcp_fx.knapsack.arrays import Array, ArrayOps
 
 #: Above this many options, and after this many cuts, options that no remaining multiplier can choose are dropped.
+#: Chosen, not measured.
 _NARROW_FROM, _NARROW_AFTER = 1 << 14, 3
 
 #: Most secant cuts. They end by themselves (7 to 18 on networks); stopping early only loosens the bound a little.

@@ -16,13 +16,14 @@ from smcp_fx.knapsack.search import BYTES_PER_STATE, BYTES_PER_STEP, Effort, sea
 #: Most partial choices a half may hold, level by level; the next level is tried when one yields nothing more.
 _LEVELS = tuple(1 << bits for bits in (12, 15, 17, 19, 21, 23))
 
-#: The first budget admits this many options beyond one a group; later ones grow by the factor.
+#: The first budget admits this many options beyond one a group; later ones grow by the factor. Chosen, not measured.
 _FIRST_OPTIONS, _GROWTH = 24, 3.0
 
-#: A budget that falls short of what is open by less than this factor is raised to it.
+#: A budget that falls short of what is open by less than this factor is raised to it. Chosen, not measured.
 _NEARLY = 1.5
 
-#: If this many partial choices a half do not settle it, a relative gap this small is left open.
+#: If this many partial choices a half do not settle it, a relative gap this small is left open. Chosen, not
+#: measured.
 _PATIENT_LEVEL, _SMALL_GAP = 1 << 17, 1e-9
 
 

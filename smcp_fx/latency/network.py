@@ -20,14 +20,14 @@ from smcp_fx.costs.parameters import ParamsCost
 from smcp_fx.costs.terms import without_branch
 from smcp_fx.errors import MachineBusyError, TableError
 from smcp_fx.latency.filling import MeasureReport
-from smcp_fx.latency.progress import Watcher, watched
+from smcp_fx.latency.progress import Watcher, row_watcher
 from smcp_fx.latency.residency import OF_ACTIVATIONS, Residency, Whole
 from smcp_fx.latency.surface import Surface
 from smcp_fx.latency.table import LatencyTable
 from smcp_fx.tracing.tracer import Traced
 
 #: A smaller count is offered only if it saves this share of its blocks' latency, as rows are no more certain than
-#: that (docs: Experiments).
+#: that (docs: experiments.md).
 _LEAST_SAVING = 0.02
 #: How uncertain the dense and the chosen networks' latencies may be because rows are not measured, as a share of the
 #: latency. Chosen: a measured row differs from itself by more.
@@ -39,7 +39,7 @@ _LEAST_DAMPING = 0.25
 
 @dataclass(frozen=True)
 class Measurer:
-    """Measures rows that a table lacks. ``progress`` as `watched` takes it."""
+    """Measures rows that a table lacks. ``progress`` as `row_watcher` takes it."""
 
     backend: Backend
     progress: bool | Watcher = True
@@ -91,7 +91,7 @@ class NetworkLatency:
         """
         report = None
         if measurer is not None:
-            with watched(measurer.progress) as tell:
+            with row_watcher(measurer.progress) as tell:
                 report = table.measure(blocks, measurer.backend, tell, whole=False)
         parameters = list(traced.module.parameters())
         own_bytes = parameters[0].element_size() if parameters else 4
@@ -158,7 +158,7 @@ class NetworkLatency:
         """Measure these rows, or find them measured; return whether prices changed."""
         if self.measurer is None or not rows:
             return False
-        with watched(self.measurer.progress) as tell:
+        with row_watcher(self.measurer.progress) as tell:
             found = self.table.learn(rows, self.blocks, self.measurer.backend, tell)
         self.report = found if self.report is None else found.after(self.report)
         blocks, points = zip(*rows, strict=True)

@@ -27,7 +27,7 @@ Watcher = Callable[[MeasuringProgress], None]
 
 
 @contextlib.contextmanager
-def watched(progress: bool | Watcher) -> Iterator[Watcher | None]:
+def row_watcher(progress: bool | Watcher) -> Iterator[Watcher | None]:
     """Give the function to call after every row; None if nothing is shown.
 
     ``progress``: True for a bar on standard error, or a line there each minute if that is not a terminal; False for
@@ -50,7 +50,7 @@ def duration(seconds: float) -> str:
     return f"{whole} s" if whole < 90 else f"{whole // 60} min {whole % 60:02d} s"
 
 
-def told(state: MeasuringProgress) -> str:
+def progress_line(state: MeasuringProgress) -> str:
     """Return the progress in words."""
     return f"{state.measured} rows, about {duration(state.remaining_seconds)} left ({state.block})"
 
@@ -65,7 +65,7 @@ def _bar() -> Iterator[Watcher]:
         task = bar.add_task("", total=1.0)
 
         def show(state: MeasuringProgress) -> None:
-            bar.update(task, completed=state.fraction, description=told(state))
+            bar.update(task, completed=state.fraction, description=progress_line(state))
 
         yield show
 
@@ -80,4 +80,4 @@ class Lines:
         """Write a line if the last one was long enough ago."""
         if time.monotonic() - self._last >= _LINE_SECONDS:
             self._last = time.monotonic()
-            print(f"measuring the latency table: {told(state)}", file=sys.stderr, flush=True)
+            print(f"measuring the latency table: {progress_line(state)}", file=sys.stderr, flush=True)

@@ -20,13 +20,13 @@ from smcp_fx.errors import InputError
 
 # The constants of this model were fitted to measurements of 21 pairs of network and setting on two occasions, where
 # they lowered the mean error from 4.6 to 3.9% and from 4.2 to 3.2%; on a third, from 3.0 to 2.8% (docs:
-# Experiments).
+# experiments.md).
 #: How fast the share rises with the footprint; it is half-way up where the footprint is as large as the cache.
 _STEEPNESS = 2.0
 #: The share is half-way up after this part of the time in which half of what was read once is gone; how fast it rises
 #: with time.
 _OF_HALF_MS, _STEEPNESS_IN_TIME = 0.7, 3.2
-#: The share of weights that come from memory however small and fast a network is.
+#: The share of weights that come from memory however small and fast a network is. Fitted as those above.
 _FLOOR = 0.03
 #: How much a byte that blocks write counts beside a byte of weights: runtimes reuse memory within a run. On six
 #: records of networks 0.25 to 0.5 predict nearly alike, and better than 0.

@@ -17,7 +17,7 @@ from smcp_fx.latency.scale import Scale
 from smcp_fx.latency.surface import Point, Surface
 
 #: Where a block is measured first, as shares of its full widths; 0 is the smallest width. Found by simulation on
-#: recorded tables of five networks (docs: Experiments).
+#: recorded tables of five networks (docs: experiments.md).
 _BEGINNING = {
     0: ((),),
     1: ((1.0,), (0.5,), (0.25,), (0.0,)),

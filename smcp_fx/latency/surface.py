@@ -28,7 +28,7 @@ Ints = NDArray[np.int64]
 
 #: Standard deviations, in logarithms, of the factor that the bilinear form leaves: the same for all widths, of each
 #: width by itself, of both together, and of what changes faster; of the other path's cost, and how that changes; of a
-#: row's noise. Chosen by how well they predict held-out rows of five networks (docs: Experiments).
+#: row's noise. Chosen by how well they predict held-out rows of five networks (docs: experiments.md).
 _ALIKE, _EACH, _BOTH, _FAST, _PATH, _ALONG, _ROW = 0.05, 0.10, 0.10, 0.04, 0.7, 0.15, 0.015
 #: Length scales, in logarithms of widths: of what changes slowly, and fast. Chosen as the line above.
 _SLOWLY, _QUICKLY = 1.0, 0.35

@@ -160,7 +160,7 @@ def read_answers(folder: Path) -> Answers:
     return Answers(tuple(rows), unanswered, fingerprint)
 
 
-def device_of(folder: Path, options: BuildOptions) -> Fingerprint | None:
+def device_fingerprint(folder: Path, options: BuildOptions) -> Fingerprint | None:
     """Return the fingerprint of the device that has worked on ``folder``; None if none has."""
     file = folder / "device.json"
     if not file.exists():

@@ -15,7 +15,7 @@ from smcp_fx.passes.insert_soft_masks import masked_layers
 from smcp_fx.pruning import ranks
 from smcp_fx.pruning.state import PruningState
 
-#: Elements of a product that are made at a time on a CPU: they are summed before they leave its cache.
+#: Elements of a product that are made at a time on a CPU: they are summed before they leave its cache (512 KiB).
 _CHUNK = 1 << 17
 
 

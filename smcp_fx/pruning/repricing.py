@@ -10,7 +10,7 @@ from smcp_fx.errors import InfeasibleBudgetError
 from smcp_fx.pruning.selection import Choice
 
 #: A cost is priced again around each choice, at most this often, until the choice lies within the target (but for
-#: rounding), and less than this share below it.
+#: rounding), and less than this share below it. Chosen, not measured.
 _PRICINGS, MISS, OVER = 8, 0.011, 1e-9
 #: How far the price of a choice may be in doubt, as a share: while the target still falls, and of the last choices.
 #: Once measuring a choice has moved its price by less than the third, another round is not worth it.

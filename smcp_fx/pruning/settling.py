@@ -18,7 +18,8 @@ from smcp_fx.cost_model import NetworkCost
 
 Floats = NDArray[np.float64]
 
-#: Most evaluations of counts in a search; more would cost more time than steadier masks are worth.
+#: Most evaluations of counts in a search; more would cost more time than steadier masks are worth. Chosen, not
+#: measured.
 _EVALUATIONS = 400
 
 

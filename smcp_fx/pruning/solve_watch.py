@@ -8,7 +8,7 @@ from smcp_fx.pruning.solve import Solve
 from smcp_fx.schedule import Schedule
 from smcp_fx.texts import amount
 
-#: Masks oscillate when more than this share of the units changes back at a solve ...
+#: Masks oscillate when more than this share of the units changes back at a solve (chosen, not measured) ...
 OSCILLATION = 0.05
 #: ... this many solves in a row, with the target at rest. Chosen, not measured.
 _IN_A_ROW = 5

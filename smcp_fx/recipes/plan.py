@@ -229,7 +229,7 @@ def _optimiser(timeline: Timeline) -> str:
     return "; ".join(parts)
 
 
-def describe(recipe: Recipe) -> str:
+def recipe_line(recipe: Recipe) -> str:
     """One line about a recipe, for a list."""
     if recipe.pruning.target == 1:
         return f"{recipe.name}: {recipe.network}, trained without pruning"

@@ -18,7 +18,7 @@ def world() -> int:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[torch.device]:
+def joined_ranks(device: str) -> Iterator[torch.device]:
     """Join the other ranks, if any, and give this one its device ("auto": a GPU if there is one)."""
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: PyTorch sees no GPU here; train with --device cpu")

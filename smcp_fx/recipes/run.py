@@ -24,7 +24,7 @@ from smcp_fx.pruning import ranks
 from smcp_fx.recipes.classification import Classification
 from smcp_fx.recipes.plan import print_dense_plan, print_plan
 from smcp_fx.recipes.pricing import recipe_cost, runtime_here
-from smcp_fx.recipes.processes import joined, world
+from smcp_fx.recipes.processes import joined_ranks, world
 from smcp_fx.recipes.recipe import Recipe, load_recipe
 from smcp_fx.recipes.record import Record, figures_of, write_record
 from smcp_fx.recipes.settings import RunSettings
@@ -55,7 +55,7 @@ def run_recipe(
     writes and prints. Raises the library's errors for whatever does not fit, before anything is trained where it
     can be known then.
     """
-    with joined(settings.device) as device:
+    with joined_ranks(settings.device) as device:
         shown = console or Console()
         quiet = Console(quiet=True)
         run = _Training(name, settings, tuple(overrides), device, shown if ranks.rank() == 0 else quiet)

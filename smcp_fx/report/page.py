@@ -214,19 +214,18 @@ def _without_training(report: Report) -> list[Markup]:
         words = (
             "Each point is a network of its own, measured beside the dense one, with a file in this folder."
         )
-        drawn.append(
-            _figure(
-                "What each target costs", words, target_curve(report), _numbers(head, target_rows(report))
-            )
-        )
+        curve = _both(target_curve(report), target_curve(report, NARROW))
+        drawn.append(_figure("What each target costs", words, curve, _numbers(head, target_rows(report))))
     if report.calibration is not None:
         layers = report.calibration.layers
         names = ("path", "before", "after", "repaired", "positions", "inputs", "left")
         rows = [[getattr(layer, name) for name in names] for layer in layers]
         table = _numbers(("layer", *names[1:-1], "left as it was"), rows)
-        drawn.append(
-            _figure("Repaired layers", repair_words(report, report.calibration), repair_bars(layers), table)
+        bars, words = (
+            _both(repair_bars(layers), repair_bars(layers, NARROW)),
+            repair_words(report, report.calibration),
         )
+        drawn.append(_figure("Repaired layers", words, bars, table))
         if report.calibration.worth:
             drawn.append(_worth(report.calibration.worth))
     return drawn

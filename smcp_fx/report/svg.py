@@ -30,9 +30,9 @@ def element(name: str, /, *children: str, **attributes: object) -> Markup:
     return Markup(f"<{name}{written}>" if void else f"<{name}{written}>{inner}</{name}>")
 
 
-def join(parts: Iterable[Markup], separator: str = "") -> Markup:
+def join(parts: Iterable[Markup]) -> Markup:
     """Return the parts one after the other."""
-    return Markup(separator.join(parts))
+    return Markup("".join(parts))
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
@@ -135,14 +135,14 @@ class Panel:
         """The x of the right edge."""
         return self.left + self.width
 
-    def y_axis(self, title: str, suffix: str = "", about: int = 4) -> list[Markup]:
+    def y_axis(self, title: str, about: int = 4) -> list[Markup]:
         """Return grid lines with their values, and the axis' title above them."""
         drawn = [text(self.left, self.top - 10, title, "axis-title")]
         marks = ticks(*self.y_range, about)
         for mark in marks:
             kind = "baseline" if mark == self.y_range[0] else "grid"
             drawn.append(line(self.left, self.y(mark), self.right, self.y(mark), kind))
-            drawn.append(text(self.left - 8, self.y(mark) + 4, _tick(mark, marks) + suffix, "tick", "end"))
+            drawn.append(text(self.left - 8, self.y(mark) + 4, _tick(mark, marks), "tick", "end"))
         return drawn
 
     def x_axis(self, title: str, about: int = 6, suffix: str = "") -> list[Markup]:

@@ -92,7 +92,9 @@ def trade_off(series: Sequence[Series], title: str, across: str = "measured spee
             body.append(_mark(x, y, index, tip))
     body += _key([entry.name for entry in drawn], panel.right + 22, panel.top + 4)
     words = f"{title}: accuracy over measured speed-up of {', '.join(entry.name for entry in drawn)}"
-    return alone(panel.bottom + 46, max(panel.bottom + 46, panel.top + _PITCH * len(drawn) + 20), words, body)
+    return svg_file(
+        panel.bottom + 46, max(panel.bottom + 46, panel.top + _PITCH * len(drawn) + 20), words, body
+    )
 
 
 def _mark(x: float, y: float, index: int, tip: str = "") -> Markup:
@@ -117,7 +119,7 @@ def _key(names: Sequence[str], x: float, y: float) -> list[Markup]:
     return drawn
 
 
-def alone(below: float, height: float, words: str, body: Sequence[Markup]) -> Markup:
+def svg_file(below: float, height: float, words: str, body: Sequence[Markup]) -> Markup:
     """A whole SVG file: its name space, style and paper."""
     paper = rect(0, 0, _WIDTH, max(below, height), "paper")
     inner = picture(_WIDTH, max(below, height), words, [element("style", Markup(_style())), paper, *body])

@@ -10,7 +10,7 @@ from smcp_fx.report.svg import Markup, Panel, dot, line, path, picture, rounded_
 
 #: Panels side by side on a screen, and on a telephone.
 ACROSS, NARROW_ACROSS = 6, 2
-#: More would be a wall of them.
+#: More panels would be a wall of them. Chosen, not measured.
 PANELS = 40
 _LEFT, _CELL, _WIDE, _HIGH = 44.0, 158.0, 130.0, 70.0
 _LETTERS = 20

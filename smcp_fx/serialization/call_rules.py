@@ -118,10 +118,10 @@ def _value(root: nn.Module, target: str) -> Any:
 
 
 def _refused(node: fx.Node, why: str) -> CheckpointError:
-    return CheckpointError(f"{describe(node)}: {why}")
+    return CheckpointError(f"{place_of(node)}: {why}")
 
 
-def describe(node: fx.Node) -> str:
+def place_of(node: fx.Node) -> str:
     """Name a node, and the module whose forward made it, if known."""
     stack = node.meta.get("nn_module_stack")
     path = list(stack.values())[-1][0] if stack else ""

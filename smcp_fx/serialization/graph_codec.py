@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from smcp_fx.errors import CheckpointError
-from smcp_fx.serialization.call_rules import describe
+from smcp_fx.serialization.call_rules import place_of
 from smcp_fx.serialization.safe_operations import LEAF_FUNCTIONS, function_names, functions
 from smcp_fx.serialization.saved_names import check_argument, check_identifier, check_path
 from smcp_fx.storage.value_codec import Special, decode_value, encode_value
@@ -23,7 +23,7 @@ _OPERATIONS = ("placeholder", "get_attr", "call_function", "call_method", "call_
 _MOST_NODES = 200_000
 
 
-def function_name(function: Any, where: str) -> str:
+def saved_name(function: Any, where: str) -> str:
     """Return the name a function is saved under; `CheckpointError` for one that is not on the list."""
     try:
         name = function_names().get(function)
@@ -79,13 +79,13 @@ def _generates_its_code(graph: fx.Graph) -> bool:
 
 
 def _encode_node(node: fx.Node) -> dict[str, Any]:
-    where = describe(node)
+    where = place_of(node)
 
     def special(value: Any) -> Any:
         return {"node": value.name} if isinstance(value, fx.Node) else None
 
     target = node.target
-    saved = function_name(target, where) if node.op == "call_function" else str(target)
+    saved = saved_name(target, where) if node.op == "call_function" else str(target)
     data = {
         "name": node.name,
         "op": node.op,
@@ -163,7 +163,7 @@ def _is_choice(node: fx.Node) -> bool:
 def saved_function_names(graph: fx.Graph) -> dict[fx.Node, str]:
     """Return the name under which each node's function is saved; `CheckpointError` for one without a name."""
     return {
-        node: function_name(node.target, describe(node)) for node in graph.nodes if node.op == "call_function"
+        node: saved_name(node.target, place_of(node)) for node in graph.nodes if node.op == "call_function"
     }
 
 

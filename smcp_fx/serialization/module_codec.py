@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.errors import CheckpointError
 from smcp_fx.serialization.call_rules import check_calls
-from smcp_fx.serialization.graph_codec import find_function, function_name, saved_function_names
+from smcp_fx.serialization.graph_codec import find_function, saved_function_names, saved_name
 from smcp_fx.serialization.parameter_shapes import check_shapes
 from smcp_fx.serialization.safe_modules import attribute_names, check_attributes, class_name, find_class
 from smcp_fx.serialization.saved_names import check_identifier, check_path
@@ -74,7 +74,7 @@ def _encode_module(
         if isinstance(value, Tensor):
             return {"tensor": tensor(attribute, value)}
         if callable(value) and not isinstance(value, type):
-            return {"function": function_name(value, f"{where}, attribute {attribute!r}")}
+            return {"function": saved_name(value, f"{where}, attribute {attribute!r}")}
         return None
 
     wanted = attribute_names(kind)

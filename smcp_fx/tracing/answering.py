@@ -48,7 +48,7 @@ class AnsweringTracer(fx.Tracer):
 
     @abstractmethod
     def check_parts(self, obj: Proxy) -> None:
-        """Where a fixed number of parts is unpacked of a tensor that was split: there are as many."""
+        """Assume that a split gives as many parts as are unpacked from it."""
 
     @abstractmethod
     def keep_symbolic(self, obj: Proxy, caller: FrameType) -> None:
@@ -56,4 +56,4 @@ class AnsweringTracer(fx.Tracer):
 
     @abstractmethod
     def in_place(self, written: Callable[..., Any], obj: Proxy, other: Any) -> Any:
-        """`x += y`: it writes into inputs and views, which others see; a tensor of its own gets another name."""
+        """Record `x += y`: a write into a tensor, a new value of a number."""

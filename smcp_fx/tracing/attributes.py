@@ -98,10 +98,10 @@ def numbers_of(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
 
 
 class Assignments:
-    """A context in which a buffer may be assigned what it is in another type or on another device.
+    """While it is entered, forward may assign to a buffer what it is in another type or on another device.
 
-    The module's own dict shadows the buffer then; who traces takes the entry away again. ``assigned`` is told of
-    every assignment.
+    The value goes into the module's dict, where it shadows the buffer; whoever traces removes it again. ``assigned``
+    is called at every assignment.
     """
 
     def __init__(self, held: dict[str, Tensor], assigned: Callable[[], None]) -> None:

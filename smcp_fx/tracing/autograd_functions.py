@@ -1,8 +1,8 @@
-"""`torch.autograd.Function`: called as it is, so that its own backward stays, unless it is autograd's anyway.
+"""Calls of `torch.autograd.Function` stay calls, which keeps their own backward, unless it is autograd's anyway.
 
     Reverse.apply(x)   is one call in the graph; traced through, it would be what autograd makes of its forward
 
-Of those that are called, nothing is known of what they do with channels: what they read and return is pinned.
+What such a call does with channels is unknown: what it reads and returns is pinned.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from smcp_fx.tracing.plain_functions import forward_of_function, is_plain_functi
 def functions_kept(tracer: Any) -> Iterator[None]:
     """While it lasts, functions of autograd that are applied to proxies become nodes.
 
-    So do those whose `apply` was taken before (`swish = Swish.apply`): it is code in C, which looks up the class's
-    forward without gradients, and the class of the backward before that, when gradients still are as they were.
+    So do those whose `apply` was bound before (`swish = Swish.apply`). That is code in C, which looks up two
+    attributes: the class of the backward, while gradients are as the model has set them, then the forward.
     """
     gradients = [True]
 
@@ -51,9 +51,8 @@ def functions_kept(tracer: Any) -> Iterator[None]:
             return lambda *args: None if _any_proxy(args) else found(*args)
         if name != "forward":
             return found
-        separate = (
-            type.__getattribute__(cls, "setup_context") is not _NO_SETUP
-        )  # forward is given no context then
+        # Where a function sets up its context apart, forward is given none.
+        separate = type.__getattribute__(cls, "setup_context") is not _NO_SETUP
 
         def forward(*args: Any) -> Any:
             if not _any_proxy(args):

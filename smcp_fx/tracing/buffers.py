@@ -2,8 +2,8 @@
 
     if self.training: self.mean.mul_(0.9).add_(0.1 * x.mean((0, 2, 3)))
 
-A graph that holds both modes would write in both; and tracing itself would run some of the writes, and lose
-assignments. Counters (buffers of integers) are not worth this: only their values are restored.
+A graph of both modes would write in both, and tracing itself would run some of the writes and lose assignments.
+Buffers of integers (counters) are not worth this: only their values are restored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Buffers:
         ]
 
     def restore(self) -> set[str]:
-        """Give them their values back, if not their names; returns the modules whose numbers were changed."""
+        """Put the values back, under whatever name; return the paths of the modules whose numbers had changed."""
         written = set()
         for path, module, name, buffer, value in self._held:
             same = bool(((buffer == value) | (value != value)).all())
@@ -63,7 +63,7 @@ class Buffers:
 
 
 def keep_in_state(model: nn.Module, traced: nn.Module) -> None:
-    """Give the graph's module what the graph does not read, of the model's state: branches not taken have weights.
+    """Add to the graph's module the parameters and buffers that the graph does not read, as of branches not taken.
 
     The state dict keeps its keys, so that checkpoints of the original load, and those of the graph load there; and
     parameters keep their order, by which optimisers' state dicts and averages of weights know them. A module that
@@ -110,7 +110,7 @@ def _keep_order(model: nn.Module, traced: nn.Module) -> None:
 
 
 def _owner(traced: nn.Module, name: str) -> nn.Module:
-    """The module that holds what has this name; made where there is none."""
+    """Return the module that holds what has this name; it is made where there is none."""
     owner = traced
     for part in name.split(".")[:-1]:
         if not hasattr(owner, part):

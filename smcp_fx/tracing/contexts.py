@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.errors import TraceError
 from smcp_fx.tracing.mode_reads import made_beside, returned_instead
 from smcp_fx.tracing.modes import ModeInterpreter
-from smcp_fx.tracing.operations import describe, operation_name, writes_in_place
+from smcp_fx.tracing.operations import operation_name, readable_name, writes_in_place
 from smcp_fx.tracing.values import OPAQUE, TensorInfo
 
 #: Marks nodes that were made while autograd was off.
@@ -130,7 +130,7 @@ def detach_frozen(
         source = node.args[0] if node.args else None
         if node in frozen and writes_in_place(node, traced) and source not in frozen:
             raise TraceError(
-                f"{describe(node)} writes, under torch.no_grad(), into {source}, which has gradients: write it "
+                f"{readable_name(node)} writes, under torch.no_grad(), into {source}, which has gradients: write it "
                 "out of place, or move it into a module that is named in prepare(..., leaves=[...])."
             )
         if node in frozen and node in returned and returned[node] not in frozen:
@@ -208,7 +208,7 @@ def pin_layers(module: nn.Module, nodes: Iterable[fx.Node]) -> None:
             weights = [w for n in read if isinstance(w := _attribute(module, str(n.target)), nn.Parameter)]
         if any(weight.dim() > 1 for weight in weights):
             node.meta.setdefault(
-                OPAQUE, f"{node.target if node.op == 'call_module' else describe(node)!r} {_FROZEN}"
+                OPAQUE, f"{node.target if node.op == 'call_module' else readable_name(node)!r} {_FROZEN}"
             )
 
 
@@ -244,7 +244,7 @@ def _detached(graph: fx.Graph, node: fx.Node, values: dict[str, Any]) -> fx.Node
             made = graph.call_function(type(value) if type(value) in (tuple, list) else tuple, (parts,))
     else:
         raise TraceError(
-            f"{describe(node)} returns a {type(value).__name__} under torch.no_grad(): return tensors."
+            f"{readable_name(node)} returns a {type(value).__name__} under torch.no_grad(): return tensors."
         )
     values[made.name] = value
     return made

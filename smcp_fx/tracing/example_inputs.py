@@ -15,7 +15,7 @@ from smcp_fx.tracing.example_runs import first_line, run_eager
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 #: Sides that are tried, smallest first, by the number of an image's dimensions.
 _SIDES = {1: (32, 64, 224, 299), 2: (32, 64, 224, 299), 3: (16, 32, 112)}
-#: Frames of a video, at most.
+#: Frames of a video, at most. Chosen, not measured.
 _FRAMES = 16
 
 

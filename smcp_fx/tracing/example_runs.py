@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.tracing.attributes import Attributes
 from smcp_fx.tracing.modes import ALWAYS, ModeInterpreter
 from smcp_fx.tracing.multiply_adds import MultiplyAdds
-from smcp_fx.tracing.shape_tracer import plain_lists
-from smcp_fx.tracing.values import TensorInfo
+from smcp_fx.tracing.values import TensorInfo, plain_lists
 
 #: max |eager - traced| may reach this share of the output's scale: both run the same kernels in the same order.
 _SAME = 1e-6

@@ -61,7 +61,7 @@ class GradientQuestions:
         return not known.isdisjoint(self._nodes)
 
     def compare(self, without: Traced, kept: Traced) -> None:
-        """Refuse a model that computes something else where gradients are kept; else, what runs with them does."""
+        """Raise `TraceError` where the graphs differ; else nodes keep gradients where those of ``kept`` do."""
         left, right = (list(graph.nodes) for graph, _ in (without, kept))
         twin = dict(zip(right, left, strict=False))
         same = len(left) == len(right)
@@ -86,7 +86,7 @@ class GradientQuestions:
 
 
 def _tuples(tree: Any) -> Any:
-    """Lists as tuples: a function that is called by way of a checkpoint gets one for the other."""
+    """Return lists as tuples: a checkpoint hands a function one in place of the other."""
     if isinstance(tree, (tuple, list)):
         return tuple(map(_tuples, tree))
     return {key: _tuples(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
@@ -99,9 +99,9 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 class Checkpoints:
-    """A context in which `torch.utils.checkpoint` just calls what it is given, where that is being traced.
+    """While it is entered, `torch.utils.checkpoint` just calls what it is given, where that is being traced.
 
-    ``every``: elsewhere, too.
+    ``every``: everywhere.
     """
 
     def __init__(self, *, every: bool = False) -> None:

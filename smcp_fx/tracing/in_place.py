@@ -34,7 +34,7 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     operator.ior: operator.or_,
     operator.ixor: operator.xor,
 }
-#: What gives numbers, also of a tensor.
+#: Operations that give numbers, even of a tensor.
 _NUMBERS = {"getattr", "getitem", "size", "dim", "numel", "len", "ndimension", "stride", "nelement", "type"}
 
 _CALLS = ("call_function", "call_method", "call_module")

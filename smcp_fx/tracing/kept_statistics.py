@@ -51,7 +51,7 @@ def one_kept(x: Tensor, mask: Tensor) -> Tensor:
 def spread_kept(x: Tensor, mask: Tensor, dims: Sequence[int], correction: int) -> Tensor:
     """Return ``x`` so that its mean and variance over ``dims`` are those of the kept channels.
 
-    ``correction``: what the variance's divisor is less than the number of elements.
+    ``correction``: the number of elements minus the variance's divisor.
     """
     mask = mask.to(x.dtype)
     total = math.prod([x.shape[dim] for dim in dims])
@@ -66,8 +66,9 @@ def spread_kept(x: Tensor, mask: Tensor, dims: Sequence[int], correction: int) -
 class _Normalise(torch.autograd.Function):
     """(x - mean) / sqrt(variance + eps) * weight + bias, by the kept channels' statistics over ``dims``.
 
-    Without the mean if not ``centred``. Returns the normalised values and the inverse divisors, too: what a backward
-    reads must be an output for a second one to be right. ``mask``, ``weight`` and ``bias`` have the rank of ``x``.
+    Without the mean if not ``centred``. Also returns the normalised values and the inverse divisors: a second
+    backward is right only if what the first one reads is an output. ``mask``, ``weight`` and ``bias`` have the rank
+    of ``x``.
     """
 
     @staticmethod

@@ -19,7 +19,7 @@ from torch import fx
 
 from smcp_fx.errors import TraceError
 from smcp_fx.tracing.mode_reads import FRAME, VIA, ModeLog
-from smcp_fx.tracing.sentences import named
+from smcp_fx.tracing.sentences import listed_paths
 
 #: Decisions in the order in which they were made: whose mode, and what it was.
 Path = tuple[tuple[str, bool], ...]
@@ -47,8 +47,8 @@ class ModeTrace:
 class Paths:
     """What decided on each node of the traces.
 
-    ``leaking``: modules whose decisions are their callers', too; ``together``: modules that have to be in the mode of
-    another, which stands for them.
+    ``leaking``: modules whose decisions count as their callers', too; ``together``: modules that have to be in the
+    mode of another, which stands for them.
     """
 
     def __init__(self) -> None:
@@ -248,7 +248,7 @@ class Exploring:
             self._couple(set(asked.items()))
 
     def _couple(self, decisions: set[tuple[str, bool]]) -> None:
-        """Let these modules have one mode: what they decide together is told for that only."""
+        """Require these modules to be in one mode: what they decide together is known only for that."""
         flags = {flag for flag, _ in decisions}
         first = min(flags, key=lambda flag: (flag.count("."), flag))
         self.paths.leak(set())
@@ -260,8 +260,8 @@ class Exploring:
         self.traces = [t for t in self.traces if len({t.modes[f] for f in self._coupled(first)}) == 1]
         if len({t.modes[first] for t in self.traces}) < 2:
             raise TraceError(
-                f"What is computed depends on the modes of {named(sorted(self._coupled(first)))} together, in more "
-                "ways than can be told, and train() puts them into different ones."
+                f"What is computed depends on the modes of {listed_paths(sorted(self._coupled(first)))} together, "
+                "in more ways than can be told, and train() puts them into different ones."
             )
 
     def _coupled(self, first: str) -> set[str]:

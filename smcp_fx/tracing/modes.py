@@ -24,7 +24,7 @@ from torch import fx
 from torch.fx.graph import CodeGen, PythonCode
 
 from smcp_fx.tracing.names import any_names, holds_unfit_names
-from smcp_fx.tracing.sentences import TAKEN, named
+from smcp_fx.tracing.sentences import TAKEN, listed_paths
 
 #: When a node runs: in any of these cases, each a set of (name of the flag's node, its value) that hold together.
 Condition = frozenset[frozenset[tuple[str, bool]]]
@@ -43,7 +43,7 @@ def by_mode(training: bool, evaluated: Any, trained: Any) -> Any:
 
 def require_one_mode(graph: fx.Graph, paths: list[str]) -> None:
     """Let the graph refuse to run where these modules are not all in one mode."""
-    names = named(paths)
+    names = listed_paths(paths)
     flags: list[fx.Node] = []
     for path in paths:
         target = f"{path}.training" if path else "training"

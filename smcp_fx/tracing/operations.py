@@ -119,7 +119,7 @@ def operation_of(graph: fx.GraphModule, node: fx.Node) -> str | None:
     return operation_name(node, graph.get_submodule(str(node.target)) if node.op == "call_module" else None)
 
 
-def describe(node: fx.Node) -> str:
+def readable_name(node: fx.Node) -> str:
     """Return how a reader would name the node's operation, for messages."""
     if callable(node.target):
         return str(getattr(node.target, "__name__", node.target))

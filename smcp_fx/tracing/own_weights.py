@@ -66,7 +66,7 @@ def owner_of(node: fx.Node) -> str | None:
 
 
 def settle_named(model: nn.Module, names: Container[str]) -> None:
-    """Let the model's layers hold those of the weights that they compute which have one of these names."""
+    """Turn the computed weights that have one of these names into parameters of their layers."""
     for path, module in [*model.named_modules()]:
         lists = getattr(module, "parametrizations", {}) if parametrize.is_parametrized(module) else {}
         for name in [*lists, *computed_by_hooks(module)]:
@@ -76,7 +76,7 @@ def settle_named(model: nn.Module, names: Container[str]) -> None:
 
 
 def settle(module: nn.Module, name: str, value: nn.Parameter) -> None:
-    """Let the module hold the value under this name, in the place of what computed it."""
+    """Make the value the module's parameter of this name, and remove what computed it."""
     lists = module._modules.get("parametrizations")
     if lists is not None and name in lists._modules:
         _end_parametrisation(module, lists, name)

@@ -26,7 +26,7 @@ _LAYERS: dict[type[nn.Module], tuple[tuple[int, str, str], ...]] = {
 }
 
 
-def is_plain(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_plain_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Is this a call of attention, or of torch's layers around it?"""
     compared = _LAYERS.get(type(module))
     if compared is not None:
@@ -130,7 +130,7 @@ def _masks(
 
 @contextlib.contextmanager
 def slow_path() -> Iterator[None]:
-    """Transformer layers call their parts while it is entered, instead of one function for all of them."""
+    """While it is entered, transformer layers call their parts instead of one fused function."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -1,7 +1,7 @@
 """Functions of autograd whose backward is the one that autograd would make of their forward: written to save memory.
 
-They are traced through (a layer norm of one's own, a swish that recomputes). Others stay as they are: estimators
-that pass gradients straight through, reversals, what is written in another language.
+They are traced through (a layer norm of one's own, a swish that recomputes). Others stay calls: straight-through
+estimators, gradient reversals, functions written in another language.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 _NO_SETUP = torch.autograd.Function.setup_context
 #: Sizes of values, and of gradients, on which both backwards are compared: one that clips is another for large ones.
+#: Chosen, not measured.
 _SCALES = ((1.0, 1.0), (8.0, 1e-3), (0.1, 1e3))
 
 
@@ -45,7 +46,7 @@ def forward_of_function(cls: Any) -> Any:
 
 
 def is_plain_function(cls: Any, args: tuple[Any, ...]) -> bool:
-    """Has the function the gradients of its forward? ``args``: its arguments, or fake tensors like them."""
+    """Does its backward give the gradients of its forward? ``args``: its arguments, or fake tensors like them."""
     leaves = pytree.tree_leaves(args)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(tensor.is_complex() or not tensor.is_floating_point() for tensor in tensors):

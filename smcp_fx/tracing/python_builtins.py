@@ -43,7 +43,7 @@ _TRUNCATED = math.trunc  # taken here: while torch.fx traces, `math` holds other
 
 
 class StandIns:
-    """A context in which they stand in; what was there is put back at its end."""
+    """While it is entered, they stand in; at its end everything is put back."""
 
     def __init__(self, tracer: AnsweringTracer, model: nn.Module) -> None:
         self.tracer = tracer

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from smcp_fx.errors import TraceError
 
-#: What draws with nothing but numbers, or numbers and constant tensors, for its arguments.
+#: Functions that draw even where no argument is a traced tensor.
 FUNCTIONS = "rand randn randint randperm normal bernoulli multinomial poisson".split()
 _SAMPLERS = "_sample_dirichlet _standard_gamma".split()
 #: The methods of tensors that draw, as they are while no stand-ins are in their place.

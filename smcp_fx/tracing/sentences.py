@@ -62,7 +62,7 @@ def express(computed: Any, depth: int = 0) -> str:
     return str(node.name)
 
 
-def named(paths: list[str]) -> str:
+def listed_paths(paths: list[str]) -> str:
     """Modules by their paths, no more of them than one reads."""
     names = [repr(path) if path else "the model" for path in paths]
     return ", ".join(names[:_READ]) + (f" and {len(names) - _READ} others" if len(names) > _READ else "")

@@ -35,15 +35,12 @@ from smcp_fx.tracing.lengths import Sizes
 from smcp_fx.tracing.mode_reads import ModeLog, drop_marks
 from smcp_fx.tracing.proxies import ValueProxy
 from smcp_fx.tracing.python_builtins import StandIns
+from smcp_fx.tracing.questions import asks_if_finite, drop_constant_questions, reads_values
 from smcp_fx.tracing.rewrites import by_position
 from smcp_fx.tracing.seen_through import seen_through
-from smcp_fx.tracing.sentences import AGAIN, INFIX, TAKEN, asking_line, express
+from smcp_fx.tracing.sentences import AGAIN, TAKEN, asking_line, express
+from smcp_fx.tracing.values import plain_lists
 from smcp_fx.tracing.writes import functional_writes, own_constants
-
-#: Functions that ask of a tensor's values whether they are finite.
-_OF_VALUES = {"isfinite", "isnan", "isinf"}
-#: Functions that read a tensor's values, whatever they return.
-_READS = {"item", "tolist", "numpy", "equal", "allclose", "any", "all", "is_nonzero", "data_ptr"}
 
 
 class KeptOutsideError(FxTraceError):
@@ -102,7 +99,7 @@ class ShapeTracer(AnsweringTracer):
         own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
         settle_in_place(graph, model, self.value)
         functional_writes(graph, model, self.value, self._adopt, self.assumptions)
-        _drop_constant_questions(graph)
+        drop_constant_questions(graph)
         return graph
 
     def _constants(self) -> dict[str, Tensor]:
@@ -199,7 +196,7 @@ class ShapeTracer(AnsweringTracer):
         return self._evaluating
 
     def in_place(self, written: Callable[..., Any], obj: Proxy, other: Any) -> Any:
-        """`x += y`: a number gets another value; a tensor is written into, unless it turns out that none can tell."""
+        """Record `x += y`: a write into a tensor (`settle_in_place` may end it later), a new value of a number."""
         tensor = is_tensor_for_sure(obj.node) or isinstance(self.value(obj.node), Tensor)
         return self.create_proxy("call_function", written if tensor else PLAIN[written], (obj, other), {})
 
@@ -257,7 +254,7 @@ class ShapeTracer(AnsweringTracer):
         self.value(node)
 
     def check_parts(self, obj: Proxy) -> None:
-        """Where a fixed number of parts is unpacked of a tensor that was split: there are as many."""
+        """Assume that a split gives as many parts as are unpacked from it."""
         if obj.node.op in ("call_function", "call_method") and self._sizes.may_vary(obj.node):
             self.length(obj)
 
@@ -326,7 +323,7 @@ class ShapeTracer(AnsweringTracer):
                 result = node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
             raise FxTraceError(f"{express(node)} cannot be told from shapes alone ({error})") from error
-        if _called(node) in _READS and isinstance(args[0], Tensor):
+        if reads_values(node) and isinstance(args[0], Tensor):
             raise FxTraceError(f"{express(node)} depends on the values in a tensor")
         return result
 
@@ -351,44 +348,6 @@ class ShapeTracer(AnsweringTracer):
         message = f"{TAKEN}{sentence} ({asking_line()})"
         self.assumptions.append(message)
         self.create_proxy("call_function", torch._assert, (condition, message + AGAIN), {})
-
-
-def plain_lists(tree: Any) -> Any:
-    """The arguments of a node with lists and dicts that can be written into; fx's own refuse it."""
-    # Named tuples, and what `torch.max` returns, stay what they are.
-    if isinstance(tree, list) or type(tree) is tuple:
-        return [*map(plain_lists, tree)] if isinstance(tree, list) else tuple(map(plain_lists, tree))
-    if isinstance(tree, dict):
-        return {key: plain_lists(value) for key, value in tree.items()}
-    return tree
-
-
-def asks_if_finite(node: fx.Node) -> tuple[fx.Node, bool] | None:
-    """The tensor of `isfinite(x).all()`, and of `isnan(x).any()`, with the answer that finite values give."""
-    for reduced, question, answer in (("all", ("isfinite",), True), ("any", ("isnan", "isinf"), False)):
-        if _called(node) == reduced and len(node.args) == 1:
-            inner = node.args[0]
-            if (
-                isinstance(inner, fx.Node)
-                and _called(inner) in question
-                and isinstance(inner.args[0], fx.Node)
-            ):
-                return inner.args[0], answer
-    return None
-
-
-def _called(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
-
-
-def _drop_constant_questions(graph: fx.Graph) -> None:
-    """Comparisons that were made for Python's sake and that no assertion needs."""
-    for node in reversed(list(graph.nodes)):
-        asked = node.op == "call_function" and (
-            node.target in INFIX or node.target in (operator.not_, getattr)
-        )
-        if (asked or asks_if_finite(node) or _called(node) in _OF_VALUES) and not node.users:
-            graph.erase_node(node)
 
 
 def _refuse_state(module: nn.Module) -> None:

@@ -25,7 +25,7 @@ from smcp_fx.tracing.mode_paths import Modes, ModeTrace
 from smcp_fx.tracing.mode_reads import ReadsOfTraining
 from smcp_fx.tracing.mode_steps import alike
 from smcp_fx.tracing.own_weights import computed_by_hooks, is_parametrised_layer, own_weight
-from smcp_fx.tracing.plain_attention import forward_of, is_plain, slow_path
+from smcp_fx.tracing.plain_attention import forward_of, is_plain_attention, slow_path
 from smcp_fx.tracing.sentences import is_ours
 from smcp_fx.tracing.shape_tracer import KeptOutsideError, ShapeTracer
 
@@ -84,7 +84,7 @@ class _Tracer(ShapeTracer):
         if not self._evaluating and m in self._paths:
             self.contexts.path = self._paths[m]
         try:
-            if not self._evaluating and is_plain(m, args, kwargs):
+            if not self._evaluating and is_plain_attention(m, args, kwargs):
                 return self._call_plainly(m, forward_of(m, forward, self._seen), args, kwargs)
             if not self._evaluating and (is_parametrised_layer(m) or computed_by_hooks(m)):
                 return self._call_computing(m, forward, args, kwargs)
@@ -117,7 +117,7 @@ class _Tracer(ShapeTracer):
         return self.leaves.hooks or all(getattr(hook, "__module__", "") in _OF_FORWARD for hook in hooks)
 
     def _run_hooks(self, m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Let a leaf's hooks see what it is called with, and keep it. What they change, the call itself does."""
+        """Let a leaf's hooks see and keep what it is called with; what they change is part of the call itself."""
         changed = bool(m._forward_pre_hooks)
         for number, hook in m._forward_hooks.items():
             named = (kwargs,) if number in m._forward_hooks_with_kwargs else ()
@@ -139,7 +139,7 @@ class _Tracer(ShapeTracer):
         return self.value(given.node) if isinstance(given, fx.Proxy) else given
 
     def _call_computing(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A layer that computes its weight: the function that it is, on what computes it."""
+        """Record a layer that computes its weight as a function of that computation."""
         names, hooks, held = computed_by_hooks(m), dict(m._forward_pre_hooks), dict(vars(m))
         self._looked_into.add(m)
         try:
@@ -155,7 +155,7 @@ class _Tracer(ShapeTracer):
             vars(m).update({name: held[name] for name in names})
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Return an attribute: as it is to another thread, which just runs."""
+        """Return an attribute; another thread, which just runs, gets it as it is."""
         if self.contexts.elsewhere:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)

@@ -2,8 +2,8 @@
 
     if self.shape != x.shape: self.anchors, self.shape = anchors_for(x), x.shape
 
-A model that ran before prepare takes the short way, and its graph would serve that one size. Traced as if it had not
-run, the graph works the anchors out in every call, for every size.
+A model that ran before `prepare` would skip the computation, and its graph would fit that one size. Traced as if it
+had never run, the graph computes the anchors in every call, for every size.
 """
 
 from __future__ import annotations

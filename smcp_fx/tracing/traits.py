@@ -84,6 +84,6 @@ def has(name: str | None, trait: Trait) -> bool:
     return bool(_TRAITS.get(name or "", Trait(0)) & trait)
 
 
-def named(trait: Trait) -> frozenset[str]:
+def operations_with(trait: Trait) -> frozenset[str]:
     """Return the operations that have the trait, or one of several."""
     return frozenset(name for name in _TRAITS if has(name, trait))

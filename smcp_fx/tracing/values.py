@@ -35,3 +35,13 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(tensor), name) for each in named for name, tensor in each}
+
+
+def plain_lists(tree: Any) -> Any:
+    """The arguments of a node with lists and dicts that can be written into; fx's own refuse it."""
+    # Named tuples, and what `torch.max` returns, stay what they are.
+    if isinstance(tree, list) or type(tree) is tuple:
+        return [*map(plain_lists, tree)] if isinstance(tree, list) else tuple(map(plain_lists, tree))
+    if isinstance(tree, dict):
+        return {key: plain_lists(value) for key, value in tree.items()}
+    return tree

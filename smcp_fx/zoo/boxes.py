@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import batched_nms, box_convert, box_iou
 
-#: The scale of offsets of centres and of logarithms of sides.
+#: The scale of offsets of centres and of logarithms of sides, as in Liu et al.'s code.
 _VARIANCES = (0.1, 0.1, 0.2, 0.2)
 
 
@@ -55,11 +55,11 @@ def decode(offsets: Tensor, priors: Tensor) -> Tensor:
     return corners
 
 
-def match(boxes: Tensor, labels: Tensor, priors: Tensor, threshold: float = 0.5) -> tuple[Tensor, Tensor]:
+def match(boxes: Tensor, labels: Tensor, priors: Tensor) -> tuple[Tensor, Tensor]:
     """Give every prior a box and a label: offsets [priors, 4] and labels [priors], 0 for background.
 
     ``boxes`` [n, 4] as corners with ``labels`` [n] from 1. A prior takes the box it overlaps most if their
-    intersection over union is at least ``threshold``; and each box has the prior that overlaps it most.
+    intersection over union is at least one half; and each box has the prior that overlaps it most.
     """
     if not len(boxes):
         return torch.zeros_like(priors), labels.new_zeros(len(priors))
@@ -69,7 +69,7 @@ def match(boxes: Tensor, labels: Tensor, priors: Tensor, threshold: float = 0.5)
     order = torch.arange(len(boxes), device=boxes.device)
     owner[own] = order
     best[own] = 2.0
-    chosen = torch.where(best >= threshold, labels[owner], torch.zeros_like(labels[owner]))
+    chosen = torch.where(best >= 0.5, labels[owner], torch.zeros_like(labels[owner]))
     return encode(boxes[owner], priors), chosen
 
 

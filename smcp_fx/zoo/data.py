@@ -20,7 +20,7 @@ from smcp_fx.errors import InputError
 from smcp_fx.zoo.image_folder import image_folder, plain_images
 from smcp_fx.zoo.pretrained import Preprocessing
 
-#: Most processes that load images by default.
+#: Most processes that load images by default. Chosen, not measured.
 _MOST_WORKERS = 8
 
 
@@ -120,7 +120,7 @@ def load_data(
 
     ``images:`` takes all images below a folder, without labels (0 classes). ``base``: the folder that relative paths
     start from (default: the working directory). ``images`` and ``augment``: how image files become inputs.
-    ``workers``: as in `ImageData`; by default one per core, at most eight, for image files, and none otherwise.
+    ``workers``: as in `ImageData`; by default one per usable core, eight at most, for image files, else none.
     Raises `InputError`.
     """
     if spec == "digits":
@@ -129,7 +129,7 @@ def load_data(
     if kind in ("imagefolder", "images") and rest:
         made, root = images or Preprocessing(), (base or Path()) / rest
         found = image_folder(root, made, augment) if kind == "imagefolder" else plain_images(root, made)
-        several = min(os.cpu_count() or 1, _MOST_WORKERS) if workers is None else workers
+        several = min(_usable_cores(), _MOST_WORKERS) if workers is None else workers
         return ImageData(spec, *found, 3, made.size, several, labelled=kind == "imagefolder")
     if spec.rpartition(":")[0].endswith(".py"):
         return replace(_from_factory(spec, base), workers=workers or 0)
@@ -137,6 +137,11 @@ def load_data(
         f"unknown data {spec!r}: give digits, imagefolder:PATH (with train/ and val/ or test/ below it), images:PATH "
         "(without labels), or path/to/file.py:factory"
     )
+
+
+def _usable_cores() -> int:
+    """How many cores this process may use, which may be fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _digits() -> ImageData:

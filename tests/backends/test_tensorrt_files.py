@@ -17,7 +17,7 @@ from smcp_fx.backends.tensorrt.worker.client import InProcess
 from smcp_fx.backends.tensorrt.worker.main import FORMAT, _measure, read_requests, work_off
 from smcp_fx.backends.tensorrt.worker.problems import WorkerError, cache_folder
 from smcp_fx.errors import TableError
-from smcp_fx.latency.tensorrt_requests import device_of, read_answers
+from smcp_fx.latency.tensorrt_requests import device_fingerprint, read_answers
 
 JOB = {"id": "a", "onnx": "a.onnx", "options": {}}
 ABOUT = {"device": "D", "tensorrt": "8.6.1", "driver": "1", "compute_capability": "9.0"}
@@ -317,7 +317,7 @@ def test_bad_answers_are_named(change: dict[str, Any], told: str, tmp_path: Path
 def test_a_bad_device_file_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "device.json").write_text(content)
     with pytest.raises(TableError, match=r"device\.json is damaged"):
-        device_of(tmp_path, BuildOptions())
+        device_fingerprint(tmp_path, BuildOptions())
 
 
 @pytest.mark.parametrize("name", ["m.engine", "m.engine.json", "timing-8.5.3.1-Pretend_GPU-9.0.cache"])

@@ -34,7 +34,7 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.errors import SmcpError
 from smcp_fx.latency.exchange import export_rows
 from smcp_fx.latency.store import LatencyStore, TableRow
-from smcp_fx.latency.tensorrt_requests import device_of, read_answers
+from smcp_fx.latency.tensorrt_requests import device_fingerprint, read_answers
 from smcp_fx.recipes.recipe import load_recipe
 from smcp_fx.recipes.record import Record, read_records, write_record
 from smcp_fx.zoo.weights import load_weights, read_weights
@@ -249,7 +249,7 @@ def device(folder: Path, _: bytes) -> Case:
 
 
 def _device(folder: Path) -> None:
-    found = device_of(folder, BuildOptions(precision="fp16"))
+    found = device_fingerprint(folder, BuildOptions(precision="fp16"))
     assert found is not None
     print(found.describe(), found.key())
     work_off(folder, [], ABOUT, lambda told: print(told))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,20 @@ import generated_data
 import pytest
 import torch
 from colours import MODEL
-
-from smcp_fx.backends import CompareConfig, compare
-from smcp_fx.compiler import measuring
+from tiny_compile import MODEL as TINY
+from tiny_compile import compare_briefly
 
 
 @pytest.fixture(autouse=True)
 def _compared_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rounds, and no more until they agree: no test judges a latency (those of `compare` are elsewhere)."""
-    brief = functools.partial(compare, config=CompareConfig(rounds=3, seconds=0.0, longest_seconds=0.0))
-    monkeypatch.setattr(measuring, "compare", brief)
+    compare_briefly(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "tiny_model.py"
+    path.write_text(TINY, encoding="utf-8")
+    return str(path)
 
 
 @pytest.fixture

@@ -1,9 +1,13 @@
-"""The compile run on a tiny network: its files, its report, resuming, and what it says to bad input."""
+"""The compile run on a tiny network: its files, its report, and resuming."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
+from tiny_compile import MODEL, arguments, compare_briefly
 
 import smcp_fx
 from smcp_fx.backends import Measurement
@@ -22,47 +27,6 @@ from smcp_fx.compiler import CompileSettings, measuring
 from smcp_fx.training import TrainingLoop
 from smcp_fx.zoo.data import load_data
 
-MODEL = """
-import torch
-from torch import nn
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
-    )
-
-class Branching(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = build()
-
-    def forward(self, x):
-        y = self.net(x)
-        if y.sum() > 0:
-            y = 2 * y
-        return y
-
-class NotANumber(Branching):
-    def forward(self, x):
-        return self.net(x) * float("nan")
-
-class Inexpressible(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = build()
-        self.head = Bessel()
-
-    def forward(self, x):
-        return self.head(self.net(x))
-
-class Bessel(nn.Module):
-    def forward(self, x):
-        return torch.special.i1(x)
-"""
-
 
 @pytest.fixture(autouse=True)
 def _timed_badly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,39 +34,36 @@ def _timed_badly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "FAR", math.inf)
 
 
-@pytest.fixture
-def model_file(tmp_path: Path) -> str:
-    path = tmp_path / "tiny_model.py"
-    path.write_text(MODEL, encoding="utf-8")
-    return str(path)
+#: What the shared runs below are asked for.
+ASKED = {"latency": ("--target", "0.95"), "flops": ("--target", "0.6", "--cost", "flops", "--epochs", "3")}
 
 
-def arguments(model: str, out: Path, *more: str) -> list[str]:
-    return [
-        "--model",
-        model,
-        "--out",
-        str(out),
-        "--dense-epochs",
-        "1",
-        "--epochs",
-        "2",
-        "--batch",
-        "4",
-        *more,
-    ]
+@pytest.fixture(scope="module")
+def finished(model_file: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
+    """Runs to their end, one for each of `ASKED`, when first asked for: the folder, and what was printed."""
+
+    @functools.cache
+    def run(asked: str) -> tuple[Path, str]:
+        out = tmp_path_factory.mktemp(asked) / "out"
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as shown:
+            patch.setattr(measuring, "FAR", math.inf)
+            compare_briefly(patch)
+            assert main([*arguments(f"{model_file}:build", out, *ASKED[asked]), "--allow-missed"]) == 0
+        return out, shown.getvalue()
+
+    return run
 
 
-@pytest.mark.parametrize("cost", ["latency", "flops"])
-def test_the_whole_way(
-    model_file: str, tmp_path: Path, cost: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+#: Tests that share those runs stay in one process.
+together = pytest.mark.xdist_group("compile runs")
+
+
+@together
+@pytest.mark.parametrize("cost", list(ASKED))
+def test_the_whole_way(cost: str, finished: Callable[[str], tuple[Path, str]]) -> None:
     """A network this small is not timed well: the measured latency is not judged here."""
-    out = tmp_path / "out"
-    target = "0.6" if cost == "flops" else "0.95"
-    code = main(arguments(f"{model_file}:build", out, "--target", target, "--cost", cost, "--allow-missed"))
-    shown = capsys.readouterr()
-    assert code == 0, shown.err
+    out, shown = finished(cost)
+    target = ASKED[cost][1]
     report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
     for key in ("target_fraction", "predicted_fraction", "measured_fraction", "seed", "backend"):
         assert key in report
@@ -113,7 +74,7 @@ def test_the_whole_way(
     if cost == "flops":
         assert 0.4 < report["predicted_fraction"] <= 0.6 + 1e-9
         assert report["pruned"]["flops"] <= 0.6 * report["dense"]["flops"]
-    assert "measured" in shown.out
+    assert "measured" in shown
     assert all((out / file).is_file() for file in report["files"].values())
     assert not list(out.rglob("*.part"))
     assert "<svg" in (out / "report.html").read_text(encoding="utf-8")
@@ -171,14 +132,23 @@ def test_a_latency_out_of_reach_is_told_before_anything_is_trained(
     assert "cannot be reached" in capsys.readouterr().err
 
 
+@together
 @pytest.mark.parametrize("prune", [(), ("--prune", "during", "--every", "4")], ids=["before", "during"])
 def test_an_interrupted_run_is_resumed_to_the_same_end(
-    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prune: tuple[str, ...]
+    model_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prune: tuple[str, ...],
+    finished: Callable[[str], tuple[Path, str]],
 ) -> None:
     """Ctrl-C in the second epoch; the resumed run's weights, and its report, equal the uninterrupted one's."""
-    flags = ("--cost", "flops", "--target", "0.6", "--epochs", "3", *prune)
+    flags = (*ASKED["flops"], *prune)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert main(arguments(f"{model_file}:build", whole, *flags)) == 0
+    if prune:
+        assert main(arguments(f"{model_file}:build", whole, *flags)) == 0
+    else:
+        whole, _ = finished("flops")
     original = TrainingLoop._check
     seen = {"steps": 0}
 
@@ -190,6 +160,7 @@ def test_an_interrupted_run_is_resumed_to_the_same_end(
 
     monkeypatch.setattr(TrainingLoop, "_check", interrupt)
     assert main(arguments(f"{model_file}:build", cut, *flags)) == 130
+    assert "and --resume (state in" in capsys.readouterr().err
     monkeypatch.setattr(TrainingLoop, "_check", original)
     assert not (cut / "pruned.onnx").exists()
     assert main(arguments(f"{model_file}:build", cut, *flags, "--resume")) == 0
@@ -208,64 +179,6 @@ def _untimed(part: Any) -> Any:
     if isinstance(part, list):
         return [_untimed(item) for item in part]
     return {k: v for k, v in part.items() if k != "seconds"} if isinstance(part, dict) else part
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--model", "torchvision:resnet181"], "no classification model 'resnet181'"),
-        (["--model", "resnet18"], "torchvision:NAME"),
-        (["--model", "nowhere.py:build"], "no file"),
-        (["--model", "{file}:absent"], "defines no function 'absent'"),
-        (["--model", "{file}:Branching"], "tiny_model.py:20"),
-        (["--model", "{file}:NotANumber", "--target", "0.95"], "the loss is nan at step 1"),
-        (
-            ["--model", "{file}:Inexpressible"],
-            "cannot express the operation prims.bessel_i1 in module 'head'",
-        ),
-        (["--data", "imagefolder:/nowhere"], "train/"),
-        (["--data", "cifar"], "digits"),
-        (["--target", "0"], "(0, 1]"),
-        (["--target", "12 GB"], "is not a cost in ms"),
-        (["--target", "0.0001", "--cost", "flops"], "smallest reachable cost"),
-        (["--exclude", "nonsense"], "'nonsense'"),
-        (["--multiple", "0"], "multiple"),
-        (["--weights", "/nowhere.pt"], "no weights"),
-        (["--weights", "{file}"], "cannot be read as weights"),
-        (["--table", "{file}"], "no latency table"),
-        (["--resume"], "no run to resume"),
-        (["--train-batch", "5000"], "--train-batch 5000"),
-        (["--out", "/proc/nowhere"], "cannot write"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input_is_one_paragraph(
-    model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
-) -> None:
-    out = tmp_path / "out"
-    flags = [flag.replace("{file}", model_file) for flag in more]
-    assert main([*arguments(f"{model_file}:build", out), *flags]) == 2
-    shown = " ".join(capsys.readouterr().err.split())
-    assert said in shown
-    assert "Traceback" not in shown
-    assert not list(tmp_path.rglob("*.onnx")) + list(tmp_path.rglob("*.part"))
-
-
-def test_what_cannot_work_is_refused_before_training(
-    model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = tmp_path / "table.sqlite"
-    table.write_text("no table")
-    assert main([*arguments(f"{model_file}:build", tmp_path / "out"), "--table", str(table)]) == 2
-    assert "no latency table, or a damaged one" in " ".join(capsys.readouterr().err.split())
-    assert not list((tmp_path / "out").rglob("*.safetensors"))
-    assert main([*arguments(f"{model_file}:build", tmp_path / "never"), "--resume"]) == 2
-    assert not (tmp_path / "never").exists()
-    for epochs in ("1", "0"):
-        flags = ("--dense-epochs", epochs)
-        assert main([*arguments(f"{model_file}:Inexpressible", tmp_path / "out"), *flags]) == 2
-        assert "in module 'head'" in " ".join(capsys.readouterr().err.split())
-    assert not list((tmp_path / "out").rglob("*.safetensors"))
 
 
 WANDERING = """
@@ -321,31 +234,29 @@ def test_a_model_that_cannot_be_saved_and_a_factory_that_changes_the_directory(
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
-def test_unknown_backends_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--backend", "abacus"])
-    assert stopped.value.code == 2
-    assert "'abacus'" in capsys.readouterr().err
-
-
+@together
 def test_other_settings_are_not_resumed(
-    model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_file: str, finished: Callable[[str], tuple[Path, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--cost", "flops", "--target", "0.6")
-    assert main(arguments(f"{model_file}:build", tmp_path / "out", *flags)) == 0
-    assert main(arguments(f"{model_file}:build", tmp_path / "out", *flags, "--seed", "3", "--resume")) == 2
+    out, _ = finished("flops")
+    again = arguments(f"{model_file}:build", out, *ASKED["flops"], "--allow-missed")
+    assert main([*again, "--seed", "3", "--resume"]) == 2
     assert "seed: 0 -> 3" in " ".join(capsys.readouterr().err.split())
 
 
+@together
 def test_a_table_of_another_device_is_refused_or_used_as_it_is(
-    model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_file: str,
+    tmp_path: Path,
+    finished: Callable[[str], tuple[Path, str]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its rows are this machine's under another name, so that they hold for every block."""
     flags = ("--target", "0.98", "--epochs", "1")
-    assert main(arguments(f"{model_file}:build", tmp_path / "first", *flags, "--allow-missed")) == 0
+    first, _ = finished("latency")
     rows = tmp_path / "rows.json"
-    assert table_main(["export", str(tmp_path / "table.sqlite"), str(rows)]) == 0
-    told = json.loads((tmp_path / "first" / "report.json").read_text())
+    assert table_main(["export", str(first.parent / "table.sqlite"), str(rows)]) == 0
+    told = json.loads((first / "report.json").read_text())
     device, facts = told["backend"]["device"], told["table"]
     assert facts["measured"] + 1 == facts["rows"]  # and a run's own cost
     assert 0 <= facts["for_solves"] < facts["measured"] and facts["seconds"] > 0

@@ -12,7 +12,7 @@ from fake_latencies import FakeBackend, network, smooth
 
 import smcp_fx
 from smcp_fx.latency import progress
-from smcp_fx.latency.progress import MeasuringProgress, duration, watched
+from smcp_fx.latency.progress import MeasuringProgress, duration, row_watcher
 
 STATE = MeasuringProgress("layer1.conv[0]", 12, 0.25, 125.0)
 
@@ -29,7 +29,7 @@ def test_a_function_gets_every_row_and_binding_calls_it(tmp_path: Path) -> None:
 
 
 def test_nothing_is_shown_where_nothing_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    with watched(False) as tell:
+    with row_watcher(False) as tell:
         assert tell is None
     assert capsys.readouterr() == ("", "")
 
@@ -39,7 +39,7 @@ def test_a_log_gets_a_line_each_minute(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with watched(True) as tell:
+    with row_watcher(True) as tell:
         assert tell is not None
         for second in range(0, 150, 10):
             now[0] = float(second)
@@ -53,7 +53,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")
-    with watched(True) as tell:
+    with row_watcher(True) as tell:
         assert tell is not None
         tell(STATE)
     out, err = capsys.readouterr()

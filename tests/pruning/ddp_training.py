@@ -1,4 +1,4 @@
-"""Training on several ranks, started by torchrun; each rank writes what it ended with.
+"""Training on several ranks, started by torchrun or by `rank`; each rank writes what it ended with.
 
     torchrun --nproc-per-node 2 ddp_training.py FOLDER [ddp|own] [--die STEP] [--skip STEP] [--freeze] [...]
 
@@ -34,7 +34,7 @@ def measured(table: Path) -> LatencyCost:
     return LatencyCost(LatencyTable(table), backend, progress=False)
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("kind", choices=["ddp", "own"], nargs="?", default="ddp")
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=-1, help="rank 1 has gradients that are not finite here")
     parser.add_argument("--freeze", action="store_true", help="the second convolution does not learn")
     parser.add_argument("--latency", action="store_true", help="prices are measured, into the folder's table")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -99,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import ddp_training
 import pytest
 import torch
+from processes import ranks
 
 SCRIPT = Path(__file__).with_name("ddp_training.py")
 pytestmark = [
@@ -21,8 +23,8 @@ pytestmark = [
 ]
 
 
-def launch(folder: Path, world: int, *more: str) -> subprocess.CompletedProcess[str]:
-    """Run the script with torchrun."""
+def torchrun(folder: Path, world: int, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run the script with torchrun, which ends the other ranks when one dies."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -37,9 +39,13 @@ def launch(folder: Path, world: int, *more: str) -> subprocess.CompletedProcess[
     )
 
 
+def run(folder: Path, world: int, *more: str) -> list[tuple[int | None, str]]:
+    return ranks(folder, world, ddp_training.main, [str(folder), *more])
+
+
 def results(folder: Path, world: int, *more: str) -> list[dict[str, Any]]:
-    done = launch(folder, world, *more)
-    assert done.returncode == 0, done.stderr
+    for code, errors in run(folder, world, *more):
+        assert code == 0, errors
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
@@ -54,12 +60,12 @@ def test_every_rank_has_the_prices_of_the_rows_that_rank_0_asked_for(tmp_path: P
 @pytest.mark.parametrize("kind", ["ddp", "own"])
 def test_every_rank_holds_the_same_masks(world: int, kind: str, tmp_path: Path) -> None:
     """After every solve; also where the ranks' gradients differ, which tells a broadcast from equal inputs."""
-    ranks = results(tmp_path, world, kind)
-    first = ranks[0]
+    every = results(tmp_path, world, kind)
+    first = every[0]
     assert [step for step, _, _ in first["masks"]] == [4, 6, 8, 10]
     assert len({masks for _, masks, _ in first["masks"]}) > 1
     assert not bool(first["state"]["keep"].all())
-    for rank in ranks[1:]:
+    for rank in every[1:]:
         assert rank["masks"] == first["masks"]
         assert torch.equal(rank["state"]["keep"], first["state"]["keep"])
         assert torch.equal(rank["state"]["remembered"], first["state"]["remembered"])
@@ -80,20 +86,21 @@ def test_a_rank_that_skips_a_step_solves_with_the_others(skipped: str, tmp_path:
 
 def test_a_target_out_of_reach_ends_all_ranks(tmp_path: Path) -> None:
     """Rank 0 finds out; the others raise the same error instead of waiting for its masks."""
-    done = launch(tmp_path, 2, "ddp", "--target", "0.0001")
-    assert done.returncode != 0
-    assert done.stderr.count("InfeasibleBudgetError: the target of") == 2
+    for code, errors in run(tmp_path, 2, "ddp", "--target", "0.0001"):
+        assert code != 0
+        assert "InfeasibleBudgetError: the target of" in errors
 
 
 def test_a_dead_rank_ends_the_job_which_resumes_with_as_many_ranks_or_more(tmp_path: Path) -> None:
     """Killed at step 7, resumed from step 5: with two ranks bit by bit the uninterrupted run."""
     whole = results(tmp_path / "whole", 2)
+    done = torchrun(tmp_path / "cut", 2, "ddp", "--die", "7")
+    assert done.returncode != 0
+    assert re.search(r"rank *: 1 \(local_rank: 1\)\s+exitcode *: -9 ", done.stderr)  # torchrun names it
+    assert not (tmp_path / "cut" / "0.pt").exists()
     for world in (2, 3):
         folder = tmp_path / f"cut {world}"
-        done = launch(folder, 2, "ddp", "--die", "7")
-        assert done.returncode != 0
-        assert re.search(r"rank *: 1 \(local_rank: 1\)\s+exitcode *: -9 ", done.stderr)  # torchrun names it
-        assert not (folder / "0.pt").exists()
+        shutil.copytree(tmp_path / "cut", folder)
         resumed = results(folder, world)
         assert [step for step, _, _ in resumed[0]["masks"]] == [6, 8, 10]
         for rank in resumed:
@@ -109,23 +116,9 @@ def test_a_dead_rank_ends_the_job_which_resumes_with_as_many_ranks_or_more(tmp_p
 
 def test_a_rank_that_dies_before_a_solve_is_named(tmp_path: Path) -> None:
     """Without gradients to exchange, the solve is where the others notice; nobody but they end the job."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    job = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    first, second = (
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(tmp_path), "own", "--die", "3"],
-            env={**os.environ, **job, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    )
-    _, errors = first.communicate(timeout=300)
-    second.communicate(timeout=300)
-    assert second.returncode == -signal.SIGKILL
-    assert first.returncode != 0
+    (first, errors), (second, _) = run(tmp_path, 2, "own", "--die", "3")
+    assert second == -signal.SIGKILL
+    assert first != 0
     assert "rank 0 of 2 cannot reach the others: rank 1 has died or hangs" in errors
     assert "goes on from the last checkpoint" in errors
 

@@ -11,7 +11,7 @@ from html_page import HOSTILE, Page
 
 from smcp_fx.report import Report, summary_text
 from smcp_fx.report.page import render_page
-from smcp_fx.report.schema import CalibrationFacts, Side, WorthRow
+from smcp_fx.report.schema import CalibrationFacts, RepairRow, Side, TargetRow, WorthRow
 
 
 def test_page_is_well_formed_and_tells_the_figures(real: Report) -> None:
@@ -148,10 +148,16 @@ def test_a_run_without_an_engine_tells_what_is_predicted(real: Report) -> None:
 
 def test_charts_fit_a_telephone_and_are_not_blown_up_on_a_screen(real: Report) -> None:
     """A wide chart fills its box, so that one that is drawn small gets letters twice as large."""
-    worth = (WorthRow("group", 32, 16, (8, 16, 24, 32), (9.0, 1.0, 0.25, 0.0)),)
-    page = Page(render_page(replace(real, calibration=CalibrationFacts(worth=worth))))
-    charts = [a for tag, a in page.elements if tag == "svg" and "chart" in a["class"].split()]
-    wide = [float(a["viewbox"].split()[2]) for a in charts if "wide" in a["class"].split()]
-    narrow = [float(a["viewbox"].split()[2]) for a in charts if "narrow" in a["class"].split()]
-    assert len(wide) == len(narrow) >= 3
-    assert min(wide) > 720 and max(narrow) < 400
+    facts = CalibrationFacts(
+        worth=(WorthRow("group", 32, 16, (8, 16, 24, 32), (9.0, 1.0, 0.25, 0.0)),),
+        layers=(RepairRow("a.long.name.of.a.layer.in.a.deep.network", 0.3, 0.1, repaired=True),),
+    )
+    target = TargetRow(0.5, measured=0.5, accuracy=0.9)
+    page = Page(render_page(replace(real, calibration=facts, targets=(target,))))
+    widths: dict[str, list[float]] = {"wide": [], "narrow": [], "": []}
+    for tag, attributes in page.elements:
+        if tag == "svg" and "chart" in (kinds := attributes["class"].split()):
+            widths["".join(kinds[1:])].append(float(attributes["viewbox"].split()[2]))
+    assert min(widths["wide"]) > 720 and max(widths["narrow"]) < 400
+    large = len(widths["wide"]) + sum(width > 400 for width in widths[""])
+    assert len(widths["narrow"]) == large == 6

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smcp_fx.tracing.operations import normal_name
-from smcp_fx.tracing.traits import Trait, has, named
+from smcp_fx.tracing.traits import Trait, has, operations_with
 
 VALUES = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
 SHUFFLED = torch.tensor([2, 0, 3, 1])
@@ -51,12 +51,12 @@ def test_an_element_wise_operation_looks_at_one_place(name: str) -> None:
     torch.testing.assert_close(function(VALUES.clone())[SHUFFLED], function(VALUES[SHUFFLED]), equal_nan=True)
 
 
-@pytest.mark.parametrize("name", sorted(UNARY.keys() & named(Trait.MOVES)))
+@pytest.mark.parametrize("name", sorted(UNARY.keys() & operations_with(Trait.MOVES)))
 def test_a_movement_makes_no_new_values(name: str) -> None:
     assert torch.isin(UNARY[name](VALUES.clone()), VALUES).all()
 
 
-@pytest.mark.parametrize("name", sorted((UNARY.keys() & named(Trait.DRAWN)) - {"emptylike"}))
+@pytest.mark.parametrize("name", sorted((UNARY.keys() & operations_with(Trait.DRAWN)) - {"emptylike"}))
 def test_what_is_drawn_is_no_function_of_the_values(name: str) -> None:
     values, options = (-VALUES, {"training": True}) if name == "rrelu" else (VALUES, {})
     draws = [UNARY[name](values.clone(), **options) for _ in range(8)]
@@ -64,8 +64,8 @@ def test_what_is_drawn_is_no_function_of_the_values(name: str) -> None:
 
 
 def test_traits_that_refine_others() -> None:
-    assert named(Trait.COPIES) <= named(Trait.MOVES)
-    assert named(Trait.REGROUPS) <= named(Trait.MOVES)
-    assert named(Trait.DRAWN) <= named(Trait.ELEMENTWISE)
-    assert not named(Trait.MOVES) & named(Trait.ELEMENTWISE)
+    assert operations_with(Trait.COPIES) <= operations_with(Trait.MOVES)
+    assert operations_with(Trait.REGROUPS) <= operations_with(Trait.MOVES)
+    assert operations_with(Trait.DRAWN) <= operations_with(Trait.ELEMENTWISE)
+    assert not operations_with(Trait.MOVES) & operations_with(Trait.ELEMENTWISE)
     assert not has(None, ~Trait(0)) and not has("conv2d", ~Trait(0))

@@ -1,16 +1,14 @@
 """A training run that a test kills: resumes from its checkpoint, saves every step, and writes its last state.
 
-    python killed_training.py FOLDER [pause: step|write|rename]
-
-``pause`` stops halfway (before the step is saved, before its file is synced, or before it is renamed), says so by a
-file named "paused", and waits to be killed. The file "progress" holds the step of the last checkpoint.
+``pause`` ("step", "write", "rename", or none) stops halfway (before the step is saved, before its file is synced, or
+before it is renamed), says so by a file named "paused", and waits to be killed. The file "progress" holds the step of
+the last checkpoint.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -74,7 +72,3 @@ def wait_in(pause: str, folder: Path) -> None:
     if pause == "step":
         stop()
     setattr(os, {"write": "fsync", "rename": "replace"}[pause], stop)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")

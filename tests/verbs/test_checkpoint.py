@@ -12,18 +12,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import killed_training
 import numpy as np
 import pytest
 import torch
 from models import Residual, randomise
+from processes import Running
 from torch import nn
 
 import smcp_fx
 from smcp_fx.errors import CheckpointError
 
 IMAGE = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-SCRIPT = Path(__file__).with_name("killed_training.py")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def prepared_model(**options: Any) -> smcp_fx.PreparedModel:
@@ -177,33 +177,28 @@ def test_the_state_dict_alone_resumes_the_masks_and_the_schedule(tmp_path: Path)
 # ---- kill -9 -----------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, *more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(folder), *more], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    )
+def run(folder: Path, pause: str = "") -> Running:
+    return Running(folder.with_name("errors"), killed_training.main, folder, pause)
 
 
 def finish(folder: Path) -> dict[str, Any]:
-    process = run(folder)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
+    code, errors = run(folder).wait()
+    assert code == 0, errors
     found: dict[str, Any] = torch.load(folder / "final.pt", weights_only=True)
     return found
 
 
-def wait_for(file: Path, process: subprocess.Popen[str], until: Any = None) -> None:
+def wait_for(file: Path, process: Running, until: Any = None) -> None:
     """Until the file is there (and ``until(text)`` holds)."""
-    while process.poll() is None:
+    while process.ended() is None:
         if file.exists() and (until is None or until(file.read_text() or "0")):
             return
         time.sleep(0.005)
-    pytest.fail(f"the run ended by itself: {process.stderr and process.stderr.read()}")
+    pytest.fail(f"the run ended by itself: {process.wait()}")
 
 
-def kill(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+def kill(process: Running) -> None:
+    assert process.kill() == -signal.SIGKILL
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def measured_cost(name: str, table: Path, side: int) -> NetworkCost:
 
 @dataclass(frozen=True)
 class Line:
-    """One budget's figures. Costs are shares of the budget, the paper's value one of the coupled method's."""
+    """One budget's figures: costs as shares of the budget, the paper's value as a share of the coupled method's."""
 
     seconds: float
     cost: float

@@ -59,13 +59,17 @@ def solve_scaled(
     return BaselineAnswer(tuple(reversed(choices)), value, sum(map(len, values)) * (room + 1))
 
 
+#: Most pairs in one merge. Chosen, not measured.
+_MOST_PAIRS = 1 << 27
+
+
 def solve_by_merging(
-    values: Sequence[Floats], costs: Sequence[Floats], capacity: float, most_pairs: int = 1 << 27
+    values: Sequence[Floats], costs: Sequence[Floats], capacity: float
 ) -> BaselineAnswer | None:
     """Merge the first group with the last, the second with the last but one, and so on, until one is left.
 
     The paper's Algorithm 2: a merge forms all pairs and condenses them to those that no cheaper one matches
-    in value and that fit by themselves. None if one merge would form more than ``most_pairs``.
+    in value and that fit by themselves. None if one merge would form more than 2^27.
     """
     lists = [
         _condense(v, c, np.arange(len(v))[:, None], capacity) for v, c in zip(values, costs, strict=True)
@@ -78,7 +82,7 @@ def solve_by_merging(
         for a in range(half):
             b = len(lists) - 1 - a
             (v1, c1, u1), (v2, c2, u2) = lists[a], lists[b]
-            if len(v1) * len(v2) > most_pairs:
+            if len(v1) * len(v2) > _MOST_PAIRS:
                 return None
             pairs += len(v1) * len(v2)
             v, c = np.add.outer(v1, v2).ravel(), np.add.outer(c1, c2).ravel()
@@ -99,7 +103,7 @@ def solve_by_merging(
 def _condense(
     v: Floats, c: Floats, used: NDArray[np.int64], capacity: float
 ) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """Keep what fits and is worth more than everything at most as dear."""
+    """Keep what fits and is worth more than everything that costs no more."""
     fits = np.flatnonzero(c <= capacity)
     order = fits[np.lexsort((-v[fits], c[fits]))]
     ranked = v[order]

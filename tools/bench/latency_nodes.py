@@ -95,7 +95,7 @@ class Taken:
 def profiled(
     data: bytes, feed: Mapping[str, Array], before: Callable[[], object]
 ) -> tuple[list[list[NodeTime]], float]:
-    """Nodes of undisturbed runs without the chain beside them, and what the profiler added to each."""
+    """Return the nodes of undisturbed runs, without the chain beside them, and what the profiler added to each."""
     with Profiler(data) as profiler:
         timer = stopwatch(lambda: profiler.session.run(None, dict(feed)))
         for _ in range(WARM):

@@ -40,7 +40,7 @@ class Runtimes:
             return engine.latency(config=SHORT).median_ms
 
     def in_onnxruntime(self, provider: str) -> float:
-        """In ONNX Runtime, of the same file as TensorRT's; what falls back to another provider is no result."""
+        """In ONNX Runtime, from the same file as TensorRT's; a fall back to another provider is an error."""
         import onnxruntime
 
         from smcp_fx.backends.onnxruntime.session import bound_run, session_options

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from pretrained.command import DenseNetworks, command_line, obey, run_cases
+from pretrained.command import DenseNetworks, command_line, run_cases, run_or_show
 from pretrained.dense import tasks
 from pretrained.latency import Stopwatch
 from pretrained.tasks import Task
@@ -137,7 +137,7 @@ def main() -> None:
     parser.set_defaults(methods=list(COMPARED), networks=["resnet", "vgg", "mobilenet"])
     parser.add_argument("--cost", default="flops", choices=["flops", "latency"])
     parser.add_argument("--images", action="store_true", help="vary the number of images instead")
-    obey(parser, run, print_tables, write_document)
+    run_or_show(parser, run, print_tables, write_document)
 
 
 if __name__ == "__main__":

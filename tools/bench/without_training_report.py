@@ -11,7 +11,7 @@ import numpy as np
 from without_training_methods import METHODS
 
 from smcp_fx.report.svg import Panel, dot, line, path, text
-from smcp_fx.report.trade_off import Point, Series, alone, trade_off
+from smcp_fx.report.trade_off import Point, Series, svg_file, trade_off
 
 Line = dict[str, Any]
 Lines = Sequence[Line]
@@ -162,7 +162,7 @@ def _images_picture(lines: Lines) -> str:
         body.append(line(panel.right - 118, panel.bottom - 44 + 20 * index, panel.right - 98,
                          panel.bottom - 44 + 20 * index, f"curve s{index}"))  # fmt: skip
     return str(
-        alone(panel.bottom + 50, panel.bottom + 50, f"{title}: accuracy over calibration images", body)
+        svg_file(panel.bottom + 50, panel.bottom + 50, f"{title}: accuracy over calibration images", body)
     )
 
 

@@ -16,7 +16,7 @@ Case = tuple[str, str, str, float]
 #: A case, with method and budget.
 Key = tuple[str, str, str, float, str, float]
 OURS = "ours"
-#: Of the cost, what a method may be off its target before that is told.
+#: A row says so where its cost is further than this from the target. Chosen, not measured.
 _MISSED = 0.01
 #: Drawn in the pictures; the rest is in the tables.
 _DRAWN = (OURS, "uniform, eliminated and repaired", "uniform L2", "Torch-Pruning, isomorphic", "soft masks")

@@ -23,7 +23,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from pretrained.command import DenseNetworks, command_line, obey, run_cases
+from pretrained.command import DenseNetworks, command_line, run_cases, run_or_show
 from pretrained.dense import tasks
 from pretrained.latency import Stopwatch
 from pretrained.tasks import Task, accuracy_on
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--targets", type=float, nargs="+", default=list(TARGETS))
     parser.add_argument("--budgets", type=float, nargs="+", default=list(BUDGETS))
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
-    obey(parser, run, print_tables, write_document)
+    run_or_show(parser, run, print_tables, write_document)
 
 
 if __name__ == "__main__":

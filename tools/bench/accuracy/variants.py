@@ -1,4 +1,4 @@
-"""Variants of our way that were tried in order to gain more from a training budget (docs: Experiments)."""
+"""Variants of our way that were tried in order to gain more from a training budget (docs: experiments.md)."""
 
 from __future__ import annotations
 

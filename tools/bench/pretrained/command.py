@@ -121,7 +121,7 @@ def command_line(description: str | None, methods: Sequence[str], seeds: int) ->
     return parser
 
 
-def obey(
+def run_or_show(
     parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace], None],
     print_tables: Callable[[Sequence[dict[str, Any]]], None],

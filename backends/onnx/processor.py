@@ -1,15 +1,17 @@
-"""What backends share that quantise the ONNX file themselves: calibration data, layers kept in float, errors."""
+"""What the runtimes share that run ONNX models on processors: exports, quiet, caches, and INT8 by this library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 from torch import Tensor, nn
 
 from smcp_fx.backends.base import Array, Backend
+from smcp_fx.backends.onnx.blocks import BlockModels
 from smcp_fx.backends.onnx.export import export_model_proto, write_model
 from smcp_fx.backends.onnx.quantization import (
     Ranges,
@@ -18,15 +20,30 @@ from smcp_fx.backends.onnx.quantization import (
     quantised_block,
     without_instructions,
 )
+from smcp_fx.backends.timing.fading import fading_half_ms
+from smcp_fx.backends.timing.quiet import require_core
 from smcp_fx.errors import BackendError, InputError
 
+if TYPE_CHECKING:
+    from smcp_fx.blocks.sharing import Block
 
-class Quantising(Backend):
-    """A backend that writes INT8 files where its ``precision`` is "int8"."""
 
-    precision: str
-    _batches: tuple[Array, ...] = ()
-    _kept: frozenset[str] = frozenset()
+class ProcessorBackend(Backend):
+    """A runtime that loads ONNX models, on a processor with ``threads`` threads.
+
+    Where its ``precision`` is "int8", models are quantised before it sees them, calibrated on the batches of
+    ``calibration``. ``opset``: that of the exports; None for the usual one.
+    """
+
+    def __init__(
+        self, threads: int, precision: str | None, calibration: Sequence[Array], opset: int | None = None
+    ) -> None:
+        if threads < 1:
+            raise InputError(f"threads = {threads}: at least 1 is needed")
+        self.threads, self.precision, self.opset = threads, precision or "fp32", opset
+        self._models = BlockModels(opset)
+        self._kept = frozenset[str]()
+        self.calibrate(calibration)
 
     @property
     def calibrated(self) -> bool:  # type: ignore[override]
@@ -63,6 +80,30 @@ class Quantising(Backend):
         }
         return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
+    def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
+        """Export ``module`` as `compile` does, and throw the result away."""
+        export_model_proto(module, example_inputs, opset=self.opset)
+
+    def expect_blocks(self, blocks: Sequence[Block]) -> None:
+        """Export them together."""
+        self._models.expect(blocks)
+
+    def fading_half_ms(self) -> float:
+        """Return after how many ms half of what the outer cache held is gone; inf where it stays."""
+        return fading_half_ms()
+
+    def require_quiet(self) -> None:
+        """Raise `MachineBusyError` unless this thread has a core most of the time."""
+        require_core()
+
+    def _exported(
+        self, module: nn.Module, example_inputs: tuple[Tensor, ...]
+    ) -> tuple[bytes, tuple[str, ...]]:
+        """Return a model for the examples' batch, quantised for INT8, and remarks on what stays in float."""
+        model = export_model_proto(module, example_inputs, opset=self.opset, dynamic_batch=False)
+        model, remarks = self._quantised(model) if self.calibrated else (model, ())
+        return model.SerializeToString(), remarks
+
     def _quantised(self, model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
         """Return a float model in INT8, and remarks on what stays in float."""
         layers = layers_of(model)
@@ -79,7 +120,9 @@ class Quantising(Backend):
         return self._ranges(model).quantised(keep=sorted(self._kept)), remark
 
     def _quantised_file(self, path: Path) -> tuple[str, ...]:
-        """Quantise a float file in its place; return the remarks."""
+        """Quantise a float file in its place, for INT8; return the remarks."""
+        if not self.calibrated:
+            return ()
         model, remarks = self._quantised(onnx.load(path))
         write_model(model, path)
         return remarks
