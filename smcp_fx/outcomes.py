@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.errors import AssumptionError, SmcpError
+from smcp_fx.errors import AssumptionError, SmcpError, is_out_of_memory
 from smcp_fx.prepared import PreparedRegions
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.example_runs import plain, unchanged
@@ -165,6 +165,8 @@ def differs(
             raise AssumptionError(str(error)) from error
         return f"it does not run ({error})"
     except Exception as error:
+        if is_out_of_memory(error):  # no fault of the other
+            raise
         return f"it does not run ({error})"
     what = difference(expected, found, None)
     if what is None:

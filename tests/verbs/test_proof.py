@@ -230,3 +230,15 @@ def test_what_last_bits_do_to_a_chaotic_model_is_no_fault(steps: int, rate: floa
     inputs = (torch.randn(2, 8, generator=torch.Generator().manual_seed(0)),)
     expected = outcomes.outcome_of(one, inputs, False)
     assert (outcomes.differs(one, other, inputs, False, expected) is not None) is told
+
+
+def test_too_little_memory_is_no_fault() -> None:
+    class Large(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 110436736 bytes"
+            )
+
+    one = nn.Identity()
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        outcomes.differs(one, Large(), (IMAGE,), False, outcomes.outcome_of(one, (IMAGE,), False))
