@@ -237,9 +237,9 @@ def _parts(path: Path) -> Iterator[bytes]:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint {path}")
     try:
+        if not path.is_file():
+            raise CheckpointError(f"there is no checkpoint {path}")
         with safetensors.safe_open(path, framework="pt") as file:
             manifest = bounded_json((file.metadata() or {})[FORMAT])
         if manifest["format"] != FORMAT or manifest["version"] != FORMAT_VERSION:

@@ -56,3 +56,9 @@ class CheckpointError(SmcpError):
 
 class TrainingError(SmcpError):
     """Training cannot go on: the loss is not finite, or the pruning loop is used against its contract."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory, of a processor or a GPU, was too little."""
+    words = ("not enough memory", "can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or any(told in str(error) for told in words)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from smcp_fx.errors import AssumptionError, PassError, TraceError
+from smcp_fx.errors import AssumptionError, PassError, TraceError, is_out_of_memory
 from smcp_fx.outcomes import (
     LOOSE,
     Outcome,
@@ -146,6 +146,8 @@ def _regions_differ(prepared: PreparedRegions, converted: nn.Module, inputs: tup
             one, other = _widened_as_folded(prepared), widened_copy(converted)
             what = _calls_differ(prepared.regions, one, other, widened(inputs))
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return f"it does not run ({error})"
     return what
 

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "passes": "channels tracing",
     "costs": "channels tracing",
     "blocks": "passes channels tracing",
-    "backends": "blocks tracing",
+    "backends": "blocks tracing storage",
     "latency": "backends blocks costs allocation channels tracing storage",
     "pruning": "passes costs allocation channels storage",
     "serialization": "regions tracing storage",

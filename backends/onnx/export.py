@@ -29,6 +29,7 @@ from smcp_fx.backends.onnx.naming import name_batch, name_values
 from smcp_fx.backends.onnx.opset import lower_opset
 from smcp_fx.backends.onnx.refusals import explain
 from smcp_fx.errors import BackendError, InputError
+from smcp_fx.storage.files import check_replaceable
 from smcp_fx.tracing.names import any_names
 from smcp_fx.tracing.wrapping import is_prepared
 
@@ -69,6 +70,10 @@ def export_onnx(
             "the model is prepared, not converted: its file would be as large as the unpruned network's. "
             "Export what smcp_fx.convert(prepared) returns."
         )
+    try:
+        check_replaceable(path)
+    except OSError as error:
+        raise BackendError(f"cannot write {path}: {error.strerror}") from error
     if precision is not None:
         model, example_inputs = in_precision(model, as_tuple(example_inputs), precision)
     proto = export_model_proto(model, example_inputs, opset=opset, dynamic_batch=dynamic_batch)
@@ -214,8 +219,9 @@ def _serialise(proto: onnx.ModelProto) -> bytes:
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """Yield a scratch file that becomes ``path`` at the end, or is removed if anything fails."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    scratch = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
+        check_replaceable(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         yield scratch
         with scratch.open("rb") as file:
@@ -228,7 +234,7 @@ def _replacing(path: Path) -> Iterator[Path]:
             ) from error
         raise BackendError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             scratch.unlink(missing_ok=True)
 
 

@@ -24,7 +24,13 @@ from smcp_fx.backends.base import BlockLatency
 from smcp_fx.backends.onnxruntime.overhead import code_warmer, overhead, profiler_beside
 from smcp_fx.backends.onnxruntime.own_time import BlockInContext
 from smcp_fx.backends.onnxruntime.profile import RESOLUTION_MS, NodeTime, Profiler
-from smcp_fx.backends.timing.block_runs import COLD_SPREAD, FEW_COLD_RUNS, BlockRuns, sample_of_block
+from smcp_fx.backends.timing.block_runs import (
+    COLD_SPREAD,
+    FEW_COLD_RUNS,
+    LEAST_MS,
+    BlockRuns,
+    sample_of_block,
+)
 from smcp_fx.backends.timing.measuring import (
     QUICK,
     Measurement,
@@ -42,8 +48,6 @@ from smcp_fx.errors import BackendError, MachineBusyError
 #: Changes with the way blocks are timed. It is part of the fingerprint, so that rows of different ways are never
 #: mixed.
 BLOCK_TIMING = "10"
-#: No block is faster than this: a run of one node takes about 0.4 us.
-_LEAST_MS = 1e-4
 
 
 def measure_block(
@@ -146,4 +150,4 @@ def _summary(runs: list[Sample | None], few: int, spread_limit: float, least_ms:
     samples = [sample for sample in runs if sample]
     found = summarise(calm(samples, few), spread_limit, RESOLUTION_MS)
     mostly = 2 * sum(not sample.disturbed for sample in samples) >= len(runs)
-    return replace(found, median_ms=max(found.median_ms, least_ms, _LEAST_MS), stable=found.stable and mostly)
+    return replace(found, median_ms=max(found.median_ms, least_ms, LEAST_MS), stable=found.stable and mostly)

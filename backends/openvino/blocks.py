@@ -19,7 +19,13 @@ from smcp_fx.backends.onnx.context import CONTEXT, add_context, random_feed, sha
 from smcp_fx.backends.onnx.twin import TWIN, add_twin
 from smcp_fx.backends.openvino.overhead import overhead
 from smcp_fx.backends.openvino.session import Node, Session
-from smcp_fx.backends.timing.block_runs import COLD_SPREAD, FEW_COLD_RUNS, BlockRuns, sample_of_block
+from smcp_fx.backends.timing.block_runs import (
+    COLD_SPREAD,
+    FEW_COLD_RUNS,
+    LEAST_MS,
+    BlockRuns,
+    sample_of_block,
+)
 from smcp_fx.backends.timing.measuring import (
     QUICK,
     Measurement,
@@ -35,8 +41,6 @@ from smcp_fx.errors import BackendError, MachineBusyError
 
 #: Changes with the way blocks are timed: rows of another way are not mixed with these.
 BLOCK_TIMING = "1"
-#: No block is faster than this. As for ONNX Runtime.
-_LEAST_MS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ def _measured(
     if not told:
         return None
     found = summarise(told, spread)
-    return replace(found, median_ms=max(found.median_ms, _LEAST_MS), stable=found.stable and mostly)
+    return replace(found, median_ms=max(found.median_ms, LEAST_MS), stable=found.stable and mostly)
 
 
 def _disturbed(

@@ -22,6 +22,8 @@ _FEW_RUNS, _LONG_MS = 9, 150.0
 #: one disturbed run; two are enough if they agree. Their spread may be larger by this factor: others use the memory
 #: too, and noise averages out in the table's sums. Chosen, not measured.
 _COLD_RUNS, FEW_COLD_RUNS, COLD_SPREAD = 3, 2, 3.0
+#: No block on a processor is faster than this: a run of one node takes about 0.4 us.
+LEAST_MS = 1e-4
 #: When a disturbed run still tells the block's time: see `sample_of_block`. Chosen, not measured.
 _TELLING, _OF_CONTEXT = 0.8, 0.5
 

@@ -19,8 +19,8 @@ from smcp_fx.errors import InputError, SmcpError
 from smcp_fx.regions import Joined, joined_inputs
 from smcp_fx.tracing.example_runs import first_line
 
-#: What an iterator that runs once may hold, in bytes, where it is needed more than once. Chosen, not measured.
-_MOST = 2 * 2**30
+#: Most bytes of batches, or of the values computed from them, that are held at a time. Chosen, not measured.
+MEMORY = 2 * 2**30
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ def again(batches: Any) -> Any:
     for item in batches:
         kept.append(item)
         size += sum(t.nbytes for t in pytree.tree_leaves(item) if isinstance(t, Tensor))
-        if size > _MOST:
+        if size > MEMORY:
             raise InputError(
                 f"the batches come from an iterator that runs once, and the first {len(kept)} hold more than "
-                f"{_MOST / 2**30:g} GiB: give a data loader, which can be run again, or fewer batches"
+                f"{MEMORY / 2**30:g} GiB: give a data loader, which can be run again, or fewer batches"
             )
     return kept
 

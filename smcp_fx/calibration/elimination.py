@@ -28,15 +28,12 @@ from torch import Tensor, fx, nn
 from smcp_fx.calibration.batches import Batch, entering, run_batch
 from smcp_fx.calibration.consumers import consumer_of
 from smcp_fx.calibration.frontier import Frontier
-from smcp_fx.calibration.layer_rows import Consumer
+from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT, Consumer
 from smcp_fx.calibration.regression import WIDEST, Sums
 from smcp_fx.passes.insert_soft_masks import masked_layers
 from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel
 
-#: Least output positions to take, if there are as many: this number, and this many times a layer's inputs. Four times
-#: as many changed nothing (docs: experiments.md).
-_ROWS, _TIMES = 20_000, 8
 #: Added to each variance: a share of the inputs' mean variance, and a share of their mean square (lost to rounding).
 #: Chosen, not measured.
 _RIDGE, _ROUNDING = 1e-3, 1e-12
@@ -159,7 +156,7 @@ class Elimination:
             frontier.advance(node)
             y = frontier.values[0][node]
             _, positions = reader.consumer.positions(y)
-            wanted = max(_ROWS, _TIMES * reader.places.numel())
+            wanted = max(LEAST_ROWS, ROWS_PER_INPUT * reader.places.numel())
             chosen = torch.arange(positions)
             if positions > -(-wanted // self._batches):
                 chosen = torch.randperm(positions, generator=generator)[: -(-wanted // self._batches)]

@@ -16,6 +16,9 @@ from torch import Tensor, fx, nn
 
 #: The most numbers that the rows of one chunk may hold (64 MiB in float64).
 _CHUNK = 2**23
+#: Least output positions that a layer is looked at by, if there are as many: this number, and this many times its
+#: inputs. Four times as many changed nothing (docs: experiments.md).
+LEAST_ROWS, ROWS_PER_INPUT = 20_000, 8
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from smcp_fx.calibration.batches import Batch, device_of, each_batch, entering
+from smcp_fx.calibration.batches import MEMORY, Batch, device_of, each_batch, entering
 from smcp_fx.calibration.side_by_side import RepairReport, SideBySide
 from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
@@ -18,9 +18,6 @@ from smcp_fx.prepare import sliced_graph, trained_graph
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.regions import sharing
 from smcp_fx.tracing.wrapping import unwrapped
-
-#: Most bytes of the inputs of all batches: later batches are ignored. Chosen, not measured.
-_MEMORY = 2 * 2**30
 
 
 def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairReport:
@@ -74,7 +71,7 @@ def _fitting(batches: Any, device: torch.device) -> list[Batch]:
     taken = 0
     for batch in each_batch(batches):
         taken += batch.nbytes
-        if found and taken > _MEMORY:
+        if found and taken > MEMORY:
             break
         found.append(batch.to(device))
     if sum(batch.images for batch in found) < 2:

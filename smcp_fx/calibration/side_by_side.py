@@ -13,20 +13,15 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.calibration.batch_norms import Moments
-from smcp_fx.calibration.batches import Batch
+from smcp_fx.calibration.batches import MEMORY, Batch
 from smcp_fx.calibration.consumers import by_weight
 from smcp_fx.calibration.frontier import Frontier, Values
-from smcp_fx.calibration.layer_rows import Consumer
+from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT, Consumer
 from smcp_fx.calibration.norms import Normalisation, norms_of
 from smcp_fx.calibration.regression import WIDEST, Use, solve
 from smcp_fx.errors import InputError
 from smcp_fx.passes.sliced_labels import Sliced
 
-#: Least output positions of a regression, if there are as many: this number, and this many times its inputs. Four
-#: times as many changed nothing (docs: experiments.md).
-_ROWS, _TIMES = 20_000, 8
-#: Most bytes that the values of all batches may take at a time. Chosen, not measured.
-_MEMORY = 2 * 2**30
 #: One image in so many is held out. Chosen, not measured.
 _FOLD = 5
 
@@ -126,7 +121,7 @@ class SideBySide:
         here = sum(batch.images for batch in self.smaller.batches)
         while self.waiting:
             here += self.waiting[-1].images
-            if self.smaller.batches and here * self.needs[node.name] > _MEMORY:
+            if self.smaller.batches and here * self.needs[node.name] > MEMORY:
                 return
             batch = self.waiting.pop()
             self.smaller.join(batch)
@@ -180,7 +175,7 @@ class SideBySide:
         keys = [id(c.node) if c.bias is None else id(c.bias) for c in consumers]
         for consumer, key in zip(consumers, keys, strict=True):
             uses.setdefault(key, self._use(consumer))
-        wanted = max(_ROWS, _TIMES * int(consumers[0].matrix(consumers[0].weight).shape[1]))
+        wanted = max(LEAST_ROWS, ROWS_PER_INPUT * int(consumers[0].matrix(consumers[0].weight).shape[1]))
         quota = -(-wanted // (len(self.smaller.batches) * len(consumers)))
         generator = torch.Generator().manual_seed(0)
         before = [0] * len(consumers)

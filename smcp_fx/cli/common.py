@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from rich.console import Console
 from rich.text import Text
 
-from smcp_fx.errors import SmcpError
+from smcp_fx.errors import SmcpError, is_out_of_memory
 
 Main = TypeVar("Main", bound=Callable[..., int])
 
@@ -68,6 +68,8 @@ class CommandParser(argparse.ArgumentParser):
                 )
             if "\0" in text:
                 self.error(f"{text!r} holds a null character")
+            if text.endswith("=--"):  # argparse would make a list of it
+                self.error(f"argument {text[:-3]}: expected one argument")
         return self.parse_args(given)
 
 
@@ -146,7 +148,7 @@ def guarded(
         tell(problems, command, f"{place} called sys.exit({stopped.code!r}) in the middle of the run")
         return 2
     except (MemoryError, RuntimeError) as error:
-        if debug or not _is_out_of_memory(error):
+        if debug or not is_out_of_memory(error):
             raise
         tell(
             problems,
@@ -165,12 +167,6 @@ def one_line(text: object) -> str:
     """Return foreign text as one line, without terminal control characters or endless words."""
     words = "".join(c if c.isprintable() else " " for c in str(text)).split()
     return " ".join(word if len(word) <= _LONGEST_WORD else f"{word[:200]}...{word[-100:]}" for word in words)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or any(
-        words in str(error) for words in ("not enough memory", "can't allocate memory", "out of memory")
-    )
 
 
 def _tell_any_text() -> None:

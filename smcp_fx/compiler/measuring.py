@@ -137,15 +137,12 @@ class Corrector:
             )
 
     def measure(self, name: str, predicted_ms: float, step: int, again: bool) -> RelativeLatency:
-        """Measure the file of the present masks beside the dense network; ``again``: in a new session of both."""
-        if again:
-            assert self._engine is not None
-            with self.dense.reload() as dense, self._engine.reload() as engine:
-                measured = compare(dense, engine)
-        else:
+        """Measure the file of the present masks beside the dense network; ``again``: the same file once more."""
+        if not again:
             self._drop_engine()
             self._engine = self.backend.compile(sliced(self.prepared).cpu(), self.inputs, self.scratch)
-            measured = compare(self.dense, self._engine)
+        assert self._engine is not None
+        measured = compared(self.dense, self._engine)
         self.comparisons.append(Comparison(name, predicted_ms, measured, step))
         write_texts({self.file: json.dumps([asdict(c) for c in self.comparisons], indent=1)}, "measurements")
         sure = measured.error <= CompareConfig.error
@@ -178,6 +175,12 @@ class _Candidate:
         again, self._measured = self._measured, True
         name = f"{self._name}, again" if again else self._name
         return self._corrector.measure(name, self.predicted, self._step, again)
+
+
+def compared(dense: Engine, pruned: Engine) -> RelativeLatency:
+    """Compare two files in new sessions: one that began right after an export runs up to a tenth slower."""
+    with dense.reload() as one, pruned.reload() as other:
+        return compare(one, other)
 
 
 def measured_as_predicted(dense: Engine, predicted_ms: float, table: Path) -> float:

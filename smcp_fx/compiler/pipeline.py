@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from smcp_fx.backends import Backend, Engine, compare, get_backend
+from smcp_fx.backends import Backend, Engine, get_backend
 from smcp_fx.backends.layers import blocks_beside_layers
 from smcp_fx.calibration import gather_importance
 from smcp_fx.compiler.calibrating import (
@@ -24,7 +24,7 @@ from smcp_fx.compiler.calibrating import (
 )
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.compiler.judging import dense_accuracy, note_guesses
-from smcp_fx.compiler.measuring import Corrector, accuracy_of
+from smcp_fx.compiler.measuring import Corrector, accuracy_of, compared
 from smcp_fx.compiler.phases import Phases
 from smcp_fx.compiler.precision import Precision
 from smcp_fx.compiler.pricing import asked_fraction, chosen_cost, dense_latency
@@ -151,7 +151,7 @@ class _Compilation:
             self.saver.save(smaller, prepared, folder / WEIGHTS)
             pruned = backend.compile(smaller, inputs, pruned_path)
         with self.tell.stage("measuring dense and pruned in turns"):
-            measured = compare(dense, pruned)
+            measured = compared(dense, pruned)
         with self.tell.stage("reading accuracies from the emitted files"):
             accuracies = [accuracy_of(engine, data, fitted, settings.batch) for engine in (dense, pruned)]
         precision = self.precision.facts(
@@ -358,5 +358,5 @@ class _Compilation:
             self.tell.stage("emitting"),
             corrector.backend.compile(network, corrector.inputs, path) as engine,
         ):
-            measured = compare(corrector.dense, engine)
+            measured = compared(corrector.dense, engine)
         return target_row(prepared, measured, found.repaired, path.name)

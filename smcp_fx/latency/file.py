@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import quote
 
 from smcp_fx.errors import TableError
+from smcp_fx.storage.files import check_replaceable
 
 _APPLICATION_ID = 0x534D4350  # "SMCP"
 FORMAT_VERSION = 1
@@ -74,7 +75,13 @@ class TableFile:
         self.path = path
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         self._mark: str | None = None  # None: not made yet; empty: others have the table open
-        exists = path.exists() and path.stat().st_size > 0
+        if not read_only:
+            try:
+                check_replaceable(path)
+            except OSError as error:
+                raise TableError(f"{path} can be no latency table: {error.strerror}") from error
+        was_there = path.exists()
+        exists = was_there and path.stat().st_size > 0
         if exists or read_only:
             self._database = self._connect_to_read()
         if not read_only:
@@ -88,7 +95,7 @@ class TableFile:
             self._refuse(_seen(self._database))
         except BaseException:
             self.close()
-            if not exists and path.exists() and path.stat().st_size == 0:  # a disk that is full, say
+            if not was_there and path.exists() and path.stat().st_size == 0:  # a disk that is full, say
                 path.unlink(missing_ok=True)
             raise
 

@@ -199,6 +199,8 @@ def read_metadata(path: Path | str) -> dict[str, Any]:
 
 
 def _manifest_path(path: Path) -> Path:
+    if not path.name:
+        raise CheckpointError(f"{path} is a folder: give a file in it")
     return path.with_suffix(".json")
 
 

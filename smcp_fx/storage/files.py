@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,11 +30,12 @@ def write_texts(texts: Mapping[Path, str], what: str) -> None:
     Raises `SmcpError` when that fails; earlier files are then untouched. ``what`` names the content in the
     message.
     """
-    beside = {target: target.with_name(target.name + ".part") for target in texts}
+    beside: dict[Path, Path] = {}
     try:
+        for target in texts:  # or a later rename would fail, after others succeeded
+            check_replaceable(target)
         for target, content in texts.items():
-            if target.is_dir():  # or a later rename would fail, after others succeeded
-                raise IsADirectoryError(errno.EISDIR, f"{target} is a directory")
+            beside[target] = target.with_name(target.name + ".part")
             target.parent.mkdir(parents=True, exist_ok=True)
             beside[target].write_text(content, encoding="utf-8", errors="backslashreplace", newline="\n")
         for target, part in beside.items():
@@ -47,6 +49,20 @@ def write_texts(texts: Mapping[Path, str], what: str) -> None:
             f"cannot write {what} into {places}: {error.strerror or error}. Free space there, or give another "
             "directory"
         ) from error
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise `OSError` where no file can be put, or where one would take the place of a device or pipe."""
+    try:
+        mode = path.stat().st_mode
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error)) from error
+    except OSError:  # it is not there, or whoever writes it says why it cannot be reached
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, f"{path} is a directory")
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"{path} is a device or pipe")
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.errors import CheckpointError
+from smcp_fx.storage.files import check_replaceable
 
 
 class TensorWriter:
@@ -105,9 +106,12 @@ def raw(tensor: Tensor) -> Any:
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
     """Write all files under temporary names, then rename them; leave nothing behind on failure."""
-    beside = {path: path.with_name(_temporary(path, os.getpid())) for path in contents}
+    beside: dict[Path, Path] = {}
     try:
+        for path in contents:
+            check_replaceable(path)
         for path, content in contents.items():
+            beside[path] = path.with_name(_temporary(path, os.getpid()))
             path.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(path)
             with open(beside[path], "wb") as file:
@@ -120,8 +124,8 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
             _sync_folder(folder)
     except OSError as error:
         raise CheckpointError(
-            f"{' and '.join(str(path) for path in contents)} cannot be written: {error}. Free some space or choose a "
-            "writable directory, and save again."
+            f"{' and '.join(str(path) for path in contents)} cannot be written: {error.strerror or error}. Free some "
+            "space or choose a writable directory, and save again."
         ) from error
     finally:
         for temporary in beside.values():

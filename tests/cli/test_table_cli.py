@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import Running
 
 from smcp_fx.backends import Measurement
 from smcp_fx.backends.base import BlockLatency
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeBackend
+from smcp_fx.backends.timing import quiet
 from smcp_fx.cli.networks import backend_of, blocks_of
 from smcp_fx.cli.table import build_parser, main
 from smcp_fx.compiler import CompileSettings
@@ -241,26 +240,20 @@ def test_measure_for_targets_asks_for_fewer_rows_and_ends(
         main(measuring(model, few, "--targets", "1.5"))
 
 
-#: ``smcp-table`` on a machine that is taken for quiet, as it is in every test's own process.
-QUIET = """
-import sys
-from smcp_fx.backends.timing import quiet
-from smcp_fx.cli.table import main
-quiet.core_share = lambda: 1.0
-sys.exit(main())
-"""
+def quietly(arguments: list[str]) -> int:
+    """``smcp-table`` on a machine that is taken for quiet, as it is in every test's own process."""
+    quiet.core_share = lambda: 1.0
+    return main(arguments)
 
 
-def _start(model: str, table: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", QUIET, *measuring(model, table)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
+def _start(model: str, table: Path, number: int = 0) -> Running:
+    return Running(table.with_name(f"told {number}"), quietly, measuring(model, table))
 
 
-def _wait_for_rows(table: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+def _wait_for_rows(table: Path, count: int, process: Running) -> None:
     deadline = time.monotonic() + 120
     while len(rows(table)) < count:
-        assert process.poll() is None, process.stderr and process.stderr.read().decode()
+        assert process.ended() is None, process.wait()
         assert time.monotonic() < deadline, "nothing was measured in two minutes"
         time.sleep(0.01)
 
@@ -272,9 +265,7 @@ def test_kill_9_loses_at_most_the_row_under_way(model: str, table: Path, tmp_pat
         process = _start(model, path)
         _wait_for_rows(path, count, process)
         before = rows(path)
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
+        assert process.kill() == -signal.SIGKILL
         after = rows(path)
         assert_none_lost(before, after)
         with sqlite3.connect(path) as database:
@@ -293,10 +284,8 @@ def test_kill_9_loses_at_most_the_row_under_way(model: str, table: Path, tmp_pat
 @pytest.mark.slow
 def test_two_processes_fill_one_table_without_double_work(model: str, tmp_path: Path) -> None:
     path = tmp_path / "t.sqlite"
-    workers = [_start(model, path) for _ in range(2)]
-    for worker in workers:
-        _, errors = worker.communicate(timeout=180)
-        assert worker.returncode == 0, errors.decode()
+    for code, told in [worker.wait() for worker in [_start(model, path, number) for number in range(2)]]:
+        assert code == 0, told
     with sqlite3.connect(path) as database:
         found = database.execute("SELECT state, attempts, owner FROM latency").fetchall()
     database.close()

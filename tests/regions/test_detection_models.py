@@ -10,7 +10,7 @@ from models import random_masks, randomise
 from tolerances import assert_close
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torchvision.models import detection
+from torchvision.models import detection, resnet18
 
 import smcp_fx
 
@@ -23,15 +23,17 @@ DETECTORS = {
     "fcos_resnet50_fpn": (("backbone", "head"), 0.99),
     "fasterrcnn_resnet50_fpn": (
         ("backbone", "rpn.head", "roi_heads.box_head", "roi_heads.box_predictor"),
-        0.65,
+        0.45,
     ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DETECTORS)
-def test_detection_model(name: str) -> None:
+def test_detection_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     regions, free = DETECTORS[name]
+    for file in ("retinanet", "fcos", "faster_rcnn"):  # as torchvision builds them, but for a shallower trunk
+        monkeypatch.setattr(f"torchvision.models.detection.{file}.resnet50", resnet18)
     sizes = {} if name.startswith("ssd") else {"min_size": SIDE, "max_size": SIDE}
     if name.startswith("faster"):  # fewer boxes
         sizes |= {

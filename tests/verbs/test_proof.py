@@ -206,3 +206,39 @@ def test_means_that_are_zero_but_for_rounding_are_no_fault() -> None:
         nn.Conv2d(16, 32, 1, bias=False), nn.BatchNorm2d(32), nn.GELU(), nn.Conv2d(32, 4, 1),
     )  # fmt: skip
     assert smcp_fx.prepare(model, torch.randn(1, 3, 8, 8)).channels.free_share == 1
+
+
+class Chaotic(nn.Module):
+    """The logistic map, which doubles an error in each step, in one of two ways."""
+
+    def __init__(self, steps: int, factored: bool, rate: float = 3.99) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.2, 0.9, 8))
+        self.steps, self.factored, self.rate = steps, factored, rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x * self.weight).sigmoid()
+        for _ in range(self.steps):
+            x = self.rate * x * (1 - x) if self.factored else self.rate * (x - x * x)
+        return x
+
+
+@pytest.mark.parametrize(("steps", "rate", "told"), [(20, 3.99, False), (40, 3.99, False), (80, 3.99, False),
+                                                     (20, 3.99 + 1e-6, True), (2, 3.99 + 1e-4, True)])  # fmt: skip
+def test_what_last_bits_do_to_a_chaotic_model_is_no_fault(steps: int, rate: float, told: bool) -> None:
+    one, other = Chaotic(steps, True), Chaotic(steps, False, rate)
+    inputs = (torch.randn(2, 8, generator=torch.Generator().manual_seed(0)),)
+    expected = outcomes.outcome_of(one, inputs, False)
+    assert (outcomes.differs(one, other, inputs, False, expected) is not None) is told
+
+
+def test_too_little_memory_is_no_fault() -> None:
+    class Large(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 110436736 bytes"
+            )
+
+    one = nn.Identity()
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        outcomes.differs(one, Large(), (IMAGE,), False, outcomes.outcome_of(one, (IMAGE,), False))

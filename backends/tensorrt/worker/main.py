@@ -77,6 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 1 where requests failed, 2 for errors."""
     parser = build_parser()
+    for text in sys.argv[1:] if argv is None else argv:
+        if text.endswith("=--"):  # argparse would make a list of it
+            parser.error(f"{text[:-3]}: expected one argument")
     arguments = parser.parse_args(argv)
     if arguments.serve:
         return serve(arguments.gpu, arguments.lean)
@@ -227,6 +230,8 @@ def _measure(folder: Path, job: dict[str, Any], worker: WorkerProcess, prebuilt:
 
 def _build_file(onnx: Path, precision: str, batch: int, worker: WorkerProcess) -> dict[str, Any]:
     """Build an engine beside its ONNX file, and measure it and its layers."""
+    if not onnx.is_file():
+        raise WorkerError(f"there is no file {onnx}")
     engine, options = onnx.with_suffix(".engine"), {"precision": precision, "batch": [batch] * 3}
     cache = cache_folder()
     build = worker.ask("build", onnx=str(onnx), options=options, engine=str(engine), cache=str(cache))[
