@@ -96,9 +96,8 @@ def block_bars(blocks: Sequence[BlockRow], wide: float = _WIDE) -> Markup | None
     left = min(max(len(name) for name, _, _ in rows) * _LETTER, longest) + 14
     step = 22.0
     top = max(max(dense, pruned) for _, dense, pruned in rows) or 1.0
-    panel = Panel(
-        left, 8, wide - left - (150 if wide > NARROW else 92), step * len(rows), (0, rounded_up(top)), (0, 1)
-    )
+    right = max(len(_from_to(dense, pruned)) for _, dense, pruned in rows) * _LETTER + 12
+    panel = Panel(left, 8, wide - left - right, step * len(rows), (0, rounded_up(top)), (0, 1))
     body = panel.x_axis("ms")
     for index, (name, dense, pruned) in enumerate(rows):
         y = panel.top + step * index

@@ -50,6 +50,9 @@ def test_bars_of_a_narrow_page_tell_the_same_and_fit(real: Report) -> None:
         assert frame["viewbox"].split()[2] == "364"
         letters = [float(label["x"]) for label in bars(picture, "value")]
         assert max(letters) < 364 - 50
+    long = block_bars([BlockRow("1.0", 0.199, 0.0762)], NARROW)
+    (label,) = bars(long, "value")
+    assert "0.199 → 0.0762" in Page(long or "").text and float(label["x"]) + 6.9 * 14 <= 364
 
 
 def test_blocks_beyond_forty_are_summed() -> None:
