@@ -187,7 +187,7 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("predicted", [3.83, 78.4 / 1.51, 78.4 * 1.51, 1000.0])
 def test_a_table_that_says_something_else_than_the_engine_prunes_nothing(predicted: float) -> None:
-    with pytest.raises(TableError, match=r"takes 78\.4 ms.*table\.sqlite say .*--resume"):
+    with pytest.raises(TableError, match=r"takes 78\.4 ms.*table\.sqlite say .*try again"):
         measured_as_predicted(FixedEngine(78.4), predicted, Path("table.sqlite"))
 
 
