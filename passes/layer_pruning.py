@@ -22,7 +22,8 @@ def allow_layer_pruning(traced: Traced, channels: ChannelGraph, within: tuple[st
     ``within``: paths of modules; `InputError` for one that holds no layer whose channels are free.
     """
     groups = channels.groups
-    free = [index for index, group in enumerate(groups) if group.free and group.consumers]
+    mixed = _mixed_with_others(channels)
+    free = [i for i, group in enumerate(groups) if group.free and group.consumers and i not in mixed]
     inside = {path: {i for i in free if _is_in(path, groups[i].producers)} for path in within}
     for path, found in inside.items():
         if not found:
@@ -47,6 +48,16 @@ def allow_layer_pruning(traced: Traced, channels: ChannelGraph, within: tuple[st
             break
         removable &= ~bad
     channels.allow_nothing(branches)
+
+
+def _mixed_with_others(channels: ChannelGraph) -> set[int]:
+    """Groups that a norm or a statistic reads beside others: a unit that had to come back would count in it."""
+    group_of = {int(unit): index for index, group in enumerate(channels.groups) for unit in group.units}
+    found: set[int] = set()
+    for mix in channels.trail.mixes:
+        known = {group_of.get(unit, -1) for unit in channels.units.of(mix.labels).unique().tolist()}
+        found |= known if len(known) > 1 else set()
+    return found
 
 
 def _is_in(path: str, layers: tuple[str, ...]) -> bool:

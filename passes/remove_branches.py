@@ -183,7 +183,7 @@ class Removal:
         for node in reversed(self.nodes):
             if node.users or node.op in ("placeholder", "output"):
                 continue
-            idle = node not in unused or self._asks_what_goes(node)
+            idle = node not in unused or self._asks_what_goes(node) or self._is_made_of_what_goes(node)
             if self._causes(node) or (idle and not self.needed[node]):
                 graph.erase_node(node)
                 gone.append(node)
@@ -199,6 +199,21 @@ class Removal:
             found = stack.pop()
             if self.flow.steps[self.flow.place[found.name]].kind != "number":
                 return found is not node and not self.needed[found]
+            stack += [source for source in found.all_input_nodes if source not in seen]
+            seen.update(stack)
+        return False
+
+    def _is_made_of_what_goes(self, node: fx.Node) -> bool:
+        """Is this a result that nobody reads (attention weights for their own sake) of something that goes?"""
+        if node.op not in ("call_function", "call_method") or node.is_impure():
+            return False
+        if writes_in_place(node, self.module):
+            return False
+        seen, stack = {node}, [node]
+        while stack:
+            found = stack.pop()
+            if self._state(found) in (CONSTANT, EMPTY):
+                return True
             stack += [source for source in found.all_input_nodes if source not in seen]
             seen.update(stack)
         return False

@@ -261,3 +261,44 @@ def test_saved_loaded_told(tmp_path: Path) -> None:
         n: int(m.sum()) for n, m in found.masks.items()
     }
     assert_close(run(other, (IMAGE,)), run(found, (IMAGE,)), "identity")
+
+
+class Attending(nn.Module):
+    """A branch of attention, whose weights, averaged over the heads, nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ask, self.back = nn.Linear(8, 6), nn.Linear(6, 8)
+        self.attend = nn.MultiheadAttention(6, 2, kdim=8, vdim=8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(2).transpose(1, 2)
+        asked = self.ask(tokens)
+        found = asked + self.attend(asked, tokens, tokens)[0]
+        return x + self.back(found).transpose(1, 2).reshape(x.shape)
+
+
+class NormedTogether(nn.Module):
+    """Two branches side by side, and one norm over both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 6, 3, padding=1), nn.Conv2d(8, 4, 1)
+        self.norm, self.last = nn.GroupNorm(1, 10), nn.Conv2d(10, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.norm(torch.cat([self.a(x), self.b(x)], 1)))
+
+
+def test_what_a_branch_that_goes_computes_for_nobody_goes_with_it() -> None:
+    found = prepared(body(Attending()))
+    (name,) = removable(found) & {"1.ask"}
+    found.set_masks(nothing(found, name))
+    sliced = smcp_fx.convert(found)
+    assert_close(run(sliced, (IMAGE.double(),)), run(found, (IMAGE.double(),)), "slicing")
+    assert [path for path, _ in sliced.named_parameters() if path.startswith("1.")] == ["1.constant_reshape"]
+
+
+def test_groups_that_one_norm_reads_together_keep_a_unit_each() -> None:
+    """One that had to come back, for want of a constant to leave, would count in the norm's statistics."""
+    assert not removable(prepared(body(NormedTogether()))) & {"1.a", "1.b"}
