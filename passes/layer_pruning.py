@@ -9,6 +9,8 @@ stays. Groups whose absence would leave a constant that depends on sizes are lef
 
 from __future__ import annotations
 
+import torch
+
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.branches import Branches, Flow, bits
 from smcp_fx.errors import InputError
@@ -55,7 +57,7 @@ def _mixed_with_others(channels: ChannelGraph) -> set[int]:
     group_of = {int(unit): index for index, group in enumerate(channels.groups) for unit in group.units}
     found: set[int] = set()
     for mix in channels.trail.mixes:
-        known = {group_of.get(unit, -1) for unit in channels.units.of(mix.labels).unique().tolist()}
+        known = {group_of.get(unit, -1) for unit in torch.unique(channels.units.of(mix.labels)).tolist()}
         found |= known if len(known) > 1 else set()
     return found
 
