@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.branches import CONSTANT, EMPTY, LIVE, Flow, Walk, bits, writes_shared
+from smcp_fx.channels.computed_weights import ancestors
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.constants import Constants, NoValueError
@@ -205,18 +206,13 @@ class Removal:
 
     def _is_made_of_what_goes(self, node: fx.Node) -> bool:
         """Is this a result that nobody reads (attention weights for their own sake) of something that goes?"""
-        if node.op not in ("call_function", "call_method") or node.is_impure():
+        if (
+            node.op not in ("call_function", "call_method")
+            or node.is_impure()
+            or writes_in_place(node, self.module)
+        ):
             return False
-        if writes_in_place(node, self.module):
-            return False
-        seen, stack = {node}, [node]
-        while stack:
-            found = stack.pop()
-            if self._state(found) in (CONSTANT, EMPTY):
-                return True
-            stack += [source for source in found.all_input_nodes if source not in seen]
-            seen.update(stack)
-        return False
+        return any(self._state(source) in (CONSTANT, EMPTY) for source in ancestors(node))
 
     def _replace(self, node: fx.Node, source: fx.Node) -> str:
         """Let the node read a constant in the place of a node that has become one."""

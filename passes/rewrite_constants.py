@@ -103,7 +103,7 @@ class _Rewriter:
         if name in self.trail.shuffles and self._is_thinned(node):
             self._shuffle(node)
         elif name in self.trail.made:
-            self._select_of(node, old, self.trail.made[name])
+            self._select_made(node, old, self.trail.made[name])
         elif has(operation, Trait.MOVES):
             self._move(node, operation or "")
         elif name in self.trail.full:
@@ -231,8 +231,8 @@ class _Rewriter:
         node.args, node.kwargs = (source, dim, index), {}
         self.report.append(f"{node.name}: now an index_select of {wanted.numel()} channels")
 
-    def _select_of(self, node: fx.Node, labels: Tensor, among: set[str]) -> None:
-        """Select the kept channels of a tensor that is computed from sizes alone, for all but what is, too."""
+    def _select_made(self, node: fx.Node, labels: Tensor, among: set[str]) -> None:
+        """Select the kept channels of a tensor computed from sizes alone; its users ``among`` these read it whole."""
         self._freeze_numbers(node)
         if (kept := self.sliced.axis(labels)) is None:
             return

@@ -26,7 +26,7 @@ from smcp_fx.tracing.sentences import TAKEN
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 #: The same if double precision is impossible, since the model names another type.
 LOOSE = 1e-3
-#: How much more may differ than other last bits of the weights change.
+#: How much more may differ than other last bits of the weights change. Chosen, not measured.
 _MARGIN = 100
 
 

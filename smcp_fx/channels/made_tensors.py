@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from smcp_fx.channels.computed_weights import ancestors
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import OPAQUE, TensorInfo
@@ -21,9 +21,10 @@ from smcp_fx.tracing.values import OPAQUE, TensorInfo
 def made_tensors(
     module: fx.GraphModule, values: Mapping[str, Any], unread: Collection[str]
 ) -> dict[str, set[str] | None]:
-    """The nodes of such computations; for those with real numbers that others read, the users that are such, too.
+    """Return the nodes of such computations by name, but for tensors of one value, which are made as wide as needed.
 
-    ``unread``: nodes that do not count as users. Tensors of one value are left out: they are made as wide as needed.
+    A node of real numbers that other nodes read comes with those of its users that are of the computation, the rest
+    with None. ``unread``: nodes that do not count as users.
     """
     made: dict[fx.Node, bool] = {}
     touched: set[fx.Node] = set()  # a write into a tensor may show in all that it was made from
@@ -36,7 +37,7 @@ def made_tensors(
             and all(made[n] for n in inputs)
         )
         if writes_in_place(node, module):
-            touched.update(_above(node))
+            touched.update(ancestors(node))
     found: dict[str, set[str] | None] = {}
     for node, here in made.items():
         if not here or node in touched or has(operation_name(node, None), Trait.FILLS):
@@ -50,24 +51,3 @@ def made_tensors(
 
 def _tensors(value: Any) -> list[TensorInfo]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, TensorInfo)]
-
-
-def _above(node: fx.Node) -> list[fx.Node]:
-    """A node and all that it is computed from: a write into it may show in those."""
-    found, left = {node: None}, [node]
-    while left:
-        for source in left.pop().all_input_nodes:
-            if source not in found:
-                found[source] = None
-                left.append(source)
-    return list(found)
-
-
-def only_asserted(graph: fx.Graph) -> set[str]:
-    """Nodes that only an assertion reads: it asks of the channels that are left what it asked of all."""
-    found: set[str] = set()
-    for node in reversed(graph.nodes):
-        read = bool(node.users) and all(user.name in found for user in node.users)
-        if node.target is torch._assert or (read and node.op in ("call_function", "call_method")):
-            found.add(node.name)
-    return found

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from smcp_fx.channels.assertions import only_asserted
 from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
-from smcp_fx.channels.made_tensors import made_tensors, only_asserted
+from smcp_fx.channels.made_tensors import made_tensors
 from smcp_fx.channels.trail import (
     Call,
     Computed,

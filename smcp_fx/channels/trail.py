@@ -214,7 +214,7 @@ class Trail:
     full: dict[str, int] = field(default_factory=dict)
     #: Depthwise convolutions whose kernels are computed: the channels' dimension.
     kernels: dict[str, int] = field(default_factory=dict)
-    #: Tensors computed from sizes alone: those of their users that are, too, where others may have channels.
+    #: Nodes computed from sizes alone -> those of their users that are, too; the others read the kept channels.
     made: dict[str, set[str]] = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)  # nodes whose tensors hold a part of another's elements
     shuffles: dict[str, Shuffle] = field(default_factory=dict)
