@@ -90,7 +90,7 @@ def _encode_node(node: fx.Node) -> dict[str, Any]:
 
     target = node.target
     saved = saved_name(target, where) if node.op == "call_function" else str(target)
-    data = {
+    data: dict[str, Any] = {
         "name": node.name,
         "op": node.op,
         "target": saved,
