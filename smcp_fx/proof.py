@@ -7,6 +7,7 @@ in the model's own precision is judged in double precision, where rounding is to
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,12 @@ def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[A
         given, expected = on_some(original, inputs, images, training)
         if expected is None:
             continue
+        if expected.says_nothing and not training:
+            warnings.warn(
+                f"{type(original).__name__} gives NaN or infinity alone for the example inputs, so that nothing "
+                "shows whether it is the same once prepared: check its weights and the inputs.",
+                stacklevel=3,
+            )
         try:
             what = differs(original, prepared, given, training, expected, more=more_images(inputs))
         except AssumptionError:  # it says so itself, whenever it meets another number of images

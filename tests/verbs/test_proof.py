@@ -271,6 +271,14 @@ def test_what_is_drawn_for_another_memory_layout_is_no_fault(draw: Any) -> None:
     assert outcomes.difference(outcomes.outcome_of(model, (IMAGE,), True), found, None) is None
 
 
+def test_a_model_that_gives_no_number_is_told() -> None:
+    model = network()
+    with torch.no_grad():
+        model.get_submodule("4").weight.fill_(float("nan"))
+    with pytest.warns(UserWarning, match="Sequential gives NaN or infinity alone"):
+        ready(model)
+
+
 def test_too_little_memory_is_no_fault() -> None:
     class Large(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
