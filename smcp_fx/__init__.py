@@ -32,6 +32,7 @@ from smcp_fx.own_class import resize
 from smcp_fx.prepare import PreparedModel, convert, prepare
 from smcp_fx.pruning import observers
 from smcp_fx.pruning.loop_watch import TrainingWarning
+from smcp_fx.regions import graph_of
 from smcp_fx.schedule import Schedule
 from smcp_fx.serialization.saving import load, read_metadata, save
 from smcp_fx.training.teacher import Teacher
@@ -97,6 +98,9 @@ def export_onnx(
 ) -> Path:
     """Write a model in eval mode as an ONNX file and return its path.
 
+    Of a model that was traced in regions each region is exported by itself (``converted.backbone``); it takes and
+    returns the tensors of its arguments and results one by one.
+
     The file is run in ONNX Runtime on random inputs and compared with the model before it gets its name.
     ``opset`` (17 and later; a recent one by default); ``dynamic_batch`` leaves the first axis of every input
     open, under the name "batch"; ``input_names`` and ``output_names`` replace those of the model's forward and the
@@ -105,7 +109,7 @@ def export_onnx(
     """
     export = import_runtime("smcp_fx.backends.onnx.export", "export_onnx", "pip install onnxruntime")
     written: Path = export.export_onnx(
-        converted,
+        graph_of(converted),
         example_inputs,
         path,
         opset=opset,

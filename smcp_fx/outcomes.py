@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -19,15 +17,16 @@ from smcp_fx.prepared import PreparedRegions
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.example_runs import plain, unchanged
 from smcp_fx.tracing.masking import STATE
+from smcp_fx.tracing.same_draws import same_draws
 from smcp_fx.tracing.sentences import TAKEN
 
 #: How much may differ, as a share of the scale: the same kernels run in the same order, except for sums over a
-#: parameter's uses and for zeros that are left out. If more differs, it is compared again in double precision.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+#: parameter's uses and for zeros that are left out. If more differs in a model's own precision, and no more than
+#: float32 may in double precision, it is rounding, amplified.
+ROUNDING = 1e-5
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: ROUNDING, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 #: The same if double precision is impossible, since the model names another type.
 LOOSE = 1e-3
-#: How much more may differ than other last bits of the weights change. Chosen, not measured.
-_MARGIN = 100
 
 
 @dataclass
@@ -75,26 +74,12 @@ def outcome_of(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> Out
         in_mode(model, training),
         unchanged(model),
         unchanged(own),
-        _same_draws(),
+        same_draws(),
         torch.set_grad_enabled(training),
     ):
         outputs = pytree.tree_leaves(plain(model(*given)))
         buffers = {name: b.detach().clone() for name, b in model.named_buffers() if _is_own(name)}
         return Outcome(outputs, _gradients(model, outputs) if training else {}, buffers)
-
-
-@contextmanager
-def _same_draws() -> Iterator[None]:
-    """Every call draws the same numbers, of torch (which the caller puts back), of Python and of NumPy."""
-    before = random.getstate(), np.random.get_state()
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
 
 
 def _gradients(model: nn.Module, outputs: list[Any]) -> dict[frozenset[str], Tensor | None]:
@@ -152,11 +137,12 @@ def differs(
     training: bool,
     expected: Outcome,
     widen_one: Callable[[nn.Module], nn.Module] = widened_copy,
+    more: tuple[Any, ...] | None = None,
 ) -> str | None:
     """What differs, in words; None when nothing does, or no more than rounding explains.
 
-    ``widen_one``: makes the copy of ``one`` in double precision. Raises `AssumptionError` where the other says
-    itself that it was not traced for such inputs.
+    ``widen_one``: makes the copy of ``one`` in double precision. ``more``: inputs for both there, where they take
+    them. Raises `AssumptionError` where the other says itself that it was not traced for such inputs.
     """
     try:
         found = outcome_of(other, inputs, training)
@@ -171,34 +157,12 @@ def differs(
     what = difference(expected, found, None)
     if what is None:
         return None
-    try:
-        wide = widen_one(one), widened_copy(other)
-        first, second = (outcome_of(model, widened(inputs), training) for model in wide)
-    except Exception:  # a type that its forward names
-        return what if difference(expected, found, LOOSE) is not None else None
-    what = difference(first, second, None)
-    return (
-        what
-        if what is None
-        else difference(first, second, _rounding(wide[0], widened(inputs), training, first))
-    )
-
-
-def _rounding(model: nn.Module, inputs: tuple[Any, ...], training: bool, expected: Outcome) -> float:
-    """How much may differ where the model itself, like a chaotic one, amplifies the last bits of its weights.
-
-    ``model`` is changed.
-    """
-    drawn = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in filter(torch.is_floating_point, model.parameters()):
-            bits = torch.randint(-2, 3, parameter.shape, generator=drawn).to(parameter)
-            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * bits)
-    moved = outcome_or_none(model, inputs, training)
-    least = _TOLERANCE[torch.float64]
-    while moved is not None and least < 1 and difference(expected, moved, least / _MARGIN) is not None:
-        least *= 10
-    return least
+    wide = widen_one(one), widened_copy(other)
+    for given in (inputs,) if more is None else (more, inputs):
+        first, second = (outcome_or_none(model, widened(given), training) for model in wide)
+        if first is not None and second is not None:
+            return difference(first, second, ROUNDING)
+    return what if difference(expected, found, LOOSE) is not None else None  # its forward names a type
 
 
 def widened(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

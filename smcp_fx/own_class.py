@@ -13,7 +13,7 @@ from smcp_fx.errors import InputError
 from smcp_fx.outcomes import LOOSE, Outcome, difference, differs, fitting, in_mode
 from smcp_fx.passes.slice_channels import resize_fields
 from smcp_fx.prepared import PreparedModel
-from smcp_fx.proof import IMAGES, OTHERS, on_some
+from smcp_fx.proof import IMAGES, OTHERS, more_images, on_some
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.example_inputs import as_inputs, default_inputs
 from smcp_fx.tracing.example_runs import first_line, unchanged
@@ -129,7 +129,7 @@ def _check(model: nn.Module, like: nn.Module | Mapping[str, Tensor], inputs: tup
         if expected is None:
             continue
         _run(model, given, training)
-        what = differs(like, model, given, training, expected)
+        what = differs(like, model, given, training, expected, more=more_images(inputs))
         if what is not None:
             where = _first_difference(model, like, given)
             raise InputError(

@@ -39,7 +39,8 @@ MAY_IMPORT = {
     "serialization": "regions tracing storage",
     "verbs": "pruning serialization regions passes costs channels tracing storage",
     "calibration": "verbs regions pruning passes costs tracing",
-    "smcp_fx": "training calibration verbs serialization latency pruning allocation knapsack channels backends",
+    "smcp_fx": "training calibration verbs serialization latency pruning allocation knapsack regions channels "
+    "backends",
     "training": "verbs pruning tracing",
     "report": "storage",
     "zoo": "tracing",

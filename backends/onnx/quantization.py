@@ -75,7 +75,7 @@ class Ranges:
                     augmented_model_path=str(file.with_name("ranges.onnx")),
                     calibrate_method=CalibrationMethod.MinMax,
                 )
-                calibrator.collect_data(_Reader(model.graph.input[0].name, batches))
+                calibrator.collect_data(_Reader(model.graph.input[0], batches))
                 self.found = calibrator.compute_data()
             except Exception as error:
                 raise BackendError(f"calibration for INT8 failed: {error}") from error
@@ -86,8 +86,15 @@ class Ranges:
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]
-    def __init__(self, name: str, batches: Sequence[Array]) -> None:
-        self._left = iter([{name: batch} for batch in batches])
+    """Feeds batches, cut anew where the model's own batch is fixed; the last one is filled from the beginning."""
+
+    def __init__(self, taken: onnx.ValueInfoProto, batches: Sequence[Array]) -> None:
+        fixed = taken.type.tensor_type.shape.dim[0].dim_value  # 0 where it is open
+        if fixed and any(len(batch) != fixed for batch in batches):
+            images = np.concatenate(batches)
+            count = -(-len(images) // fixed)
+            batches = np.split(np.resize(images, (count * fixed, *images.shape[1:])), count)
+        self._left = iter([{taken.name: batch} for batch in batches])
 
     def get_next(self) -> dict[str, Array] | None:
         return next(self._left, None)

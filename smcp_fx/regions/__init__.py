@@ -22,14 +22,17 @@ are among them).
 """
 
 from smcp_fx.regions.feeding import joined_inputs
-from smcp_fx.regions.finding import Region, find_regions
+from smcp_fx.regions.finding import Form, Region, find_regions
 from smcp_fx.regions.joining import join_regions
-from smcp_fx.regions.running import Joined, run_by_graphs, runs_in_regions, sharing
+from smcp_fx.regions.running import Joined, RegionForward, graph_of, run_by_graphs, runs_in_regions, sharing
 
 __all__ = [
+    "Form",
     "Joined",
     "Region",
+    "RegionForward",
     "find_regions",
+    "graph_of",
     "join_regions",
     "joined_inputs",
     "run_by_graphs",

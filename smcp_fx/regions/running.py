@@ -133,6 +133,12 @@ def runs_in_regions(model: nn.Module) -> bool:
     return any(isinstance(vars(module).get("forward"), RegionForward) for module in model.modules())
 
 
+def graph_of(module: nn.Module) -> nn.Module:
+    """A region's graph, which takes and returns its tensors one by one; any other module itself."""
+    forward = vars(module).get("forward")
+    return forward.module if isinstance(forward, RegionForward) else module
+
+
 def run_by_graphs(model: nn.Module, graph: fx.Graph, joined: Joined, *, alone: bool = False) -> None:
     """Make the model's regions run the joined graph.
 

@@ -9,6 +9,7 @@ from torch.fx.graph_module import _CodeOnlyModule
 
 from smcp_fx.tracing.graph_pickle import listed, rebuilt
 from smcp_fx.tracing.names import holds_unfit_names
+from smcp_fx.tracing.values import NO_AUTOCAST
 
 #: Attributes of a graph module beyond those of every module: its code and graph.
 _OF_THE_GRAPH = vars(fx.GraphModule(nn.Module(), fx.Graph())).keys() - vars(nn.Module()).keys()
@@ -61,6 +62,8 @@ def retraces_the_same(module: fx.GraphModule) -> bool:
             return True
 
     if holds_unfit_names(module.graph):  # torch.fx would write these names into its code
+        return False
+    if any(NO_AUTOCAST in node.meta for node in module.graph.nodes):  # it would trace the operations alone
         return False
     try:
         traced = KeepModules().trace(code_only)

@@ -18,6 +18,7 @@ from smcp_fx.serialization.safe_operations import LEAF_FUNCTIONS, function_names
 from smcp_fx.serialization.saved_names import check_argument, check_identifier, check_path
 from smcp_fx.storage.value_codec import Special, decode_value, encode_value
 from smcp_fx.tracing.modes import ModeCodeGen, by_mode, with_branches
+from smcp_fx.tracing.values import NO_AUTOCAST
 
 _OPERATIONS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
 _MOST_NODES = 200_000
@@ -64,7 +65,10 @@ def find_function(name: Any, where: str) -> Callable[..., Any]:
 
 
 def encode_graph(graph: fx.Graph) -> list[dict[str, Any]]:
-    """Return a graph as a list of nodes: name, op, target, args, kwargs. `CheckpointError` names the node."""
+    """Return a graph as a list of nodes: name, op, target, args, kwargs, and ``"autocast": false`` where it is off.
+
+    `CheckpointError` names the node.
+    """
     if not _generates_its_code(graph):
         raise CheckpointError(
             f"the graph generates its code with {type(graph._codegen).__name__}, which cannot be saved; trace the "
@@ -86,13 +90,15 @@ def _encode_node(node: fx.Node) -> dict[str, Any]:
 
     target = node.target
     saved = saved_name(target, where) if node.op == "call_function" else str(target)
-    data = {
+    data: dict[str, Any] = {
         "name": node.name,
         "op": node.op,
         "target": saved,
         "args": [encode_value(value, where, special) for value in node.args],
         "kwargs": {key: encode_value(value, where, special) for key, value in node.kwargs.items()},
     }
+    if NO_AUTOCAST in node.meta:
+        data["autocast"] = False
     check_identifier(node.name, where)
     for key in node.kwargs:
         check_identifier(key, where)
@@ -144,6 +150,10 @@ def decode_graph(nodes: list[dict[str, Any]], device: torch.device) -> fx.Graph:
             raise CheckpointError(f"{where}: it does not choose between two values by a module's mode")
         if op == "call_function" and target not in functions():
             node.meta["is_wrapped"] = True  # so that it stays a leaf when the loaded model is traced again
+        if data.get("autocast", True) is not True:
+            if data["autocast"] is not False:
+                raise CheckpointError(f"{where}: autocast is either left as it is around the model, or off")
+            node.meta[NO_AUTOCAST] = True
         known[name] = node
     if [data["op"] for data in nodes].count("output") != 1 or nodes[-1]["op"] != "output":
         raise CheckpointError(

@@ -16,7 +16,7 @@ from smcp_fx.serialization.saved_names import check_identifier, check_path
 from smcp_fx.storage.tensor_file import TensorWriter
 from smcp_fx.storage.value_codec import decode_value, encode_value
 
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -60,7 +60,7 @@ def _encode_module(
     module: nn.Module, path: str, where: str, read: set[str], tensors: TensorWriter
 ) -> dict[str, Any]:
     kind = class_name(module, where) if path else "torch.nn.modules.module.Module"
-    hooks = [name for name in _HOOKS if getattr(module, name)]
+    hooks = [name for name in HOOKS if getattr(module, name)]
     if hooks:
         raise CheckpointError(
             f"{where} ({type(module).__name__}) has hooks ({', '.join(hooks)}), which a file cannot hold; remove "

@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import safetensors.torch
 import torch
@@ -26,16 +26,17 @@ from torch import Tensor, fx, nn
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.regions import runs_in_regions
 from smcp_fx.serialization.converted import ConvertedModule
-from smcp_fx.serialization.graph_codec import decode_graph, encode_graph, read_values
-from smcp_fx.serialization.module_codec import check_targets, decode_modules, encode_modules
-from smcp_fx.serialization.saved_names import check_identifier, is_identifier
+from smcp_fx.serialization.graph_module_codec import decode_graph_module, encode_graph_module
+from smcp_fx.serialization.region_codec import decode_regions, encode_regions, put_regions
+from smcp_fx.serialization.saved_names import is_identifier
 from smcp_fx.storage.files import bounded_json
 from smcp_fx.storage.tensor_file import TensorWriter, restore, write_together
-from smcp_fx.storage.value_codec import decode_value, encode_value
 from smcp_fx.storage.versions import library_versions, saved_with
-from smcp_fx.tracing.carried import carried_attributes, carry, is_plain
+from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.output_types import plain_containers
 from smcp_fx.tracing.wrapping import is_prepared
+
+Model = TypeVar("Model", bound=nn.Module)
 
 FORMAT = "smcp_fx.model"
 FORMAT_VERSION = 2
@@ -60,6 +61,8 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
     bytes. Attributes that neither a module's class nor the graph reads are left out. Returns the path of the tensor
     file.
 
+    Of a model that was traced in regions the file holds all but its Python: see `load`.
+
     A file holds no classes of outputs: the loaded model returns a tuple for a named tuple and a dict for a dataclass
     or `ModelOutput`, as a `UserWarning` says. `OrderedDict` stays.
 
@@ -80,8 +83,7 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
             f"the metadata cannot be written as JSON ({error}); use numbers, strings, lists, dicts"
         ) from error
     content, manifest = _contents(converted, noted)
-    assert isinstance(converted, fx.GraphModule)
-    became = plain_containers(converted.graph)[1]
+    became = plain_containers(converted.graph)[1] if isinstance(converted, fx.GraphModule) else {}
     if became:
         told = ", ".join(f"a {kind} in place of {name}" for name, kind in became.items())
         warnings.warn(
@@ -93,11 +95,21 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
     return path
 
 
-def load(path: Path | str, map_location: str | torch.device = "cpu") -> ConvertedModule:
+@overload
+def load(path: Path | str, map_location: str | torch.device = ...) -> ConvertedModule: ...
+@overload
+def load(path: Path | str, map_location: str | torch.device = ..., *, into: Model) -> Model: ...
+def load(
+    path: Path | str, map_location: str | torch.device = "cpu", *, into: nn.Module | None = None
+) -> nn.Module:
     """Read what `save` wrote and return a plain `GraphModule`; tensors and device constants on ``map_location``.
 
+    A model that was traced in regions is put into a copy of ``into``, a model of its class made as the original was:
+    the file holds its regions, its other layers and its tensors, but not its Python.
+
     Modules are in the modes (train or eval) they were saved in. Raises `CheckpointError` for files that are
-    missing, damaged, not each other's, of another version, or name what a model may not call.
+    missing, damaged, not each other's, of another version, or name what a model may not call, and for regions that
+    ``into`` has no place for.
     """
     path = Path(path)
     try:
@@ -106,8 +118,13 @@ def load(path: Path | str, map_location: str | torch.device = "cpu") -> Converte
         raise InputError(f"map_location {map_location!r} is not a device of this machine: {error}") from error
     manifest = _read_manifest(path)
     _check_tensor_file(path, manifest)
+    model = _of_class(into, manifest, path)
     with _damaged(path, manifest):
-        return _assembled(manifest, safetensors.torch.load_file(path), device)
+        tensors = restore(safetensors.torch.load_file(path), manifest["tensors"], device)
+        if model is None:
+            return decode_graph_module(manifest, manifest["class"], tensors, device)
+        put_regions(model.to(device), manifest, tensors, device)
+        return model
 
 
 def check_savable(converted: nn.Module) -> None:
@@ -134,29 +151,23 @@ def _contents(converted: nn.Module, metadata: Mapping[str, Any]) -> tuple[bytes,
 
 
 def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorWriter) -> dict[str, Any]:
-    if runs_in_regions(converted):
-        raise CheckpointError(
-            f"{type(converted).__name__} was traced in regions: the rest of it is Python code, which a file cannot "
-            "hold. Save prepared.state_dict() instead, load it into a model prepared in the same way, and convert "
-            "that: the masks are in it. (torch.save keeps the whole model, as code that needs this library.)"
-        )
-    if not isinstance(converted, fx.GraphModule):
-        raise InputError(f"save needs what smcp_fx.convert returned, not {type(converted).__name__}")
-    name, graph = type(converted).__name__, plain_containers(converted.graph)[0]
+    name = type(converted).__name__
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "libraries": library_versions(),
         "class": name if is_identifier(name) else "GraphModule",
         "metadata": metadata,
-        "attributes": encode_value(carried_attributes(converted), "the model's attributes", lambda _: None),
-        "graph": encode_graph(graph),
-        "modules": encode_modules(converted, read_values(graph), tensors),
-        "tensors": tensors.entries,
     }
-    check_targets(converted, graph)
+    if runs_in_regions(converted):
+        manifest |= encode_regions(converted, tensors)
+    elif isinstance(converted, fx.GraphModule):
+        manifest |= encode_graph_module(converted, tensors)
+    else:
+        raise InputError(f"save needs what smcp_fx.convert returned, not {name}")
+    manifest["tensors"] = tensors.entries
     try:  # refuse here what could not be loaded
-        _assembled(manifest, tensors.stored, torch.device("meta"))
+        _try_to_decode(manifest, tensors.stored)
     except CheckpointError:
         raise
     except _OF_WRONG_CONTENT as error:
@@ -166,28 +177,33 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
     return manifest
 
 
-def _assembled(
-    manifest: Mapping[str, Any], stored: Mapping[str, Tensor], device: torch.device
-) -> ConvertedModule:
-    graph = decode_graph(manifest["graph"], device)
-    root = decode_modules(
-        manifest["modules"], read_values(graph), restore(stored, manifest["tensors"], device)
-    )
-    check_targets(root, graph)
-    module = ConvertedModule(root, graph, class_name=check_identifier(manifest["class"], "the model's class"))
-    # The constructor copies only what the graph refers to, in its own order: restore the rest.
-    for name, value in vars(root).items():
-        if name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training"):
-            vars(module)[name] = value
-    attributes = decode_value(manifest.get("attributes", {"dict": []}), "the model's attributes", {})
-    if (
-        type(attributes) is not dict
-        or not all(type(name) is str for name in attributes)
-        or not is_plain(attributes)
-    ):
-        raise CheckpointError("the model's attributes are not plain values by name")
-    carry(module, attributes)
-    return module
+def _try_to_decode(manifest: Mapping[str, Any], stored: Mapping[str, Tensor]) -> None:
+    """Decode a manifest without the numbers."""
+    device = torch.device("meta")
+    tensors = restore(stored, manifest["tensors"], device)
+    if "regions" in manifest:
+        decode_regions(manifest, tensors, device)
+    else:
+        decode_graph_module(manifest, manifest["class"], tensors, device)
+
+
+def _of_class(into: nn.Module | None, manifest: Mapping[str, Any], path: Path) -> nn.Module | None:
+    """A copy of ``into``, if the file needs one; `InputError` where it does not fit the file."""
+    name = str(manifest.get("class"))[:80]
+    if "regions" not in manifest:
+        if into is not None:
+            raise InputError(
+                f"{path} holds a whole network: smcp_fx.resize(model, smcp_fx.load(path)) puts it into your class"
+            )
+        return None
+    if into is None:
+        raise InputError(
+            f"{path} holds the parts of a {name} that was traced in regions; the rest is its own Python. Make a "
+            f"{name} as you made the original, and pass it: load(path, into=model)"
+        )
+    if not isinstance(into, nn.Module) or is_prepared(into) or type(into).__name__ != name:
+        raise InputError(f"{path} was saved from a {name}; into= is a {type(into).__name__}")
+    return deep_copy(into)
 
 
 def read_metadata(path: Path | str) -> dict[str, Any]:

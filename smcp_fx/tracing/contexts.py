@@ -1,4 +1,4 @@
-"""Contexts that a forward enters: what is computed without gradients stays so; autocast stays Python.
+"""Contexts that a forward enters: what is computed without gradients, or without autocast, stays so.
 
     before   with torch.no_grad():            after    f = self.back(x)
                  f = self.back(x)                      detach = f.detach()
@@ -8,12 +8,14 @@ Tracing enters the contexts, so autograd's mode can be read when each node is ma
 without gradients and read with gradients is detached in between: same numbers, same gradients, None where there are
 none. Layers inside are pinned, since no gradient says what their channels are worth.
 
-Autocast chooses a precision for each operation, which a graph cannot express. A module that enters it is called as it
-is or, if it holds most of the model, split into regions whose Python enters it as before.
+Where autocast is switched off, the nodes are noted, and the graph's code switches it off around them. Where it is
+switched on it chooses a precision for each operation, so that masked and sliced differ by rounding: a module that
+does so is called as it is or, if it holds most of the model, split into regions whose Python enters it as before.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +31,7 @@ from smcp_fx.errors import TraceError
 from smcp_fx.tracing.mode_reads import made_beside, returned_instead
 from smcp_fx.tracing.modes import ModeInterpreter
 from smcp_fx.tracing.operations import operation_name, readable_name, writes_in_place
-from smcp_fx.tracing.values import OPAQUE, TensorInfo
+from smcp_fx.tracing.values import NO_AUTOCAST, OPAQUE, TensorInfo
 
 #: Marks nodes that were made while autograd was off.
 NO_GRAD = "smcp_no_grad"
@@ -37,7 +39,7 @@ _FROZEN = "runs without gradients, so that nothing tells what its channels are w
 
 
 class AutocastError(TraceError):
-    """The modules of these ``paths`` enter or leave autocast."""
+    """The modules of these ``paths`` switch autocast on."""
 
     def __init__(self, paths: set[str]) -> None:
         self.paths = paths
@@ -60,7 +62,7 @@ class Contexts:
     def __init__(self) -> None:
         self.path = ""  # of the module whose forward runs
         self.autocast: set[str] = set()
-        self._entered: list[str] = []
+        self._entered: list[tuple[str, bool]] = []
         self._thread = threading.get_ident()
 
     @property
@@ -72,17 +74,31 @@ class Contexts:
         """Tag a new node with what holds where it is made."""
         if not torch.is_grad_enabled():
             node.meta[NO_GRAD] = True
-        self.autocast |= set(self._entered[-1:])
+        for path, enabled in self._entered[-1:]:
+            if enabled:
+                self.autocast.add(path)
+            else:
+                node.meta[NO_AUTOCAST] = True
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """See autocast entered and left."""
         kind = torch.amp.autocast_mode.autocast
-        enter, leave = kind.__enter__, kind.__exit__
+        signature = inspect.signature(kind.__init__)
+        make, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
+        asked: dict[int, bool] = {}
+        kept: list[Any] = []  # so that no other gets its id
+
+        def made(context: Any, *args: Any, **kwargs: Any) -> None:
+            make(context, *args, **kwargs)
+            kept.append(context)
+            asked[id(context)] = bool(signature.bind(context, *args, **kwargs).arguments.get("enabled", True))
 
         def entered(context: Any) -> Any:
             if not self.elsewhere:
-                self._entered.append(self.path)
+                # without a GPU torch switches CUDA's autocast off, whatever was asked
+                known = asked.get(id(context), context._enabled or context.device != "cpu")
+                self._entered.append((self.path, known))
             return enter(context)  # type: ignore[no-untyped-call]
 
         def left(context: Any, *error: Any) -> Any:
@@ -90,7 +106,7 @@ class Contexts:
                 self._entered.pop()
             return leave(context, *error)
 
-        with mock.patch.multiple(kind, __enter__=entered, __exit__=left):
+        with mock.patch.multiple(kind, __init__=made, __enter__=entered, __exit__=left):
             yield
 
 

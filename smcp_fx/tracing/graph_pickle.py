@@ -11,6 +11,10 @@ from torch import fx
 
 from smcp_fx.errors import CheckpointError
 from smcp_fx.tracing.modes import with_branches
+from smcp_fx.tracing.values import NO_AUTOCAST
+
+#: Notes on a node that change what its code does.
+_KEPT_NOTES = ("is_wrapped", NO_AUTOCAST)
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ def listed(graph: fx.Graph, where: str) -> list[tuple[Any, ...]]:
     nodes = []
     for node in graph.nodes:
         args, kwargs = (fx.node.map_arg(part, places.__getitem__) for part in (node.args, node.kwargs))
-        entry = (node.op, node.name, node.target, args, kwargs, bool(node.meta.get("is_wrapped")))
+        notes = {key: node.meta[key] for key in _KEPT_NOTES if key in node.meta}
+        entry = (node.op, node.name, node.target, args, kwargs, notes)
         check_pickles(entry, f"{where}, node {node.name!r}")
         nodes.append(entry)
     return nodes
@@ -51,9 +56,8 @@ def rebuilt(nodes: list[tuple[Any, ...]]) -> fx.Graph:
     def placed(value: Any) -> Any:
         return made[value.number] if isinstance(value, _Place) else value
 
-    for op, name, target, args, kwargs, wrapped in nodes:
+    for op, name, target, args, kwargs, notes in nodes:
         args, kwargs = (fx.node.map_aggregate(part, placed) for part in (args, kwargs))
         made.append(graph.create_node(op, target, args, kwargs, name=name))
-        if wrapped:
-            made[-1].meta["is_wrapped"] = True
+        made[-1].meta |= notes
     return with_branches(graph)

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.mode_paths import ModeTrace, Paths
 from smcp_fx.tracing.mode_reads import leaves
-from smcp_fx.tracing.values import TensorInfo
+from smcp_fx.tracing.values import NO_AUTOCAST, TensorInfo
 
 
 @dataclass
@@ -56,6 +56,7 @@ def alike(model: nn.Module, one: fx.Graph, other: fx.Graph) -> bool:
 def _same_operations(model: nn.Module, one: fx.Graph, other: fx.Graph) -> bool:
     return len(one.nodes) == len(other.nodes) and all(
         a.op == b.op
+        and (NO_AUTOCAST in a.meta) == (NO_AUTOCAST in b.meta)
         and structure(a) == structure(b)
         and (a.target == b.target or _constant(model, a) == _constant(model, b, None))
         for a, b in zip(one.nodes, other.nodes, strict=True)
@@ -139,7 +140,8 @@ def _key(model: nn.Module, node: fx.Node, trace: ModeTrace) -> Any:
         if computes(node, index)
     ]
     target = _constant(model, node) if node.op == "get_attr" else node.target
-    return node.op, target, _innermost(node), tuple(plain), structure(node), _shapes(trace.values[node.name])
+    done = node.op, target, NO_AUTOCAST in node.meta, _innermost(node), tuple(plain), structure(node)
+    return *done, _shapes(trace.values[node.name])
 
 
 def _innermost(node: fx.Node) -> str:

@@ -9,6 +9,8 @@ Operations that only one mode needs run only in that mode: the generated code ha
                 noise = bernoulli(...)
                 mul = x * noise
             out = mul if flag else x
+
+Operations that run with autocast switched off are in a ``with`` block that does so.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,6 +28,7 @@ from torch.fx.graph import CodeGen, PythonCode
 
 from smcp_fx.tracing.names import any_names, holds_unfit_names
 from smcp_fx.tracing.sentences import TAKEN, listed_paths
+from smcp_fx.tracing.values import NO_AUTOCAST
 
 #: When a node runs: in any of these cases, each a set of (name of the flag's node, its value) that hold together.
 Condition = frozenset[frozenset[tuple[str, bool]]]
@@ -34,6 +38,9 @@ _NEVER: Condition = frozenset()
 #: Nodes that run in more cases than this always run, and so do their operands. Chosen, not measured.
 _CASES = 32
 _COUNTER = re.compile(r"# COUNTER: (\d+)\n")
+#: The devices whose autocast is switched off; the network may be on any of them by then.
+_DEVICES = ("cpu", "cuda")
+_WITHOUT_AUTOCAST = f"with {', '.join(f'torch.autocast({kind!r}, enabled=False)' for kind in _DEVICES)}:\n"
 
 
 def by_mode(training: bool, evaluated: Any, trained: Any) -> Any:
@@ -111,7 +118,8 @@ class ModeInterpreter(fx.Interpreter):
             return None
         if is_by_mode(n):
             return fx.node.map_arg(n.args[1 + self._mode(str(n.args[0]))], self.env.__getitem__)
-        return super().run_node(n)
+        with _autocast_of(n):
+            return super().run_node(n)
 
     def _mode(self, flag: str) -> bool:
         return self._modes.get(flag, self._training)
@@ -142,14 +150,23 @@ def evaluated_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def with_branches(graph: fx.Graph) -> fx.Graph:
-    """Let the graph's code run each mode's own nodes in that mode only, and hold any names; returns the graph."""
-    if any(is_by_mode(node) for node in graph.nodes) or holds_unfit_names(graph):
+    """Let the graph's code run nodes in their own mode and autocast only, and hold any names; returns the graph."""
+    if any(is_by_mode(n) or NO_AUTOCAST in n.meta for n in graph.nodes) or holds_unfit_names(graph):
         graph.set_codegen(ModeCodeGen())
     return graph
 
 
+def _autocast_of(node: fx.Node) -> AbstractContextManager[Any]:
+    if NO_AUTOCAST not in node.meta:
+        return nullcontext()
+    stack = ExitStack()
+    for kind in _DEVICES:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
 class ModeCodeGen(CodeGen):
-    """Writes the nodes that run in one mode into a branch, and any names as data."""
+    """Writes nodes that run in one mode into a branch, without autocast into a context; any names as data."""
 
     def _gen_python_code(
         self, nodes: Any, root_module: str, namespace: Any, *args: Any, **kwargs: Any
@@ -164,10 +181,10 @@ class ModeCodeGen(CodeGen):
 
 
 def _branched(nodes: list[fx.Node], body: list[str]) -> list[str]:
-    """The statements, nodes of one condition in a row under one ``if``."""
+    """The statements, nodes of one condition in a row under one ``if``, without autocast under one ``with``."""
     parts = _COUNTER.split("".join(body))  # what comes before the first node, then number and text of each
     when = conditions(nodes)
-    result, current = [parts[0]], ALWAYS
+    result, current, plainly = [parts[0]], ALWAYS, False
     for number, text in zip(parts[1::2], parts[2::2], strict=True):
         node = nodes[int(number)]
         result.append(f"# COUNTER: {number}\n")
@@ -176,10 +193,14 @@ def _branched(nodes: list[fx.Node], body: list[str]) -> list[str]:
         if not text.strip():
             continue
         if when[node] != current:
-            current = when[node]
+            current, plainly = when[node], False
             if current != ALWAYS:
                 result.append(f"if {_written(current, nodes)}:\n")
         indent = "" if current == ALWAYS else "    "
+        if not plainly and NO_AUTOCAST in node.meta:
+            result.append(f"{indent}{_WITHOUT_AUTOCAST}")
+        plainly = NO_AUTOCAST in node.meta
+        indent += "    " if plainly else ""
         result += [f"{indent}{line}\n" if line else "\n" for line in text.removesuffix("\n").split("\n")]
     return result
 

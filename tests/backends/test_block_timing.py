@@ -20,10 +20,9 @@ from smcp_fx.backends.onnxruntime import own_time
 from smcp_fx.backends.onnxruntime.blocks import measure_block
 from smcp_fx.backends.onnxruntime.own_time import block_ms
 from smcp_fx.backends.onnxruntime.profile import NodeTime
-from smcp_fx.backends.timing.measuring import (
-    TimingConfig,
-)
+from smcp_fx.backends.timing.measuring import TimingConfig
 from smcp_fx.blocks.feeding import ACTIVATION, MOVEMENT
+from smcp_fx.errors import MachineBusyError
 
 FAST = TimingConfig(min_repeats=2, max_repeats=3, budget_ms=1, attempts=1, warmup_ms=1)
 
@@ -131,8 +130,12 @@ def test_nodes_that_the_runtime_puts_around_context_are_context():
 
 def test_block_latency_grows_with_the_work():
     backend = get_backend("onnxruntime")
-    small = backend.block_latency(ABlock("conv", size=16, batch=4), (16, 16))
-    large = backend.block_latency(ABlock("conv", size=16, batch=4), (256, 256))
+    try:
+        small, large = (
+            backend.block_latency(ABlock("conv", size=16, batch=4), (width, width)) for width in (16, 256)
+        )
+    except MachineBusyError as error:
+        pytest.skip(f"this machine cannot time a block now: {error}")
     assert large.hot.median_ms > 10 * small.hot.median_ms  # 256 times the multiplications
     assert large.cold is not None
     with_torch = get_backend("torch").block_latency(ABlock("conv"), (16, 16), FAST)

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from fake_blocks import ABlock
+from tolerances import assert_close
 from torch import nn
 
 from smcp_fx.backends import get_backend
 from smcp_fx.backends.onnx import quantization
 from smcp_fx.backends.onnx.blocks import BlockModels
+from smcp_fx.backends.onnx.export import export_model_proto
 from smcp_fx.backends.onnx.quantization import quantised_block, without_instructions
 from smcp_fx.backends.onnxruntime.own_time import BlockInContext, own_nodes
 from smcp_fx.backends.onnxruntime.profile import NodeTime, Profiler
@@ -49,6 +51,9 @@ def test_files_are_near_the_module_and_nearer_with_the_worst_layer_in_float(name
             )
             return float(np.square(engine.run([x.numpy()])[0] - expected).sum() / np.square(expected).sum())
 
+    with backend.compile(model, (x,)) as in_memory, backend.compile(model, (x,), tmp_path / "a.onnx") as file:
+        fixed, free = (torch.from_numpy(engine.run([x.numpy()])[0]) for engine in (in_memory, file))
+        assert_close(fixed, free, "slicing")
     errors = backend.layer_errors(model, (x,))
     assert next(iter(errors)) == "2"
     assert list(errors.values()) == sorted(errors.values(), reverse=True)
@@ -61,6 +66,18 @@ def test_files_are_near_the_module_and_nearer_with_the_worst_layer_in_float(name
     backend.keep_in_float(["5"])
     with pytest.raises(InputError, match="5 cannot be kept in float: the layers are 0, 2, 6"):
         backend.compile(model, (x,))
+
+
+def test_calibration_data_is_cut_to_a_fixed_batch():
+    model = export_model_proto(network(), (torch.from_numpy(images(4)),), dynamic_batch=False)
+    few = images(6)
+    cut = [few[:4], np.concatenate([few[4:], few[:2]])]
+    found, expected = (
+        quantization.Ranges(model, batches).found.data for batches in ([few[:5], few[5:]], cut)
+    )
+    assert {name: found[name].range_value for name in found} == {
+        name: expected[name].range_value for name in expected
+    }
 
 
 def test_int8_without_calibration_data_is_refused():

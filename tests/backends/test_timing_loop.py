@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +19,34 @@ from smcp_fx.errors import InputError
 FAST = TimingConfig(min_repeats=2, max_repeats=3, budget_ms=1, attempts=1, warmup_ms=1)
 
 
+class Machine:
+    """Stands for `time`: only what runs takes time, and only what is said of it."""
+
+    def __init__(self) -> None:
+        self.wall_ms = self.cpu_ms = 0.0
+
+    def perf_counter(self) -> float:
+        return 1e-3 * self.wall_ms
+
+    def thread_time(self) -> float:
+        return 1e-3 * self.cpu_ms
+
+    def run(self, ms: float, cpu_ms: float | None = None) -> float:
+        self.wall_ms += ms
+        self.cpu_ms += ms if cpu_ms is None else cpu_ms
+        return ms
+
+
+MACHINE = Machine()
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch):
+    monkeypatch.setattr("smcp_fx.backends.timing.measuring.time", MACHINE)
+
+
 class Clock:
-    """A timer that returns given ms, and counts."""
+    """A timer of runs that take the given ms, and counts."""
 
     def __init__(self, *ms: float, log: list[str] | None = None, name: str = "") -> None:
         self.ms, self.calls, self.log, self.name = list(ms), 0, log, name
@@ -30,7 +55,7 @@ class Clock:
         self.calls += 1
         if self.log is not None:
             self.log.append(self.name)
-        return self.ms.pop(0) if len(self.ms) > 1 else self.ms[0]
+        return MACHINE.run(self.ms.pop(0) if len(self.ms) > 1 else self.ms[0])
 
 
 def test_median_and_quartiles():
@@ -64,15 +89,10 @@ def test_untimed_runs_are_not_timed_and_end_with_their_time():
     measured, _ = measure_timers([Clock(9.0, 9.0, *turn, *turn), Clock(1.0)], config)
     assert (measured.median_ms, measured.q3_ms) == (1.0, 1.0)
 
-    def slow() -> float:
-        time.sleep(0.002)
-        calls.append(0)
-        return 2.0
-
-    calls: list[int] = []
     config = TimingConfig(min_repeats=1, max_repeats=1, attempts=1, warmup_window=1, settle_ms=1.0, burst=1)
+    slow = Clock(2.0)
     measure_timers([slow, Clock(1.0)], config)
-    assert len(calls) == 2 + 1 + 1  # warm-up, one untimed, one timed
+    assert slow.calls == 2 + 1 + 1  # warm-up, one untimed, one timed
 
 
 def test_a_clock_of_whole_steps_is_averaged():
@@ -104,22 +124,13 @@ def test_repeats_follow_the_budget():
 
 
 def test_a_thread_that_had_no_core_is_noticed():
-    def asleep() -> float:
-        time.sleep(0.02)
-        return 20.0
-
-    def busy() -> float:
-        start = time.thread_time()
-        while time.thread_time() - start < 0.002:
-            pass
-        return 2.0
-
     steady = SimpleNamespace(await_usual=lambda: True, is_usual=lambda: True)
-    sample = take_sample(asleep, steady)
-    assert sample.disturbed
-    assert sample.ms < 5.0
-    assert take_sample(asleep) == Sample(20.0)
-    assert any(take_sample(busy, steady) == Sample(2.0) for _ in range(50))
+    kept_off = take_sample(lambda: MACHINE.run(20.0, cpu_ms=5.0), steady)
+    assert (kept_off.ms, kept_off.disturbed) == (pytest.approx(5.0), True)
+    assert take_sample(lambda: MACHINE.run(20.0, cpu_ms=5.0)) == Sample(20.0)
+    assert take_sample(lambda: MACHINE.run(20.0, cpu_ms=19.5), steady) == Sample(20.0)
+    unsteady = SimpleNamespace(await_usual=lambda: True, is_usual=lambda: False)
+    assert take_sample(lambda: MACHINE.run(20.0), unsteady) == Sample(20.0, disturbed=True)
 
 
 def test_impossible_settings_are_refused():

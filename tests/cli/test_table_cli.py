@@ -246,6 +246,20 @@ def quietly(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def waiting(arguments: list[str], most: int) -> int:
+    """The same, but that it gets no further than so many rows, however late somebody looks."""
+    measure, measured = OnnxRuntimeBackend.block_latency, []
+
+    def measure_or_wait(*given: Any, **options: Any) -> BlockLatency:
+        measured.append(given)
+        if len(measured) > most:
+            time.sleep(600)
+        return measure(*given, **options)
+
+    OnnxRuntimeBackend.block_latency = measure_or_wait
+    return quietly(arguments)
+
+
 def _start(model: str, table: Path, number: int = 0) -> Running:
     return Running(table.with_name(f"told {number}"), quietly, measuring(model, table))
 
@@ -262,7 +276,7 @@ def _wait_for_rows(table: Path, count: int, process: Running) -> None:
 def test_kill_9_loses_at_most_the_row_under_way(model: str, table: Path, tmp_path: Path) -> None:
     path = tmp_path / "t.sqlite"
     for count in (2, 7):
-        process = _start(model, path)
+        process = Running(tmp_path / "told", waiting, measuring(model, path), 8)
         _wait_for_rows(path, count, process)
         before = rows(path)
         assert process.kill() == -signal.SIGKILL

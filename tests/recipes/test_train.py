@@ -21,6 +21,7 @@ from smcp_fx.cli.train import main
 from smcp_fx.recipes import plan, pricing, run
 from smcp_fx.recipes.recipe import load_recipe, recipe_names
 from smcp_fx.recipes.settings import RunSettings
+from smcp_fx.training import loop
 
 #: A network that trains in no time; recipes may name a file's factory.
 TINY = """
@@ -254,13 +255,27 @@ def test_a_latency_table_is_measured_used_and_needed(
 # ---- interrupted, and on several ranks ------------------------------------------------------------------------
 
 
+def waiting(arguments: list[str]) -> int:
+    """``smcp-train`` that gets no further than its third checkpoint, however late somebody looks."""
+    save, saved = loop.save_checkpoint, []
+
+    def save_and_wait(*given: Any, **options: Any) -> None:
+        save(*given, **options)
+        saved.append(given)
+        if len(saved) == 3:
+            time.sleep(600)
+
+    loop.save_checkpoint = save_and_wait
+    return main(arguments)
+
+
 def test_killed_and_resumed_is_uninterrupted(tiny: str, folder: Path, tmp_path: Path) -> None:
     def arguments(out: Path) -> list[str]:
         more = ["--set", "training.epochs=8", "--set", "pruning.every=2", "--seed", "3"]
         return [tiny, *SMALL, *more, "--data", str(folder), "--out", str(out)]
 
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    process = Running(tmp_path / "told", main, arguments(killed))
+    process = Running(tmp_path / "told", waiting, arguments(killed))
     checkpoint = killed / "checkpoint.safetensors"
     while not checkpoint.exists() and process.ended() is None:
         time.sleep(0.002)

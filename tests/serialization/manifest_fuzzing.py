@@ -38,9 +38,11 @@ from saved_models import (
 from torch import fx
 
 from smcp_fx.errors import CheckpointError
+from smcp_fx.serialization.graph_module_codec import decode_graph_module
 from smcp_fx.serialization.safe_modules import specifications
 from smcp_fx.serialization.safe_operations import functions, tensor_methods
-from smcp_fx.serialization.saving import _assembled, _contents, _damaged, _parsed, render
+from smcp_fx.serialization.saving import _contents, _damaged, _parsed, render
+from smcp_fx.storage.tensor_file import restore
 
 #: Asked for by tracebacks, inspection and memory management, in a valid run or not.
 _HARMLESS = (
@@ -232,7 +234,9 @@ def _loaded(content: bytes, text: bytes) -> fx.GraphModule:
     path = Path("in memory")
     manifest = _parsed(text, path)
     with _damaged(path, manifest):
-        return _assembled(manifest, safetensors.torch.load(content), torch.device("cpu"))
+        device = torch.device("cpu")
+        tensors = restore(safetensors.torch.load(content), manifest["tensors"], device)
+        return decode_graph_module(manifest, manifest["class"], tensors, device)
 
 
 def run(count: int, seed: int, seconds: float = 1e9) -> dict[str, Any]:

@@ -131,6 +131,8 @@ HOSTILE: dict[str, Callable[[Manifest, str], Any]] = {
     "method of another object": _call("call_method", "system", X, "true"),
     "later node": _call("call_method", "abs", {"node": "stem"}),
     "unknown operation": _call("exec", "x"),
+    "autocast as code": lambda m, evil: m["graph"][1].update(autocast=evil),
+    "autocast switched on": lambda m, _: m["graph"][1].update(autocast=1),
     "unknown value": lambda m, _: m["graph"][1]["args"].append({"pickle": "gASV"}),
     "evaluated value": lambda m, _: m["graph"][1]["args"].append({"eval": "1"}),
     "class as attribute": lambda m, _: m["modules"][1]["attributes"].update(__class__="torch.nn.Linear"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,11 +317,46 @@ def test_autocast_around_everything_is_refused_by_name() -> None:
         smcp_fx.prepare(_net(forward), _image())
 
 
-def test_precision_is_kept_under_autocast_outside() -> None:
-    model = _net(_autocast_off).eval()
+def _off_in_eval(net: Any, x: Tensor) -> Tensor:
+    f = net.a(x)
+    with torch.autocast("cpu", enabled=net.b.training and torch.is_autocast_enabled("cpu")):
+        f = net.b(f.float())
+    return net.out(net.c(f))
+
+
+def _cuda(net: Any, x: Tensor) -> Tensor:
+    f = net.a(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autocast("cuda", torch.bfloat16):
+            f = net.b(f)
+    return net.out(net.c(f))
+
+
+@pytest.mark.parametrize("call", [_autocast_off, _off_in_eval])
+def test_autocast_stays_off_inside(call: Any, tmp_path: Path) -> None:
+    model = _net(call).eval()
     prepared = smcp_fx.prepare(model, _image()).eval()
+    assert prepared.channels.free_share == 1 and not prepared.regions
+    converted = smcp_fx.convert(prepared)
+    smcp_fx.save(converted, tmp_path / "model.safetensors")
+    torch.save(converted, tmp_path / "model.pt")
+    loaded = smcp_fx.load(tmp_path / "model.safetensors")
+    again = smcp_fx.convert(smcp_fx.prepare(loaded, _image())).eval()
+    found = [prepared, converted, copy.deepcopy(converted), loaded, again]
+    found.append(torch.load(tmp_path / "model.pt", weights_only=False))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(prepared(_image()), model(_image()))
+        expected = model(_image())
+        rounded = model.out(model.c(model.b(model.a(_image()))))
+        assert not torch.equal(rounded, expected)
+        for other in found:
+            assert torch.equal(other(_image()), expected)
+
+
+def test_autocast_that_this_machine_lacks_is_not_taken_for_switched_off() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has it")
+    assert "enters `torch.autocast`" in smcp_fx.prepare(_net(_cuda), _image()).untraced[""]
 
 
 def test_a_buffer_that_is_loaded_takes_effect() -> None:

@@ -1,0 +1,54 @@
+"""A graph module as JSON and tensors: its graph, its modules, and the plain attributes it carries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from smcp_fx.errors import CheckpointError
+from smcp_fx.serialization.converted import ConvertedModule
+from smcp_fx.serialization.graph_codec import decode_graph, encode_graph, read_values
+from smcp_fx.serialization.module_codec import check_targets, decode_modules, encode_modules
+from smcp_fx.serialization.saved_names import check_identifier
+from smcp_fx.storage.tensor_file import TensorWriter
+from smcp_fx.storage.value_codec import decode_value, encode_value
+from smcp_fx.tracing.carried import carried_attributes, carry, is_plain
+from smcp_fx.tracing.output_types import plain_containers
+
+
+def encode_graph_module(module: fx.GraphModule, tensors: TensorWriter) -> dict[str, Any]:
+    """Return what a manifest says of it; `CheckpointError` names the node or module that a file cannot hold."""
+    graph = plain_containers(module.graph)[0]
+    manifest = {
+        "attributes": encode_value(carried_attributes(module), "the model's attributes", lambda _: None),
+        "graph": encode_graph(graph),
+        "modules": encode_modules(module, read_values(graph), tensors),
+    }
+    check_targets(module, graph)
+    return manifest
+
+
+def decode_graph_module(
+    manifest: Mapping[str, Any], name: Any, tensors: Mapping[str, Tensor], device: torch.device
+) -> ConvertedModule:
+    """Inverse of `encode_graph_module`; device constants become ``device``."""
+    graph = decode_graph(manifest["graph"], device)
+    root = decode_modules(manifest["modules"], read_values(graph), tensors)
+    check_targets(root, graph)
+    module = ConvertedModule(root, graph, class_name=check_identifier(name, "the model's class"))
+    # The constructor copies only what the graph refers to, in its own order: restore the rest.
+    for field, value in vars(root).items():
+        if field in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training"):
+            vars(module)[field] = value
+    attributes = decode_value(manifest.get("attributes", {"dict": []}), "the model's attributes", {})
+    if (
+        type(attributes) is not dict
+        or not all(type(name) is str for name in attributes)
+        or not is_plain(attributes)
+    ):
+        raise CheckpointError("the model's attributes are not plain values by name")
+    carry(module, attributes)
+    return module

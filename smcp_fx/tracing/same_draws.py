@@ -1,0 +1,80 @@
+"""The same random numbers in each run, whatever the memory layout of what they are drawn for.
+
+    noise = torch.empty_like(x).bernoulli_(0.5)        filled in the order of memory, which x's layout decides
+
+A graph that leaves out an addition of zeros, say, has other layouts than its model, and the same values.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Every run draws the same numbers, of torch (which the caller puts back), of Python and of NumPy."""
+    before = random.getstate(), np.random.get_state()
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        with _InOrder():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+class _InOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws in the order of indices: on contiguous copies, whose values then go where they belong."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **named)
+        given = [v for v in pytree.tree_leaves((args, named)) if isinstance(v, Tensor)]
+        if all(v.is_contiguous() for v in given):
+            return func(*args, **named)
+        copies = {id(v): v.contiguous() for v in given}
+        copied, copied_named = pytree.tree_map(
+            lambda v: copies[id(v)] if isinstance(v, Tensor) else v, (args, named)
+        )
+        result = func(*copied, **copied_named)
+        for v in _written(func, args, named):
+            v.copy_(copies[id(v)])
+        originals = {id(copies[id(v)]): v for v in given}
+        follows = _follows(func, named.get("memory_format"))
+
+        def placed(value: Any) -> Any:
+            if id(value) in originals:
+                return originals[id(value)]
+            return torch.empty_like(given[0], dtype=value.dtype).copy_(value) if follows else value
+
+        return pytree.tree_map_only(Tensor, placed, result)
+
+
+def _follows(function: Any, asked: torch.memory_format | None) -> bool:
+    """Is a new result laid out as what the function is given?"""
+    takes_format = any(argument.name == "memory_format" for argument in function._schema.arguments)
+    return (takes_format and asked in (None, torch.preserve_format)) or (
+        function is torch.ops.aten.native_dropout.default
+    )
+
+
+def _written(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Iterator[Tensor]:
+    """What the function writes into."""
+    for place, argument in enumerate(function._schema.arguments):
+        value = args[place] if place < len(args) else named.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+            yield value
