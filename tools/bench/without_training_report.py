@@ -33,9 +33,9 @@ global pruner with group Taylor importance.
 """
 _LATENCY = """
 Latencies are of emitted ONNX files in ONNX Runtime, one thread, batches of 16, measured in turns with the dense
-network. Every method narrows until its file is within the target. All keep multiples of eight channels there, as other
-widths are slow; where many layers step at once, a network may cost less than asked for, and its cell says how much.
-Ours are {mean:.1f} points off on average, {most:.1f} at most ({count} networks).
+network. Every method narrows until its file is within the target. All keep multiples of eight channels there, as
+other widths are slow; where many layers step at once, a network may cost less than asked for, and its cell says how
+much. Ours are {mean:.1f} points off on average, {most:.1f} at most ({count} networks).
 """
 
 
