@@ -16,6 +16,7 @@ from smcp_fx.passes.insert_batch_norm_scalers import InsertBatchNormScalers
 from smcp_fx.passes.insert_kept_statistics import InsertKeptStatistics
 from smcp_fx.passes.insert_soft_masks import InsertSoftMasks
 from smcp_fx.passes.remove_branches import RemoveBranches
+from smcp_fx.passes.restore_recurrent_layers import RestoreRecurrentLayers
 from smcp_fx.passes.slice_channels import SliceChannels
 
 
@@ -48,6 +49,8 @@ def convert_pipeline(channels: ChannelGraph, keep: Tensor) -> list[GraphPass]:
         RemoveBranches(channels, keep),
         # Remove what nothing reads any more.
         SliceChannels(channels, keep),
+        # Call recurrent layers as modules again.
+        RestoreRecurrentLayers(),
     ]
     if channels.branches is not None:
         # Drop concats of one tensor and sums with nothing, left by removed branches.
@@ -58,4 +61,4 @@ def convert_pipeline(channels: ChannelGraph, keep: Tensor) -> list[GraphPass]:
 def fold_pipeline() -> list[GraphPass]:
     """Return the passes from a masked model to one of plain layers that computes the same with every channel."""
     # What mixes channels goes on seeing the kept ones only.
-    return [FoldComputedWeights(), FoldMasks(), FoldBatchNormScalers()]
+    return [FoldComputedWeights(), FoldMasks(), FoldBatchNormScalers(), RestoreRecurrentLayers()]

@@ -231,10 +231,13 @@ class _Rewriter:
         node.args, node.kwargs = (source, dim, index), {}
         self.report.append(f"{node.name}: now an index_select of {wanted.numel()} channels")
 
-    def _select_made(self, node: fx.Node, labels: Tensor, among: set[str]) -> None:
-        """Select the kept channels of a tensor computed from sizes alone; its users ``among`` these read it whole."""
+    def _select_made(self, node: fx.Node, labels: Any, among: set[str]) -> None:
+        """Select the kept channels of a tensor computed from sizes alone; its users ``among`` these read it whole.
+
+        Several tensors (a mesh grid) are whole: what is made of them is selected.
+        """
         self._freeze_numbers(node)
-        if (kept := self.sliced.axis(labels)) is None:
+        if not isinstance(labels, Tensor) or (kept := self.sliced.axis(labels)) is None:
             return
         graph = self.module.graph
         with graph.inserting_after(node):

@@ -194,6 +194,10 @@ def resize_fields(module: nn.Module) -> None:
         module.normalized_shape = tuple(weight.shape)
     elif isinstance(module, nn.PReLU):
         module.num_parameters = module.weight.numel()
+    elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and not getattr(module, "proj_size", 0):
+        layer = "_l0" if isinstance(module, nn.RNNBase) else ""
+        module.input_size = getattr(module, f"weight_ih{layer}").shape[1]
+        module.hidden_size = getattr(module, f"weight_hh{layer}").shape[1]
     elif isinstance(module, nn.Embedding):
         module.embedding_dim = module.weight.shape[1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from smcp_fx.channels import ChannelGraph
@@ -26,7 +27,13 @@ def kept_channels(channels: ChannelGraph, keep: Tensor) -> Kept:
         ins, outs = (
             sliced.positions(side).tolist() for side in (layer.input_channels, layer.output_channels)
         )
-        kept[_module_of(layer)] = (ins, outs)
+        units = _units(layer)
+        if (
+            units < layer.output_channels.numel()
+        ):  # of a recurrent layer's weights the first says what it reads
+            kept.setdefault(_module_of(layer), (ins, [row for row in outs if row < units]))
+        else:
+            kept[_module_of(layer)] = (ins, outs)
     for norm in channels.trail.norms:
         through = sliced.positions(norm.labels).tolist()
         kept[norm.path] = (through, through)
@@ -37,8 +44,10 @@ def still_true(attributes: Mapping[str, Any], channels: ChannelGraph, kept: Kept
     """The attributes that hold no number of channels which is another one now (timm's ``num_features``)."""
     changed = set()
     for layer in channels.layers:
-        before = layer.input_channels.numel(), layer.output_channels.numel()
-        changed |= {n for n, left in zip(before, kept[_module_of(layer)], strict=True) if n != len(left)}
+        units, (ins, outs) = _units(layer), kept[_module_of(layer)]
+        changed |= {units} if units != len(outs) else set()
+        if units == layer.output_channels.numel() and layer.input_channels.numel() != len(ins):
+            changed.add(layer.input_channels.numel())
     return {
         name: value
         for name, value in attributes.items()
@@ -49,6 +58,11 @@ def still_true(attributes: Mapping[str, Any], channels: ChannelGraph, kept: Kept
 def _module_of(layer: Layer) -> str:
     """The module that holds a layer's weight; the weight's own name where that is the model."""
     return layer.path if layer.path != layer.weight else layer.weight.rpartition(".")[0] or layer.weight
+
+
+def _units(layer: Layer) -> int:
+    """Its output channels, of a recurrent layer its hidden units, each of which is a row of every gate."""
+    return int(torch.unique(layer.output_channels).numel())
 
 
 def _numbers(value: Any) -> Iterator[int]:

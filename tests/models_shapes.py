@@ -70,6 +70,15 @@ def factories_of_sizes() -> nn.Module:
     return between(wiring)
 
 
+@awkward(1.0)
+def numbers_of_another_tensor_s_type() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h = h * torch.full((1, 1, 1, 1), 0.5).to(h) + torch.ones(1).type_as(h)
+        return h + h.new_tensor([0.5])
+
+    return between(wiring)
+
+
 class Optional(nn.Module):
     """Takes a mask that the example leaves out."""
 

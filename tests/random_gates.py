@@ -300,7 +300,8 @@ def outer(b: Builder) -> None:
         if kind == "states":  # [b, c, 1, h, w] * [b, 1, k, h, w]
             return (x.unsqueeze(2) * s.layer(x).unsqueeze(1)).mean(2)
         if kind == "states per channel":
-            return (torch.exp(-F.softplus(x)[:, :, None] * s.w[None, :, :, None, None])).sum(2)
+            rates = s.w.exp()  # positive ones, as state-space models have: negative ones would overflow
+            return torch.exp(-F.softplus(x)[:, :, None] * rates[None, :, :, None, None]).sum(2)
         if kind == "experts":
             weights = s.layer(x).softmax(1)
             return (s.many(x).view(x.shape[0], k, c, SIDE, SIDE) * weights.unsqueeze(2)).sum(1)

@@ -20,6 +20,7 @@ from smcp_fx.blocks.signature import MOVES
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.tracing.modes import evaluated_graph
 from smcp_fx.tracing.operations import operation_of
+from smcp_fx.tracing.recurrent import recurrent, recurrent_weight
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import TensorInfo
 
@@ -58,7 +59,7 @@ def _fused(traced: Traced) -> list[list[fx.Node]]:
     blocks: list[list[fx.Node]] = []
     home: dict[fx.Node, int] = {}
     for node in traced.module.graph.nodes:
-        if not _computes(traced, node):
+        if not _computes(traced, node) or node.target is recurrent_weight:
             continue
         operation = operation_of(traced.module, node)
         target = None
@@ -76,6 +77,8 @@ def _fused(traced: Traced) -> list[list[fx.Node]]:
         if target is None:
             target = len(blocks)
             blocks.append([])
+        if node.target is recurrent:  # one operation with its weights
+            blocks[target] += [read for read in node.all_input_nodes if read.target is recurrent_weight]
         blocks[target].append(node)
         home[node] = target
     return blocks

@@ -12,6 +12,7 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.graph import RULES
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
 from smcp_fx.tracing.operations import operation_of, readable_name
+from smcp_fx.tracing.recurrent import recurrent
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import TensorInfo
 
@@ -21,7 +22,7 @@ MOVES = set(MOVEMENTS) - {"cat", "stack", "hstack", "vstack", "pad", "getattr"}
 _UNSIGNED = set(
     """
 in_channels out_channels in_features out_features num_features num_channels num_groups num_parameters
-normalized_shape embedding_dim training eps momentum track_running_stats inplace p
+normalized_shape embedding_dim input_size hidden_size training eps momentum track_running_stats inplace p
 """.split()
 )
 
@@ -49,6 +50,8 @@ def signature(
         step["from"] = [place.get(n, n.op) for n in node.all_input_nodes]
         if node.op == "call_module":
             step["module"] = _fields(traced.module.get_submodule(str(node.target)))
+        elif node.target is recurrent:
+            step["module"] = _fields(traced.module.get_submodule(str(node.args[0].target)))  # type: ignore[union-attr]
         arguments = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: place.get(n, n.op)))
         step["arguments"] = arguments
         if operation in MOVES or operation not in RULES:

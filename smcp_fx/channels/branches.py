@@ -27,6 +27,7 @@ from smcp_fx.channels.trail import Layer, ParameterRef, Trail
 from smcp_fx.channels.units import Units
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name, writes_in_place
+from smcp_fx.tracing.recurrent import recurrent_weight
 from smcp_fx.tracing.traits import Trait, has
 
 NUMBER, PARAMETER, LIVE, CONSTANT, EMPTY = range(5)
@@ -94,7 +95,10 @@ class Flow:
         self.channels = channels
         nodes = list(module.graph.nodes)
         self.place = {node.name: index for index, node in enumerate(nodes)}
-        dense = {layer.node: layer for layer in channels.layers if layer.kind == "dense"}
+        recurrent = {
+            node.name for node in nodes if node.target is recurrent_weight
+        }  # their bias is not a constant
+        dense = {la.node: la for la in channels.layers if la.kind == "dense" and la.node not in recurrent}
         self.steps: list[FlowNode] = []
         starts = 0
         for node in nodes:

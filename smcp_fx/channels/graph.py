@@ -15,6 +15,7 @@ from smcp_fx.channels import (
     rules_layers,
     rules_movement,
     rules_products,
+    rules_recurrent,
     rules_spectra,
     rules_statistics,
     rules_windows,
@@ -40,6 +41,7 @@ RULES: dict[str, Rule] = {
     **rules_products.RULES,
     **rules_windows.RULES,
     **rules_spectra.RULES,
+    **rules_recurrent.RULES,
 }
 
 

@@ -22,12 +22,12 @@ def elementwise(run: Propagation, call: Call) -> Any:
     """
     shape = call.shape
     leaves = tensor_leaves((call.args, call.kwargs))
+    if call.name in ("typeas", "to"):  # another tensor says which type, no more
+        leaves = leaves[:1]
     told = {d - t.dim() for t in leaves if isinstance(t, Tensor) for d in varied_dims(t)}
     met = run.met(leaves)
     operands = [run.settled(run.of(leaf, told or None), met) for leaf in leaves]
     operands = [labels for labels in operands if labels.numel() > 1 or bool((labels > 0).any())]
-    if call.name in ("typeas", "to") or len(operands) == 1:
-        operands = operands[:1]
     if not operands:
         return run.filled(call.value, run.fixed(call.node.name, "made of constants"))
     return like(call, bring_together(run, call, operands, shape))
@@ -175,5 +175,5 @@ RULES: dict[str, Rule] = {
     "glu": glu,
     "bymode": choice,
     **dict.fromkeys(operations_with(Trait.FILLS), filled),
-    **dict.fromkeys(("arange", "tensor", "rand", "randn", "linspace"), constant),
+    **dict.fromkeys(("arange", "tensor", "newtensor", "rand", "randn", "linspace"), constant),
 }

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.tracing.masking import MASKS
 from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.recurrent import recurrent_weight
 from smcp_fx.tracing.values import held
 
 LAYERS: tuple[Callable[..., object], ...] = (
@@ -28,6 +29,7 @@ LAYERS: tuple[Callable[..., object], ...] = (
     F.conv_transpose2d,
     F.conv_transpose3d,
     F.linear,
+    recurrent_weight,
 )
 _MOVES = frozenset(
     """

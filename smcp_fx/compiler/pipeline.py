@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,13 +217,15 @@ class _Compilation:
         """Find out first whether the model can be prepared and written, and an exact target reached."""
         image = torch.randn(2, fitted.channels, fitted.size, fitted.size)
         exact = self.settings.cost != "latency"
-        trial = prepare(
-            fitted.model,
-            image,
-            target=self.settings.wanted if exact else 1.0,
-            cost=self.settings.cost if exact else "flops",
-            config=self.config,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run's own `prepare` says it again
+            trial = prepare(
+                fitted.model,
+                image,
+                target=self.settings.wanted if exact else 1.0,
+                cost=self.settings.cost if exact else "flops",
+                config=self.config,
+            )
         if trial.regions:
             raise TraceError(
                 f"{trial.untraced['']} Its parts can be traced and pruned in your own training loop "

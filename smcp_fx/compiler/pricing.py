@@ -65,7 +65,7 @@ def dense_latency(prepared: PreparedModel, dense: Engine, cost: str | LatencyCos
 
 
 def asked_fraction(prepared: PreparedModel, wanted: float | str, dense_ms: float) -> float:
-    """Return the target as a fraction of the dense cost; sets the pruner's target for absolute latencies.
+    """Return the target as a fraction of the dense cost, 1 at most; sets the pruner's for absolute latencies.
 
     ``dense_ms``: the dense network's latency on the device that the target is for.
     """
@@ -73,4 +73,4 @@ def asked_fraction(prepared: PreparedModel, wanted: float | str, dense_ms: float
     if isinstance(wanted, str) and pruner.cost.unit == "ms":
         fraction = absolute_target(wanted, dense_ms, "ms") / dense_ms
         pruner.target = fraction * pruner.full_cost
-    return pruner.target / pruner.full_cost
+    return min(pruner.target / pruner.full_cost, 1.0)

@@ -19,6 +19,7 @@ from smcp_fx.cost_model import CostTerm, NetworkCost, Width
 from smcp_fx.costs.terms import network_cost, proportional, without_branch
 from smcp_fx.tracing.modes import run_in_eval
 from smcp_fx.tracing.operations import operation_of
+from smcp_fx.tracing.recurrent import recurrent
 from smcp_fx.tracing.tracer import Traced
 
 
@@ -26,7 +27,7 @@ class FlopsCost:
     """Multiply-adds of one image in eval mode: convolutions, linears, products of tensors, and what is opaque.
 
     Anything without a layer in the channel graph has a fixed cost: what it took in a run on the example inputs. This
-    concerns modules called as they are (``leaves=``, `nn.TransformerEncoder`, `nn.LSTM`) and the Python around the
+    concerns modules called as they are (``leaves=``, recurrent layers with a projection) and the Python around the
     parts of a model traced in parts. If that work depends on the data (a detector's head runs once a proposal), the
     count is that of these inputs and the weights at the time.
     """
@@ -80,6 +81,8 @@ def _products(
     nodes = {node.name: node for node in traced.module.graph.nodes}
     for name in traced.work.keys() - layers:
         count, node = traced.work[name], nodes.get(name)
+        if node is not None and node.target is recurrent and any(n.name in layers for n in node.args[1]):
+            continue  # counted by its weights
         if node is not None and operation_of(traced.module, node) == "scaleddotproductattention":
             query, value = (_argument(node, *which) for which in ((0, "query"), (2, "value")))
             lengths = [traced.values[given.name].shape[-1] for given in (query, value)]

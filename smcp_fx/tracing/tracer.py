@@ -34,6 +34,7 @@ from smcp_fx.tracing.mode_merging import UnexplainedError, merged
 from smcp_fx.tracing.mode_paths import Exploring, Modes, ModeTrace
 from smcp_fx.tracing.modes import require_one_mode, with_branches
 from smcp_fx.tracing.plain_attention import slow_path
+from smcp_fx.tracing.recurrent import open_recurrent_layers
 from smcp_fx.tracing.rewrites import add_computed_biases, drop_expansions, normalise
 from smcp_fx.tracing.single_trace import HooksError, Leaves, fails, trace_in_mode
 from smcp_fx.tracing.size_caches import forgotten
@@ -99,6 +100,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
     pin_before_detached(traced)
     drop_expansions(traced, values)
     add_computed_biases(traced, values)
+    open_recurrent_layers(traced, values)
     return Traced(
         traced,
         values,

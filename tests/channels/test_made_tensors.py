@@ -38,6 +38,11 @@ def places(h: Tensor) -> Tensor:
     return torch.cat((across, across.flip(-1)), 1)
 
 
+def mesh(h: Tensor) -> tuple[Tensor, ...]:
+    """Two of [H, W]"""
+    return torch.meshgrid(*(torch.arange(n, dtype=h.dtype) for n in h.shape[2:]), indexing="ij")
+
+
 def read_twice(s: nn.Module, h: Tensor) -> Tensor:
     """By features, and by what is computed from sizes, too."""
     found = sines(h)
@@ -51,6 +56,7 @@ BETWEEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "channels last": lambda s, h: (h.permute(0, 2, 3, 1) * torch.arange(12)).permute(0, 3, 1, 2),
     "beside": lambda s, h: s.wide(torch.cat((h, places(h)), 1)),
     "read twice": read_twice,
+    "of a mesh grid": lambda s, h: h + mesh(h)[0] * mesh(h)[1],
     "by the image's size": lambda s, h: h + torch.arange(h.shape[-1], dtype=h.dtype),
 }
 

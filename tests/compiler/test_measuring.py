@@ -15,6 +15,7 @@ from smcp_fx.backends import CompareConfig, compare
 from smcp_fx.backends.base import Backend, Engine, Fingerprint
 from smcp_fx.compiler import measuring
 from smcp_fx.compiler.measuring import Corrector, measured_as_predicted
+from smcp_fx.compiler.pricing import asked_fraction
 from smcp_fx.compiler.seeking import CLOSE, TRIES
 from smcp_fx.errors import CheckpointError, TableError
 from smcp_fx.prepare import PreparedModel
@@ -205,3 +206,10 @@ def test_an_engine_is_asked_again_before_a_table_is_given_up() -> None:
             return super().latency(inputs, config)
 
     assert measured_as_predicted(Later(40.0), 10.0, Path("table.sqlite")) == 10.0
+
+
+@pytest.mark.filterwarnings("ignore:the target of:smcp_fx.TrainingWarning")
+def test_a_target_above_the_dense_cost_asks_for_the_whole_network() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1))
+    prepared = smcp_fx.prepare(model, torch.randn(1, 3, 8, 8), target="10 GFLOPs")
+    assert asked_fraction(prepared, "10 GFLOPs", 1.0) == 1.0

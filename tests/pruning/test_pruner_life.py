@@ -218,12 +218,10 @@ class Life(RuleBasedStateMachine):
         assert given.shape == (3, 5)
         if dtype in (torch.float16, torch.bfloat16) and bool(torch.isfinite(expected).all()):
             assert_close(given, expected, "identity")
-        masked = copy.deepcopy(self.prepared).float().eval()
-        sliced = own
-        if dtype in (torch.float32, torch.float64):
-            masked = masked.to(dtype)
-        else:  # scaled weights are rounded to the model's type where they are folded
-            sliced = smcp_fx.convert(masked).eval()
+        masked, sliced = copy.deepcopy(self.prepared).eval(), own
+        if dtype not in (torch.float32, torch.float64):
+            masked.float()
+            sliced = smcp_fx.convert(masked).eval()  # where scaled weights are folded, they are rounded
         image = image.to(next(masked.parameters()).dtype)
         expected = run(masked, (image,))
         if bool(torch.isfinite(expected).all()):

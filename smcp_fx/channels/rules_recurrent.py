@@ -1,0 +1,102 @@
+"""Channel rules of recurrent layers: what they read, and their hidden sizes.
+
+A hidden unit is a row of each gate in both weights and biases, a column of the recurrent weight, and a channel of
+the output. Its removal leaves the others as they are once they no longer read it. `torch.nn` has one hidden size a
+module, so the units of all layers and directions go together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.channels.labels import place
+from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
+from smcp_fx.channels.rules_layers import own_inputs, renamed
+from smcp_fx.channels.trail import Call, Layer, tensor_leaves
+from smcp_fx.tracing.recurrent import weight_names
+from smcp_fx.tracing.values import TensorInfo
+
+
+def recurrent_weight(run: Propagation, call: Call) -> Any:
+    """The layer itself says what its weights read."""
+    return run.filled(call.value, run.fixed(call.node.name, "a weight of a recurrent layer"))
+
+
+def recurrent(run: Propagation, call: Call) -> Any:
+    """Consumes the last dimension of its input and its own state; produces hidden units along the last dimension."""
+    owner, reads = call.node.args[:2]
+    assert isinstance(owner, fx.Node) and isinstance(reads, (list, tuple))
+    module = run.module.get_submodule(str(owner.target))
+    labels = run.settled(run.of(call.args[2]), {-1})
+    last = labels.dim() - 1
+    varied = run.varied(labels)
+    if varied and last not in varied:
+        return run.unknown(call, f"{owner.target!r} mixes along a dimension without channels")
+    inputs = own_inputs(run, call, channel_labels(run, labels, last))
+    names = [run.parameter(f"{owner.target}.{name}") for name in weight_names(module)]
+    states = next(n for n in names if n.rpartition(".")[2].startswith("weight_hh"))
+    known = run.trail.slots.get(states, {}).get(1)
+    hidden = run.fresh(call.node.name, run.module.get_parameter(states).shape[1]) if known is None else known
+    for held in tensor_leaves(call.args[3]):
+        given = run.of(held)
+        run.tie(channel_labels(run, given, given.dim() - 1), hidden)
+    ways = 2 if isinstance(module, nn.RNNBase) and module.bidirectional else 1
+    for name, read in zip(names, reads, strict=True):
+        gates = run.module.get_parameter(name).shape[0] // hidden.numel()
+        rows = hidden.repeat(gates)
+        attribute = name.rpartition(".")[2]
+        run.slot(name, 0, rows)
+        if attribute.startswith("weight"):
+            first = attribute in ("weight_ih", "weight_ih_l0", "weight_ih_l0_reverse")
+            columns = inputs if first else hidden if "_hh" in attribute else hidden.repeat(ways)
+            run.slot(name, 1, columns)
+            _record(run, read, name, (columns, rows), tuple(labels.shape[:-1]))
+    made = hidden if known is None else renamed(run, call, hidden)
+    leaves, structure = pytree.tree_flatten(call.value)
+    placed = [_placed(info, made, ways) for info in leaves]
+    return pytree.tree_unflatten(placed, structure)
+
+
+def _placed(info: Any, hidden: Tensor, ways: int) -> Any:
+    """The labels of an output: hidden units of all directions beside each other, or of one."""
+    if not isinstance(info, TensorInfo):
+        return info
+    both = ways > 1 and info.shape[-1] == ways * hidden.numel()
+    return place(hidden.repeat(ways) if both else hidden, info.shape, -1)
+
+
+def _record(
+    run: Propagation, read: fx.Node, name: str, channels: tuple[Tensor, Tensor], positions: tuple[int, ...]
+) -> None:
+    """Note a weight as a layer of its own: rows by columns, once a position."""
+    columns, rows = channels
+    run.trail.layers.append(
+        Layer(
+            node=read.name,
+            path=name,
+            kind="dense",
+            weight=name,
+            bias=None,
+            in_dim=1,
+            out_dim=0,
+            groups=1,
+            in_labels=columns,
+            out_labels=rows,
+            output_channels=rows,
+            input_channels=columns,
+            images=positions[0] if positions else 1,
+            in_shape=(*positions, columns.numel()),
+            out_shape=(*positions, rows.numel()),
+            transposed=False,
+            weight_shape=(rows.numel(), columns.numel()),
+            axis=len(positions),
+            source=name,
+            computed=False,
+        )
+    )
+
+
+RULES: dict[str, Rule] = {"recurrent": recurrent, "recurrentweight": recurrent_weight}
