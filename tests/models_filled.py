@@ -66,3 +66,37 @@ def filled_piece_by_piece() -> nn.Module:
         return h
 
     return between(wiring, one=conv(4, 4), two=conv(4, 4))
+
+
+@awkward(1.0)
+def filled_by_steps() -> nn.Module:
+    """Every other channel, and every third; the second write goes into what the first one made."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        filled, thirds = torch.zeros_like(h), s.wide(h)
+        filled[:, ::2], filled[:, 1::2] = s.a(h), s.b(h)
+        thirds[:, 1::3] += s.a(filled)
+        return thirds
+
+    return between(wiring, after=12, a=conv(8, 4, 1), b=conv(8, 4, 1), wide=conv(8, 12, 1))
+
+
+@awkward(0.0)
+def filled_by_steps_that_do_not_divide() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        filled = torch.zeros_like(h)
+        filled[:, ::3] = s.mid(h)
+        return filled
+
+    return between(wiring, mid=conv(8, 3, 1))
+
+
+@awkward(1.0)
+def scattered_slices() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h = h.slice_scatter(s.mid(h[:, 2:6]), 1, 2, 6)
+        h = torch.slice_scatter(h, s.mid(h[:, ::2]), dim=-3, step=2)
+        h = torch.select_scatter(h, h[:, :, 0], 2, 1)
+        return torch.slice_scatter(h, h[..., :4].relu(), dim=3, start=4)
+
+    return between(wiring, mid=conv(4, 4, 1))

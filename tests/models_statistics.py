@@ -357,3 +357,17 @@ def group_norms_that_chain_each_others_groups() -> nn.Module:
 
     norms = {"one": nn.GroupNorm(4, 8), "two": nn.GroupNorm(4, 16), "three": nn.GroupNorm(4, 24)}
     return between(wiring, 8, 24, mid=conv(8, 16), **norms)
+
+
+@awkward(1.0)
+def distances() -> nn.Module:
+    """Of all positions from each other, and from learned points; the distances themselves are no channels."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        points, queries = h.flatten(2).mT, s.queries(h).flatten(2).mT
+        near = torch.cdist(queries, points).neg().softmax(-1) @ points
+        return h + near.mT.reshape(h.shape) * torch.cdist(points, s.learned).amin(-1).view(
+            h.shape[0], 1, 8, 8
+        )
+
+    return between(wiring, queries=conv(8, 8, 1), learned=free_parameter(5, 8))

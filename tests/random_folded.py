@@ -1,4 +1,4 @@
-"""Channels in the batch, computed kernels, Fourier transforms: steps of random networks."""
+"""Channels in the batch, computed kernels, Fourier transforms, recurrent layers: steps of random networks."""
 
 from __future__ import annotations
 
@@ -64,4 +64,17 @@ def spectrum(b: Builder) -> None:
     b.add(f"spectrum {'unit' if wide else 'sizes'}", c, (source,), unit if wide else sizes, layer=layer)
 
 
-OPERATIONS = [(folded, 2), (spectrum, 1)]
+def recurrent(b: Builder) -> None:
+    """A recurrent layer along the width, of one or two layers and directions."""
+    source = b.pick(2, most=16)
+    c, kind, ways = b.channels[source], b.random.choice([nn.LSTM, nn.GRU, nn.RNN]), b.random.choice([1, 2])
+    layer = kind(c, 6, b.random.choice([1, 2]), batch_first=True, bidirectional=ways == 2)
+
+    def along(s: Any, x: Tensor) -> Tensor:
+        read, _ = s.layer(x.mean(2).transpose(1, 2))
+        return x + s.back(read).transpose(1, 2).unsqueeze(2)
+
+    b.add(f"recurrent {kind.__name__}", c, (source,), along, layer=layer, back=nn.Linear(6 * ways, c))
+
+
+OPERATIONS = [(folded, 2), (spectrum, 1), (recurrent, 1)]

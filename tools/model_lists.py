@@ -1,4 +1,4 @@
-"""Which models the sweep runs: every torchvision model but the optical flow's, and timm's families.
+"""Which models the sweep runs: all of torchvision but optical flow, timm's families, and other packages' models.
 
 timm's are the smallest variants of each family; ``side`` is the image's side where the model's own is slow.
 """
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import model_libraries
+from torch import Tensor, nn
 
 TIMM = """
 resnet10t resnet18d resnet26t resnet50c seresnet18 ecaresnet26t ecaresnetlight seresnext26d_32x4d
@@ -77,6 +78,8 @@ class Entry:
 
     def build(self) -> nn.Module:
         """Build it with random weights, for small images if possible."""
+        if self.family in model_libraries.PACKAGES:
+            return model_libraries.build(self.family, self.name)
         if self.family == "timm":
             import timm
 
@@ -94,8 +97,15 @@ class Entry:
             options["image_size"] = _vit_side(self.name)
         return models.get_model(self.name, **options)  # type: ignore[no-any-return]
 
+    def besides(self, images: int) -> tuple[Tensor, ...]:
+        """What the model is given beside images."""
+        packaged = self.family in model_libraries.PACKAGES
+        return model_libraries.besides(self.family, self.name, images) if packaged else ()
+
     def shapes(self, model: nn.Module) -> list[tuple[int, ...]]:
         """Input shapes to try, the cheapest first; batch 2."""
+        if self.family in model_libraries.PACKAGES:
+            return [(2, 3, side, side) for side in model_libraries.sides(self.family, self.name)]
         if self.family == "timm":
             config: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
             own = tuple(config["input_size"])
@@ -121,6 +131,10 @@ class Entry:
         return [(2, 3, side, side) for side in [*sides, 64, 75, 96, 128, 224, 299] if side >= least]
 
 
+def _of_package(package: str) -> Callable[[], list[str]]:
+    return lambda: model_libraries.names(package)
+
+
 def _vit_side(name: str) -> int:
     return 128 if name.endswith("_32") else 112
 
@@ -135,6 +149,7 @@ def entries() -> list[Entry]:
         ("video", lambda: models.list_models(module=models.video)),
         ("detection", lambda: models.list_models(module=models.detection)),
         ("timm", lambda: list(dict.fromkeys(TIMM))),
+        *((package, _of_package(package)) for package in model_libraries.PACKAGES),
     ]
     found = []
     for family, names in listed:

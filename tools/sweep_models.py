@@ -37,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--family", choices=["classification", "segmentation", "video", "detection", "timm"])
+    parser.add_argument("--family", choices=list(dict.fromkeys(entry.family for entry in entries())))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="models by name")
     parser.add_argument("--limit", type=int, help="run at most this many")
     parser.add_argument("--onnx", action="store_true", help="export to ONNX and compare, the slow step")
@@ -85,7 +85,10 @@ def read(record: Path) -> dict[str, dict[str, Any]]:
             name: value for name, value in rows.get(row["key"], {}).items() if name.startswith("onnx_")
         }
         rows[row["key"]] = exported | row
-    return {entry.key: rows[entry.key] for entry in entries() if entry.key in rows}
+    listed = [entry.key for entry in entries()]
+    return {
+        key: rows[key] for key in [*listed, *rows] if key in rows
+    }  # those of packages that are not here, too
 
 
 def launch(entry: Entry, options: argparse.Namespace) -> dict[str, Any]:

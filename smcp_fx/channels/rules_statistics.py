@@ -166,6 +166,22 @@ def cosine_similarity(run: Propagation, call: Call) -> Any:
     return like(call, merged.select(dim, 0))
 
 
+def cdist(run: Propagation, call: Call) -> Any:
+    """Distances of the rows of two tensors: their channels, which it sums over, go together."""
+    sides = [run.of(call.argument(0, "x1"), {-1}), run.of(call.argument(1, "x2"), {-1})]
+    settled = [run.settled(labels, {-1}) for labels in sides]
+    if len(call.node.args) < 2 or any(
+        run.varied(labels) not in ([], [labels.dim() - 1]) for labels in settled
+    ):
+        return run.unknown(call, "'cdist' of channels that are not the last dimension has no channel rule")
+    if any(run.varied(labels) for labels in settled):
+        run.blind = True
+        run.tie(*(channel_labels(run, labels, labels.dim() - 1) for labels in settled))
+        for operand, labels in enumerate(settled):
+            mixes(run, call, labels, "zero", operand)
+    return uniform(_made_of_channels(run, call), call.shape)
+
+
 def softmax(run: Propagation, call: Call) -> Any:
     """Mixes along one dimension: as a reduction that keeps its shape."""
     labels = run.of(call.argument(0, "input"))
@@ -292,6 +308,7 @@ RULES: dict[str, Rule] = {
     ),
     "localresponsenorm": neighbours,
     "cosinesimilarity": cosine_similarity,
+    "cdist": cdist,
     **dict.fromkeys(("topk", "sort", "argsort", "msort"), ranked),
     **dict.fromkeys(("gather", "takealongdim"), gathered),
     "layernorm": layer_norm,

@@ -104,6 +104,8 @@ class Sizes:
             fixed = (self.is_fixed(part, dim) for part in source if isinstance(part, fx.Node))
             return all(fixed) if along % self.value(node).dim() == dim else any(fixed)
         if node.op == "call_function" and node.target is operator.getitem and isinstance(source, fx.Node):
+            if _slices(node.args[1]):
+                return source, dim
             if self._name(source) not in ("split", "chunk") or isinstance(_asked(source), fx.Node):
                 return False
             source = _source(source)
@@ -113,6 +115,8 @@ class Sizes:
         if not isinstance(source, fx.Node) or not isinstance(self.value(source), Tensor):
             return False
         shape = self.value(source).shape
+        if name in ("flatten", "unflatten") and node.op != "call_module":
+            return self._reshaped(node, name, source, dim)
         if name == "transpose":
             pair = [place % len(shape) for place in node.args[1:] if type(place) is int]
             other = pair[1 - pair.index(dim)] if len(pair) == 2 and dim in pair else dim
@@ -122,6 +126,24 @@ class Sizes:
         spatial = name in _SPATIAL and dim >= len(shape) - int(name[-2])
         known = name in _SAME_SIZES or name in _SPATIAL or name in ("linear", "getitem")
         return (source, dim) if known and not spatial else False
+
+    def _reshaped(self, node: fx.Node, name: str, source: fx.Node, dim: int) -> bool | tuple[fx.Node, int]:
+        """As `_told`, of dimensions that become one, or one that becomes several."""
+        rank = self.value(source).dim()
+        first = int(_argument(node, 1, "start_dim", "dim") or 0) % rank
+        if name == "flatten":
+            last = _argument(node, 2, "end_dim")
+            last = rank - 1 if last is None else int(last) % rank
+            if dim == first:
+                return all(self.is_fixed(source, place) for place in range(first, last + 1))
+            return source, dim if dim < first else dim + last - first
+        sizes = _argument(node, 2, "sizes", "unflattened_size")
+        if not isinstance(sizes, (tuple, list)):
+            return False
+        if first <= dim < first + len(sizes):
+            known = type(sizes[dim - first]) is int and sizes[dim - first] > 0
+            return known or (source, first)
+        return source, dim if dim < first else dim - len(sizes) + 1
 
     def is_fixed_number(self, node: fx.Node) -> bool:
         """Does the number follow from such sizes alone?"""
@@ -160,6 +182,13 @@ class Sizes:
             return ""
         module = self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
         return operation_name(node, module) or ""
+
+
+def _slices(index: Any) -> bool:
+    """Does an index take slices between written numbers alone? Then as much is left of what is as large."""
+    parts = index if isinstance(index, tuple) else (index,)
+    edges = [edge for part in parts if isinstance(part, slice) for edge in (part.start, part.stop, part.step)]
+    return all(isinstance(part, slice) for part in parts) and all(type(e) in (int, type(None)) for e in edges)
 
 
 def _source(node: fx.Node) -> Any:

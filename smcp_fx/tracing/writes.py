@@ -2,6 +2,8 @@
 
     before   x[:, :4] = y                       after   x = cat([y.type_as(x), x[:, 4:]], 1)
     before   x[x < 0] = 0                       after   x = x.masked_fill(x < 0, 0)
+    before   x[:, ::2] = y                      after   x = cat([y.type_as(x), x[:, 1::2]], 1), shuffled
+    before   z = x.slice_scatter(y, 1, 0, 4)    after   as the first
 
 A write into memory that others hold too (an input, a parameter, a view that is read later) stays a write.
 """
@@ -10,7 +12,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,15 @@ from smcp_fx.tracing.lengths import Sizes
 from smcp_fx.tracing.operations import may_be_operand, operation_name, writes_in_place
 from smcp_fx.tracing.sentences import AGAIN, TAKEN, express
 from smcp_fx.tracing.traits import Trait, has
+from smcp_fx.tracing.write_places import (
+    Every,
+    Span,
+    every_index,
+    full_index,
+    next_place,
+    parts_of,
+    scatters,
+)
 
 Value = Callable[[fx.Node], Any]
 
@@ -36,7 +46,7 @@ def functional_writes(
     assumes about inputs is added to ``assumed``, and checked in every call.
     """
     for node in list(graph.nodes):
-        parts = _parts_of(node)
+        parts = parts_of(node)
         if parts is None:
             continue
         if node.target is operator.setitem:
@@ -50,54 +60,6 @@ def functional_writes(
             adopt(last)
         if result is not None:
             write.put(result)
-
-
-@dataclass(frozen=True)
-class _Span:
-    """The index of `x.narrow(dim, start, length)`, whose length the input's size tells: it lies in x at any size."""
-
-    start: int
-    length: fx.Node
-
-
-def _parts_of(node: fx.Node) -> tuple[Any, Any, Any] | None:
-    """What is written into, where, and what: of `x[i] = y`, `x[i].copy_(y)`, `x[i].fill_(2)`, `x[i].zero_()`.
-
-    `x.narrow(...)` and `x.select(...)` are such parts, too.
-    """
-    if node.op == "call_function" and node.target is operator.setitem:
-        target, index, source = node.args
-        return target, index, source
-    view = node.args[0] if node.op == "call_method" and node.target in ("copy_", "fill_", "zero_") else None
-    if not isinstance(view, fx.Node) or node.users or len(view.users) > 1:
-        return None
-    source = 0.0 if node.target == "zero_" else node.args[1] if len(node.args) == 2 else None
-    index = _index_of(view)
-    return None if source is None or index is None else (view.args[0], index, source)
-
-
-def _index_of(view: fx.Node) -> Any:
-    """The index that gives this view of its first operand; None for other views."""
-    if view.target is operator.getitem:
-        return view.args[1]
-    name = view.target if view.op == "call_method" else getattr(view.target, "__name__", "")
-    if name not in ("narrow", "select") or view.kwargs or not isinstance(view.args[0], fx.Node):
-        return None
-    dim, start, *length = view.args[1:]
-    if type(dim) is not int or type(start) is not int:
-        return None
-    part: Any = start
-    if name == "narrow":
-        (count,) = length
-        if isinstance(count, fx.Node):
-            if start < 0:
-                return None
-            part = _Span(start, count)
-        elif type(count) is int:
-            part = slice(start, start + count if start >= 0 or start + count else None)
-        else:
-            return None
-    return (*[slice(None)] * dim, part) if dim >= 0 else (..., part, *[slice(None)] * (-dim - 1))
 
 
 def _once(node: fx.Node) -> None:
@@ -159,7 +121,9 @@ class _Write:
         try:
             for node in self.node.all_input_nodes:
                 self.value(node)
-            if not isinstance(self.target, fx.Node) or self._is_shared(self.target):
+            if not isinstance(self.target, fx.Node):
+                return None
+            if not scatters(self.node) and self._is_shared(self.target):
                 return None
         except FxTraceError:  # shapes that only values tell: it stays the write it is
             return None
@@ -168,6 +132,10 @@ class _Write:
 
     def put(self, result: fx.Node) -> None:
         """Put the new tensor in the target's place, for those who read it later."""
+        if scatters(self.node):
+            self.node.replace_all_uses_with(result)
+            self.graph.erase_node(self.node)
+            return
         after = self.place[self.node]
         for user in [user for user in self.target.users if self.place.get(user, -1) > after]:
             user.replace_input_with(self.target, result)
@@ -228,7 +196,7 @@ class _Write:
     def _parts(self) -> fx.Node | None:
         """`x[:, 2:4] = y`: y between the parts of x that stay."""
         tensor = self._example(self.target)
-        index = _full_index(self.index, tensor.dim())
+        index = full_index(self.index, tensor.dim())
         if index is None:
             return None
         cut, self.fixed = [], True
@@ -236,7 +204,7 @@ class _Write:
             if isinstance(part, slice) and part == slice(None):
                 continue
             fixed = self.sizes.is_fixed(self.target, dim)
-            if isinstance(part, _Span) and not fixed:
+            if isinstance(part, Span) and not fixed:
                 edges = self._edges_of_span(part, dim, tensor.shape[dim])
             else:
                 edges = self._edges(part, tensor.shape[dim], fixed)
@@ -249,14 +217,15 @@ class _Write:
 
     def _edges(self, part: Any, size: int, fixed: bool) -> tuple[Any, Any] | None:
         """Where a part starts and stops; None where that is not told, or may be another order at another size."""
-        if isinstance(part, _Span):
+        if isinstance(part, Span):
             length = self._number(part.length)
             if type(length) is not int:
                 return None
             part = slice(part.start, part.start + length)
         if isinstance(part, slice) and part.step not in (None, 1):
-            return None
-        start, stop = (part.start, part.stop) if isinstance(part, slice) else (part, _next(part))
+            every = every_index(part, size) if fixed else None
+            return None if every is None else (every, None)
+        start, stop = (part.start, part.stop) if isinstance(part, slice) else (part, next_place(part))
         start, stop = (self._number(edge) for edge in (start, stop))
         known = [self._example(edge) for edge in (start, stop)]
         if any(type(edge) not in (int, type(None)) for edge in known):
@@ -277,7 +246,7 @@ class _Write:
             return None
         return start, stop
 
-    def _edges_of_span(self, span: _Span, dim: int, size: int) -> tuple[Any, Any] | None:
+    def _edges_of_span(self, span: Span, dim: int, size: int) -> tuple[Any, Any] | None:
         """One that ends with the dimension is assumed always to do so: nothing stays behind it."""
         if type(self.value(span.length)) is not int:
             return None
@@ -304,6 +273,8 @@ class _Write:
             return self._fitted(whole, gone, tensor)
         dim, start, stop = cut[0]
         ahead = [slice(None)] * dim
+        if isinstance(start, Every):
+            return self._interleaved(whole, start, ahead, cut[1:], gone, tensor)
 
         def part(first: int | None, last: int | None) -> fx.Node:
             return self.graph.call_function(operator.getitem, (whole, (*ahead, slice(first, last))))
@@ -313,6 +284,20 @@ class _Write:
         pieces.append(self._within(part(start, stop), cut[1:], gone, inner_shape))
         pieces += [] if stop is None else [part(stop, None)]
         return self.graph.call_function(torch.cat, (pieces, dim)) if len(pieces) > 1 else pieces[0]
+
+    def _interleaved(
+        self, whole: fx.Node, every: Every, ahead: list[Any], cut: list[Any], gone: list[int], tensor: Tensor
+    ) -> fx.Node:
+        """The pieces of all starts one after the other, one of them written, and shuffled into place."""
+        dim, pieces = len(ahead), []
+        for start in range(every.step):
+            index = (*ahead, slice(start, None, every.step))
+            piece = self.graph.call_function(operator.getitem, (whole, index))
+            pieces.append(self._within(piece, cut, gone, tensor[index]) if start == every.start else piece)
+        joined = self.graph.call_function(torch.cat, (pieces, dim))
+        rows = self.graph.call_method("unflatten", (joined, dim, (every.step, -1)))
+        columns = self.graph.call_method("transpose", (rows, dim, dim + 1))
+        return self.graph.call_method("flatten", (columns, dim, dim + 1))
 
     def _fitted(self, region: fx.Node, gone: list[int], tensor: Tensor) -> fx.Node:
         """What is written, in the region's shape and type."""
@@ -342,18 +327,3 @@ def _storages(value: Any) -> set[int]:
 
 def _is_mask(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype is torch.bool
-
-
-def _full_index(index: Any, rank: int) -> list[Any] | None:
-    """One entry a dimension: slices and integers; None for other indices."""
-    parts = list(index) if isinstance(index, (tuple, list)) else [index]
-    if isinstance(index, list) or any(type(part) not in (int, slice, _Span, type(...)) for part in parts):
-        return None
-    if ... in parts:
-        place = parts.index(...)
-        parts[place : place + 1] = [slice(None)] * (rank - len(parts) + 1)
-    return parts + [slice(None)] * (rank - len(parts)) if len(parts) <= rank else None
-
-
-def _next(place: int) -> int | None:
-    return None if place == -1 else place + 1

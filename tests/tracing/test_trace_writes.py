@@ -79,6 +79,8 @@ FREE: dict[str, Callable[[Any, Tensor], Tensor | None]] = {
     "augmented": increased,
     "several": twice,
     "narrow and select": narrowed,
+    "steps": lambda s, h: assign(h, (slice(None), slice(1, None, 2)), 2 * h[:, ::2]),
+    "a row of steps": lambda s, h: assign(h, (slice(None), slice(None, None, 4), 0), 0),
 }
 
 
@@ -108,7 +110,8 @@ SEEN: dict[str, Callable[[Any, Tensor], Tensor | None]] = {
     "a view is read later": view_after,
     "through a view": through_view,
     "a view of a view": view_of_view,
-    "steps": lambda s, h: assign(h, (slice(None), slice(None, None, 2)), 0),
+    "steps that do not divide": lambda s, h: assign(h, (slice(None), slice(None, None, 3)), 0),
+    "steps of a size of the input": lambda s, h: assign(h, (..., slice(None, None, 2)), 0),
     "a list": lambda s, h: assign(h, (slice(None), [0, 2]), 0),
     "both ends": lambda s, h: assign(h, (slice(None), slice(None), slice(1, -1)), 0),
     "picked by a mask": lambda s, h: assign(h, h > 0.1, (2 * h)[h > 0.1]),
