@@ -32,8 +32,9 @@ network as well as from labels, but where a row says otherwise. Each has the bes
 images and training; the dense network is one.
 
 *Latency* is measured in ONNX Runtime, one thread, 16 images at a time, in turns with the dense network. Every method
-is asked for less or more until its network measures the target, and keeps multiples of eight channels. Where one is
-off by more than a point all the same, its row says so. Of the *FLOPs* a rival takes whole channels.
+is asked for less until its network is within the target, and keeps multiples of eight channels, as other widths are
+slow. Where one measures less by more than a point, its row says so. (Runs of a budget of 10% are older; there the
+nearest network was taken.) Of the *FLOPs* a rival takes whole channels.
 
 Brackets hold 95% intervals over paired seeds, in points; with one seed there is none.
 [What it means](../explanations/accuracy.md).
