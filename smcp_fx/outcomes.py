@@ -37,6 +37,12 @@ class Outcome:
     gradients: dict[frozenset[str], Tensor | None] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def says_nothing(self) -> bool:
+        """Only NaN and infinity: any other model that gives these would pass for the same."""
+        real = [o for o in self.outputs if isinstance(o, Tensor) and o.is_floating_point() and o.numel()]
+        return bool(real) and not any(bool(o.isfinite().any()) for o in real)
+
 
 class _DifferenceError(Exception):
     """What differs, in words."""

@@ -7,6 +7,7 @@ in the model's own precision is judged in double precision, where rounding is to
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -49,13 +50,20 @@ def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[A
     """Raise `TraceError`, naming what differs first, where the prepared model is not the original.
 
     Compared are `train()` with gradients and buffers, and `eval()` with another number of images. A mode in which the
-    original itself does not take such inputs, or is not the same twice, is left out.
+    original itself does not take such inputs is left out; where it is not the same twice, or gives no number, a
+    warning says so.
     """
-    original = deep_copy(original)
+    original, kind = deep_copy(original), type(original).__name__
     for training, images in ((True, IMAGES), (False, OTHERS)):
         given, expected = on_some(original, inputs, images, training)
         if expected is None:
             continue
+        if expected.says_nothing and not training:
+            warnings.warn(
+                f"{kind} gives NaN or infinity alone for the example inputs, so that nothing shows whether it is the "
+                "same once prepared: check its weights and the inputs.",
+                stacklevel=3,
+            )
         try:
             what = differs(original, prepared, given, training, expected, more=more_images(inputs))
         except AssumptionError:  # it says so itself, whenever it meets another number of images
@@ -63,12 +71,19 @@ def check_prepared(original: nn.Module, prepared: PreparedModel, inputs: tuple[A
             if expected is None:
                 continue
             what = differs(original, prepared, given, training, expected)
-        if what is None or not repeats(original, given, training, expected):
+        if what is None:
             continue
         mode = "train" if training else "eval"
+        if not repeats(original, given, training, expected):
+            warnings.warn(
+                f"{kind} gives something else in each call in {mode} mode, so that nothing shows whether it is the "
+                "same once prepared.",
+                stacklevel=3,
+            )
+            continue
         where = _first_module(original, prepared, given, training)
         raise TraceError(
-            f"{type(original).__name__} computes something else once prepared, in {mode} mode: {what}"
+            f"{kind} computes something else once prepared, in {mode} mode: {what}"
             + (f"; the first module that differs is {where!r}" if where else "")
             + f". Keep the module at fault as it is, with prepare(..., leaves=[{repr(where) if where else '...'}]); "
             "if the difference is meant, pass check=False."

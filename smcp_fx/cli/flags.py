@@ -26,7 +26,7 @@ def add_options(parser: argparse._ArgumentGroup, options: type) -> None:
             action = argparse.BooleanOptionalAction if default else "store_true"
             parser.add_argument(flag, action=action, default=default, help=help_text)
         elif hints[entry.name] == tuple[float, ...]:
-            parser.add_argument(flag, type=_numbers, default=default, help=help_text, metavar="A,B,...")
+            parser.add_argument(flag, type=fractions, default=default, help=help_text, metavar="A,B,...")
         elif isinstance(default, tuple):
             parser.add_argument(flag, nargs="*", default=default, help=help_text, metavar="NAME")
         else:
@@ -47,9 +47,18 @@ def _default(entry: Field[Any]) -> Any:
     return None if entry.default is MISSING else entry.default
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    """Parse numbers separated by commas."""
-    return tuple(float(part) for part in text.split(",") if part.strip())
+def fractions(text: str) -> tuple[float, ...]:
+    """Return fractions from "0.6,0.4" or "60%,40%"."""
+    try:
+        found = tuple(
+            float(part.removesuffix("%")) / (100 if part.endswith("%") else 1)
+            for part in map(str.strip, text.split(","))
+        )
+    except ValueError:
+        found = (0.0,)
+    if any(not 0 < target <= 1 for target in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: give fractions in (0, 1], as 0.6,0.4 or 60%,40%")
+    return found
 
 
 def _plain_type(hint: Any) -> Any:

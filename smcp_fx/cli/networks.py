@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from smcp_fx.backends import PRECISIONS, backend_names, get_backend
-from smcp_fx.cli.flags import add_backend_options, own_options
+from smcp_fx.cli.flags import add_backend_options, fractions, own_options
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,17 +27,6 @@ def add_targets_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--targets", type=fractions, metavar="LIST",
                         help="only the rows that prunings to these fractions rest on (0.6,0.4,0.25), in rounds; "
                         "without it the whole range of every width")  # fmt: skip
-
-
-def fractions(text: str) -> tuple[float, ...]:
-    """Return fractions from "0.6,0.4"."""
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        found = (0.0,)
-    if any(not 0 < target <= 1 for target in found):
-        raise argparse.ArgumentTypeError(f"{text!r}: give fractions in (0, 1], as 0.6,0.4")
-    return found
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,10 @@ class TaylorImportance:
         weights = [layer.tensor(module) for layer in self.layers]
         signed = self._slots(weights)
         if signed is None:
+            read = ", ".join(repr(layer.path) for layer in self.layers[:3])
             raise TrainingError(
                 "no weight has a gradient: call prepared.pruner.step() after loss.backward() and before "
-                "optimizer.step() and zero_grad()"
+                f"optimizer.step() and zero_grad(), of a loss that depends on the masked layers ({read}, ...)"
             )
         if self._indices[0].device != signed.device:
             self._indices = [index.to(signed.device) for index in self._indices]

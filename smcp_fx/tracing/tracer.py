@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -78,6 +79,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
             f"{type(model).__name__} does not run on the example inputs {_describe(inputs)}: "
             f"{first_line(error)} Pass inputs of the shape the model was made for."
         ) from error
+    _require_named(model, inputs)
     training = model.training
     with forgotten(model, inputs, expected):
         graph, traces, called = _with_leaves(model, inputs, leaves)
@@ -126,6 +128,18 @@ def _require_traceable(model: nn.Module, inputs: tuple[Any, ...]) -> None:
                 f"an example input is empty, of shape {tuple(given.shape)}: pass at least one image; a tensor "
                 "without elements does not show how channels go through the network"
             )
+
+
+def _require_named(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Raise `TraceError` where an input goes into the forward's ``*args``: a graph's arguments have names."""
+    arguments = inspect.signature(model.forward).parameters.values()
+    named = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    rest = [a.name for a in arguments if a.kind == a.VAR_POSITIONAL]
+    if rest and len(inputs) > len(named):
+        raise TraceError(
+            f"forward of {type(model).__name__} takes its inputs as *{rest[0]}, and a graph's have names: write them "
+            "as arguments of their own, as in forward(self, x)."
+        )
 
 
 def _with_leaves(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from colours import run
 
 import smcp_fx
 from smcp_fx.cli.compile import main
+from smcp_fx.cli.flags import fractions
+from smcp_fx.compiler.settings import CompileSettings
+from smcp_fx.errors import InputError
 from smcp_fx.training import TrainingLoop
 from smcp_fx.zoo.data import load_data
 from smcp_fx.zoo.pretrained import Preprocessing
@@ -52,7 +56,7 @@ def test_one_target(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_curve_without_labels(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All images lie in one folder; what counts is whether the dense network would have said the same."""
-    assert run(*TRAINED, "--data", "images:images", "--targets", "0.5,0.9,0.7") == 0
+    assert run(*TRAINED, "--data", "images:images", "--targets", "50%,0.9,70%") == 0
     assert "agreement 100.00% -> " in capsys.readouterr().out
     report = report_of(work)
     curve = report["targets"]
@@ -103,7 +107,6 @@ def test_who_teaches(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("flags", "said"),
     [
         (("--targets", "0.5"), "give --epochs 0, too"),
-        (("--epochs", "0", "--targets", "0.5,2"), "--targets must be fractions"),
         (("--epochs", "0", "--calibration", "1"), "--calibration must be at least 2"),
         (("--epochs", "0", "--resume"), "not resumed"),
         (("--data", "images:images", "--prune", "during"), "images without labels train only"),
@@ -139,3 +142,12 @@ def test_images_are_drawn_once_and_the_same(work: Path) -> None:
     drawn = [data.drawn(6, 3), data.drawn(6, 3), data.drawn(6, 4)]
     first, again, others = (torch.stack([x for x, _ in one.train]) for one in drawn)
     assert torch.equal(first, again) and not torch.equal(first, others) and len(first) == 6
+
+
+def test_targets_are_fractions_or_percentages() -> None:
+    assert fractions("90%, 0.7,50%") == (0.9, 0.7, 0.5)
+    for wrong in ("0.5,2", "0%", "120%", "half", "50%%,", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"give fractions in \(0, 1\]"):
+            fractions(wrong)
+    with pytest.raises(InputError, match="--targets must be fractions"):
+        CompileSettings(targets=(0.5, 2.0), epochs=0)

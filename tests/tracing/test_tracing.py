@@ -134,6 +134,15 @@ def test_another_way_that_tracing_takes_is_found() -> None:
         trace(Half(), (IMAGE,))
 
 
+def test_inputs_without_names_are_refused() -> None:
+    class Star(nn.Sequential):
+        def forward(self, *images: Tensor) -> Tensor:
+            return super().forward(images[0])
+
+    with pytest.raises(TraceError, match=r"takes its inputs as \*images"):
+        trace(Star(nn.Conv2d(3, 4, 1)), (IMAGE,))
+
+
 def test_randomness_in_eval_is_named() -> None:
     with pytest.raises(TraceError, match="other outputs each time"):
         trace(between(lambda s, h: F.dropout(h, 0.5, True)), (IMAGE,))

@@ -181,7 +181,7 @@ def test_modes_that_the_model_does_not_take_are_left_out() -> None:
     assert smcp_fx.prepare(NeedsTargets(), IMAGE, config=CONFIG).regions == ("body",)
 
 
-def test_a_model_that_is_not_the_same_twice_is_not_held_against_itself() -> None:
+def test_a_model_that_is_not_the_same_twice_is_told() -> None:
     count = iter(range(1000))
 
     class Restless(nn.Module):
@@ -189,8 +189,8 @@ def test_a_model_that_is_not_the_same_twice_is_not_held_against_itself() -> None
             """Any shape."""
             return x + next(count) if self.training else x
 
-    model = nn.Sequential(network(), Restless())
-    assert smcp_fx.prepare(model, IMAGE, config=CONFIG).channels.free_share == 1.0
+    with pytest.warns(UserWarning, match="something else in each call in train mode"):
+        assert ready(nn.Sequential(network(), Restless())).channels.free_share == 1.0
 
 
 class ChannelsLast(nn.LayerNorm):
@@ -269,6 +269,14 @@ def test_what_is_drawn_for_another_memory_layout_is_no_fault(draw: Any) -> None:
     model = Spread(draw)
     found = outcomes.outcome_of(ready(model), (IMAGE,), True)
     assert outcomes.difference(outcomes.outcome_of(model, (IMAGE,), True), found, None) is None
+
+
+def test_a_model_that_gives_no_number_is_told() -> None:
+    model = network()
+    with torch.no_grad():
+        model.get_submodule("4").weight.fill_(float("nan"))
+    with pytest.warns(UserWarning, match="Sequential gives NaN or infinity alone"):
+        ready(model)
 
 
 def test_too_little_memory_is_no_fault() -> None:
