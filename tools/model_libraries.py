@@ -31,7 +31,6 @@ _MONAI: dict[str, dict[str, Any]] = {
     "BasicUNet": {"features": (16, 16, 32, 32, 32, 16)},
     "SegResNet": {"init_filters": 8},
     "AttentionUnet": {"channels": (8, 16, 32), "strides": (2, 2)},
-    "VNet": {},
 }
 _IMAGES = {"num_labels": 5}
 _TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,7 +45,6 @@ _TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mobilenet_v2": ("MobileNetV2ForImageClassification", {"depth_multiplier": 0.5}),
     "regnet": ("RegNetForImageClassification", {"hidden_sizes": [16, 32], "depths": [1, 1], "groups_width": 8,
                                                 "embedding_size": 16}),
-    "cvt": ("CvtForImageClassification", {"embed_dim": [16, 32, 48], "num_heads": [1, 2, 3], "depth": [1, 1, 1]}),
     "bit": ("BitForImageClassification", {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [1, 1],
                                           "num_groups": 4}),
     "poolformer": ("PoolFormerForImageClassification", {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1]}),
@@ -72,12 +70,9 @@ _SPANDREL: dict[str, dict[str, Any]] = {
     "MoSR": {"dim": 16, "n_block": 2, "upscale": 2},
     "DRUNet": {"in_nc": 3, "out_nc": 3, "nc": [8, 8, 16, 16], "nb": 1},
     "DnCNN": {"in_nc": 3, "out_nc": 3, "nc": 16, "nb": 5},
-    "LaMa": {},
-    "SeemoRe": {"embedding_dim": 16, "num_layers": 1, "num_experts": 2},
     "ESRGAN": {"num_filters": 16, "num_blocks": 2},
     "Compact": {"num_feat": 16, "num_conv": 4},
     "FBCNN": {"nc": [16, 16, 32, 512], "nb": 1},
-    "DCTLSA": {"nf": 30, "num_modules": 1, "num_head": 5},
     "DITN": {"dim": 24, "ITL_blocks": 1, "SAL_blocks": 1, "UFONE_blocks": 1, "upscale": 2, "patch_size": 8},
     "FDAT": {"scale": 2, "embed_dim": 24, "num_groups": 1, "depth_per_group": 2, "num_heads": 4, "window_size": 8,
              "mid_dim": 16},
@@ -89,7 +84,6 @@ _SPANDREL: dict[str, dict[str, Any]] = {
     "SAFMNBCIE": {"dim": 16, "n_blocks": 1, "num_layers": 1},
     "SwiftSRGAN": {"num_channels": 16, "num_blocks": 2, "upscale_factor": 2},
     "MixDehazeNet": {"embed_dims": [8, 16, 32, 16, 8], "depths": [1, 1, 1, 1, 1]},
-    "SCUNet": {"config": [1] * 7, "dim": 32, "input_resolution": 64},
     "Uformer": {"img_size": 64, "embed_dim": 8, "depths": [1] * 9, "num_heads": [1, 2, 2, 2, 2, 2, 2, 2, 1],
                 "win_size": 8},
     "DAT": {"img_size": 32, "embed_dim": 24, "split_size": [4, 8], "depth": [2], "num_heads": [4],
@@ -124,7 +118,7 @@ def sides(package: str, name: str) -> list[int]:
     """The images' sides to try."""
     if package == "pytorchcv":
         return [32] if "cifar" in name else [64, 96, 224]
-    return [32, 64] if package == "spandrel" else [64]
+    return [32, 64] if package == "spandrel" else [64, 128]
 
 
 def besides(package: str, name: str, images: int) -> tuple[Tensor, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from model_libraries import PACKAGES  # noqa: E402
 from model_lists import Entry, entries  # noqa: E402
 from try_entry import work  # noqa: E402
 
@@ -139,10 +141,9 @@ def introduction() -> list[str]:
     import torchvision
 
     versions = f"torch {torch.__version__}, torchvision {torchvision.__version__}"
-    with contextlib.suppress(ImportError):
-        import timm
-
-        versions += f", timm {timm.__version__}"
+    for package in ("timm", *PACKAGES):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions += f", {package} {importlib.metadata.version(package)}"
     return [
         "# Models",
         "",
@@ -163,7 +164,7 @@ def introduction() -> list[str]:
         "tracing and channel graph. *memory*: peak above the model, in GiB.",
         "",
         "Detection models are traced in regions (backbone, heads); what is compared is what the heads give, since",
-        "boxes are sorted and suppressed by the last bit of their scores. They are not saved or exported as a whole.",
+        "boxes are sorted and suppressed by the last bit of their scores. They are not exported as a whole.",
     ]
 
 
@@ -189,6 +190,17 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
         lines.append("| model | input | free | groups | error | ONNX | trace | prepare | convert | memory |")
         lines.append("|---|---|---|---|---|---|---|---|---|---|")
         lines += [*(_line(name, row) for name, row in members), "", "</details>"]
+    lines += [
+        "",
+        "## Less than 0.9 free",
+        "",
+        "| model | free | what pins most of the rest |",
+        "|---|---|---|",
+    ]
+    for key, row in rows.items():
+        if row["status"] == "exact" and row["free"] < 0.9:
+            reason = max(row["pinned"], key=row["pinned"].__getitem__)
+            lines.append(f"| {key} | {row['free']:.3f} | {reason} |")
     lines += [
         "",
         "## What is pinned",

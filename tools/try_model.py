@@ -90,7 +90,9 @@ def compare_sliced(
 
     row["error"] = difference(run(sliced, inputs), masked)
     spread = [
-        float((t - t[:1]).abs().max()) for t in pytree.tree_leaves(masked) if isinstance(t, torch.Tensor)
+        float((t - t[:1]).abs().max())
+        for t in pytree.tree_leaves(masked)
+        if isinstance(t, torch.Tensor) and t.dim()
     ]
     row["spread"] = max(spread) / max(scale(masked), 1e-30)
     if row["error"] <= FLOAT32:

@@ -12,10 +12,14 @@ from collections.abc import Iterator
 from torch.fx import _symbolic_trace
 
 _SWIN = "torchvision.models.swin_transformer"
+_MVIT = "torchvision.models.video.mvit"
 _FUNCTIONS = {
     (_SWIN, "_patch_merging_pad"),
     (_SWIN, "_get_relative_position_bias"),
     (_SWIN, "shifted_window_attention"),
+    (_MVIT, "_add_shortcut"),
+    (_MVIT, "_squeeze"),
+    (_MVIT, "_unsqueeze"),
 }
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import random_masks, randomise, run, size_of
+from models import check_slicing, random_masks, randomise, run, size_of
 from tolerances import assert_close
 from torch import nn
 from torchvision import models
+from torchvision.models.video.mvit import MSBlockConfig, MViT
 
 import smcp_fx
 
@@ -100,3 +101,16 @@ def test_slicing_is_exact(
     sliced = smcp_fx.convert(prepared)
     assert size_of(sliced) < (0.9 if free else 1) * size_of(model)
     assert_close(run(sliced, inputs), masked, "slicing", f"{size_of(sliced)} of {size_of(model)} parameters")
+
+
+def test_a_small_mvit_is_free() -> None:
+    """Its functions `_squeeze` and `_unsqueeze`, which torchvision keeps whole, are traced."""
+    blocks = [
+        MSBlockConfig(1, 16, 32, [], [3, 3, 3], [], [1, 2, 2]),
+        MSBlockConfig(2, 32, 32, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 2, 2]),
+    ]
+    model = MViT(
+        (32, 32), 4, blocks, residual_pool=False, residual_with_cls_embed=True, rel_pos_embed=False,
+        proj_after_attn=False, num_classes=5, stochastic_depth_prob=0.0,
+    )  # fmt: skip
+    assert check_slicing(model, (torch.randn(1, 3, 4, 32, 32),), seeds=(0,)).channels.free_share == 1
