@@ -12,7 +12,6 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import smcp_fx
 from smcp_fx.backends.onnxruntime import blocks
@@ -131,7 +130,7 @@ def test_a_busy_moment_leaves_the_row_to_the_runs_that_tell(machine: Callable[..
 def test_no_row_is_faster_than_the_processor_multiplies(machine: Callable[..., None]) -> None:
     machine(0.0008, 0.0004, lambda _: Sample(1.0))
     measure_block(convolution())
-    with pytest.raises(BackendError, match=r"150,994,944 multiply-adds seemed to take .* ms, and need"):
+    with pytest.raises(BackendError, match=r"147,865,600 multiply-adds seemed to take .* ms, and need"):
         measure_block(convolution(64, 64))
 
 
@@ -139,8 +138,11 @@ def test_no_row_is_faster_than_the_processor_multiplies(machine: Callable[..., N
     ("layer", "shape"),
     [
         (nn.Conv2d(6, 8, 3, stride=2, padding=1, groups=2), (2, 6, 9, 9)),
+        (nn.Conv2d(4, 8, 3, padding=1), (2, 4, 1, 1)),
+        (nn.Conv2d(4, 4, (3, 5), padding=(2, 4), dilation=(2, 3), groups=4), (1, 4, 4, 7)),
         (nn.Conv1d(4, 6, 5, dilation=2), (1, 4, 30)),
         (nn.ConvTranspose2d(6, 4, 3, stride=2), (2, 6, 5, 5)),
+        (nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1, output_padding=1, groups=2), (1, 6, 3, 4)),
         (nn.Linear(12, 7), (3, 12)),
         (nn.Linear(12, 7), (2, 5, 12)),
         (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5)), (1, 3, 8, 8)),
@@ -150,16 +152,19 @@ def test_multiply_adds_of_an_onnx_model(layer: nn.Module, shape: tuple[int, ...]
     from smcp_fx.backends.onnx.export import export_model_proto
 
     x = torch.randn(shape)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        layer(x)
-    assert 2 * physics.multiply_adds(export_model_proto(layer, (x,), dynamic_batch=False)) == (
-        counter.get_total_flops()
-    )
+    model = export_model_proto(layer, (x,), dynamic_batch=False)
+    products = 0.0  # where all is one, a layer's outputs add up to them
+    for part in [m for m in layer.modules() if not list(m.children())]:
+        for name, parameter in part.named_parameters():
+            nn.init.constant_(parameter, float(name == "weight"))
+        x = part(torch.ones(x.shape)).detach()
+        products += float(x.double().sum()) if list(part.parameters()) else 0.0
+    assert physics.multiply_adds(model) == products
 
 
 def test_what_is_not_known_counts_nothing() -> None:
     model = convolution()
-    assert physics.multiply_adds(model) == 64 * 16 * 16 * 9
+    assert physics.multiply_adds(model) == 16 * 16 * 22 * 22  # of 24 in each dimension two read padding
     del model.graph.value_info[:]
     assert physics.multiply_adds(model) == 0
     half = convolution()
