@@ -109,4 +109,5 @@ def full_index(index: Any, rank: int) -> list[Any] | None:
 
 
 def next_place(place: int) -> int | None:
+    """The end of the part that one index takes: behind the last one there is none."""
     return None if place == -1 else place + 1

@@ -81,30 +81,14 @@ class Bench:
         dense, accuracy = self.dense.of(task, case.network)
         watch = self._watch(task, case.network, dense) if case.cost == "latency" else None
         setting = self._shared(task, case, dense, watch)
-        aim = case.target if watch is None else self._aim(case, setting, watch)
+        name = _WIDTHS.get(case.method, case.method)
+        aim = case.target if watch is None else watch.aim(case, name, partial(METHODS[name], setting))
         model, share = METHODS[case.method](setting, aim)
         found = {"dense": accuracy, "accuracy": task.accuracy(model)}
         if watch is None:
             return found | {"share": share, "error": 0.0}
         measured = watch.share(model)
         return found | {"share": measured.fraction, "error": measured.error}
-
-    def _aim(self, case: Case, setting: Setting, watch: Stopwatch) -> float:
-        """Return what to ask a method for, so that its network measures the target; sought once for equal widths."""
-        name = _WIDTHS.get(case.method, case.method)
-        seed = 0 if name == "uniform L2" else case.seed
-        key = {
-            "task": case.task,
-            "network": case.network,
-            "method": name,
-            "target": case.target,
-            "seed": seed,
-        }
-        known = self._record.find("aim", **key)
-        if not known:
-            aim = watch.narrowed(case.target, partial(METHODS[name], setting))
-            known = [self._record.add("aim", **key, aim=aim)]
-        return float(known[0]["aim"])
 
     def _watch(self, task: Task, network: str, dense: torch.nn.Module) -> Stopwatch:
         name = f"{task.name}-{network}"

@@ -9,8 +9,9 @@ Networks are trained to their plateau once, and kept in --work (`pretrained`). E
 of --rates at one target and seed, judged on images of the training set's kind, not on the test images. Every run is a
 line of JSON the moment it is done; a run that the record holds is not repeated. Rivals' batch norms are estimated
 anew behind the training where that is better. `pip install torch-pruning==1.6.1 --no-deps` for that rival. Set
-OMP_NUM_THREADS=1. The record's 213 runs took 1,477 CPU seconds, the 91 at a share of the latency 813, beside training
-the dense networks. Its runs by latency and by FLOPs are of different dense networks, trained on two machines.
+OMP_NUM_THREADS=1. The record's 237 runs took 1,752 CPU seconds, the 115 at a share of the latency 1,088, beside
+training the dense networks. Its runs by latency and by FLOPs are of different dense networks, trained on two
+machines.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Bench:
         watch, setting = self._watch(task, case, dense), self._shared(task, case, dense)
         dense_steps = steps_of(task, case.network, 1.0)
         effort = Effort(round(case.budget * dense_steps), case.rate, case.seed, dense_steps)
-        aim = case.target if watch is None else self._aim(case, setting, watch)
+        name = chooser(case.method)
+        aim = case.target if watch is None else watch.aim(case, name, partial(WIDTHS[name], setting))
         torch.manual_seed(case.seed)
         model, _ = METHODS[case.method](setting, task, aim, effort)
         judging = self._judging(case.task)
@@ -88,24 +90,6 @@ class Bench:
             "flops_share": flops(model, task.example) / flops(dense, task.example),
             "latency_share": share and share.fraction, "latency_error": share and share.error,
         }  # fmt: skip
-
-    def _aim(self, case: Case, setting: Setting, watch: Stopwatch) -> float:
-        """Return what to ask a method for, so that its network measures the target; sought once for equal widths."""
-        name = chooser(case.method)
-        seed = 0 if name == "uniform L2" else case.seed
-        key = {
-            "task": case.task,
-            "network": case.network,
-            "method": name,
-            "target": case.target,
-            "seed": seed,
-        }
-        known = self._record.find("aim", **key)
-        if known:
-            return float(known[0]["aim"])
-        aim = watch.narrowed(case.target, partial(WIDTHS[name], setting))
-        self._record.add("aim", **key, aim=aim)
-        return aim
 
     @cache  # noqa: B019 - there is one bench
     def _judging(self, task: str) -> tuple[Tensor, Tensor]:
