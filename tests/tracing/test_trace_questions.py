@@ -72,7 +72,9 @@ ANSWERED: dict[str, Wiring] = {
     "hasattr": lambda s, h: h.tensors if hasattr(h, "tensors") else h * 2,
     "type by its name": lambda s, h: h * 2 if "Half" in h.type() else h * 3,
     "type compared": lambda s, h: (
-        F.interpolate(h, size=int(h.shape[2] / 2)) if type(h.shape[2]) is int and type(0.5) is float else h
+        F.interpolate(h, size=int(h.shape[2] / 2))
+        if type(h.shape[2]) is int and type(h.shape[2] / 2) is float
+        else h
     ),
     "type of a class": lambda s, h: h.type(torch.FloatTensor).double(),
     "type of another": lambda s, h: (h > 0).type(h.type()) * h,
