@@ -60,7 +60,7 @@ class StandIns:
         ]
         self._wanted.append((torch.jit, "isinstance", self._of_kind(torch.jit.isinstance)))
         self._wanted += [(Tensor, name, self._method(name)) for name in _METHODS]
-        told = {
+        told: dict[str, Any] = {
             "int": self._type(int, self._int),
             "float": self._type(float, self._float),
             "len": self._len,
@@ -70,9 +70,8 @@ class StandIns:
         for space in _spaces(model):
             if isinstance(space, ModuleType):
                 called = _called(space.__name__)
-                told["type"] = self._type_of(
-                    {kind: told[kind.__name__] for kind in (int, float) if kind.__name__ in called}
-                )
+                passing = {kind: told[kind.__name__] for kind in (int, float) if kind.__name__ in called}
+                told["type"] = self._type_of(passing)
                 self._wanted += [(space, name, told[name]) for name in called if name not in vars(space)]
             self._wanted += _uncached_in(space)
         self._wanted += drawing(self._drawn, _spaces(model))
