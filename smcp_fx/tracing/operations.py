@@ -59,6 +59,9 @@ _FOREIGN = {
     ("torchvision.ops.drop_block", "drop_block2d"): "dropblock2d",
     ("torchvision.ops.drop_block", "drop_block3d"): "dropblock3d",
     ("smcp_fx.tracing.modes", "by_mode"): "bymode",
+    ("torch._ops.torchvision", "roi_align"): "roialign",
+    ("torch._ops.torchvision", "roi_pool"): "roipool",
+    ("smcp_fx.regions.carriers", "carried_channels"): "carriedchannels",
     ("smcp_fx.tracing.recurrent", "recurrent"): "recurrent",
     ("smcp_fx.tracing.recurrent", "recurrent_weight"): "recurrentweight",
 }
