@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Iterator
 
 import pytest
 import torch
 from models import chain, randomise
 from tolerances import assert_close
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import smcp_fx
+from smcp_fx.calibration.batches import each_batch, number_of
 from smcp_fx.errors import InfeasibleBudgetError
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
@@ -106,3 +109,18 @@ def test_without_rises_there_is_nothing_to_gather_again() -> None:
     prepared.smcp.rises = None
     smcp_fx.gather_halfway(prepared, batches)
     assert all(bool(mask.all()) for mask in prepared.masks.values())
+
+
+class _Unmeasured(IterableDataset[Tensor]):
+    """It does not know its length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randn(6, 3, 8, 8))
+
+
+def test_batches_are_counted_whatever_they_are() -> None:
+    x = torch.randn(6, 3, 8, 8)
+    for batches, expected in (
+        (x, 1), ({"x": x}, 1), (list(x.split(2)), 3), (DataLoader(TensorDataset(x), 4), 2), (DataLoader(_Unmeasured(), 4), 2)
+    ):  # fmt: skip
+        assert number_of(batches) == expected == sum(1 for _ in each_batch(batches))
