@@ -120,7 +120,13 @@ class _Unmeasured(IterableDataset[Tensor]):
 
 def test_batches_are_counted_whatever_they_are() -> None:
     x = torch.randn(6, 3, 8, 8)
-    for batches, expected in (
-        (x, 1), ({"x": x}, 1), (list(x.split(2)), 3), (DataLoader(TensorDataset(x), 4), 2), (DataLoader(_Unmeasured(), 4), 2)
-    ):  # fmt: skip
+    unmeasured = DataLoader(_Unmeasured(), 4)
+    cases = (
+        (x, 1),
+        ({"x": x}, 1),
+        (list(x.split(2)), 3),
+        (DataLoader(TensorDataset(x), 4), 2),
+        (unmeasured, 2),
+    )
+    for batches, expected in cases:
         assert number_of(batches) == expected == sum(1 for _ in each_batch(batches))
