@@ -29,6 +29,8 @@ from smcp_fx.errors import BackendError, InputError
 OPERATIONS = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 #: The layers, whose weights become bytes.
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+#: What stands between a layer and its reader, and goes with the reader.
+_ACTIVATIONS = ("Relu", "Clip", "LeakyRelu")
 #: What computes nothing that a byte would change.
 _BOOKKEEPING = {
     "Cast", "Concat", "Constant", "ConstantOfShape", "DequantizeLinear", "Dropout", "Expand", "Flatten", "Gather",
@@ -108,6 +110,36 @@ def quantised_block(model: onnx.ModelProto, scheme: Scheme = PROCESSOR) -> onnx.
     return _quantised(inferred, ranges, scheme)
 
 
+class _Quantiser(QDQQuantizer):  # type: ignore[misc]
+    """ONNX Runtime's, which leaves some tensors in float."""
+
+    in_float: frozenset[str] = frozenset()
+
+    def _is_tensor_quantizable(self, tensor_name: str) -> bool:
+        return tensor_name not in self.in_float and bool(super()._is_tensor_quantizable(tensor_name))
+
+
+def _read_in_float(graph: onnx.GraphProto, keep: Collection[str]) -> tuple[set[str], set[str]]:
+    """Return the tensors that only layers in float read, back to what writes them, and the activations between."""
+    written = {name: node for node in graph.node for name in node.output}
+    readers: dict[str, set[str]] = {value.name: {""} for value in graph.output}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, set()).add(node.name)
+    between, tensors = set[str](), set[str]()
+    pending = [name for node in graph.node if node.name in keep for name in node.input]
+    while pending:
+        name = pending.pop()
+        writer = written.get(name)
+        if writer is None or not readers[name] <= {*keep, *between}:
+            continue
+        tensors.add(name)
+        if writer.op_type in _ACTIVATIONS:
+            between.add(writer.name)
+            pending.append(writer.input[0])
+    return tensors, between
+
+
 def _quantised(
     model: onnx.ModelProto,
     ranges: Any,
@@ -117,13 +149,17 @@ def _quantised(
 ) -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    activations = QuantType.QInt8 if scheme.signed else QuantType.QUInt8
+    activations, options = QuantType.QInt8 if scheme.signed else QuantType.QUInt8, dict(scheme.options)
+    if only:  # what a layer writes, its readers answer for
+        options["OpTypesToExcludeOutputQuantization"] = list(LAYERS)
+    tensors, between = _read_in_float(copy.graph, keep)
     try:
         with _quiet():
-            quantiser = QDQQuantizer(
-                copy, True, False, QuantType.QInt8, activations, ranges, list(only), list(keep),
-                list(scheme.operations or OPERATIONS), dict(scheme.options),
+            quantiser = _Quantiser(
+                copy, True, False, QuantType.QInt8, activations, ranges, list(only), [*keep, *between],
+                list(scheme.operations or OPERATIONS), options,
             )  # fmt: skip
+            quantiser.in_float = frozenset(tensors)
             for tensor in () if only else scheme.also(copy.graph):
                 quantiser.quantize_activation_tensor(tensor)
             quantiser.quantize_model()

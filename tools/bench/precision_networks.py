@@ -19,10 +19,11 @@ from pretrained.tasks import Glyphs, accuracy_on
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-#: Optimiser steps and images a step, by side. Short: longer training would reach more.
-_STEPS = {64: (500, 64), 224: (40, 32)}
+#: Optimiser steps, by network and side, and images a step. Short: longer training would reach more.
+_STEPS = {64: {"resnet18": 800, "mobilenet_v2": 400}, 224: {"resnet18": 20, "mobilenet_v2": 20}}
+_BATCH = {64: 64, 224: 32}
 _TEST = {64: 4_000, 224: 1_000}
-_RATES = {64: 0.1, 224: 0.01}
+_RATES = {64: 0.1, 224: 0.02}
 
 
 class Enlarged(Glyphs):
@@ -52,8 +53,7 @@ def trained(task: Enlarged, name: str, folder: Path) -> nn.Module:
     if not file.exists():
         if task.size != 64:
             model.load_state_dict(load_file(folder / f"{name}-64.safetensors"))
-        steps, batch = _STEPS[task.size]
-        train(model, task, steps, 0, file, rate=_RATES[task.size], batch=batch)
+        train(model, task, _STEPS[task.size][name], 0, file, rate=_RATES[task.size], batch=_BATCH[task.size])
     model.load_state_dict(load_file(file))
     return model.eval()
 
