@@ -1,4 +1,4 @@
-"""Pruning without training: importances from a few batches, one solve, closed-form repair.
+"""Pruning without training: importances from a few batches, a solve, closed-form repair.
 
 python examples/without_training.py
 """
@@ -22,6 +22,7 @@ def main() -> nn.Module:
     # --8<-- [start:parts]
     prepared = smcp_fx.prepare(model, next(iter(batches))[0], target=0.5)
     smcp_fx.gather_importance(prepared, batches)
+    smcp_fx.gather_halfway(prepared, batches)
     prepared.pruner.solve()
     smaller = smcp_fx.convert(prepared)
     report = smcp_fx.repair(smaller, prepared, batches)

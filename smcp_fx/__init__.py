@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from smcp_fx.allocation import Allocation, allocate
 from smcp_fx.backends import get_backend, import_runtime
-from smcp_fx.calibration import RepairReport, compress, gather_importance, recalibrate, repair
+from smcp_fx.calibration import RepairReport, compress, gather_halfway, gather_importance, recalibrate, repair
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.config import PruningConfig
@@ -56,6 +56,7 @@ __all__ = [
     "compress",
     "convert",
     "export_onnx",
+    "gather_halfway",
     "gather_importance",
     "get_backend",
     "load",

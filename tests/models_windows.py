@@ -139,3 +139,14 @@ def slides_to_another_number_of_channels() -> nn.Module:
     return between(
         lambda s, h: s.slide(h.flatten(2).mT).mT.view(-1, 6, 8, 8), 8, 6, slide=nn.Conv1d(64, 64, 3)
     )
+
+
+@awkward(1.0)
+def boxes_cut_out() -> nn.Module:
+    """By both of torchvision's functions, of boxes that are the same for all images."""
+    boxes = nn.Parameter(torch.tensor([[0.0, 1, 1, 6, 7], [1, 0, 2, 5, 5]]), requires_grad=False)
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        return torchvision.ops.roi_align(h, s.boxes, 3) + torchvision.ops.roi_pool(h, s.boxes, 3)
+
+    return between(wiring, boxes=boxes)

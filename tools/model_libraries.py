@@ -88,6 +88,18 @@ _SPANDREL: dict[str, dict[str, Any]] = {
                 "win_size": 8},
     "DAT": {"img_size": 32, "embed_dim": 24, "split_size": [4, 8], "depth": [2], "num_heads": [4],
             "expansion_factor": 2, "upscale": 2},
+    "SwinIR": {"img_size": 32, "embed_dim": 24, "depths": [2], "num_heads": [4], "window_size": 8, "mlp_ratio": 2,
+               "upscale": 2, "upsampler": "pixelshuffle"},
+    "Swin2SR": {"img_size": 32, "embed_dim": 24, "depths": [2], "num_heads": [4], "window_size": 8, "mlp_ratio": 2,
+                "upsampler": "pixelshuffle"},
+    "HAT": {"img_size": 32, "embed_dim": 24, "depths": [2], "num_heads": [4], "window_size": 8, "mlp_ratio": 2,
+            "squeeze_factor": 6, "upscale": 2, "num_feat": 16},
+    "CRAFT": {"window_size": 8, "embed_dim": 24, "depths": [1], "num_heads": [4], "split_size_0": 4,
+              "split_size_1": 8, "upscale": 2},
+    "DRCT": {"img_size": 32, "embed_dim": 24, "depths": [1], "num_heads": [4], "window_size": 8, "gc": 8,
+             "upscale": 2, "upsampler": "pixelshuffle"},
+    "RGT": {"img_size": 32, "embed_dim": 24, "depth": [2], "num_heads": [4], "mlp_ratio": 2},
+    "DCTLSA": {"nf": 20, "upscale": 2},
 }  # fmt: skip
 
 
@@ -117,7 +129,7 @@ def build(package: str, name: str) -> nn.Module:
 def sides(package: str, name: str) -> list[int]:
     """The images' sides to try."""
     if package == "pytorchcv":
-        return [32] if "cifar" in name else [64, 96, 224]
+        return [32] if "cifar" in name else [64, 96, 224, 299]
     return [32, 64] if package == "spandrel" else [64, 128]
 
 

@@ -59,7 +59,7 @@ def attempt(entry: Entry, row: dict[str, Any], onnx: bool, strength: float | Non
     row["stage"] = "another batch size"
     compare_batches(pair, fitting, bound, row)
     row["stage"] = "train"
-    check_training(sliced, inputs)
+    check_training(entry, sliced, inputs, strength)
     row["stage"] = "save and load"
     check_saving(entry, sliced, inputs, row)
     if onnx:
@@ -131,31 +131,47 @@ def compare_batches(
         raise ArithmeticError(f"with a batch of 3, masked and sliced differ by {row['batch']:.3g}")
 
 
-def check_training(sliced: Any, inputs: tuple[Any, ...]) -> None:
-    """Check that a backward pass in train mode gives finite gradients; leave the model in eval mode."""
+def check_training(entry: Entry, sliced: Any, inputs: tuple[Any, ...], strength: float | None) -> None:
+    """Check that a backward pass in train mode gives finite gradients, if it does in the dense model."""
+    bad = gradients_not_finite(sliced, inputs)
+    if bad:  # a colour transform of negative values, say
+        dense = entry.build()
+        randomise(dense, strength)
+        if not gradients_not_finite(dense, inputs):
+            raise ArithmeticError(f"gradients that are not finite: {bad[:3]}")
+
+
+def gradients_not_finite(model: Any, inputs: tuple[Any, ...]) -> list[str]:
+    """The parameters whose gradients are not finite in train mode; leaves the model in eval mode."""
     import torch
     from torch.utils import _pytree as pytree
 
-    sliced.train()
-    outputs = [t for t in pytree.tree_leaves(sliced(*inputs)) if isinstance(t, torch.Tensor)]
+    model.train()
+    outputs = [t for t in pytree.tree_leaves(model(*inputs)) if isinstance(t, torch.Tensor)]
     sum(t.double().square().mean() for t in outputs).backward()
-    gradients = {name: p.grad for name, p in sliced.named_parameters() if p.grad is not None}
-    bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
-    if bad:
-        raise ArithmeticError(f"gradients that are not finite: {bad[:3]}")
-    sliced.zero_grad(set_to_none=True)
-    sliced.eval()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    model.eval()
+    return [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
 
 
 def check_saving(entry: Entry, sliced: Any, inputs: tuple[Any, ...], row: dict[str, Any]) -> None:
-    """Check that a saved and loaded model gives the same outputs, and note whether its own class does."""
+    """Check that a saved and loaded model gives the same outputs, and note whether its own class does.
+
+    A model that calls functions of its own cannot be saved: what is said of that is noted.
+    """
     import torch
 
     import smcp_fx
+    from smcp_fx.errors import CheckpointError
 
     with tempfile.TemporaryDirectory() as folder:
         outputs = run(sliced, inputs)
-        path = smcp_fx.save(sliced, Path(folder) / "model.safetensors")
+        try:
+            path = smcp_fx.save(sliced, Path(folder) / "model.safetensors")
+        except CheckpointError as error:
+            row["not_saved"] = str(error)[:300]
+            return
         row["regions"] = not isinstance(sliced, torch.fx.GraphModule)
         loaded = smcp_fx.load(path, into=entry.build()) if row["regions"] else smcp_fx.load(path)
         row["reload"] = difference(run(loaded, inputs), outputs)

@@ -1,7 +1,7 @@
-"""INT8 by post-training quantisation, with ONNX Runtime's quantiser. ONNX Runtime and OpenVINO both run its files.
+"""INT8 by post-training quantisation, with ONNX Runtime's quantiser, in the form that a runtime wants (`Scheme`).
 
-Activations are unsigned bytes, weights signed bytes with a scale a channel: what the kernels of x86 and ARM multiply.
 The file keeps float32 inputs and outputs, and pairs of quantising and dequantising nodes (QDQ) that a runtime fuses.
+Weights are signed bytes with a scale a channel.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from smcp_fx.backends.base import Array
+from smcp_fx.backends.onnx.scheme import PROCESSOR, Scheme
 from smcp_fx.errors import BackendError, InputError
 
-#: What is quantised. All else stays in float.
+#: What the quantiser has rules for.
 OPERATIONS = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 #: The layers, whose weights become bytes.
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+#: What stands between a layer and its reader, and goes with the reader.
+_ACTIVATIONS = ("Relu", "Clip", "LeakyRelu")
 #: What computes nothing that a byte would change.
 _BOOKKEEPING = {
     "Cast", "Concat", "Constant", "ConstantOfShape", "DequantizeLinear", "Dropout", "Expand", "Flatten", "Gather",
     "Identity", "QuantizeLinear", "Range", "Reshape", "Shape", "Slice", "Squeeze", "Transpose", "Unsqueeze",
 }  # fmt: skip
-#: Begins the name of the setting that says how; changes with it.
-SETTING = ("quantisation", "static qdq, u8s8, weights per channel")
 _CPU_INFO = Path("/proc/cpuinfo")
 #: Instructions that multiply and add bytes, by the names that Linux gives them.
 _BYTES = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
@@ -58,13 +59,13 @@ def without_instructions() -> str:
 class Ranges:
     """The ranges of a network's tensors on calibration data; they belong to one float model."""
 
-    def __init__(self, model: onnx.ModelProto, batches: Sequence[Array]) -> None:
+    def __init__(self, model: onnx.ModelProto, batches: Sequence[Array], scheme: Scheme = PROCESSOR) -> None:
         if not batches:
             raise InputError(
                 "INT8 needs calibration data: give a few batches of your own images (calibration=[...]) when the "
                 "backend is made, or call its calibrate()"
             )
-        self.model = model
+        self.model, self._scheme = model, scheme
         with tempfile.TemporaryDirectory(prefix="smcp_fx_int8_") as folder, _quiet():
             file = Path(folder) / "float.onnx"
             onnx.save(model, file)
@@ -82,7 +83,7 @@ class Ranges:
 
     def quantised(self, keep: Collection[str] = (), only: Collection[str] = ()) -> onnx.ModelProto:
         """Return the model in INT8; ``keep``: nodes that stay in float; ``only``: the nodes that do not."""
-        return _quantised(self.model, self.found, keep, only)
+        return _quantised(self.model, self.found, self._scheme, keep, only)
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]
@@ -100,41 +101,80 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
         return next(self._left, None)
 
 
-def quantised_block(model: onnx.ModelProto) -> onnx.ModelProto:
+def quantised_block(model: onnx.ModelProto, scheme: Scheme = PROCESSOR) -> onnx.ModelProto:
     """Return a block's model in INT8 with ranges that are made up: times do not depend on them."""
     inferred = onnx.shape_inference.infer_shapes(model)
     values = (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)
     unit = np.float32(0), np.float32(1)
-    return _quantised(
-        inferred, TensorsData(CalibrationMethod.MinMax, {value.name: unit for value in values}), (), ()
-    )
+    ranges = TensorsData(CalibrationMethod.MinMax, {value.name: unit for value in values})
+    return _quantised(inferred, ranges, scheme)
+
+
+class _Quantiser(QDQQuantizer):  # type: ignore[misc]
+    """ONNX Runtime's, which leaves some tensors in float."""
+
+    in_float: frozenset[str] = frozenset()
+
+    def _is_tensor_quantizable(self, tensor_name: str) -> bool:
+        return tensor_name not in self.in_float and bool(super()._is_tensor_quantizable(tensor_name))
+
+
+def _read_in_float(graph: onnx.GraphProto, keep: Collection[str]) -> tuple[set[str], set[str]]:
+    """Return the tensors that only layers in float read, back to what writes them, and the activations between."""
+    written = {name: node for node in graph.node for name in node.output}
+    readers: dict[str, set[str]] = {value.name: {""} for value in graph.output}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, set()).add(node.name)
+    between, tensors = set[str](), set[str]()
+    pending = [name for node in graph.node if node.name in keep for name in node.input]
+    while pending:
+        name = pending.pop()
+        writer = written.get(name)
+        if writer is None or not readers[name] <= {*keep, *between}:
+            continue
+        tensors.add(name)
+        if writer.op_type in _ACTIVATIONS:
+            between.add(writer.name)
+            pending.append(writer.input[0])
+    return tensors, between
 
 
 def _quantised(
-    model: onnx.ModelProto, ranges: Any, keep: Collection[str], only: Collection[str]
+    model: onnx.ModelProto,
+    ranges: Any,
+    scheme: Scheme,
+    keep: Collection[str] = (),
+    only: Collection[str] = (),
 ) -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
+    activations, options = QuantType.QInt8 if scheme.signed else QuantType.QUInt8, dict(scheme.options)
+    if only:  # what a layer writes, its readers answer for
+        options["OpTypesToExcludeOutputQuantization"] = list(LAYERS)
+    tensors, between = _read_in_float(copy.graph, keep)
     try:
         with _quiet():
-            quantiser = QDQQuantizer(
-                copy, True, False, QuantType.QInt8, QuantType.QUInt8, ranges, list(only), list(keep),
-                list(OPERATIONS), {},
+            quantiser = _Quantiser(
+                copy, True, False, QuantType.QInt8, activations, ranges, list(only), [*keep, *between],
+                list(scheme.operations or OPERATIONS), options,
             )  # fmt: skip
+            quantiser.in_float = frozenset(tensors)
+            for tensor in () if only else scheme.also(copy.graph):
+                quantiser.quantize_activation_tensor(tensor)
             quantiser.quantize_model()
     except Exception as error:
         raise BackendError(f"ONNX Runtime's quantiser fails on this network: {error}") from error
     found: onnx.ModelProto = quantiser.model.model
+    scheme.finish(found.graph)
+    quantiser.model.topological_sort()  # it appends what it makes; ONNX wants nodes in order
     return found
 
 
-def left_in_float(model: onnx.ModelProto) -> dict[str, int]:
-    """Return the operations of a float model that the quantiser leaves as they are, and how often each stands."""
-    others = Counter(
-        node.op_type
-        for node in model.graph.node
-        if node.op_type not in OPERATIONS and node.op_type not in _BOOKKEEPING
-    )
+def left_in_float(model: onnx.ModelProto, scheme: Scheme = PROCESSOR) -> dict[str, int]:
+    """Return the operations of a float model that stay as they are, and how often each stands."""
+    known = {*(scheme.operations or OPERATIONS), *scheme.fused, *_BOOKKEEPING}
+    others = Counter(node.op_type for node in model.graph.node if node.op_type not in known)
     return dict(others.most_common())
 
 

@@ -23,7 +23,6 @@ from smcp_fx.backends.base import (
 from smcp_fx.backends.onnx.context import random_feed
 from smcp_fx.backends.onnx.export import export_onnx
 from smcp_fx.backends.onnx.processor import ProcessorBackend
-from smcp_fx.backends.onnx.quantization import SETTING
 from smcp_fx.backends.onnxruntime.blocks import BLOCK_TIMING, measure_block
 from smcp_fx.backends.onnxruntime.overhead import overhead
 from smcp_fx.backends.onnxruntime.session import (
@@ -137,7 +136,7 @@ class OnnxRuntimeBackend(ProcessorBackend):
         else:
             name, fixed = cpu_name(), (*fixed, *page_settings(), ("block_timing", BLOCK_TIMING))
         if self.calibrated:
-            fixed = (*fixed, SETTING)
+            fixed = (*fixed, self.scheme.setting)
         return Fingerprint(
             backend=self.name,
             device=name,

@@ -13,13 +13,18 @@ from numpy.typing import NDArray
 from smcp_fx.errors import BackendError
 
 
-def session_options(threads: int = 1, spinning: bool = True) -> ort.SessionOptions:
-    """Return the options every session is made with: fixed threads, sequential, all optimisations."""
+def session_options(threads: int = 1, spinning: bool = True, exact: bool = False) -> ort.SessionOptions:
+    """Return the options every session is made with: fixed threads, sequential, all optimisations.
+
+    ``exact``: only those that change no result. (With the rest, 1.32 drops the lower bound of a ReLU6 whose result
+    becomes signed bytes.)
+    """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    levels = ort.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_BASIC if exact else levels.ORT_ENABLE_ALL
     options.log_severity_level = 4
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
     return options

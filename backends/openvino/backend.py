@@ -17,7 +17,6 @@ from smcp_fx.backends.base import Array, BlockLatency, Engine, Fingerprint, cpu_
 from smcp_fx.backends.onnx.checking import compare_outputs, eval_mode, flatten_outputs, random_inputs
 from smcp_fx.backends.onnx.export import export_onnx
 from smcp_fx.backends.onnx.processor import ProcessorBackend
-from smcp_fx.backends.onnx.quantization import SETTING
 from smcp_fx.backends.openvino.blocks import BLOCK_TIMING, measure_block
 from smcp_fx.backends.openvino.overhead import overhead
 from smcp_fx.backends.openvino.session import (
@@ -107,7 +106,7 @@ class OpenVINOBackend(ProcessorBackend):
         """Return processor, version, threads, precision and properties."""
         fixed = (*settings(self.precision), *page_settings(), ("block_timing", BLOCK_TIMING))
         if self.calibrated:
-            fixed = (*fixed, SETTING)
+            fixed = (*fixed, self.scheme.setting)
         return Fingerprint(
             backend=self.name,
             device=cpu_name(),

@@ -9,6 +9,8 @@ import onnx
 from onnx import helper
 
 from smcp_fx.backends.base import Fingerprint
+from smcp_fx.backends.onnx.precision import cast_model
+from smcp_fx.backends.tensorrt.quantization import TENSORRT, block_in_bytes
 from smcp_fx.backends.tensorrt.worker.building import BuildOptions
 from smcp_fx.backends.timing.measuring import Measurement
 
@@ -32,6 +34,8 @@ def fingerprint_of(about: Mapping[str, Any], options: BuildOptions) -> Fingerpri
         "version_compatible": options.version_compatible or options.lean,
         "tactic_sources_off": " ".join(options.tactic_sources_off) or None,
     }
+    if options.precision == "int8":
+        settings |= [TENSORRT.setting]
     told = tuple(sorted((name, str(value)) for name, value in settings.items() if value not in (None, False)))
     return Fingerprint("tensorrt", about["device"], "TensorRT", about["tensorrt"], 1, options.precision, told)
 
@@ -45,6 +49,11 @@ def measurement(measured: Mapping[str, Any]) -> Measurement:
         int(measured["repeats"]),
         bool(measured["stable"]),
     )
+
+
+def written_block(model: onnx.ModelProto, precision: str) -> onnx.ModelProto:
+    """Return a block's model in the precision of its engine."""
+    return block_in_bytes(model) if precision == "int8" else cast_model(model, precision)
 
 
 def tiny_model() -> onnx.ModelProto:

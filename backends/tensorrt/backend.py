@@ -25,14 +25,23 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.backends.base import Array, Backend, BlockLatency, Fingerprint, to_arrays
+from smcp_fx.backends.base import Array, BlockLatency, Fingerprint, to_arrays
 from smcp_fx.backends.onnx.blocks import BlockModels
+from smcp_fx.backends.onnx.calibrated import CalibratedBackend
 from smcp_fx.backends.onnx.checking import compare_outputs, eval_mode, flatten_outputs, random_inputs
 from smcp_fx.backends.onnx.export import export_model_proto, write_model
 from smcp_fx.backends.onnx.precision import cast_model
-from smcp_fx.backends.tensorrt.answers import OPSET, ROW_TIMING, fingerprint_of, measurement, tiny_model
+from smcp_fx.backends.tensorrt.answers import (
+    OPSET,
+    ROW_TIMING,
+    fingerprint_of,
+    measurement,
+    tiny_model,
+    written_block,
+)
 from smcp_fx.backends.tensorrt.engine import TensorRTEngine
 from smcp_fx.backends.tensorrt.options import checked_precision
+from smcp_fx.backends.tensorrt.quantization import TENSORRT
 from smcp_fx.backends.tensorrt.worker.building import BuildOptions
 from smcp_fx.backends.tensorrt.worker.client import InProcess, Worker, WorkerProcess, archive
 from smcp_fx.backends.tensorrt.worker.problems import WorkerError, cache_folder
@@ -43,26 +52,29 @@ from smcp_fx.errors import BackendError, InputError
 if TYPE_CHECKING:
     from smcp_fx.blocks.sharing import Block
 
-#: Largest difference from PyTorch's float32 outputs, over their scale. TF32 keeps ten bits of the mantissa.
-TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
+#: Largest difference from PyTorch's float32 outputs, over their scale; in int8 from ONNX Runtime's of the same
+#: file. TF32 keeps ten bits of the mantissa; in int8 sums in another order turn some bytes into their neighbours.
+TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2, "int8": 8e-2}
 
 
-class TensorRTBackend(Backend):
+class TensorRTBackend(CalibratedBackend):
     """TensorRT with fixed settings on GPU ``gpu``.
 
-    ``precision``: "fp32", "fp16" (the default) or "bf16", checked layer by layer in every engine. ``tf32``: whether
-    fp32 may use it. ``worker_python``: command of the Python that has TensorRT (default: this one).
-    ``in_process``: no process of its own. ``builders``: processes that build in parallel. ``folder``: where timing
-    caches are kept.
+    ``precision``: "fp32", "fp16" (the default), "bf16", or "int8", calibrated on the batches of ``calibration``;
+    checked layer by layer in every engine. ``tf32``: whether fp32 may use it. ``worker_python``: command of the
+    Python that has TensorRT (default: this one). ``in_process``: no process of its own. ``builders``: processes that
+    build in parallel. ``folder``: where timing caches are kept.
     ``check``: start the worker at once, so that whatever is missing shows now. The rest: see `BuildOptions`.
     """
 
     name: ClassVar[str] = "tensorrt"
+    scheme = TENSORRT
 
     def __init__(
         self,
         threads: int = 1,
         precision: str | None = None,
+        calibration: Sequence[Array] = (),
         *,
         tf32: bool = False,
         gpu: int = 0,
@@ -80,6 +92,7 @@ class TensorRTBackend(Backend):
         check: bool = True,
     ) -> None:
         precision = checked_precision(precision)
+        super().__init__(precision, calibration, OPSET)
         if builders < 1:
             raise InputError(f"builders = {builders}: at least 1 is needed")
         self.threads, self.graph_replay = threads, graph_replay  # the host's threads do not matter on a GPU
@@ -97,6 +110,7 @@ class TensorRTBackend(Backend):
         self._models = BlockModels(OPSET)
         self._prebuilt: dict[tuple[str, tuple[int, ...]], Path | BackendError] = {}
         self._about: dict[str, Any] | None = None
+        self._owner: TensorRTBackend | None = None  # whose worker this one's is
         self._run_ms: float | None = None
         if not in_process:
             archive(self.scratch / "worker.pyz")
@@ -160,20 +174,32 @@ class TensorRTBackend(Backend):
         """Export ``module``, build its engine at the examples' batch, and compare it with the module.
 
         ``path``: the ONNX file's; the engine lies beside it (.engine), with a description (.engine.json).
-        `BackendError` where outputs differ from PyTorch's by more than `TOLERANCES`, or the precision is not what
-        was asked.
+        `BackendError` where outputs differ from PyTorch's by more than `TOLERANCES` (in int8 from those of the
+        quantised file), or the precision is not what was asked.
         """
         onnx_file = Path(path) if path is not None else self.scratch / f"{self.new_key()}.onnx"
-        exported = export_model_proto(module, example_inputs, opset=OPSET, dynamic_batch=False)
-        write_model(cast_model(exported, self.options.precision), onnx_file)
+        inputs = random_inputs(example_inputs)
+        arrays = [array.copy() for array in to_arrays(inputs)]  # the module may write into its inputs
+        expected, remarks = reference_outputs(module, inputs), tuple[str, ...]()
+        model = export_model_proto(module, example_inputs, opset=OPSET, dynamic_batch=False)
+        names = [value.name for value in model.graph.output]
+        if self.calibrated:
+            compare_outputs(self._outputs(model, arrays), expected, names)
+            model, remarks = self._quantised(model)
+            expected = self._outputs(model, arrays)
+        else:
+            model = cast_model(model, self.precision)
+        write_model(model, onnx_file)
         engine_file = onnx_file.with_suffix(".engine")
         self.ask("build", **self._request(onnx_file, block=False), engine=str(engine_file))
         engine = TensorRTEngine(self, engine_file, to_arrays(example_inputs))
         try:
-            self._compare(engine, module, example_inputs)
+            kind = "tf32" if self.precision == "fp32" and self.options.tf32 else self.precision
+            compare_outputs(engine.run(arrays), expected, names, "TensorRT", TOLERANCES[kind])
         except BaseException:
             engine.close()
             raise
+        engine.remarks = remarks
         return engine
 
     def try_export(self, module: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
@@ -183,6 +209,25 @@ class TensorRTBackend(Backend):
     def open(self, path: Path | str, example_inputs: Sequence[Tensor] = ()) -> TensorRTEngine:
         """Load an existing engine file; one of another device or version is refused."""
         return TensorRTEngine(self, Path(path), to_arrays(example_inputs))
+
+    def full_precision(self) -> TensorRTBackend | None:
+        """Return this in float32, with the same worker; None where it is that."""
+        if self.precision == "fp32":
+            return None
+        plain = copy.copy(self)
+        plain.precision, plain.options = "fp32", replace(self.options, precision="fp32")
+        plain._prebuilt, plain._run_ms, plain._owner = {}, None, self
+        return plain
+
+    def remarks(self) -> tuple[str, ...]:
+        """Say so where this GPU has no instructions for bytes."""
+        major, minor = (int(part) for part in self.about()["compute_capability"].split("."))
+        if not self.calibrated or ((major, minor) >= (6, 1) and (major, minor) != (6, 2)):
+            return ()
+        return (
+            f"this GPU (compute capability {major}.{minor}) has no instructions that multiply bytes: INT8 may be no "
+            "faster than float on it",
+        )
 
     def files(self, path: Path | str) -> list[Path]:
         """Return the files that `compile` leaves for ``path``."""
@@ -257,7 +302,7 @@ class TensorRTBackend(Backend):
 
     def _written(self, model: onnx.ModelProto) -> Path:
         file = self.scratch / f"{self.new_key()}.onnx"
-        write_model(cast_model(model, self.options.precision), file)
+        write_model(written_block(model, self.precision), file)
         return file
 
     def _request(self, onnx_file: Path, block: bool) -> dict[str, Any]:
@@ -284,13 +329,6 @@ class TensorRTBackend(Backend):
             for file in (onnx_file, engine, description(engine) if engine else None):
                 if file is not None:
                     file.unlink(missing_ok=True)
-
-    def _compare(self, engine: TensorRTEngine, module: nn.Module, examples: tuple[Tensor, ...]) -> None:
-        inputs = random_inputs(examples)
-        expected = reference_outputs(module, inputs)
-        kind = "tf32" if self.options.precision == "fp32" and self.options.tf32 else self.options.precision
-        names = [output["name"] for output in engine.build["outputs"]]
-        compare_outputs(engine.run(to_arrays(inputs)), expected, names, "TensorRT", TOLERANCES[kind])
 
 
 def reference_outputs(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Array]:

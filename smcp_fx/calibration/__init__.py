@@ -1,8 +1,16 @@
 """Making a pruned network good again from data alone, without training."""
 
 from smcp_fx.calibration.batch_norms import recalibrate
-from smcp_fx.calibration.compress import compress, gather_importance
+from smcp_fx.calibration.compress import compress, gather_halfway, gather_importance
 from smcp_fx.calibration.repair import repair
 from smcp_fx.calibration.side_by_side import LayerRepair, RepairReport
 
-__all__ = ["LayerRepair", "RepairReport", "compress", "gather_importance", "recalibrate", "repair"]
+__all__ = [
+    "LayerRepair",
+    "RepairReport",
+    "compress",
+    "gather_halfway",
+    "gather_importance",
+    "recalibrate",
+    "repair",
+]

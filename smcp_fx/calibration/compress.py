@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smcp_fx.calibration.batches import Batch, again, device_of, each_batch, run_batch
+from smcp_fx.calibration.batches import Batch, again, device_of, each_batch, number_of, run_batch
 from smcp_fx.calibration.elimination import Elimination
 from smcp_fx.calibration.repair import repair
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel
 from smcp_fx.errors import InputError, SmcpError
 from smcp_fx.outcomes import in_mode
-from smcp_fx.prepare import ConvertedModule, convert, prepare
+from smcp_fx.prepare import ConvertedModule, convert, prepare, sliced_graph, trained_graph
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning.importance import TaylorImportance
 from smcp_fx.pruning.state import PruningState
@@ -39,8 +41,8 @@ def compress(
 ) -> ConvertedModule:
     """Return a smaller model that computes nearly the same, from a trained one and a few hundred images.
 
-    `prepare`, `gather_importance`, ``prepared.pruner.solve()``, `convert` and `repair` in one; call them yourself to
-    see what each did.
+    `prepare`, `gather_importance`, `gather_halfway`, ``prepared.pruner.solve()``, `convert` and `repair` in one; call
+    them yourself to see what each did.
 
     Args:
         model: trained; it stays as it was.
@@ -64,6 +66,7 @@ def compress(
     example = first.to(device_of(model)).args
     prepared = prepare(model, example, target=target, cost=cost, config=config)
     gather_importance(prepared, batches, loss)
+    gather_halfway(prepared, batches, loss)
     prepared.pruner.solve()
     smaller = convert(prepared)
     repair(smaller, prepared, batches)
@@ -94,23 +97,91 @@ def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None =
         raise InputError(
             "no channel matters to the loss of these batches: are all inputs, or all outputs, zero?"
         )
-    elimination, device = Elimination(prepared, int(state.gathers)), device_of(prepared)
+    everything = torch.ones_like(state.keep)
+    elimination = Elimination(prepared, trained_graph(prepared), everything, int(state.gathers))
+    _gather(elimination, batches, loss)
+    rises = _put_in_order(elimination, state, state.gathered)
+    state.rises = _all_rises(state, rises) if rises else None
+
+
+def gather_halfway(prepared: PreparedModel, batches: Any, loss: Loss | None = None) -> None:
+    """Gather again from a network halfway to the target, after `gather_importance` and before the solve.
+
+    The fewer channels the others have left, the more each matters: rises of single groups do not add up. So masks are
+    solved for halfway (the root of the share that is asked for), what they leave is repaired, and importances and
+    rises are gathered from that. Of channels that are gone there, the order from before stays. Leaves the masks
+    halfway, and so the next `solve` ends it. Does nothing where no rises are known, or nothing need go.
+
+    Args:
+        batches: as for `gather_importance`; those without labels get some that are drawn from the whole model's
+            predictions.
+        loss: as for `gather_importance`.
+
+    Raises what `gather_importance`, `repair` and `Pruner.solve` raise.
+    """
+    pruner, state, batches = prepared.pruner, prepared.smcp, again(batches)
+    share, before = pruner.target / (pruner.correction * pruner.full_cost), state.rises
+    if before is None or share >= 1:
+        return
+    pruner.check_target()
+    pruner.solve(math.sqrt(share) * pruner.correction)
+    network, there = sliced_graph(prepared), state.of_use()
+    repair(network[1], prepared, batches)
+    elimination = Elimination(prepared, network, there, number_of(batches))
+    _gather(elimination, batches, loss, trained_graph(prepared)[1])
+    found = _put_in_order(elimination, state, state.remembered)
+    state.rises = _joined(before, found, {name: int(state.of_group(there, name).sum()) for name in before})
+
+
+def _gather(
+    elimination: Elimination, batches: Any, loss: Loss | None, labelling: nn.Module | None = None
+) -> None:
+    """Run the batches through. Those without labels get some that ``labelling`` predicts, or the network itself."""
+    device = device_of(elimination.whole)
     with in_mode(elimination.whole, False):
         for parameter in elimination.whole.parameters():  # it is a copy
             parameter.requires_grad_(True)
         for batch in each_batch(batches):
             batch = batch.to(device)
             elimination.add(batch)
+            if labelling is not None and batch.labels is None and loss is None:
+                with torch.no_grad(), in_mode(labelling, False):
+                    batch = replace(batch, labels=_drawn(run_batch(labelling, batch), batch))
             elimination.gradients(batch, partial(_loss_of, batch=batch, loss=loss))
-    rises: dict[str, Floats] = {}
+
+
+def _put_in_order(elimination: Elimination, state: PruningState, importances: Tensor) -> dict[str, Floats]:
+    """Order importances [units] as eliminated, the last one gone the largest; return the rises that are known."""
+    rises = {}
     for name in state.free_masks():
         order = elimination.order(name)
-        if order is not None:
-            importances = state.of_group(state.gathered, name)
-            importances[order.units.to(importances.device)] = importances.sort().values
-            if order.rises is not None:
-                rises[name] = order.rises
-    state.rises = _all_rises(state, rises) if rises else None
+        if order is None:
+            continue
+        mine, n = state.of_group(importances, name), order.units.numel()
+        mine[order.units.to(mine.device)] = mine.sort().values[mine.numel() - n :]
+        if order.rises is not None:
+            rises[name] = order.rises
+    return rises
+
+
+def _joined(
+    before: Mapping[str, Floats], found: Mapping[str, Floats], left: Mapping[str, int]
+) -> dict[str, Floats]:
+    """Join rises found with so many units ``left`` to those from before.
+
+    Those were too small: by how much is told by half of what is left, and holds for the units that are gone, too.
+    """
+    factors = {}
+    for name, rises in found.items():
+        half = left[name] // 2
+        expected = before[name][half] - before[name][left[name]]
+        if expected > 0 and rises[half] > 0:
+            factors[name] = float(rises[half] / expected)
+    usual = float(np.median(list(factors.values()))) if factors else 1.0
+    joined = {name: factors.get(name, usual) * rises for name, rises in before.items()}
+    for name, rises in found.items():
+        joined[name][: left[name]] = joined[name][left[name]] + rises[:-1]
+    return joined
 
 
 def _all_rises(state: PruningState, known: dict[str, Floats]) -> dict[str, Floats]:
@@ -170,11 +241,7 @@ def _loss_of(outputs: Any, batch: Batch, loss: Loss | None) -> Tensor:
             "(outputs, labels)"
         )
     if loss is None and labels is None:
-        scores = outputs.detach().float().movedim(1, -1)
-        if not bool(torch.isfinite(scores).all()):
-            raise InputError(f"the model's outputs for {batch} are NaN or infinite: look at its activations")
-        drawn = torch.multinomial(scores.softmax(-1).flatten(0, -2), 1)
-        labels = drawn.reshape(scores.shape[:-1])
+        labels = _drawn(outputs, batch)
     try:
         value = F.cross_entropy(outputs.float(), labels) if loss is None else loss(outputs, labels)
     except SmcpError:
@@ -193,3 +260,11 @@ def _loss_of(outputs: Any, batch: Batch, loss: Loss | None) -> Tensor:
             f"the loss of {batch} has no gradient: it must be computed from the outputs, by torch"
         )
     return value
+
+
+def _drawn(outputs: Tensor, batch: Batch) -> Tensor:
+    """Return labels that are drawn by the scores that a model gives its classes, [images, ...]."""
+    scores = outputs.detach().float().movedim(1, -1)
+    if not bool(torch.isfinite(scores).all()):
+        raise InputError(f"the model's outputs for {batch} are NaN or infinite: look at its activations")
+    return torch.multinomial(scores.softmax(-1).flatten(0, -2), 1).reshape(scores.shape[:-1])

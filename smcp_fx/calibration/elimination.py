@@ -31,7 +31,6 @@ from smcp_fx.calibration.frontier import Frontier
 from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT, Consumer
 from smcp_fx.calibration.regression import WIDEST, Sums
 from smcp_fx.passes.insert_soft_masks import masked_layers
-from smcp_fx.prepare import trained_graph
 from smcp_fx.prepared import PreparedModel
 
 #: Added to each variance: a share of the inputs' mean variance, and a share of their mean square (lost to rounding).
@@ -55,7 +54,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class Order:
-    """The units of a group in the order they go, [size]; the rise of the loss by number kept, [size + 1].
+    """The units of a group in the order they go, [n]; the rise of the loss by number kept, [n + 1].
 
     ``rises`` is None where not all layers that read the group, and their gradients, are known.
     """
@@ -112,22 +111,33 @@ class _Part:
 
 
 class Elimination:
-    """Gathers the inputs of layers over batches, then orders channels by how dispensable they are."""
+    """Gathers the inputs of layers over batches, then orders channels by how dispensable they are.
 
-    def __init__(self, prepared: PreparedModel, batches: int) -> None:
+    ``network``: as `sliced_graph` returns it for the present masks or, with every unit, `trained_graph`. ``there``
+    [units] bool: the units that it has.
+    """
+
+    def __init__(
+        self, prepared: PreparedModel, network: tuple[fx.GraphModule, nn.Module], there: Tensor, batches: int
+    ) -> None:
         self._state = prepared.smcp
-        self.graph, self.whole = trained_graph(prepared)
+        self.graph, self.whole = network
+        self._there = there.cpu()
         self._joined = prepared.plan.traced.joined
         self._batches = batches
         self._images = 0
         nodes = {node.name: node for node in self.graph.graph.nodes}
         self._readers: dict[fx.Node, _Reader] = {}
         self._unread = torch.zeros(self._state.keep.numel() + 1, dtype=torch.bool)
+        stays = torch.cat(
+            [self._there, torch.ones(1, dtype=torch.bool)]
+        )  # place -1, of what stays, is the last
         for layer in masked_layers(prepared.channels):
             node, places = nodes.get(layer.node), self._state.places(layer.input_channels).cpu()
+            places = places[stays[places]]
             columns = None if node is None else self._columns(node, places)
             if columns is None or node is None:
-                self._unread[places] = True  # place -1, of what stays, is the last
+                self._unread[places] = True
                 continue
             self._readers[node] = _Reader(*columns, Sums())
 
@@ -188,7 +198,7 @@ class Elimination:
         self._images += batch.images
 
     def order(self, group: str) -> Order | None:
-        """Return the order in which a group's units go; None if no layer knows."""
+        """Return the order in which those of a group's units go that are there; None if no layer knows."""
         places = torch.arange(self._state.keep.numel(), device=self._state.keep.device)
         mine = self._state.of_group(places, group)
         readers = [reader for reader in self._readers.values() if _columns(reader, mine) is not None]
@@ -198,9 +208,8 @@ class Elimination:
         parts = [_part(reader, mine, self._images if known else 0) for reader in readers]
         if not parts:
             return None
-        size = mine.numel()
-        alive, gone = torch.ones(size, dtype=torch.bool), []
-        counts, rises = [size], [0.0]
+        alive, gone = self._state.of_group(self._there, group).clone(), []
+        size, counts, rises = alive.numel(), [int(alive.sum())], [0.0]
         while left := int(alive.sum()):
             costs = torch.zeros(size, dtype=torch.float64)
             for part in parts:
@@ -211,7 +220,7 @@ class Elimination:
             gone.append(worst)
             counts.append(int(alive.sum()))
             rises.append(rises[-1] + sum(part.remove(~alive[part.units]) for part in parts))
-        curve = np.interp(np.arange(size + 1), counts[::-1], rises[::-1])
+        curve = np.interp(np.arange(counts[0] + 1), counts[::-1], rises[::-1])
         return Order(torch.cat(gone), curve if known else None)
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from smcp_fx.channels.labels import compact, place
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
-from smcp_fx.channels.rules_elementwise import bring_together
-from smcp_fx.channels.rules_layers import dense_convolution
-from smcp_fx.channels.trail import Call
+from smcp_fx.channels.rules_elementwise import bring_together, like
+from smcp_fx.channels.rules_layers import dense_convolution, renamed
+from smcp_fx.channels.trail import Call, tensor_leaves
 
 
 def unfold(run: Propagation, call: Call) -> Any:
@@ -57,6 +57,21 @@ def max_unpool(run: Propagation, call: Call) -> Any:
     return place(channel_labels(run, merged, axis), call.shape, axis)
 
 
+def boxes_of(run: Propagation, call: Call) -> Any:
+    """Cuts boxes out of images, every channel at the same places."""
+    for given in tensor_leaves((call.args[1:], call.kwargs)):
+        run.pin(run.of(given), call.node.name, f"tells {call.node.name!r} where all channels are read")
+    return like(call, place(channel_labels(run, run.of(call.argument(0, "input")), 1), call.shape, 1))
+
+
+def carried(run: Propagation, call: Call) -> Any:
+    """What Python has cut out of several maps, whose channels go together: see `regions.carriers`."""
+    first, *others = (channel_labels(run, run.of(given), 1) for given in call.args[1:])
+    for other in others:
+        run.tie(first, other)
+    return place(renamed(run, call, first), call.shape, 1)
+
+
 def deformable(run: Propagation, call: Call) -> Any:
     """A convolution whose points are moved: groups of channels have offsets of their own, which all of these read."""
     source, weight, offset, mask, bias = call.args[:5]
@@ -74,5 +89,7 @@ RULES: dict[str, Rule] = {
     "fold": fold,
     "gridsample": grid_sample,
     "deformconv2d": deformable,
+    **dict.fromkeys(("roialign", "roipool"), boxes_of),
+    "carriedchannels": carried,
     **{f"maxunpool{rank}d": max_unpool for rank in (1, 2, 3)},
 }

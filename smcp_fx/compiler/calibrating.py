@@ -46,16 +46,21 @@ def calibration_batches(
 
 
 class Counted:
-    """Batches that tell ``tick`` how many of so many ``passes`` through them are done."""
+    """Batches that tell ``tick`` how many of so many ``passes`` through them are done, after ``quiet`` ones."""
 
-    def __init__(self, batches: Batches, passes: int, tick: Tick) -> None:
-        self._batches, self._total, self._tick, self._done = batches, passes * len(batches), tick, 0
+    def __init__(self, batches: Batches, passes: int, tick: Tick, quiet: int = 0) -> None:
+        self._batches, self._total, self._tick = batches, passes * len(batches), tick
+        self._done = -quiet * len(batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         for batch in self._batches:
             yield batch
             self._done += 1
-            self._tick(self._done, self._total)
+            if self._done > 0:
+                self._tick(self._done, self._total)
 
 
 def repaired(prepared: PreparedModel, batches: Batches, fitted: FittedModel, data: ImageData) -> Repaired:

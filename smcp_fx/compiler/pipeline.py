@@ -13,7 +13,7 @@ from torch import nn
 
 from smcp_fx.backends import Backend, Engine, get_backend
 from smcp_fx.backends.layers import blocks_beside_layers
-from smcp_fx.calibration import gather_importance
+from smcp_fx.calibration import gather_halfway, gather_importance
 from smcp_fx.compiler.calibrating import (
     Counted,
     Repaired,
@@ -333,6 +333,9 @@ class _Compilation:
                 self.tell.say(f"target {target:.0%}")
             corrector = corrector.to(target)
             pruner.target = target * pruner.full_cost
+            name = "gathering importances again, halfway to the target"
+            with self.tell.stage(name), self.tell.bar(name) as tick:
+                gather_halfway(prepared, Counted(batches, 1, tick, quiet=1))  # the quiet one is repair's
             with self.tell.stage("solving"), self.tell.bar("solving"):
                 pruner.solve()
                 if corrects:

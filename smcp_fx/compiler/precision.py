@@ -75,7 +75,7 @@ class Precision:
             )
             beside, in_float = compare(dense, pruned), compare(dense, smaller)
             before, after = (accuracy_of(engine, data, fitted, settings.batch) for engine in (dense, smaller))
-        name = str(settings.precision)
+        name = self.backend.fingerprint().precision
         self.tell.say(
             f"pruned: {after:.2%} in float32, {accuracies[1]:.2%} in {name}; latency {beside.fraction:.1%} of the "
             f"dense network's in float32 (in float32 itself {in_float.fraction:.1%})"

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any
 from smcp_fx.backends.base import BlockLatency, Fingerprint
 from smcp_fx.backends.onnx.blocks import BlockModels
 from smcp_fx.backends.onnx.export import write_model
-from smcp_fx.backends.onnx.precision import cast_model
-from smcp_fx.backends.tensorrt.answers import OPSET, ROW_TIMING, fingerprint_of, measurement, tiny_model
+from smcp_fx.backends.tensorrt.answers import (
+    OPSET,
+    ROW_TIMING,
+    fingerprint_of,
+    measurement,
+    tiny_model,
+    written_block,
+)
 from smcp_fx.backends.tensorrt.worker import PROTOCOL
 from smcp_fx.backends.tensorrt.worker.building import BuildOptions
 from smcp_fx.backends.tensorrt.worker.client import archive
@@ -70,7 +76,7 @@ def emit_requests(
         jobs = {job["id"]: job for job in before["jobs"]}
     models = BlockModels(OPSET)
     if _ALONE not in jobs:
-        write_model(cast_model(tiny_model(), options.precision), folder / "models" / "run.onnx")
+        write_model(written_block(tiny_model(), options.precision), folder / "models" / "run.onnx")
         for number, repeated in ((_ALONE, False), (_ROW, True)):
             jobs[number] = {"id": number, "name": number, "onnx": "models/run.onnx", "options": built,
                             "timing": {"repeated": repeated}}  # fmt: skip
@@ -83,7 +89,7 @@ def emit_requests(
             if number in jobs:
                 continue
             file = f"models/{point_id}.onnx"
-            write_model(cast_model(models.model(block, point), options.precision), folder / file)
+            write_model(written_block(models.model(block, point), options.precision), folder / file)
             jobs[number] = {
                 "id": number, "name": f"{block.name} {'x'.join(map(str, point))}", "onnx": file, "options": built,
                 "timing": ROW_TIMING, "block": block.name, "signature": block.signature, "widths": list(point),

@@ -221,7 +221,7 @@ class PruningState(nn.Module):
         padded = torch.cat([self.keep, self.keep.new_ones(1)])  # place -1 reads the last: always kept
         for name, places, line in self._masked:
             getattr(self, name).copy_(padded[places.to(padded.device)].reshape(line))
-        padded = torch.cat([self._of_use(), self.keep.new_ones(1)])
+        padded = torch.cat([self.of_use(), self.keep.new_ones(1)])
         for name, inputs, source in self._scaled:
             buffer = getattr(self, name)
             shares = [padded[places.to(padded.device)].to(buffer.dtype).mean() for places in inputs]
@@ -229,7 +229,7 @@ class PruningState(nn.Module):
             buffer.copy_(table[source.to(buffer.device)])
         self._derived = _version(self.keep)
 
-    def _of_use(self) -> Tensor:
+    def of_use(self) -> Tensor:
         """Return ``keep`` without groups that would hold only constants once empty groups are gone.
 
         In training, a batch norm behind them maps a constant differently than afterwards, unless it is scaled by 0.

@@ -8,9 +8,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import TraceError
+from smcp_fx.regions.carriers import carried_channels
 from smcp_fx.regions.finding import Region, Split
 from smcp_fx.regions.running import CALL, Joined, sharing
-from smcp_fx.regions.wiring import Passage, Wiring, observe
+from smcp_fx.regions.wiring import Passage, Source, Wiring, observe
 from smcp_fx.tracing.contexts import pin_layers
 from smcp_fx.tracing.example_runs import images_in, record, run_eager, same_values
 from smcp_fx.tracing.modes import with_branches
@@ -77,7 +78,7 @@ class _Graph:
             starts = [
                 ends[source.call][source.place]
                 if source.call is not None
-                else self._input(number, place, call)
+                else self._carried(self._input(number, place, call), source, ends)
                 for place, source in enumerate(sources)
             ]
             self.names.append(tuple(start.name for start in starts))
@@ -86,6 +87,13 @@ class _Graph:
         self.end.meta[ORIGIN] = "leaves the traced regions for code that was not traced"
         self.graph.lint()
         with_branches(self.graph)
+
+    def _carried(self, start: fx.Node, source: Source, ends: list[list[Any]]) -> fx.Node:
+        """Return the input, or what tells that its channels are those of other calls' outputs."""
+        if not source.maps:
+            return start
+        maps = [ends[call][place] for call, place in source.maps]
+        return self.graph.call_function(carried_channels, (start, *maps))
 
     def _input(self, number: int, place: int, call: Passage) -> fx.Node:
         """Return a new input for an argument of the call, which untraced code passes."""

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smcp_fx.regions.carriers import Carrier, is_carrier, maps_of
 from smcp_fx.regions.finding import Region, bound_arguments, watched
 from smcp_fx.tracing.example_runs import plain, run_eager, unchanged
 from smcp_fx.tracing.gradients import Checkpoints
@@ -29,10 +30,14 @@ _HARMLESS = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor comes from: output ``place`` of call number ``call``; from Python if ``call`` is None."""
+    """Where a tensor comes from: output ``place`` of call number ``call``; from Python if ``call`` is None.
+
+    ``maps``: the (call, place) of the outputs whose channels a carrier has given it (`regions.carriers`).
+    """
 
     call: int | None
     place: int = 0
+    maps: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -71,6 +76,7 @@ class _Watcher:
     def __init__(self) -> None:
         self.inside = 0
         self.touched: dict[int, Tensor] = {}
+        self.carriers: list[Carrier] = []
 
     def touch(self, *trees: Any) -> None:
         if not self.inside:
@@ -108,12 +114,13 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
     The calls are those of the eval run; what Python reads in either run counts as read.
     """
     calls, watcher = _run(model, inputs, regions)
-    read = _read(calls, watcher)
     bared = _bared(model, regions, watcher)
     with unchanged(model):  # some models want targets in train(), and inference code may refuse gradients
         as_trained = _tried(model, inputs, regions, training=True, gradients=True)
         trained = as_trained or _tried(model, inputs, regions, training=True)
         live = as_trained or _tried(model, inputs, regions, gradients=True)
+    carried = _carried([(calls, watcher), *([trained] if trained else [])])
+    read = _read(calls, watcher)
     also = _read(*trained) if trained else {}
     bared |= _bared(model, regions, trained[1]) if trained else set()
     frozen = (
@@ -135,15 +142,53 @@ def observe(model: nn.Module, inputs: tuple[Any, ...], regions: tuple[Region, ..
             maker, place = produced.get(id(tensor), (None, 0))
             straight = maker is not None and calls[maker].output_versions[place] == version
             straight = straight and place not in places[maker or 0]
-            origins.append(Source(maker, place) if straight else Source(None))
+            maps = () if straight else _maps(carried.get(id(tensor)), version, produced)
+            origins.append(Source(maker, place) if straight else Source(None, maps=maps))
         sources.append(tuple(origins))
         for place, tensor in enumerate(call.outputs):
             produced[id(tensor)] = (numbers[id(call)], place)
     used = {(source.call, source.place) for origins in sources for source in origins}
+    used |= {end for origins in sources for source in origins for end in source.maps}
     for index, call in enumerate(calls):  # what no call took may be read by code that did not run
         idle = {place for place in range(len(call.outputs)) if (index, place) not in used}
         places[index] = places[index] | idle
     return Wiring(tuple(calls), tuple(sources), tuple(places), frozenset(bared), frozenset(frozen))
+
+
+def _carried(runs: list[tuple[list[Passage], _Watcher]]) -> dict[int, Carrier]:
+    """Return the carriers' calls of the first run by the id of what they returned, if nothing but regions reads that.
+
+    The maps of other calls are noted as read by Python.
+    """
+    lost: set[tuple[str, int]] = set()
+    for calls, watcher in runs:
+        given = {
+            id(tensor): version
+            for call in calls
+            for tensor, version in zip(call.outputs, call.output_versions, strict=True)
+        }
+        for carrier in watcher.carriers:
+            of_regions = [given.get(id(one)) for one in carrier.maps] == carrier.versions
+            if not of_regions or carrier.pooled is None or id(carrier.pooled) in watcher.touched:
+                lost.add((carrier.path, carrier.nth))
+    for _, watcher in runs:
+        for carrier in watcher.carriers:
+            if (carrier.path, carrier.nth) in lost:
+                watcher.touch(carrier.maps)
+    return {
+        id(carrier.pooled): carrier
+        for carrier in runs[0][1].carriers
+        if (carrier.path, carrier.nth) not in lost
+    }
+
+
+def _maps(
+    carrier: Carrier | None, version: int, produced: dict[int, tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """Return which outputs of calls a carrier has read, if what it returned is as it was then."""
+    if carrier is None or carrier.pooled is None or _version(carrier.pooled) != version:
+        return ()
+    return tuple(produced[id(one)] for one in carrier.maps)
 
 
 def _key(call: Passage) -> tuple[str, int]:
@@ -215,7 +260,23 @@ def _run(
         call.output_copies = [tensor.detach().clone() for tensor in call.outputs]
         watcher.inside -= 1
 
+    def enter_carrier(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        watcher.inside += 1
+        maps = maps_of(module, args, kwargs)
+        watcher.carriers.append(Carrier(path, numbers[path], maps, list(map(_version, maps))))
+        numbers[path] += 1
+
+    def leave_carrier(path: str, module: nn.Module, output: Any) -> None:
+        watcher.carriers[-1].pooled = output
+        watcher.inside -= 1
+
     modules = {path: model.get_submodule(path) for path in by_path}
+    within = tuple(f"{path}." for path in by_path)
+    carriers = {
+        path: module
+        for path, module in model.named_modules()
+        if is_carrier(module) and not path.startswith(within)
+    }
 
     def run(*given: Any) -> Any:
         model.train(training)
@@ -230,7 +291,7 @@ def _run(
             _note_gradients(calls, found)
         return found
 
-    with watched(modules, enter, leave):
+    with watched(modules, enter, leave), watched(carriers, enter_carrier, leave_carrier):
         result = run_eager(model, inputs, run)
     watcher.touch(result)
     return calls, watcher

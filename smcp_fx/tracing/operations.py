@@ -59,6 +59,9 @@ _FOREIGN = {
     ("torchvision.ops.drop_block", "drop_block2d"): "dropblock2d",
     ("torchvision.ops.drop_block", "drop_block3d"): "dropblock3d",
     ("smcp_fx.tracing.modes", "by_mode"): "bymode",
+    ("torch._ops.torchvision", "roi_align"): "roialign",
+    ("torch._ops.torchvision", "roi_pool"): "roipool",
+    ("smcp_fx.regions.carriers", "carried_channels"): "carriedchannels",
     ("smcp_fx.tracing.recurrent", "recurrent"): "recurrent",
     ("smcp_fx.tracing.recurrent", "recurrent_weight"): "recurrentweight",
 }
@@ -91,6 +94,8 @@ def function_name(function: Callable[..., Any]) -> str | None:
     """Return the operation a function performs, or None when it is not one of torch's."""
     found = _NAMES.get(id(function))
     key = (getattr(function, "__module__", None), getattr(function, "__name__", None))
+    if found is None and type(function).__module__ == "smcp_fx.tracing.autograd_functions":
+        return getattr(function, "operation", None)
     return found if found is not None else _FOREIGN.get(key)  # type: ignore[arg-type]
 
 

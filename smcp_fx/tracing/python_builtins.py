@@ -33,7 +33,7 @@ from smcp_fx.tracing.sentences import asking_line, express
 _FACTORIES = "zeros ones full empty arange linspace eye tensor as_tensor full_like meshgrid".split()
 #: Methods of tensors that look into their arguments before they ask whether one of them is a proxy.
 _METHODS = "type expand roll new new_empty new_full new_ones new_tensor new_zeros".split()
-_TOLD = ("int", "float", "len", "isinstance", "callable")
+_TOLD = ("int", "float", "len", "isinstance", "callable", "type")
 #: Functions of torch that raise unless something holds, and the place of what has to.
 _CHECKS = {"_check": 0, "_check_with": 1, "_check_tensor_all": 0, "_check_tensor_all_with": 1}
 #: Where a type is only looked at, and a stand-in does as well.
@@ -60,7 +60,7 @@ class StandIns:
         ]
         self._wanted.append((torch.jit, "isinstance", self._of_kind(torch.jit.isinstance)))
         self._wanted += [(Tensor, name, self._method(name)) for name in _METHODS]
-        told = {
+        told: dict[str, Any] = {
             "int": self._type(int, self._int),
             "float": self._type(float, self._float),
             "len": self._len,
@@ -70,6 +70,9 @@ class StandIns:
         for space in _spaces(model):
             if isinstance(space, ModuleType):
                 called = _called(space.__name__)
+                numbers: tuple[type, ...] = (int, float)
+                passing = {kind: told[kind.__name__] for kind in numbers if kind.__name__ in called}
+                told["type"] = self._type_of(passing)
                 self._wanted += [(space, name, told[name]) for name in called if name not in vars(space)]
             self._wanted += _uncached_in(space)
         self._wanted += drawing(self._drawn, _spaces(model))
@@ -129,6 +132,15 @@ class StandIns:
 
     def _is_tensor(self, value: Any) -> bool:
         return issubclass(self.tracer.kind(value) if isinstance(value, Proxy) else type(value), Tensor)
+
+    def _type_of(self, stand_ins: dict[type, type]) -> Callable[..., type]:
+        """`type(n) is int`, where another type passes for `int`."""
+
+        def kind(*args: Any) -> Any:
+            known = self.tracer.kind(args[0]) if isinstance(args[0], Proxy) else type(*args)
+            return stand_ins.get(known, known) if len(args) == 1 else known
+
+        return kind
 
     def _callable(self, value: Any) -> bool:
         return callable(self.tracer.value(value.node) if isinstance(value, Proxy) else value)
@@ -249,23 +261,32 @@ def _is_models(name: str) -> bool:
 
 @functools.cache
 def _called(module: str) -> tuple[str, ...]:
-    """Which of `int`, `float`, `len` and `isinstance` a file calls, and uses for nothing else.
+    """Which of `int`, `float`, `len`, `isinstance` and `type` a file calls, and uses for nothing else.
 
-    (`dtype=int` needs the type itself; `callable` may be the name of something else in places.)
+    (`dtype=int` needs the type itself; `callable` may be the name of something else in places.) A comparison with
+    what `type` gives is a call's match where every `type` is a call.
     """
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError, SyntaxError):
         return ()
-    called, looked, hints = set[str](), set[int](), set[int]()
+    called, looked, hints, compared = set[str](), set[int](), set[int](), set[int]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             called.add(node.func.id)
             looked.add(id(node.func))
             for argument in node.args if node.func.id in _LOOKS else ():
                 looked |= {id(part) for part in ast.walk(argument)}
+        elif isinstance(node, ast.Compare) and any(map(_asks_type, (node.left, *node.comparators))):
+            compared |= {id(part) for part in ast.walk(node)}
         for hint in (getattr(node, "annotation", None), getattr(node, "returns", None)):
             hints |= {id(part) for part in ast.walk(hint)} if isinstance(hint, ast.AST) else set()
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    if all(id(node) in looked for node in names if node.id == "type"):
+        looked |= compared
     other = {node.id for node in names if id(node) not in looked | hints}
     return tuple(name for name in _TOLD if name in called and (name not in other or name == "callable"))
+
+
+def _asks_type(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type"

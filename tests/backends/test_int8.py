@@ -68,6 +68,34 @@ def test_files_are_near_the_module_and_nearer_with_the_worst_layer_in_float(name
         backend.compile(model, (x,))
 
 
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_a_layer_in_float_reads_float(name):
+    """Channels of very different ranges share one scale: the layer that reads them answers for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    with torch.no_grad():
+        scales = torch.logspace(-3, 3, 8)
+        model[0].weight *= scales[:, None, None, None]
+        model[0].bias *= scales
+        model[2].weight /= scales[None, :, None, None]
+    backend = get_backend(name, precision="int8", calibration=[images(16)])
+    x = torch.from_numpy(images(4))
+    with torch.no_grad():
+        expected = model(x).numpy()
+
+    def error() -> float:
+        with backend.compile(model.eval(), (x,)) as engine:
+            found = engine.run([x.numpy()])[0]
+            return float(np.sqrt(np.square(found - expected).sum() / np.square(expected).sum()))
+
+    errors = backend.layer_errors(model, (x,))
+    assert next(iter(errors)) == "2"
+    assert errors["2"] > 0.1 > 5 * errors["0"]
+    assert error() > 0.1
+    backend.keep_in_float(["2"])
+    assert error() < 0.02
+
+
 def test_calibration_data_is_cut_to_a_fixed_batch():
     model = export_model_proto(network(), (torch.from_numpy(images(4)),), dynamic_batch=False)
     few = images(6)

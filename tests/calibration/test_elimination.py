@@ -17,13 +17,15 @@ from smcp_fx.allocation import allocate
 from smcp_fx.calibration.batches import each_batch
 from smcp_fx.calibration.compress import first_order
 from smcp_fx.calibration.elimination import Elimination
+from smcp_fx.prepare import trained_graph
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
 
 
 def _order(model: nn.Module, x: Tensor) -> Tensor:
     prepared = smcp_fx.prepare(model, x[:2], config=SMALL)
-    elimination = Elimination(prepared, 1)
+    everything = torch.ones_like(prepared.smcp.keep)
+    elimination = Elimination(prepared, trained_graph(prepared), everything, 1)
     for batch in each_batch(x):
         elimination.add(batch)
     (name,) = [group.name for group in prepared.channels.groups if group.free]

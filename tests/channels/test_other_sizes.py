@@ -115,8 +115,14 @@ def test_channels_moved_by_a_number_of_the_input_stay(wiring: Wiring) -> None:
     )
 
 
-def test_numbers_of_the_input_may_move_rows_beside_channels() -> None:
-    wiring = lambda s, h: torch.roll(h, (h.shape[3] // 2, 3), (3, 1))[:, 2:, h.shape[2] // 4 :]  # noqa: E731
+@pytest.mark.parametrize(
+    "wiring",
+    [
+        lambda s, h: torch.roll(h, (h.shape[3] // 2, 3), (3, 1))[:, 2:, h.shape[2] // 4 :],
+        lambda s, h: h[:, 2:, :, : 1 - h.shape[3]],  # one column, and with one more than that none
+    ],
+)
+def test_numbers_of_the_input_may_move_rows_beside_channels(wiring: Wiring) -> None:
     assert checked_at_other_sizes(between(wiring, 8, 6), (2, 3, 4, 4)).channels["stem"].free
 
 

@@ -23,7 +23,7 @@ DETECTORS = {
     "fcos_resnet50_fpn": (("backbone", "head"), 0.99),
     "fasterrcnn_resnet50_fpn": (
         ("backbone", "rpn.head", "roi_heads.box_head", "roi_heads.box_predictor"),
-        0.45,
+        0.99,
     ),
 }
 

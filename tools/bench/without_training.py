@@ -81,6 +81,7 @@ class Bench:
         dense, accuracy = self.dense.of(task, case.network)
         watch = self._watch(task, case.network, dense) if case.cost == "latency" else None
         setting = self._shared(task, case, dense, watch)
+        setting.target = case.target
         name = _WIDTHS.get(case.method, case.method)
         aim = case.target if watch is None else watch.aim(case, name, partial(METHODS[name], setting))
         model, share = METHODS[case.method](setting, aim)

@@ -54,6 +54,8 @@ def main() -> None:
         prepared = smcp_fx.prepare(model, images[:2], target=arguments.target)
     with timed("gather_importance"):
         smcp_fx.gather_importance(prepared, batches)
+    with timed("gather_halfway"):
+        smcp_fx.gather_halfway(prepared, batches)
     with timed("solve"):
         prepared.pruner.solve()
     with timed("convert"):

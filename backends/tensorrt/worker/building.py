@@ -1,12 +1,13 @@
 """ONNX file to TensorRT engine, by the API of TensorRT 8.5, 8.6, 10 and 11.
 
 Up to 10 the precision is a builder's flag; from 11 networks are strongly typed, and the ONNX file's types count.
+In int8 the file's quantising nodes say what computes in bytes; the rest is in float, up to 10 in fp16 where faster.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -14,10 +15,13 @@ from typing import Any
 
 from .problems import WorkerError, major_minor
 
-PRECISIONS = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16"}
-_FLAGS = {"fp16": "FP16", "bf16": "BF16"}
+PRECISIONS = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16", "int8": "INT8"}
+_FLAGS = {"fp16": ("FP16",), "bf16": ("BF16",), "int8": ("INT8", "FP16")}
 #: Layouts in which an engine's convolutions hand on tensors; a block takes and gives whichever is fastest.
-_LAYOUTS = {"fp32": ("LINEAR", "HWC", "CHW32"), "fp16": ("LINEAR", "HWC8"), "bf16": ("LINEAR", "HWC8")}
+_LAYOUTS = {
+    "fp32": ("LINEAR", "HWC", "CHW32"), "fp16": ("LINEAR", "HWC8"), "bf16": ("LINEAR", "HWC8"),
+    "int8": ("LINEAR", "CHW4", "CHW32"),
+}  # fmt: skip
 _PRODUCTS = ("CONVOLUTION", "DECONVOLUTION", "MATRIX_MULTIPLY", "FULLY_CONNECTED")
 
 _NOTHING = type(None)
@@ -163,7 +167,20 @@ class Builder:
             self.cache = bytes(config.get_timing_cache().serialize())
         layers = [network.get_layer(index) for index in range(network.num_layers)]
         products = sum(layer.type in self._products for layer in layers)
-        return plan, {"nodes": [layer.name for layer in layers], "products": products}
+        told = {"nodes": [layer.name for layer in layers], "products": products}
+        return plan, {**told, "quantised": self._quantised(layers)}
+
+    def _quantised(self, layers: Sequence[Any]) -> list[str]:
+        """Return the convolutions and products whose data and weights dequantising layers write."""
+        writers = [layer for layer in layers if layer.type == self._trt.LayerType.DEQUANTIZE]
+        written = {layer.get_output(0).name for layer in writers}
+        return [
+            layer.name
+            for layer in layers
+            if layer.type in self._products
+            and layer.num_inputs > 1
+            and {layer.get_input(0).name, layer.get_input(1).name} <= written
+        ]
 
     def _parse(self, network: Any, onnx: Path) -> None:
         if not onnx.exists():
@@ -210,8 +227,18 @@ class Builder:
 
     def _set_types(self, network: Any, config: Any, options: BuildOptions) -> None:
         trt, wanted = self._trt, getattr(self._trt.DataType, PRECISIONS[options.precision])
-        flag = _FLAGS.get(options.precision)
+        flags = _FLAGS.get(options.precision, ())
+        layers = [network.get_layer(index) for index in range(network.num_layers)]
+        if options.precision == "int8" and not any(layer.type == trt.LayerType.QUANTIZE for layer in layers):
+            if not options.block:  # a network without them is a mistake, a block may be a pooling
+                raise WorkerError(
+                    "int8 was asked for, and the ONNX file quantises nothing: it must hold pairs of QuantizeLinear "
+                    "and DequantizeLinear. Write it with precision int8"
+                )
+            flags = _FLAGS["fp16"]
         if self._version >= (11, 0):
+            if options.precision == "int8":
+                return
             inputs = [network.get_input(index) for index in range(network.num_inputs)]
             kinds = {tensor.dtype for tensor in inputs} & {
                 getattr(trt.DataType, name) for name in PRECISIONS.values()
@@ -222,12 +249,12 @@ class Builder:
                     "from TensorRT 11 an engine computes in the types of the file. Export it in that precision"
                 )
             return
-        if flag is None:
+        for flag in flags:
+            config.set_flag(getattr(trt.BuilderFlag, flag))
+        if not flags or options.precision == "int8":
             return
-        config.set_flag(getattr(trt.BuilderFlag, flag))
         config.set_flag(trt.BuilderFlag.PREFER_PRECISION_CONSTRAINTS)
-        for index in range(network.num_layers):
-            layer = network.get_layer(index)
+        for layer in layers:
             if layer.type in self._products:
                 layer.precision = wanted
 

@@ -84,8 +84,13 @@ def count_types(layers: Iterable[Layer]) -> dict[str, int]:
     return dict(Counter(layer_type(layer) or "unknown" for layer in layers if is_product(layer)))
 
 
-def wrong_precision(layers: Sequence[Layer], asked: str) -> str | None:
-    """Return what is wrong where convolutions or products do not compute in ``asked``; None when all do."""
+def wrong_precision(layers: Sequence[Layer], asked: str, quantised: Sequence[str] = ()) -> str | None:
+    """Return what is wrong where convolutions or products do not compute in ``asked``; None when all do.
+
+    In int8 only those count that compute ``quantised`` ONNX nodes: others may stay in float.
+    """
+    if asked == "int8":
+        layers = [layer for layer in layers if nodes_of(layer, quantised)]
     wrong = [
         (str(layer.get("Name", "?")), found)
         for layer in layers

@@ -78,7 +78,7 @@ class Session:
         loaded = LoadedEngine(self._trt, self._device, self._deserialise(plan, "the engine just built"))
         try:
             layers = loaded.layers()
-            wrong = wrong_precision(layers, asked.precision)
+            wrong = wrong_precision(layers, asked.precision, made["quantised"])
             if wrong:
                 raise WorkerError(
                     f"{asked.precision} was asked for, and the engine is something else: {wrong}"

@@ -71,6 +71,7 @@ class Bench:
         task = self.tasks[case.task]
         dense, accuracy = self.dense.of(task, case.network)
         watch, setting = self._watch(task, case, dense), self._shared(task, case, dense)
+        setting.target = case.target
         dense_steps = steps_of(task, case.network, 1.0)
         effort = Effort(round(case.budget * dense_steps), case.rate, case.seed, dense_steps)
         name = chooser(case.method)

@@ -65,12 +65,14 @@ def taught_by_stages(setting: Setting, task: Task, target: float, effort: Effort
 
 def in_two_steps(setting: Setting, task: Task, target: float, effort: Effort) -> Found:
     """Half of the way, three tenths of the training, then the rest of both."""
-    model, share = CHOICES["ours"](setting, target**0.5)
+    setting.target = target**0.5
+    model, share = CHOICES["ours"](setting, setting.target)
     between = round(_BETWEEN * effort.steps)
     train(model, setting, task, replace(effort, steps=between))
     images, labels = (torch.cat(part) for part in zip(*setting.batches, strict=True))
     middle = Setting(model.eval(), images, labels, setting.seed, setting.cost, setting.example)
-    smaller, rest = CHOICES["ours"](middle, min(1.0, target / share))
+    middle.target = min(1.0, target / share)
+    smaller, rest = CHOICES["ours"](middle, middle.target)
     train(smaller, setting, task, replace(effort, steps=effort.steps - between))
     return smaller, share * rest
 
@@ -83,6 +85,7 @@ def whole_blocks(setting: Setting, task: Task, target: float, effort: Effort) ->
         setting.model, setting.example, target=target, cost=setting.cost, config=config
     )
     smcp_fx.gather_importance(prepared, setting.batches)
+    smcp_fx.gather_halfway(prepared, setting.batches)
     return _trained(prepared, setting, task, target, effort)
 
 

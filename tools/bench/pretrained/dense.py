@@ -2,7 +2,7 @@
 
     PYTHONPATH=tools/bench python -m pretrained.dense --glyphs glyphs.npz --work work --seeds 1
 
-Goes on where it was interrupted, to the nearest 250 steps. Set OMP_NUM_THREADS=1.
+Goes on where it was interrupted, to the nearest 50 steps. Set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from pretrained.networks import NETWORKS, STEPS
 from pretrained.tasks import Digits, Folder, Glyphs, Task, cosine
 
-_LR, _ADAM_LR, _BATCH, _SAVE_EVERY = 0.1, 2e-3, 64, 250
+_LR, _ADAM_LR, _BATCH, _SAVE_EVERY = 0.1, 2e-3, 64, 50
 
 
 def dense_network(task: Task, name: str, seed: int, folder: Path) -> nn.Module:
@@ -28,19 +28,20 @@ def dense_network(task: Task, name: str, seed: int, folder: Path) -> nn.Module:
     model = NETWORKS[name](task.channels, task.classes)
     path = folder / f"{task.name}-{name}-{seed}.safetensors"
     if not path.exists():
-        _train(model, task, round(STEPS[name] * task.steps), seed, path)
+        train(model, task, round(STEPS[name] * task.steps), seed, path)
     model.load_state_dict(load_file(path))
     return model.eval()
 
 
-def _train(model: nn.Module, task: Task, steps: int, seed: int, path: Path) -> None:
+def train(
+    model: nn.Module, task: Task, steps: int, seed: int, path: Path, rate: float = _LR, batch: int = _BATCH
+) -> None:
     """SGD with Nesterov momentum, or ADAM where norms are over channels; the state is kept beside ``path``."""
     optimizer: torch.optim.Optimizer
     if any(isinstance(module, nn.LayerNorm) for module in model.modules()):
         rate = _ADAM_LR
         optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.05)
     else:
-        rate = _LR
         optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=1e-4, nesterov=True)
     unfinished, first = path.with_suffix(".part"), 0
     if unfinished.exists():
@@ -52,7 +53,7 @@ def _train(model: nn.Module, task: Task, steps: int, seed: int, path: Path) -> N
     for step in range(first, steps):
         for group in optimizer.param_groups:
             group["lr"] = rate * cosine(step, steps)
-        images, labels = task.draw(_BATCH, seed * 1_000_003 + step)
+        images, labels = task.draw(batch, seed * 1_000_003 + step)
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels, label_smoothing=0.05).backward()
         optimizer.step()

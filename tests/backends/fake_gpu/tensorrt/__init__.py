@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,12 +55,15 @@ LayerInformationFormat, DataType, LayerType = (
     _enum("DataType"),
     _enum("LayerType"),
 )
-_KINDS = {1: "FLOAT", 10: "HALF", 16: "BF16", 6: "INT32", 7: "INT64", 9: "BOOL"}
-_NUMPY = {"FLOAT": np.float32, "HALF": np.float16, "INT32": np.int32, "INT64": np.int64, "BOOL": np.bool_}
+_KINDS = {1: "FLOAT", 10: "HALF", 16: "BF16", 6: "INT32", 7: "INT64", 9: "BOOL", 3: "INT8"}
+_NUMPY = {
+    "FLOAT": np.float32, "HALF": np.float16, "INT32": np.int32, "INT64": np.int64, "BOOL": np.bool_, "INT8": np.int8,
+}  # fmt: skip
 _WORDS = {
     "FLOAT": "Row major linear FP32",
     "HALF": "Channel major FP16 format where channel % 8 == 0",
     "BF16": "BF16",
+    "INT8": "Thirty-two wide channel vectorized row major Int8 format",
 }
 _TYPES = {
     "Conv": "CONVOLUTION",
@@ -70,6 +74,8 @@ _TYPES = {
     "MaxPool": "POOLING",
     "GlobalAveragePool": "REDUCE",
     "Add": "ELEMENTWISE",
+    "QuantizeLinear": "QUANTIZE",
+    "DequantizeLinear": "DEQUANTIZE",
 }
 
 
@@ -108,6 +114,14 @@ class ILayer:
     def __init__(self, node: Any, kind: str) -> None:
         self.name, self.type, self.node = node.name, getattr(LayerType, kind, None), node
         self.asked: Any = None
+
+    num_inputs = property(lambda self: len(self.node.input))
+
+    def get_input(self, index: int) -> Any:
+        return SimpleNamespace(name=self.node.input[index])
+
+    def get_output(self, index: int) -> Any:
+        return SimpleNamespace(name=self.node.output[index])
 
     @property
     def precision(self) -> Any:
@@ -290,6 +304,10 @@ class Builder:
             return None
         shapes = {} if not config._profiles else vars(config._profiles[0])["shapes"]
         kind = "FLOAT" if _MAJOR < 11 else network.inputs[0].dtype.name
+        quantising = any(layer.type is LayerType.QUANTIZE for layer in network.layers)
+        assert quantising or not hasattr(BuilderFlag, "INT8") or not config.get_flag(BuilderFlag.INT8), (
+            "no scales"
+        )
         for flag, name in (("FP16", "HALF"), ("BF16", "BF16")):
             if hasattr(BuilderFlag, flag) and config.get_flag(getattr(BuilderFlag, flag)):
                 kind = name
@@ -297,6 +315,7 @@ class Builder:
             "version": __version__, "gpu": os.environ.get("FAKE_GPU", ""), "shapes": shapes, "opened": opened,
             "kind": "FLOAT" if fault == "fp32" else kind,
             "flags": sorted(f.name for f in config._flags), "sources": config._sources,
+            "bytes": _in_bytes(graph) if kind != "FLOAT" or _MAJOR >= 11 else [],
             "asked": [layer.asked.name for layer in network.layers if layer.asked is not None],
         }  # fmt: skip
         cache = config.get_timing_cache()
@@ -324,10 +343,23 @@ class Runtime:
         return ICudaEngine(told, onnx.load_from_string(model))
 
 
+_LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+def _in_bytes(graph: Any) -> list[str]:
+    """Return the layers that explicit quantisation has compute in bytes: those whose inputs both were quantised."""
+    read = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
+    return [node.name for node in graph.node if node.op_type in _LAYERS and {*node.input[:2]} <= read]
+
+
 def _work(model: Any) -> dict[str, float]:
-    """Return the ms of each node: 1e-7 a weight and 1e-3 a node."""
+    """Return the ms of each node: 1e-7 a weight, and 1e-3 a node that is not fused with the next."""
     sizes = {t.name: float(np.prod(t.dims)) for t in model.graph.initializer}
-    return {node.name: 1e-3 + 1e-7 * sum(sizes.get(i, 0.0) for i in node.input) for node in model.graph.node}
+    fused = ("QuantizeLinear", "DequantizeLinear")
+    return {
+        node.name: 1e-3 * (node.op_type not in fused) + 1e-7 * sum(sizes.get(i, 0.0) for i in node.input)
+        for node in model.graph.node
+    }
 
 
 @_as_recorded
@@ -379,12 +411,14 @@ class EngineInspector:
 
     def get_layer_information(self, index: int, kind: Any) -> str:
         word, node = self._engine.told["kind"], self._engine.model.graph.node[index]
+        if node.name in self._engine.told["bytes"] and _FAULT != "fp32":
+            word = "INT8"
         tensor = {"Name": node.input[0], "Dimensions": [], "Format/Datatype": _WORDS[word]}
         if _MAJOR >= 11:
             del tensor["Format/Datatype"]
             tensor |= {
                 "Format": "Channel major",
-                "DataType": {"FLOAT": "Float", "HALF": "Half"}.get(word, word),
+                "DataType": {"FLOAT": "Float", "HALF": "Half", "INT8": "Int8"}.get(word, word),
             }
         layer = {
             "Name": node.name,
@@ -436,7 +470,10 @@ class IExecutionContext:
 
     def _compute(self) -> None:
         if self._session is None:
-            self._session = onnxruntime.InferenceSession(self._engine.model.SerializeToString())
+            options = onnxruntime.SessionOptions()
+            if self._engine.told["bytes"]:  # beyond this level its rewrites are wrong for signed bytes
+                options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+            self._session = onnxruntime.InferenceSession(self._engine.model.SerializeToString(), options)
         feed = {}
         for value in self._session.get_inputs():
             shape, kind = (

@@ -1,0 +1,51 @@
+"""Modules that stay Python between regions, of which it is known that they keep channels apart.
+
+    backbone ─ maps ─► MultiScaleRoIAlign ─ pooled ─► box head
+
+They cut and resize feature maps, each channel like any other, by boxes that Python works out. So the pooled channels
+go with those of the maps, although no graph holds what happens between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+#: By file, so that torchvision need not be imported.
+_POOLING = {
+    ("torchvision.ops.poolers", "MultiScaleRoIAlign"),
+    ("torchvision.ops.roi_align", "RoIAlign"),
+    ("torchvision.ops.roi_pool", "RoIPool"),
+}
+
+
+@dataclass
+class Carrier:
+    """One call of such a module: the maps that it read, as they were then, and what it returned."""
+
+    path: str
+    nth: int
+    maps: list[Tensor]
+    versions: list[int]
+    pooled: Tensor | None = None
+
+
+def is_carrier(module: nn.Module) -> bool:
+    """Whether the module is one of these classes, not one derived from them."""
+    return (type(module).__module__, type(module).__name__) in _POOLING
+
+
+def maps_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the feature maps that a call reads."""
+    given = args[0] if args else next(iter(kwargs.values()))
+    if isinstance(given, Mapping):
+        return [value for name, value in given.items() if name in module.featmap_names]
+    return [given]
+
+
+def carried_channels(pooled: Tensor, *maps: Tensor) -> Tensor:
+    """Return ``pooled``, [boxes, channels, height, width], which was made of ``maps``, [images, channels, ...]."""
+    return pooled

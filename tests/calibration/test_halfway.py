@@ -1,0 +1,143 @@
+"""Importances gathered again halfway: against those of the halfway network as a model of its own."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from models import chain, randomise
+from tolerances import assert_close
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import smcp_fx
+from smcp_fx.calibration.batches import each_batch, number_of
+from smcp_fx.errors import InfeasibleBudgetError
+
+SMALL = smcp_fx.PruningConfig(multiple=1)
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def _model() -> nn.Module:
+    """Of no class that is the likeliest for all images."""
+    torch.manual_seed(0)
+    model, images = randomise(chain(16, 24, 16)).eval(), torch.randn(64, 3, 8, 8)
+    with torch.no_grad():
+        model[-1].bias -= model(images).mean(0)
+    return model
+
+
+def _gathered(target: float = 0.25) -> tuple[smcp_fx.PreparedModel, Batches]:
+    model, images = _model(), torch.randn(4, 16, 3, 8, 8)
+    with torch.no_grad():
+        labels = [model(x).argmax(1) for x in images]
+    prepared = smcp_fx.prepare(model, images[0][:2], target=target, config=SMALL)
+    batches = list(zip(images, labels, strict=True))
+    smcp_fx.gather_importance(prepared, batches)
+    return prepared, batches
+
+
+def test_below_halfway_it_is_what_the_halfway_network_says_of_itself() -> None:
+    prepared, batches = _gathered()
+    before, first = prepared.pruner.rises, prepared.pruner.importance
+    half = copy.deepcopy(prepared)
+    half.pruner.solve(0.5)
+    network = smcp_fx.convert(half)
+    smcp_fx.repair(network, half, batches)
+    own = smcp_fx.prepare(network, batches[0][0][:2], config=SMALL)
+    smcp_fx.gather_importance(own, batches)
+
+    smcp_fx.gather_halfway(prepared, batches)
+
+    rises, importance = prepared.pruner.rises, prepared.pruner.importance
+    assert rises is not None and before is not None and own.pruner.rises is not None
+    for name, mask in half.masks.items():
+        assert torch.equal(prepared.masks[name], mask)
+        if name not in rises:
+            continue
+        n = int(mask.sum())
+        expected = torch.from_numpy(own.pruner.rises[name])
+        assert_close(torch.from_numpy(rises[name][: n + 1] - rises[name][n]), expected, "rises")
+        # Above, as before but for a factor; the whole group loses nothing.
+        at = before[name][n:]
+        assert rises[name][-1] == 0
+        assert_close(
+            torch.from_numpy(rises[name][n:] * at[0]), torch.from_numpy(at * rises[name][n]), "rises"
+        )
+        # Those that are left are in the halfway network's own order, above those that are gone.
+        assert torch.equal(importance[name][mask].argsort(), own.pruner.importance[name].argsort())
+        assert torch.equal(importance[name][~mask].argsort(), first[name][~mask].argsort())
+        assert float(importance[name][~mask].max()) <= float(importance[name][mask].min())
+
+
+def test_labels_that_are_missing_are_drawn_by_the_whole_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here always the likeliest ones, which the batches have as labels."""
+    module = importlib.import_module("smcp_fx.calibration.compress")
+    monkeypatch.setattr(module, "_drawn", lambda scores, batch: scores.argmax(1))
+    (labelled, batches), (without, _) = _gathered(), _gathered()
+    half = copy.deepcopy(labelled)
+    half.pruner.solve(0.5)
+    with torch.no_grad():
+        assert not torch.equal(half(batches[0][0]).argmax(1), batches[0][1])
+    smcp_fx.gather_halfway(labelled, batches)
+    smcp_fx.gather_halfway(without, [x for x, _ in batches])
+    one, other = labelled.pruner.rises, without.pruner.rises
+    assert one is not None and other is not None
+    for name, rises in one.items():
+        assert_close(torch.from_numpy(other[name]), torch.from_numpy(rises), "rises")
+
+
+def test_what_is_left_rests_on_both_gathers() -> None:
+    prepared, batches = _gathered()
+    smcp_fx.gather_halfway(prepared, batches)
+    prepared.pruner.solve()
+    assert prepared.pruner.present_cost <= 0.25 * prepared.pruner.full_cost
+    smaller = smcp_fx.compress(_model(), batches, target=0.25, config=SMALL)
+    expected = smcp_fx.convert(prepared)
+    smcp_fx.repair(expected, prepared, batches)
+    with torch.no_grad():
+        assert_close(smaller(batches[0][0]), expected(batches[0][0]), "slicing")
+
+
+@pytest.mark.parametrize("target", [1.0, 1e-9])
+def test_masks_stay_where_nothing_need_go_or_the_target_is_out_of_reach(target: float) -> None:
+    prepared, batches = _gathered(target)
+    before = {name: tensor.clone() for name, tensor in prepared.state_dict().items()}
+    if target < 1:
+        with pytest.raises(InfeasibleBudgetError):
+            smcp_fx.gather_halfway(prepared, batches)
+    else:
+        smcp_fx.gather_halfway(prepared, batches)
+    for name, tensor in prepared.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_without_rises_there_is_nothing_to_gather_again() -> None:
+    prepared, batches = _gathered()
+    prepared.smcp.rises = None
+    smcp_fx.gather_halfway(prepared, batches)
+    assert all(bool(mask.all()) for mask in prepared.masks.values())
+
+
+class _Unmeasured(IterableDataset[Tensor]):
+    """It does not know its length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randn(6, 3, 8, 8))
+
+
+def test_batches_are_counted_whatever_they_are() -> None:
+    x = torch.randn(6, 3, 8, 8)
+    unmeasured = DataLoader(_Unmeasured(), 4)
+    cases = (
+        (x, 1),
+        ({"x": x}, 1),
+        (list(x.split(2)), 3),
+        (DataLoader(TensorDataset(x), 4), 2),
+        (unmeasured, 2),
+    )
+    for batches, expected in cases:
+        assert number_of(batches) == expected == sum(1 for _ in each_batch(batches))
