@@ -96,9 +96,9 @@ def attention_with_normalised_queries() -> nn.Module:
     return Net(wiring, norm=nn.LayerNorm(4), out=nn.Linear(8, 4), **parts)
 
 
-@awkward(14 / 30)
+@awkward(1.0)
 def attention_over_channels() -> nn.Module:
-    """Channels attend to channels: the product's rows and columns cannot both go, nor what it sums over."""
+    """Channels attend to channels, which another layer scores."""
 
     def wiring(s: Any, h: Tensor) -> Tensor:
         flat = h.flatten(2)
@@ -214,3 +214,85 @@ def heads_that_share_keys() -> nn.Module:
         return s.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     return Net(wiring, q=nn.Linear(6, 16), k=nn.Linear(6, 8), v=nn.Linear(6, 8), out=nn.Linear(16, 4))
+
+
+# ---- attention among channels ---------------------------------------------------------------------------------
+
+
+@awkward(1.0)
+def channels_attend_to_channels() -> nn.Module:
+    """As in DANet: of one map, the energies taken from their maximum, the result on a shortcut."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        x = h.view(h.shape[0], h.shape[1], -1)
+        energy = torch.bmm(x, x.permute(0, 2, 1))
+        energy = torch.max(energy, -1, keepdim=True)[0].expand_as(energy) - energy
+        out = torch.bmm(energy.softmax(-1), x).view(*h.shape)
+        return s.gamma * out + h
+
+    return between(wiring, gamma=nn.Parameter(torch.tensor([0.7])))
+
+
+@awkward(1.0)
+def channels_attend_to_those_of_other_layers() -> nn.Module:
+    """As in Restormer with one head: normed queries and keys, a temperature, values of their own."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        _, _, tall, wide = h.shape
+        q, k, v = (part.flatten(2) for part in s.qkv(h).chunk(3, 1))
+        weights = F.softmax(
+            F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1) * s.heat, dim=-1
+        )
+        return (F.dropout(weights, 0.1, s.training) @ v).unflatten(2, (tall, wide))
+
+    return between(wiring, 8, 6, qkv=conv(8, 18, 1), heat=nn.Parameter(torch.tensor([1.3])))
+
+
+@awkward(1.0, TOKENS)
+def channels_attend_with_channels_last() -> nn.Module:
+    """Tokens by channels: the matrix stands on the right, transposed, its columns the rows of the energies."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        h = s.stem(x)
+        energy = torch.einsum("bni,bnj->bij", h, s.key(h)) / 3
+        energy = energy - energy.mean(2, keepdim=True)
+        out = h @ energy.softmax(2).mT + torch.einsum("bni,bij->bnj", h, energy.tanh())
+        return s.out(out)  # type: ignore[no-any-return]
+
+    parts = {"stem": nn.Linear(6, 8), "key": nn.Linear(8, 8), "out": nn.Linear(8, 4)}
+    return Net(wiring, **parts)
+
+
+@awkward(1.0)
+def channels_attend_to_fewer() -> nn.Module:
+    """As many rows as channels, fewer columns: each side goes by itself."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        k = s.few(h)
+        weights = (h.flatten(2) @ k.flatten(2).mT).softmax(-1)
+        return h + (weights @ k.flatten(2)).view_as(h) + s.back(k)
+
+    return between(wiring, few=conv(8, 5), back=conv(5, 8))
+
+
+@awkward(0.0)
+def energies_among_channels_that_a_linear_reads() -> nn.Module:
+    """Columns that something else reads stay, and so do all channels of what gives rows and columns."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        x = h.flatten(2)
+        return h * s.line((x @ x.mT).flatten(1))[:, :, None, None].sigmoid()
+
+    return between(wiring, line=nn.Linear(64, 8))
+
+
+@awkward(0.0)
+def energies_among_channels_beside_a_table() -> nn.Module:
+    """A number for each pair of channels, and a size that is asked."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        x = h.flatten(2)
+        energy = x @ x.mT
+        return h + (((energy + s.table) / energy.shape[-1]) @ x).view_as(h)
+
+    return between(wiring, table=free_parameter(8, 8))

@@ -34,6 +34,18 @@ class EqualisedRate:
         module.weight = self.compute_weight(module)
 
 
+class RoundedStraightThrough(torch.autograd.Function):
+    """As quantisation-aware training has it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x * 16).round() / 16
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g
+
+
 def weight_norm(layer: nn.Module) -> nn.Module:
     with warnings.catch_warnings():  # torch would have the parametrisation used
         warnings.simplefilter("ignore")
@@ -130,6 +142,16 @@ def sum_of_kernels() -> nn.Module:
 
     eye = nn.Parameter(torch.eye(8)[:, :, None, None], requires_grad=False)
     return between(wiring, three=conv(8, 8), one=conv(8, 8, 1), eye=eye)
+
+
+@awkward(1.0)
+def weight_and_maps_rounded_straight_through() -> nn.Module:
+    rounded = RoundedStraightThrough.apply
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        return F.conv2d(rounded(h), rounded(s.mid.weight), s.mid.bias, padding=1)
+
+    return between(wiring, mid=conv(8, 8))
 
 
 @awkward(1.0)

@@ -94,14 +94,12 @@ _SPANDREL: dict[str, dict[str, Any]] = {
                 "upsampler": "pixelshuffle"},
     "HAT": {"img_size": 32, "embed_dim": 24, "depths": [2], "num_heads": [4], "window_size": 8, "mlp_ratio": 2,
             "squeeze_factor": 6, "upscale": 2, "num_feat": 16},
-    "SCUNet": {"config": [1] * 7, "dim": 16, "input_resolution": 64},
-    "SeemoRe": {"scale": 2, "num_experts": 2, "num_layers": 1, "embedding_dim": 16},
     "CRAFT": {"window_size": 8, "embed_dim": 24, "depths": [1], "num_heads": [4], "split_size_0": 4,
               "split_size_1": 8, "upscale": 2},
     "DRCT": {"img_size": 32, "embed_dim": 24, "depths": [1], "num_heads": [4], "window_size": 8, "gc": 8,
              "upscale": 2, "upsampler": "pixelshuffle"},
     "RGT": {"img_size": 32, "embed_dim": 24, "depth": [2], "num_heads": [4], "mlp_ratio": 2},
-    "DCTLSA": {"nf": 20, "num_modules": 1, "upscale": 2},
+    "DCTLSA": {"nf": 20, "upscale": 2},
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import platform
+import statistics
 import sys
 from collections import Counter
 from pathlib import Path
@@ -76,7 +77,7 @@ def main() -> int:
         print(entry.key, json.dumps(shown), flush=True)
     known = read(options.record)
     options.page.write_text(render(known))
-    return int(any(row["status"] != "exact" for row in known.values()))
+    return int(any(row["status"] not in ("exact", "refused") for row in known.values()))
 
 
 def read(record: Path) -> dict[str, dict[str, Any]]:
@@ -173,8 +174,8 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
     lines = [
         *introduction(),
         "",
-        "| family | models | exact | ONNX checked | not exact |",
-        "|---|---|---|---|---|",
+        "| family | models | exact | ONNX checked | median free | refused | not exact |",
+        "|---|---|---|---|---|---|---|",
     ]
     families: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for key, row in rows.items():
@@ -182,8 +183,11 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
         families.setdefault(family, []).append((name, row))
     for family, members in families.items():
         exact = sum(row["status"] == "exact" for _, row in members)
+        refused = sum(row["status"] == "refused" for _, row in members)
+        free = statistics.median([row["free"] for _, row in members if row["status"] == "exact"] or [0.0])
         checked = sum("onnx_error" in row for _, row in members)
-        lines.append(f"| {family} | {len(members)} | {exact} | {checked} | {len(members) - exact} |")
+        cells = (len(members), exact, checked, f"{free:.3f}", refused, len(members) - exact - refused)
+        lines.append(f"| {family} | {' | '.join(map(str, cells))} |")
     for family, members in families.items():
         folded = f'<details markdown="1"><summary>{len(members)} models</summary>'
         lines += ["", f"## {family}", "", folded, ""]
@@ -199,8 +203,11 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
     ]
     for key, row in rows.items():
         if row["status"] == "exact" and row["free"] < 0.9:
-            reason = max(row["pinned"], key=row["pinned"].__getitem__)
+            reason = max(row["pinned"], key=row["pinned"].__getitem__, default="no layer reads channels")
             lines.append(f"| {key} | {row['free']:.3f} | {reason} |")
+    lines += ["", "## Not saved", "", "Exact, but `save` holds no functions of a model's own.", ""]
+    lines += ["| model | what it says |", "|---|---|"]
+    lines += [f"| {key} | {row['not_saved']} |" for key, row in rows.items() if "not_saved" in row]
     lines += [
         "",
         "## What is pinned",

@@ -23,6 +23,10 @@ def work(entry: Entry, gigabytes: int, onnx: bool, strength: float | None, sende
         else:
             attempt(entry, row, onnx, strength)
     except Exception as error:
+        from smcp_fx import SmcpError
+
+        if row["stage"] == "prepare" and isinstance(error, SmcpError):
+            row["status"] = "refused"
         row["why"] = f"{row['stage']}: {type(error).__name__}: {str(error)[:600]}"
         row["where"] = traceback.format_exc(limit=-4)[-1500:]
     sender.send(row)

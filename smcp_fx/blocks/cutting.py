@@ -41,7 +41,7 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
     gates = gated(traced, how)
     read_by_concatenations: set[fx.Node] = set()
     blocks = []
-    for nodes in _fused(traced):
+    for nodes in _fused(traced, channels):
         first = operation_of(traced.module, nodes[0])
         if first == "cat":
             converted = set(read_by_concatenations)
@@ -54,7 +54,7 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
     return blocks
 
 
-def _fused(traced: Traced) -> list[list[fx.Node]]:
+def _fused(traced: Traced, channels: ChannelGraph) -> list[list[fx.Node]]:
     """Return which nodes run as one, block by block."""
     blocks: list[list[fx.Node]] = []
     home: dict[fx.Node, int] = {}
@@ -62,10 +62,14 @@ def _fused(traced: Traced) -> list[list[fx.Node]]:
         if not _computes(traced, node) or node.target is recurrent_weight:
             continue
         operation = operation_of(traced.module, node)
-        target = None
-        # The node joins the latest block that ends in one of its operands: engines fuse an addition into the
+        # What reads a matrix of channels by channels runs with what made it: a block's inputs have one dimension of
+        # channels.
+        matrices = [source for source in node.all_input_nodes if source.name in channels.trail.columns]
+        target = home[matrices[0]] if matrices else None
+        # Else the node joins the latest block that ends in one of its operands: engines fuse an addition into the
         # convolution that runs last before it.
-        for source in sorted((n for n in node.all_input_nodes if n in home), key=lambda n: -home[n]):
+        sources = [source for source in node.all_input_nodes if source in home and not matrices]
+        for source in sorted(sources, key=lambda n: -home[n]):
             block = blocks[home[source]]
             if not isinstance(traced.values[source.name], TensorInfo):
                 target = home[source]  # one of several outputs belongs to the operation that made them

@@ -100,6 +100,11 @@ def _free_widths(
     handed_on = _distinct([_units_at(own, name, axis) for name, axis in outputs])
     known = {int(unit) for line in handed_on for unit in line}
     read = [port for port in inputs if port.axis is not None and not set(port.units.tolist()) <= known]
+    read = [
+        port
+        for place, port in enumerate(read)
+        if not any(torch.equal(port.units, o.units) for o in read[:place])
+    ]
     in_widths = [_width(channels, port.node, port.axis or 0) for port in read]
     out_widths = [_width(channels, name, axis) for name, axis in outputs][: len(handed_on)]
     free = []

@@ -128,7 +128,7 @@ def gather_halfway(prepared: PreparedModel, batches: Any, loss: Loss | None = No
     network, there = sliced_graph(prepared), state.of_use()
     repair(network[1], prepared, batches)
     elimination = Elimination(prepared, network, there, number_of(batches))
-    _gather(elimination, batches, loss, prepared)
+    _gather(elimination, batches, loss, trained_graph(prepared)[1])
     found = _put_in_order(elimination, state, state.remembered)
     state.rises = _joined(before, found, {name: int(state.of_group(there, name).sum()) for name in before})
 

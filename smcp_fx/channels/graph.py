@@ -21,6 +21,7 @@ from smcp_fx.channels import (
     rules_windows,
 )
 from smcp_fx.channels.branches import Branches, bits
+from smcp_fx.channels.columns import following, pin_unfollowed
 from smcp_fx.channels.groups import Group, form_groups
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.steadiness import keep_unsteady
@@ -33,16 +34,17 @@ from smcp_fx.texts import table
 if TYPE_CHECKING:
     import networkx as nx
 
-RULES: dict[str, Rule] = {
-    **rules_elementwise.RULES,
-    **rules_movement.RULES,
-    **rules_layers.RULES,
-    **rules_statistics.RULES,
-    **rules_products.RULES,
-    **rules_windows.RULES,
-    **rules_spectra.RULES,
-    **rules_recurrent.RULES,
-}
+_ROOMS = (
+    rules_elementwise,
+    rules_movement,
+    rules_layers,
+    rules_statistics,
+    rules_products,
+    rules_windows,
+    rules_spectra,
+    rules_recurrent,
+)
+RULES: dict[str, Rule] = {name: following(rule) for room in _ROOMS for name, rule in room.RULES.items()}
 
 
 class ChannelGraph:
@@ -240,11 +242,13 @@ def _propagated(
     while True:
         run = Propagation(module, values, RULES, other=other, within=within)
         trail = run.run()
+        pin_unfollowed(run)
         _exclude(run, exclude, keep_first_layer)
         units = close(trail)
         if run.blind:  # a rule may see more once all ties are known
             second = Propagation(module, values, RULES, (trail, units.unit), other, within)
             trail = second.run()
+            pin_unfollowed(second)
             _exclude(second, exclude, keep_first_layer)
             units = close(trail)
         chained = _chained(trail, units)

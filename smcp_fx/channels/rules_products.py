@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, fx
 
+from smcp_fx.channels import columns
 from smcp_fx.channels.labels import uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together
@@ -170,16 +171,13 @@ def _product(
     aligned = [_aligned(labels, own, out) for labels, own in zip(sides, names, strict=True)]
     free = [set(varied_dims(labels)) for labels in aligned]
     if free[0] and free[1] and not free[0] & free[1]:
-        # An outer product: rows and columns cannot both go. The operand with more to tell apart may.
+        # An outer product: labels tell rows or columns apart. They are of the operand with more to tell apart.
         less = int(torch.unique(aligned[0]).numel() >= torch.unique(aligned[1]).numel())
-        run.pin(
-            aligned[less],
-            call.node.name,
-            f"spread over the channels of the other factor in {call.node.name!r}",
-        )
-        aligned[less] = uniform(
-            run.fixed(call.node.name, f"a factor of {call.node.name!r}"), aligned[less].shape
-        )
+        if not columns.note(run, call, aligned, less, shape):
+            why = f"spread over the channels of the other factor in {call.node.name!r}"
+            run.pin(aligned[less], call.node.name, why)
+            made = run.fixed(call.node.name, f"a factor of {call.node.name!r}")
+            aligned[less] = uniform(made, aligned[less].shape)
     return bring_together(run, call, aligned, shape)
 
 
@@ -191,9 +189,12 @@ def _contracted(
     Where nothing else tells both operands' channels apart, these go together, and the product sees the kept ones;
     where this is so of one operand alone, they stay.
     """
+    first = FIRST_FACTOR.get(call.name or "", 0)
+    known = columns.contract(run, call, first, sides, names, out) if run.trail.columns else None
+    if known is not None:
+        return known
     dims = [{d for d, name in enumerate(own) if name not in out} for own in names]
     mixed = [mix(run, call, labels, summed) for labels, summed in zip(sides, dims, strict=True)]
-    first = FIRST_FACTOR.get(call.name or "", 0)
     if mixed == [None, None] and len(dims[0]) == len(dims[1]) == 1 and _is_apart(call, first):
         (left,), (right,) = dims
         run.tie(channel_labels(run, sides[0], left), channel_labels(run, sides[1], right))

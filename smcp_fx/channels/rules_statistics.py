@@ -101,7 +101,7 @@ def reduction(run: Propagation, call: Call) -> Any:
     labels = as_image(run, labels, reduced)
     reduced_labels = mix(run, call, labels, reduced)
     if reduced_labels is None:
-        form = _form(call)
+        form = form_of(call)
         if form is None:
             return run.unknown(call, f"channels are mixed by {call.name!r}")
         options = (tuple(sorted(reduced)), _correction(call)) if form == "spread" else ()
@@ -119,7 +119,7 @@ def _made_of_channels(run: Propagation, call: Call) -> int:
     return run.fixed(call.node.name, f"made of all channels by {call.name!r} (at {call.node.name!r})")
 
 
-def _form(call: Call) -> str | None:
+def form_of(call: Call) -> str | None:
     """How the operation is told which channels it may see; None where it has another form."""
     if call.node.kwargs.get("out") is not None:
         return None

@@ -214,6 +214,9 @@ class Trail:
     full: dict[str, int] = field(default_factory=dict)
     #: Depthwise convolutions whose kernels are computed: the channels' dimension.
     kernels: dict[str, int] = field(default_factory=dict)
+    #: Matrices of channels by channels: the dimension of the columns, and their labels.
+    columns: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    followed: set[tuple[str, str]] = field(default_factory=set)  # (matrix, node that reads it)
     #: Nodes computed from sizes alone -> those of their users that are, too; the others read the kept channels.
     made: dict[str, set[str]] = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)  # nodes whose tensors hold a part of another's elements

@@ -48,8 +48,8 @@ class FlopsCost:
             for (path, widths), times in positions.items()
         ]
         terms += [
-            without_branch(channels, [node], CostTerm(node, (width,), proportional(count / images / of)))
-            for node, count, width, of in _products(traced, channels, set().union(*nodes.values()))
+            without_branch(channels, [node], CostTerm(node, widths, proportional(count / images / of)))
+            for node, count, widths, of in _products(traced, channels, set().union(*nodes.values()))
         ]
         return network_cost("FLOPs", channels, terms, traced.outside / images)
 
@@ -71,11 +71,11 @@ def _images(traced: Traced, channels: ChannelGraph) -> int:
 
 def _products(
     traced: Traced, channels: ChannelGraph, layers: Collection[str]
-) -> Iterator[tuple[str, int, Width, int]]:
-    """Yield what computes beside ``layers``: (node, multiply-adds, the width these scale with, that width in full).
+) -> Iterator[tuple[str, int, tuple[Width, ...], int]]:
+    """Yield what computes beside ``layers``: (node, multiply-adds, widths these scale with, their product in full).
 
-    A product of tensors that sums over channels scales with the channels kept, any other with those kept of its
-    result. In attention, the scores scale with what is kept of the queries.
+    A product of tensors scales with the channels kept of what it sums over, and with those of its result: rows, and
+    columns if it has some. In attention, the scores scale with what is kept of the queries.
     """
     summed = {mix.node: mix.labels.reshape(-1) for mix in channels.trail.mixes}
     nodes = {node.name: node for node in traced.module.graph.nodes}
@@ -87,14 +87,17 @@ def _products(
             query, value = (_argument(node, *which) for which in ((0, "query"), (2, "value")))
             lengths = [traced.values[given.name].shape[-1] for given in (query, value)]
             scores = count * lengths[0] // sum(lengths)
-            yield name, scores, *_left(channels, query.name)
+            width, of = _left(channels, query.name)
+            yield name, scores, (width,), of
             count -= scores
         if name in channels.trail.full:
-            yield name, count, Width(1), 1
-        elif name in summed:
-            yield name, count, channels.width(summed[name]), summed[name].numel()
-        else:
-            yield name, count, *_left(channels, name)
+            yield name, count, (), 1
+            continue
+        lines = [summed[name]] if name in summed else []
+        lines += [channels.trail.columns[name][1]] if name in channels.trail.columns else []
+        width, of = _left(channels, name)
+        widths = (width, *(channels.width(line) for line in lines))
+        yield name, count, widths, prod((of, *(line.numel() for line in lines)))
 
 
 def _argument(node: fx.Node, place: int, name: str) -> fx.Node:

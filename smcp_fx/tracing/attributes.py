@@ -41,9 +41,14 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
     """A module's attributes; lists and dicts copied, since forward may add to them."""
     return {
-        name: copy.copy(value) if isinstance(value, (list, dict)) else value
+        name: _copied(value) if isinstance(value, (list, dict)) else value
         for name, value in vars(module).items()
     }
+
+
+def _copied(value: list[Any] | dict[Any, Any]) -> list[Any] | dict[Any, Any]:
+    """A copy. (Modules hold a dozen empty dicts of hooks each, for which `copy.copy` takes a roundabout way.)"""
+    return value.copy() if type(value) in (list, dict, OrderedDict) else copy.copy(value)
 
 
 def _restore_attributes(module: nn.Module, attributes: dict[str, Any], constants: bool = True) -> None:

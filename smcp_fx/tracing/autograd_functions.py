@@ -2,7 +2,8 @@
 
     Reverse.apply(x)   is one call in the graph; traced through, it would be what autograd makes of its forward
 
-What such a call does with channels is unknown: what it reads and returns is pinned.
+What such a call does with channels is unknown, and what it reads and returns is pinned, unless its forward works on
+each value alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.fx.proxy import Proxy
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from smcp_fx.tracing.plain_functions import forward_of_function, is_plain_function
+from smcp_fx.tracing.plain_functions import forward_of_function, is_plain_function, works_on_each_value
 
 
 @contextmanager
@@ -38,7 +39,8 @@ def functions_kept(tracer: Any) -> Iterator[None]:
             return args[0](*args[2:])  # it recomputes what it runs, which changes no number
         if not kwargs and is_plain_function(cls, pytree.tree_map(seen, args)):
             return forward_of_function(cls)(*args)
-        return tracer.create_proxy("call_function", applied(cls), args, kwargs)
+        alone = not kwargs and works_on_each_value(cls, pytree.tree_map(seen, args))
+        return tracer.create_proxy("call_function", applied(cls, alone), args, kwargs)
 
     def seen(given: Any) -> Any:
         return tracer.value(given.node) if isinstance(given, Proxy) else given
@@ -80,8 +82,9 @@ def _any_proxy(*trees: Any) -> bool:
 class _Applied:
     """Applies a class; with the names by which fx writes a function down, and a pickle that refers to the class."""
 
-    def __init__(self, cls: Any) -> None:
-        self._class = cls
+    def __init__(self, cls: Any, alone: bool) -> None:
+        self._class, self._alone = cls, alone
+        self.operation = "ownelementwise" if alone else None  # its name (`tracing.operations`)
         self.__name__ = self.__qualname__ = f"{cls.__name__}_apply"
         self.__module__ = cls.__module__
 
@@ -92,10 +95,10 @@ class _Applied:
         return f"<{self._class.__qualname__}.apply>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return applied, (self._class,)
+        return applied, (self._class, self._alone)
 
 
 @functools.cache
-def applied(cls: Any) -> Callable[..., Any]:
-    """What applies this class: one object a class."""
-    return _Applied(cls)
+def applied(cls: Any, alone: bool = False) -> Callable[..., Any]:
+    """What applies this class: one object a class. ``alone``: it works on each value alone."""
+    return _Applied(cls, alone)

@@ -9,11 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from smcp_fx.tracing.operations import function_name, normal_name
+from smcp_fx.tracing.traits import Trait, has
 
 _NO_SETUP = torch.autograd.Function.setup_context
 #: Sizes of values, and of gradients, on which both backwards are compared: one that clips is another for large ones.
@@ -51,13 +56,57 @@ def is_plain_function(cls: Any, args: tuple[Any, ...]) -> bool:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(tensor.is_complex() or not tensor.is_floating_point() for tensor in tensors):
         return False
+    return _apart(lambda: all(_alike(cls, args, *scales) for scales in _SCALES))
+
+
+def works_on_each_value(cls: Any, args: tuple[Any, ...]) -> bool:
+    """Is its forward made of operations on each value alone, whatever its backward is? (Rounding straight through.)
+
+    One that asks for sizes is not: its values may follow from the number of channels.
+    """
+
+    def watch() -> bool:
+        with torch.no_grad(), _Watch() as watch:
+            given = pytree.tree_map(lambda v: torch.randn(v.shape) if isinstance(v, Tensor) else v, args)
+            watch.asked.clear()
+            found = forward_of_function(cls)(*given)
+        shapes = [leaf.shape for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+        wanted = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+        plain = isinstance(found, Tensor) and found.shape == wanted
+        return plain and bool(watch.asked) and all(has(name, Trait.ELEMENTWISE) for name in watch.asked)
+
+    return _apart(watch)
+
+
+class _Watch(TorchFunctionMode):
+    """Notes which operations are run, but for questions that no channel answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _HARMLESS:
+            name = function_name(func) or normal_name(getattr(func, "__name__", ""))
+            if name == "viewas" and args[0] is args[1]:  # how a forward returns what it reads
+                name = "identity"
+            self.asked.append(_REVERSED.get(name, name))
+        return func(*args, **(kwargs or {}))
+
+
+_HARMLESS = {getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad")} | {Tensor.dim}
+_REVERSED = {"rsub": "sub", "rmul": "mul", "radd": "add", "rdiv": "div", "rtruediv": "div", "rpow": "pow"}
+
+
+def _apart(ask: Callable[[], bool]) -> bool:
+    """The answer, found in a thread that no trace follows; no where the forward fails."""
     found: list[bool] = []
 
     def compare() -> None:
         with torch.enable_grad(), contextlib.suppress(Exception):  # whatever a forward says to other values
-            found.append(all(_alike(cls, args, *scales) for scales in _SCALES))
+            found.append(ask())
 
-    apart = threading.Thread(target=compare)  # which no trace follows
+    apart = threading.Thread(target=compare)
     apart.start()
     apart.join()
     return found == [True]

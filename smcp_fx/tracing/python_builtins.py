@@ -70,7 +70,8 @@ class StandIns:
         for space in _spaces(model):
             if isinstance(space, ModuleType):
                 called = _called(space.__name__)
-                passing = {kind: told[kind.__name__] for kind in (int, float) if kind.__name__ in called}
+                numbers: tuple[type, ...] = (int, float)
+                passing = {kind: told[kind.__name__] for kind in numbers if kind.__name__ in called}
                 told["type"] = self._type_of(passing)
                 self._wanted += [(space, name, told[name]) for name in called if name not in vars(space)]
             self._wanted += _uncached_in(space)

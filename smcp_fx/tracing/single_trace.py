@@ -61,10 +61,13 @@ class _Tracer(ShapeTracer):
         self._paths: dict[nn.Module, str] = {}
         self._looked_into: set[nn.Module] = set()  # modules of torch that are being looked into
         self.proxy_buffer_attributes = proxy_buffers
+        self._tensors: dict[int, tuple[str, Tensor]] = {}  # parameters and buffers by their ids
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace, knowing the paths of the model's modules."""
         self._paths = {module: path for path, module in root.named_modules()}
+        named = [*(root.named_buffers() if self.proxy_buffer_attributes else ()), *root.named_parameters()]
+        self._tensors = {id(tensor): (name, tensor) for name, tensor in named}
         return super().trace(root, concrete_args)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -158,7 +161,18 @@ class _Tracer(ShapeTracer):
         """Return an attribute; another thread, which just runs, gets it as it is."""
         if self.contexts.elsewhere:
             return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
+        # torch.fx looks through all tensors of the model at every read; here, unless forward has moved this one.
+        name, tensor = self._tensors.get(id(attr_val), (None, None))
+        if (
+            name is None
+            or tensor is not attr_val
+            or _registered(self.root, name) is not attr_val
+            or self.evaluating()
+        ):
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+        return parameter_proxy_cache[name]
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Note in which contexts each node was made."""
@@ -167,6 +181,15 @@ class _Tracer(ShapeTracer):
             node._rename("self_module")
         self.contexts.note(node)
         return node
+
+
+def _registered(root: nn.Module, name: str) -> Tensor | None:
+    """The parameter or buffer of this name, read from the tables of modules, as their attributes are traced."""
+    *path, last = name.split(".")
+    module: nn.Module | None = root
+    for part in path:
+        module = None if module is None else module._modules.get(part)
+    return None if module is None else module._parameters.get(last, module._buffers.get(last))
 
 
 #: A trace, and the numbers that its forward counts up.

@@ -205,7 +205,7 @@ def _differs(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...], 
     return TraceError(
         f"the traced graph of {name} computes something else than the model does: first difference at "
         f"{_first_difference(model, traced, inputs)}. Something in its forward takes another way when it is "
-        "traced; a question such as `type(x) is Tensor` is the usual cause."
+        "traced; a question about a type, such as `type(x) in KINDS`, is the usual cause."
     )
 
 

@@ -55,7 +55,8 @@ _NAMES = {
         gelu gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot identity imag invert isfinite
         isinf isnan le leakyrelu lerp log log10 log1p log2 logaddexp logicaland logicalnot logicalor logicalxor
         logit logsigmoid lt maskedfill maximum minimum mish mod mul nantonum ne neg oneslike polar pos positive
-        pow randlike randnlike real reciprocal relu relu6 remainder resolveconj round rrelu rsqrt selu sgn
+        ownelementwise pow randlike randnlike real reciprocal relu relu6 remainder resolveconj round rrelu rsqrt
+        selu sgn
         sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square stochasticdepth sub swish tan
         tanh tanhshrink threshold to trunc type typeas where xlogy zero zeroslike
     """,

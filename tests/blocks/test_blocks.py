@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
 import torchvision
+from models_products import (
+    channels_attend_to_channels,
+    channels_attend_to_fewer,
+    channels_attend_to_those_of_other_layers,
+)
+from torch import nn
 
 from smcp_fx.blocks.cutting import cut
 from smcp_fx.blocks.fused import FusedBlock
@@ -71,6 +78,20 @@ def test_blocks_are_built_at_any_width(name: str) -> None:
                 assert inputs[0].shape[1] == widths[0], block.name
             elif len(block.widths) == 1 and len(inputs) == 1 and inputs[0].dim() == 4 and len(outputs) == 1:
                 assert widths[0] in (inputs[0].shape[1], outputs[0].shape[1]), block.name
+
+
+@pytest.mark.parametrize(
+    "made", [channels_attend_to_channels, channels_attend_to_those_of_other_layers, channels_attend_to_fewer]
+)
+def test_attention_among_channels_is_one_block(made: Callable[[], nn.Module]) -> None:
+    """It cannot be cut where a tensor has channels along two dimensions; its width is that of the maps it reads."""
+    traced = trace(made().eval(), (torch.randn(2, 3, 8, 8),))
+    blocks = cut(traced, build(traced.module, traced.values, multiple=1))
+    (block,) = (block for block in blocks if any("softmax" in name for name in block.nodes))
+    assert block.widths
+    module, inputs = block.build(tuple(grid[len(grid) // 2] for grid in block.grids))
+    full, before = block.build(block.full_widths)
+    assert module(*inputs).shape[1] < full(*before).shape[1]
 
 
 def test_equal_blocks_have_equal_signatures() -> None:

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Iterator
 
 import pytest
 import torch
 from models import chain, randomise
 from tolerances import assert_close
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import smcp_fx
+from smcp_fx.calibration.batches import each_batch, number_of
 from smcp_fx.errors import InfeasibleBudgetError
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
 Batches = list[tuple[Tensor, Tensor]]
 
 
-def _gathered(target: float = 0.25) -> tuple[smcp_fx.PreparedModel, Batches]:
+def _model() -> nn.Module:
+    """Of no class that is the likeliest for all images."""
     torch.manual_seed(0)
-    model, images = randomise(chain(16, 24, 16)).eval(), torch.randn(4, 16, 3, 8, 8)
+    model, images = randomise(chain(16, 24, 16)).eval(), torch.randn(64, 3, 8, 8)
+    with torch.no_grad():
+        model[-1].bias -= model(images).mean(0)
+    return model
+
+
+def _gathered(target: float = 0.25) -> tuple[smcp_fx.PreparedModel, Batches]:
+    model, images = _model(), torch.randn(4, 16, 3, 8, 8)
     with torch.no_grad():
         labels = [model(x).argmax(1) for x in images]
     prepared = smcp_fx.prepare(model, images[0][:2], target=target, config=SMALL)
@@ -67,6 +78,10 @@ def test_labels_that_are_missing_are_drawn_by_the_whole_network(monkeypatch: pyt
     module = importlib.import_module("smcp_fx.calibration.compress")
     monkeypatch.setattr(module, "_drawn", lambda scores, batch: scores.argmax(1))
     (labelled, batches), (without, _) = _gathered(), _gathered()
+    half = copy.deepcopy(labelled)
+    half.pruner.solve(0.5)
+    with torch.no_grad():
+        assert not torch.equal(half(batches[0][0]).argmax(1), batches[0][1])
     smcp_fx.gather_halfway(labelled, batches)
     smcp_fx.gather_halfway(without, [x for x, _ in batches])
     one, other = labelled.pruner.rises, without.pruner.rises
@@ -80,8 +95,7 @@ def test_what_is_left_rests_on_both_gathers() -> None:
     smcp_fx.gather_halfway(prepared, batches)
     prepared.pruner.solve()
     assert prepared.pruner.present_cost <= 0.25 * prepared.pruner.full_cost
-    torch.manual_seed(0)
-    smaller = smcp_fx.compress(randomise(chain(16, 24, 16)).eval(), batches, target=0.25, config=SMALL)
+    smaller = smcp_fx.compress(_model(), batches, target=0.25, config=SMALL)
     expected = smcp_fx.convert(prepared)
     smcp_fx.repair(expected, prepared, batches)
     with torch.no_grad():
@@ -106,3 +120,24 @@ def test_without_rises_there_is_nothing_to_gather_again() -> None:
     prepared.smcp.rises = None
     smcp_fx.gather_halfway(prepared, batches)
     assert all(bool(mask.all()) for mask in prepared.masks.values())
+
+
+class _Unmeasured(IterableDataset[Tensor]):
+    """It does not know its length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randn(6, 3, 8, 8))
+
+
+def test_batches_are_counted_whatever_they_are() -> None:
+    x = torch.randn(6, 3, 8, 8)
+    unmeasured = DataLoader(_Unmeasured(), 4)
+    cases = (
+        (x, 1),
+        ({"x": x}, 1),
+        (list(x.split(2)), 3),
+        (DataLoader(TensorDataset(x), 4), 2),
+        (unmeasured, 2),
+    )
+    for batches, expected in cases:
+        assert number_of(batches) == expected == sum(1 for _ in each_batch(batches))

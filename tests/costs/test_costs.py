@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Net, Residual, between, chain, conv, conv_bn, free_parameter, random_masks, size_of
+from models_products import channels_attend_to_channels, channels_attend_to_fewer
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
 import smcp_fx
@@ -88,6 +90,20 @@ def check(model: nn.Module, x: Tensor, cost: str, seeds: range) -> None:
         sliced = smcp_fx.convert(prepared)
         counted = flops_of(sliced, x) if cost == "flops" else size_of(sliced)
         assert pruner.cost.cost(pruner.counts) == counted
+
+
+@pytest.mark.parametrize("made", [channels_attend_to_channels, channels_attend_to_fewer])
+def test_products_of_rows_and_columns(made: Callable[[], nn.Module]) -> None:
+    """As torch counts them in the deployed network, by the rows and by the columns that are left."""
+    x = torch.randn(2, 3, 8, 8)
+    prepared = smcp_fx.prepare(made().eval(), x, cost="flops", config=smcp_fx.PruningConfig(multiple=1))
+    for seed in range(3):
+        prepared.set_masks(random_masks(prepared, seed))
+        sliced = smcp_fx.convert(prepared)
+        with FlopCounterMode(display=False) as counted:
+            sliced(x)
+        total = counted.get_total_flops() / 2 / x.shape[0]
+        assert prepared.pruner.cost.cost(prepared.pruner.counts) == total
 
 
 @pytest.mark.parametrize("cost", ["flops", "params"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import between, check_slicing
-from torch import Tensor
+from torch import Tensor, nn
 
 import smcp_fx
 
@@ -78,10 +78,64 @@ def test_what_recomputes_is_traced_through() -> None:
     assert prepared.channels.free_share == 1.0
 
 
-@pytest.mark.parametrize("function", [_Clipped, _Straight])
-def test_what_has_another_backward_is_kept(function: Any) -> None:
-    model = between(lambda s, h: function.apply(h)).eval()
-    prepared = smcp_fx.prepare(model, IMAGE)
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return -g
+
+
+class _Shaken(torch.autograd.Function):
+    """A mixture of two branches, of which backward makes another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, share: Tensor) -> Tensor:
+        return share * x + (1 - share) * y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        return 0.3 * g, 0.7 * g, None
+
+
+class _ByWidth(torch.autograd.Function):
+    """Each value alone, and the number of channels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign() / x.shape[1] ** 0.5
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g
+
+
+class _ByMean(_ByWidth):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign() * x.abs().mean()
+
+
+def shaken(s: Any, h: Tensor) -> Tensor:
+    return _Shaken.apply(h, s.mid(h), torch.full((h.shape[0], 1, 1, 1), 0.4).to(h))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "wiring",
+    [*(lambda s, h, f=f: f.apply(h) for f in (_Clipped, _Straight, _Reversed)), shaken],
+    ids=["clipped", "straight", "reversed", "shaken"],
+)
+def test_what_has_another_backward_keeps_it_and_is_free_value_by_value(wiring: Any) -> None:
+    prepared = check_slicing(between(wiring, mid=nn.Conv2d(8, 8, 1)), (IMAGE,))
+    assert prepared.channels.free_share == 1.0
+    assert any("_apply" in node.name for node in prepared.graph.nodes)
+
+
+@pytest.mark.parametrize("function", [_ByWidth, _ByMean])
+def test_what_has_another_backward_and_reads_all_channels_stays(function: Any) -> None:
+    prepared = smcp_fx.prepare(between(lambda s, h: function.apply(h)).eval(), IMAGE)
     assert prepared.channels.free_share == 0.0
     reason = f"operation '{function.__name__}_apply' has no channel rule"
     assert any(reason in group.pinned for group in prepared.channels.groups)
