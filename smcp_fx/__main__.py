@@ -23,8 +23,8 @@ def main() -> int:
         for command, told in _COMMANDS.items():
             print(f"  python -m smcp_fx {command:<8} {told}")
         return 0 if name in ("--version", "--help", "-h") else 2
-    run = importlib.import_module(f"smcp_fx.cli.{name}").main
-    code: int = run(sys.argv[2:])
+    sys.argv = [f"smcp-{name}", *sys.argv[2:]]
+    code: int = importlib.import_module(f"smcp_fx.cli.{name}").main()
     return code
 
 

@@ -102,6 +102,18 @@ def priced_as(blocks: Iterable[Block]) -> dict[tuple[str, Grids], Block]:
     return found
 
 
+def rows_by_block(
+    rows: Iterable[tuple[Block, tuple[int, ...]]], blocks: Iterable[Block]
+) -> list[tuple[Block, list[tuple[int, ...]]]]:
+    """Return rows of ``blocks`` by the block that each is measured in: the one whose rows price it (`priced_as`)."""
+    homes = priced_as(blocks)
+    found: dict[tuple[str, Grids], tuple[Block, list[tuple[int, ...]]]] = {}
+    for block, point in rows:
+        home = homes.get((block.signature, block.grids), block)
+        found.setdefault((home.signature, home.grids), (home, []))[1].append(point)
+    return list(found.values())
+
+
 def _reaches(grids: Grids, others: Grids) -> bool:
     return len(grids) == len(others) and all(a[-1] >= b[-1] for a, b in zip(grids, others, strict=True))
 

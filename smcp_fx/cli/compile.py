@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, tell
+from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, tell, wait_asleep
 from smcp_fx.cli.flags import add_backend_options, add_options, chosen, own_options
 from smcp_fx.config import PruningConfig
 
@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console, problems = consoles()
     if not (sys.argv[1:] if argv is None else argv):
         return guarded("smcp-compile", lambda: _usage(console), problems, debug=False)
+    if arguments["backend"] != "torch":  # PyTorch is timed as it is by itself
+        wait_asleep(argv)
     debug = arguments.pop("debug")
     how_on = "Give the same command again."
 

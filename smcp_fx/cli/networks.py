@@ -58,17 +58,15 @@ def wanted_of(
     fingerprint: Fingerprint,
 ) -> list[tuple[Block, tuple[tuple[int, ...], ...]]]:
     """Return the rows of ``blocks``, some of the network's, to measure next on another device, block by block."""
+    from smcp_fx.blocks.sharing import rows_by_block
     from smcp_fx.latency.rounds import rows_for_targets
 
     wanted = table.wanted(blocks, fingerprint, whole=not targets)
     if wanted or not targets:
         return wanted
     latency, mine = network.latency(table, fingerprint), {block.signature for block in blocks}
-    rows: dict[str, tuple[Block, list[tuple[int, ...]]]] = {}
-    for block, point in rows_for_targets(latency, targets):
-        if block.signature in mine:
-            rows.setdefault(block.signature, (block, []))[1].append(point)
-    return [(block, tuple(points)) for block, points in rows.values()]
+    rows = [(block, point) for block, point in rows_for_targets(latency, targets) if block.signature in mine]
+    return [(block, tuple(points)) for block, points in rows_by_block(rows, network.blocks)]
 
 
 def add_network_options(parser: argparse.ArgumentParser, model: bool = False) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible
+from smcp_fx.cli.common import CommandParser, consoles, guarded, interruptible, wait_asleep
 from smcp_fx.cli.flags import add_options, chosen
 
 _EXAMPLES = """examples:
@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments["recipe"] is None:
             raise InputError("which recipe? --list names them")
+        wait_asleep(argv)
         run_recipe(arguments["recipe"], chosen(RunSettings, arguments), arguments["overrides"], console)
         return 0
 

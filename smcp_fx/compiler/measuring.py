@@ -108,17 +108,23 @@ class Corrector:
         def solve(aim: float) -> _Candidate:
             self._aim(aim)
             pruner.solve()
-            return _Candidate(self, f"last masks, try {next(solves)}", step)
+            tried.append(_Candidate(self, f"last masks, try {next(solves)}", step))
+            return tried[-1]
 
-        first = _Candidate(self, "last masks", step)
+        tried = [first := _Candidate(self, "last masks", step)]
         try:
             best, measured, met = seek(self.fraction, first, solve, self._told())
         finally:
             self._drop_engine()
         if not met:
             self.prepared.set_masks(best.masks)
+            gap = (
+                f". The choices offered leave a gap there: channels go in multiples of {pruner.config.multiple} "
+                "(--multiple), and counts that save hardly any time are left out"
+            )
             self.say(
                 f"no solve came within {CLOSE:.0%} of the target: the nearest is kept, at {measured:.1%}"
+                + (gap if any(candidate.below for candidate in tried) else "")
             )
         pruner.correction = best.correction  # belongs to these masks
 
@@ -162,12 +168,13 @@ class Corrector:
 
 
 class _Candidate:
-    """The network that the present masks make; see `seeking.Candidate`."""
+    """The network that the present masks make; see `seeking.Candidate`. ``below``: its solve found none nearer."""
 
     def __init__(self, corrector: Corrector, name: str, step: int) -> None:
         pruner = corrector.prepared.pruner
         self.masks, self.correction = corrector.prepared.masks, pruner.correction
         self.predicted = pruner.present_cost
+        self.below = self.predicted < (1 - CLOSE) * min(pruner.target / self.correction, pruner.full_cost)
         self._corrector, self._name, self._step, self._measured = corrector, name, step, False
 
     def measure(self) -> RelativeLatency:

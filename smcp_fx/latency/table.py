@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from smcp_fx.backends.base import Backend, BlockLatency, Fingerprint
 from smcp_fx.backends.timing.measuring import Measurement, TimingConfig
-from smcp_fx.blocks.sharing import Block, Grids, priced_as, unique_blocks
+from smcp_fx.blocks.sharing import Block, Grids, priced_as, rows_by_block, unique_blocks
 from smcp_fx.errors import InputError, TableError
 from smcp_fx.latency.filling import Filling, MeasureReport, Wanted
 from smcp_fx.latency.inputs import known_at
@@ -156,15 +156,13 @@ class LatencyTable:
 
         ``blocks``: the blocks whose rows, including these, are checked against each other.
         """
-        given, fingerprint = list(rows), backend.fingerprint()
+        blocks = list(blocks)
+        given, fingerprint = rows_by_block(rows, blocks), backend.fingerprint()
 
         def lacking() -> Wanted:
-            found: dict[str, tuple[Block, list[Point]]] = {}
-            for block, point in given:
-                found.setdefault(block.signature, (block, []))[1].append(point)
             return [
                 (block, points)
-                for block, all_points in found.values()
+                for block, all_points in given
                 if (points := self._unknown(block, all_points, fingerprint))
             ]
 

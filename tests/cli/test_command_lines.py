@@ -19,7 +19,7 @@ from smcp_fx.cli import compile as compile_cli
 from smcp_fx.cli import inspect as inspect_cli
 from smcp_fx.cli import table as table_cli
 from smcp_fx.cli import train as train_cli
-from smcp_fx.cli.common import consoles, guarded
+from smcp_fx.cli.common import consoles, guarded, wait_asleep
 from smcp_fx.compiler import CompileSettings
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.errors import CheckpointError, InputError
@@ -399,3 +399,37 @@ def test_relative_paths_begin_where_the_command_was_given(
 def test_the_package_runs_as_a_module(arguments: list[str], code: int, said: str) -> None:
     ended = subprocess.run([sys.executable, "-m", "smcp_fx", *arguments], capture_output=True, text=True)
     assert ended.returncode == code and said in ended.stdout
+
+
+def test_threads_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command starts itself again, once, unless it has one thread or is called by another program."""
+    started: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(os, "execv", lambda *given: started.append(given))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "smcp_fx.cli.train", "recipe"])
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    threads = 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    wait_asleep(None)
+    threads = 2
+    wait_asleep(["recipe"])
+    assert not started
+    wait_asleep(None)
+    wait_asleep(None)  # the second time as the command that was started
+    assert started == [(sys.executable, [sys.executable, "-m", "smcp_fx.cli.train", "recipe"])]
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="commands start themselves again on POSIX alone")
+def test_a_command_that_starts_itself_again_says_everything_once(tmp_path: Path) -> None:
+    script = tmp_path / "command.py"
+    script.write_text(
+        "import os, sys\nfrom smcp_fx.cli.common import wait_asleep\nwait_asleep(None)\n"
+        "print(os.environ.get('OMP_WAIT_POLICY'), *sys.argv[1:])\nsys.exit(3)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    ended = subprocess.run(
+        [sys.executable, script, "a b", ""], env={**environment, "OMP_NUM_THREADS": "2"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "passive a b \n", "")

@@ -61,14 +61,14 @@ class Formula(Backend):
         return FixedEngine(self.latency(self.compiled[-1], len(self.compiled)))
 
 
-def prepared(target: float = 0.5) -> PreparedModel:
+def prepared(target: float = 0.5, multiple: int = 1) -> PreparedModel:
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Flatten(),
         nn.Linear(256, 4),
     )  # fmt: skip
     schedule = smcp_fx.Schedule(epochs=1, steps_per_epoch=12, warmup=0.1, ramp=0.4, cooldown=0.1, every=2)
-    config = smcp_fx.PruningConfig(multiple=1)
+    config = smcp_fx.PruningConfig(multiple=multiple)
     return smcp_fx.prepare(
         net, torch.randn(2, 3, 8, 8), target=target, cost="params", schedule=schedule, config=config
     )
@@ -88,10 +88,9 @@ def train(model: PreparedModel, corrector: Corrector, steps: int = 12) -> None:
 def corrector_of(
     model: PreparedModel, latency: Callable[[int, int], float], state: Path, said: list[str]
 ) -> Corrector:
-    full = model.pruner.full_cost
-    return Corrector(
-        model, Formula(latency), FixedEngine(full), (torch.randn(2, 3, 8, 8),), 0.5, state, said.append
-    )
+    full, target = model.pruner.full_cost, model.pruner.target
+    images = (torch.randn(2, 3, 8, 8),)
+    return Corrector(model, Formula(latency), FixedEngine(full), images, target / full, state, said.append)
 
 
 def measured_now(model: PreparedModel) -> float:
@@ -125,7 +124,15 @@ def test_every_solve_of_the_last_masks_is_measured_and_the_nearest_kept(tmp_path
     assert [c.measured.fraction for c in corrector.comparisons] == pytest.approx(list(answers.values()))
     assert len(corrector.comparisons) == 1 + 1 + TRIES
     assert corrector.backend.compiled[3] == round(measured_now(model) * full)  # the try that measured 0.56
-    assert "the nearest is kept, at 56.0%" in said[-1]
+    assert said[-1].endswith("the nearest is kept, at 56.0%")
+
+
+def test_a_target_between_the_choices_of_a_small_network_is_explained(tmp_path: Path) -> None:
+    """Of three layers of 64 channels in steps of 32, nothing lies between half and three quarters."""
+    model, said = prepared(0.62, multiple=32), []
+    train(model, corrector_of(model, lambda size, _: size, tmp_path, said))
+    assert "no solve came within 1% of the target" in said[-1]
+    assert "channels go in multiples of 32 (--multiple)" in said[-1]
 
 
 def test_what_the_corrections_made_of_the_masks_is_no_training_cut_short(tmp_path: Path, recwarn) -> None:

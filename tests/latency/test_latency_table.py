@@ -169,6 +169,21 @@ def test_few_rows_and_those_asked_for(tmp_path: Path) -> None:
             assert float(price.doubt(*map(np.array, point))) == 0.0
 
 
+def test_rows_that_blocks_of_one_kind_lack_are_each_measured_in_one_wide_enough(tmp_path: Path) -> None:
+    """As the first layers of a ResNet-50's stages: the narrower one comes first, and cannot be made wider."""
+    narrow, wide, tall = conv("narrow", c_in=64, c_out=64), conv("wide", c_out=64), conv("tall", c_in=64)
+    blocks, backend = [narrow, wide, tall], FakeBackend()
+    assert narrow.signature == wide.signature == tall.signature
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        table.measure(blocks, backend, whole=False)
+        backend.log.clear()
+        table.learn([(narrow, (24, 40)), (wide, (232, 40)), (tall, (24, 232))], blocks, backend)
+    assert {name: point for name, point in backend.log if point != (24, 40)} == {
+        "wide": (232, 40), "tall": (24, 232)
+    }  # fmt: skip
+    assert ("narrow", (24, 40)) not in backend.log  # priced, and measured, as part of a larger one
+
+
 def test_a_row_that_was_asked_for_and_fails_leaves_the_others_in_use(tmp_path: Path) -> None:
     block, backend = conv(), FakeBackend(fails_at=(200, 120))
     with LatencyTable(tmp_path / "t.sqlite") as table:
