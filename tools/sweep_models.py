@@ -203,7 +203,9 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
     ]
     for key, row in rows.items():
         if row["status"] == "exact" and row["free"] < 0.9:
-            reason = max(row["pinned"], key=row["pinned"].__getitem__, default="no layer reads channels")
+            reason = max(
+                row["pinned"], key=row["pinned"].__getitem__, default="no layer whose weight is a parameter"
+            )
             lines.append(f"| {key} | {row['free']:.3f} | {reason} |")
     lines += ["", "## Not saved", "", "Exact, but `save` holds no functions of a model's own.", ""]
     lines += ["| model | what it says |", "|---|---|"]

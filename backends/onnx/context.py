@@ -15,7 +15,7 @@ from smcp_fx.blocks.feeding import ACTIVATION, CONVOLUTION, MOVEMENT
 #: Prefix of such nodes' names.
 CONTEXT = "smcp_context"
 #: Up to this many channels an input is the network's own (an image), and is fed as it is. Chosen, not measured.
-_IMAGE_CHANNELS = 4
+IMAGE_CHANNELS = 4
 _FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, TensorProto.DOUBLE: np.float64}
 
 
@@ -31,7 +31,7 @@ def add_context(model: onnx.ModelProto, fed_by: Sequence[str] = ()) -> onnx.Mode
     for position, value in enumerate(graph.input):
         kind = value.type.tensor_type
         shape = [dim.dim_value for dim in kind.shape.dim]
-        if len(shape) != 4 or shape[1] <= _IMAGE_CHANNELS or kind.elem_type not in _FLOATS:
+        if len(shape) != 4 or shape[1] <= IMAGE_CHANNELS or kind.elem_type not in _FLOATS:
             continue
         inner, name = value.name, f"{CONTEXT}_{value.name}"
         how = fed_by[position] if position < len(fed_by) else CONVOLUTION

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from smcp_fx.backends.onnx.context import IMAGE_CHANNELS
 from smcp_fx.backends.onnx.scheme import Scheme
 
 _READERS = ("AveragePool", "Conv", "ConvTranspose", "Gemm", "GlobalAveragePool", "MatMul")
@@ -75,6 +76,7 @@ def block_in_bytes(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a block's model in INT8 that takes and gives bytes, as it does inside a network.
 
     Inputs are bytes where every reader quantises them, results of four axes where the block has a quantised layer.
+    Images come in float.
     """
     from smcp_fx.backends.onnx.quantization import quantised_block
 
@@ -84,7 +86,8 @@ def block_in_bytes(model: onnx.ModelProto) -> onnx.ModelProto:
         return found
     for value in graph.input:
         readers = [node for node in graph.node if value.name in node.input]
-        if readers and all(node.op_type == _Q for node in readers):
+        image = 0 < value.type.tensor_type.shape.dim[1].dim_value <= IMAGE_CHANNELS
+        if readers and not image and all(node.op_type == _Q for node in readers):
             outputs = {node.output[0] for node in readers}
             for node in graph.node:
                 if node.op_type == _DQ and node.input[0] in outputs:

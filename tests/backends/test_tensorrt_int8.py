@@ -119,12 +119,22 @@ def test_a_network_is_quantised_built_and_compared(
     backend.close()
 
 
-def test_blocks_take_and_give_bytes() -> None:
-    for name, kind in (("conv", onnx.TensorProto.INT8), ("shuffle", onnx.TensorProto.FLOAT)):
-        found = written_block(BlockModels(OPSET).model(ABlock(name, size=16), WIDTHS), "int8")
-        onnx.checker.check_model(found, full_check=True)
-        values = (*found.graph.input, *found.graph.output)
-        assert {value.type.tensor_type.elem_type for value in values} == {kind}
+@pytest.mark.parametrize(
+    ("name", "widths", "kinds"),
+    [
+        ("conv", (16, 16), "iii"),
+        ("conv", (3, 16), "fii"),
+        ("shuffle", (16, 16), "ff"),
+        ("head", (16,), "if"),
+    ],
+)
+def test_blocks_take_and_give_bytes(name: str, widths: tuple[int, ...], kinds: str) -> None:
+    """But for images and scores, and where nothing is quantised."""
+    found = written_block(BlockModels(OPSET).model(ABlock(name, size=16), widths), "int8")
+    onnx.checker.check_model(found, full_check=True)
+    types = {"i": onnx.TensorProto.INT8, "f": onnx.TensorProto.FLOAT}
+    values = (*found.graph.input, *found.graph.output)
+    assert [value.type.tensor_type.elem_type for value in values] == [types[kind] for kind in kinds]
 
 
 def test_what_int8_lacks_is_told(images: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
