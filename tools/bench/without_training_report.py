@@ -187,7 +187,7 @@ def _cost_table(costs: Lines) -> list[str]:
     ]
     for one in costs:
         took = dict(one["cpu_seconds"])
-        parts = [took.pop(part, 0.0) for part in ("gather_importance", "gather_halfway", "repair")]
+        parts = [took.pop(part) for part in ("gather_importance", "gather_halfway", "repair")]
         found.append(
             f"| {one['model']}, {one['side']} pixels | {one['images']} | "
             f"{''.join(f'{seconds:.0f} s | ' for seconds in [*parts, sum(took.values())])}"
