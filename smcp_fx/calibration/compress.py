@@ -110,7 +110,7 @@ def gather_halfway(prepared: PreparedModel, batches: Any, loss: Loss | None = No
     The fewer channels the others have left, the more each matters: rises of single groups do not add up. So masks are
     solved for halfway (the root of the share that is asked for), what they leave is repaired, and importances and
     rises are gathered from that. Of channels that are gone there, the order from before stays. Leaves the masks
-    halfway, and so the next `solve` ends it. Does nothing where no rises are known, or nothing need go.
+    halfway, for `Pruner.solve` to end it. Does nothing where no rises are known, or nothing need go.
 
     Args:
         batches: as for `gather_importance`; those without labels get some that are drawn from the whole model's

@@ -114,7 +114,7 @@ class Elimination:
     """Gathers the inputs of layers over batches, then orders channels by how dispensable they are.
 
     ``network``: as `sliced_graph` returns it for the present masks or, with every unit, `trained_graph`. ``there``
-    [units] bool: the units that it has.
+    [units] bool: the units that it has. ``batches``: how many there will be.
     """
 
     def __init__(
@@ -129,9 +129,8 @@ class Elimination:
         nodes = {node.name: node for node in self.graph.graph.nodes}
         self._readers: dict[fx.Node, _Reader] = {}
         self._unread = torch.zeros(self._state.keep.numel() + 1, dtype=torch.bool)
-        stays = torch.cat(
-            [self._there, torch.ones(1, dtype=torch.bool)]
-        )  # place -1, of what stays, is the last
+        # Place -1, of what stays, is the last.
+        stays = torch.cat([self._there, torch.ones(1, dtype=torch.bool)])
         for layer in masked_layers(prepared.channels):
             node, places = nodes.get(layer.node), self._state.places(layer.input_channels).cpu()
             places = places[stays[places]]
