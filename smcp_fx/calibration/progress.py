@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 #: Called with the share of the work that is done, rising to 1.
 Progress = Callable[[float], object]
@@ -29,6 +30,4 @@ class Stretch:
     def split(self, *shares: float) -> list[Stretch]:
         """Return consecutive parts that end at these shares, and the rest."""
         ends = [0.0, *shares, 1.0]
-        return [
-            replace(self, start=self.at(a), end=self.at(b)) for a, b in zip(ends, ends[1:], strict=False)
-        ]
+        return [replace(self, start=self.at(a), end=self.at(b)) for a, b in pairwise(ends)]
