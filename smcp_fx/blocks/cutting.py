@@ -35,13 +35,17 @@ hardsigmoid hardswish silu gelu elu tanh prelu
 
 
 def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
-    """Cut a traced network, as it runs in eval mode, into blocks; every operation on tensors is in exactly one."""
+    """Cut a traced network, as it runs in eval mode, into blocks.
+
+    Every operation on tensors is in exactly one, but for those that follow from parameters alone (computed weights,
+    expanded tokens): engines compute these when they load the network, so each block that reads one has it inside.
+    """
     traced = replace(traced, module=fx.GraphModule(traced.module, evaluated_graph(traced.module.graph)))
-    how = how_written(traced)
+    how, reached = how_written(traced), _reached(traced)
     gates = gated(traced, how)
     read_by_concatenations: set[fx.Node] = set()
     blocks = []
-    for nodes in _fused(traced, channels):
+    for nodes in _fused(traced, channels, reached):
         first = operation_of(traced.module, nodes[0])
         if first == "cat":
             converted = set(read_by_concatenations)
@@ -50,16 +54,17 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
             converted = set()
         else:
             converted = {source for source, gate in gates.items() if gate not in nodes}
-        blocks.append(make_block(traced, channels, nodes, converted, how))
+        loaded = _loaded(traced, nodes, reached)
+        blocks.append(make_block(traced, channels, nodes, converted, how, loaded))
     return blocks
 
 
-def _fused(traced: Traced, channels: ChannelGraph) -> list[list[fx.Node]]:
+def _fused(traced: Traced, channels: ChannelGraph, reached: set[fx.Node]) -> list[list[fx.Node]]:
     """Return which nodes run as one, block by block."""
     blocks: list[list[fx.Node]] = []
     home: dict[fx.Node, int] = {}
     for node in traced.module.graph.nodes:
-        if not _computes(traced, node) or node.target is recurrent_weight:
+        if not _computes(traced, node) or node not in reached or node.target is recurrent_weight:
             continue
         operation = operation_of(traced.module, node)
         # What reads a matrix of channels by channels runs with what made it: a block's inputs have one dimension of
@@ -88,6 +93,28 @@ def _fused(traced: Traced, channels: ChannelGraph) -> list[list[fx.Node]]:
     return blocks
 
 
+def _reached(traced: Traced) -> set[fx.Node]:
+    """Return the nodes whose tensors depend on the values of an input; sizes do not, as files have fixed ones."""
+    reached: set[fx.Node] = set()
+    for node in traced.module.graph.nodes:
+        given = node.op == "placeholder" or bool(reached & set(node.all_input_nodes))
+        if given and _holds_tensors(traced, node):
+            reached.add(node)
+    return reached
+
+
+def _loaded(traced: Traced, nodes: list[fx.Node], reached: set[fx.Node]) -> list[fx.Node]:
+    """Return what these nodes read that follows from parameters alone, in the order it is computed."""
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in reached and source not in found and _computes(traced, source):
+                found.add(source)
+                waiting.append(source)
+    return [node for node in traced.module.graph.nodes if node in found - set(nodes)]
+
+
 def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
     """Whether an operation that only reads a block's result is fused into it."""
     operations = [operation_of(traced.module, node) for node in block]
@@ -102,7 +129,11 @@ def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
 def _computes(traced: Traced, node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method", "call_module"):
         return False
-    return any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(traced.values[node.name]))
+    return _holds_tensors(traced, node)
+
+
+def _holds_tensors(traced: Traced, node: fx.Node) -> bool:
+    return any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(traced.values.get(node.name)))
 
 
 def _tensor_users(traced: Traced, node: fx.Node) -> int:

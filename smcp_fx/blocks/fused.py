@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from smcp_fx.blocks.widths import take_out, thin
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import Width
+from smcp_fx.passes.fold_computed_weights import FoldComputedWeights
 from smcp_fx.passes.restore_recurrent_layers import RestoreRecurrentLayers
 from smcp_fx.passes.slice_channels import SliceChannels
 from smcp_fx.tracing.values import TensorInfo
@@ -66,6 +67,7 @@ class FusedBlock:
         absent = {port.node for port in with_channels if not keep[port.units].any()}
         if absent:
             take_out(module, absent, self.name)
+        FoldComputedWeights()(module)
         SliceChannels(self.channels, keep)(module)
         RestoreRecurrentLayers()(module)
         with torch.no_grad():

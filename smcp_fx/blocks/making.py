@@ -31,13 +31,17 @@ def make_block(
     nodes: list[fx.Node],
     converted: Collection[fx.Node],
     how: Mapping[fx.Node, str],
+    loaded: list[fx.Node],
 ) -> FusedBlock:
     """Return the block of these nodes.
 
     ``converted``: nodes whose tensors another block has converted into a plain layout; ``how``: how each tensor is
-    written (`blocks.feeding.how_written`).
+    written (`blocks.feeding.how_written`); ``loaded``: nodes that follow from parameters alone, and are read here.
     """
-    border = _Border.of(traced, channels, nodes)
+    paths = [str(node.target) for node in nodes if node.op == "call_module"]
+    name = paths[0] if paths else nodes[0].name
+    nodes = loaded + nodes
+    border = _Border.of(traced, channels, nodes, set(loaded))
     module, values = _subgraph(traced, nodes, border)
     own = _own_channels(module, values, channels, border.axes)
     inputs = tuple(
@@ -48,9 +52,8 @@ def make_block(
     read_before = tuple(i for i, source in enumerate(border.tensors) if source in converted)
     ways = tuple(how.get(source, CONVOLUTION) for source in border.tensors)
     fed_by = ways if set(ways) - {CONVOLUTION} else ()
-    paths = [str(node.target) for node in nodes if node.op == "call_module"]
     return FusedBlock(
-        name=paths[0] if paths else nodes[0].name,
+        name=name,
         nodes=tuple(node.name for node in nodes),
         signature=signature(traced, nodes, border.tensors, border.axes, channels, read_before, fed_by),
         widths=tuple(width for width, _ in free),
@@ -75,7 +78,9 @@ class _Border:
     axes: dict[str, int | None]
 
     @classmethod
-    def of(cls, traced: Traced, channels: ChannelGraph, nodes: list[fx.Node]) -> _Border:
+    def of(
+        cls, traced: Traced, channels: ChannelGraph, nodes: list[fx.Node], loaded: set[fx.Node]
+    ) -> _Border:
         inside = set(nodes)
         read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
         tensors = [
@@ -85,7 +90,9 @@ class _Border:
             and source.op != "get_attr"
             and isinstance(traced.values[source.name], TensorInfo)
         ]
-        ends = [node for node in nodes if any(user not in inside for user in node.users)] or nodes[-1:]
+        ends = [
+            node for node in nodes if node not in loaded and any(user not in inside for user in node.users)
+        ] or nodes[-1:]
         return cls(tensors, ends, {source.name: _axis(channels, source.name) for source in tensors})
 
 
