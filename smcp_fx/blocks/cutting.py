@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from smcp_fx.blocks.feeding import gated, how_written
 from smcp_fx.blocks.fused import FusedBlock
+from smcp_fx.blocks.loaded import computes, loaded, reached
 from smcp_fx.blocks.making import make_block
 from smcp_fx.blocks.signature import MOVES
 from smcp_fx.channels import ChannelGraph
@@ -41,11 +41,11 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
     expanded tokens): engines compute these when they load the network, so each block that reads one has it inside.
     """
     traced = replace(traced, module=fx.GraphModule(traced.module, evaluated_graph(traced.module.graph)))
-    how, reached = how_written(traced), _reached(traced)
+    how, dynamic = how_written(traced), reached(traced, channels)
     gates = gated(traced, how)
     read_by_concatenations: set[fx.Node] = set()
     blocks = []
-    for nodes in _fused(traced, channels, reached):
+    for nodes in _fused(traced, channels, dynamic):
         first = operation_of(traced.module, nodes[0])
         if first == "cat":
             converted = set(read_by_concatenations)
@@ -54,17 +54,16 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
             converted = set()
         else:
             converted = {source for source, gate in gates.items() if gate not in nodes}
-        loaded = _loaded(traced, nodes, reached)
-        blocks.append(make_block(traced, channels, nodes, converted, how, loaded))
+        blocks.append(make_block(traced, channels, nodes, converted, how, loaded(traced, nodes, dynamic)))
     return blocks
 
 
-def _fused(traced: Traced, channels: ChannelGraph, reached: set[fx.Node]) -> list[list[fx.Node]]:
+def _fused(traced: Traced, channels: ChannelGraph, dynamic: set[fx.Node]) -> list[list[fx.Node]]:
     """Return which nodes run as one, block by block."""
     blocks: list[list[fx.Node]] = []
     home: dict[fx.Node, int] = {}
     for node in traced.module.graph.nodes:
-        if not _computes(traced, node) or node not in reached or node.target is recurrent_weight:
+        if not computes(traced, node) or node not in dynamic or node.target is recurrent_weight:
             continue
         operation = operation_of(traced.module, node)
         # What reads a matrix of channels by channels runs with what made it: a block's inputs have one dimension of
@@ -93,28 +92,6 @@ def _fused(traced: Traced, channels: ChannelGraph, reached: set[fx.Node]) -> lis
     return blocks
 
 
-def _reached(traced: Traced) -> set[fx.Node]:
-    """Return the nodes whose tensors depend on the values of an input; sizes do not, as files have fixed ones."""
-    reached: set[fx.Node] = set()
-    for node in traced.module.graph.nodes:
-        given = node.op == "placeholder" or bool(reached & set(node.all_input_nodes))
-        if given and _holds_tensors(traced, node):
-            reached.add(node)
-    return reached
-
-
-def _loaded(traced: Traced, nodes: list[fx.Node], reached: set[fx.Node]) -> list[fx.Node]:
-    """Return what these nodes read that follows from parameters alone, in the order it is computed."""
-    found: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in reached and source not in found and _computes(traced, source):
-                found.add(source)
-                waiting.append(source)
-    return [node for node in traced.module.graph.nodes if node in found - set(nodes)]
-
-
 def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
     """Whether an operation that only reads a block's result is fused into it."""
     operations = [operation_of(traced.module, node) for node in block]
@@ -126,15 +103,5 @@ def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
     return operation in _FOLLOWERS and (operations[0] in _ANCHORS | _FOLLOWERS or "linear" in operations)
 
 
-def _computes(traced: Traced, node: fx.Node) -> bool:
-    if node.op not in ("call_function", "call_method", "call_module"):
-        return False
-    return _holds_tensors(traced, node)
-
-
-def _holds_tensors(traced: Traced, node: fx.Node) -> bool:
-    return any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(traced.values.get(node.name)))
-
-
 def _tensor_users(traced: Traced, node: fx.Node) -> int:
-    return sum(user.op == "output" or _computes(traced, user) for user in node.users)
+    return sum(user.op == "output" or computes(traced, user) for user in node.users)

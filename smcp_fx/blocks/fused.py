@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx, nn
 
+from smcp_fx.blocks.loaded import load
 from smcp_fx.blocks.widths import take_out, thin
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import Width
@@ -74,7 +75,8 @@ class FusedBlock:
             for tensor in [*module.parameters(), *module.buffers()]:
                 if tensor.is_floating_point():
                     tensor.uniform_(*_WEIGHTS)
-        return module.eval(), tuple(self._example_inputs(keep, absent))
+        load(module.eval())
+        return module, tuple(self._example_inputs(keep, absent))
 
     def _example_inputs(self, keep: Tensor, absent: set[str]) -> list[Tensor]:
         inputs = []

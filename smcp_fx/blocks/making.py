@@ -31,18 +31,18 @@ def make_block(
     nodes: list[fx.Node],
     converted: Collection[fx.Node],
     how: Mapping[fx.Node, str],
-    loaded: list[fx.Node],
+    before: list[fx.Node],
 ) -> FusedBlock:
     """Return the block of these nodes.
 
     ``converted``: nodes whose tensors another block has converted into a plain layout; ``how``: how each tensor is
-    written (`blocks.feeding.how_written`); ``loaded``: nodes that follow from parameters alone, and are read here.
+    written (`blocks.feeding.how_written`); ``before``: what they read that depends on no input.
     """
     paths = [str(node.target) for node in nodes if node.op == "call_module"]
     name = paths[0] if paths else nodes[0].name
-    nodes = loaded + nodes
-    border = _Border.of(traced, channels, nodes, set(loaded))
-    module, values = _subgraph(traced, nodes, border)
+    border = _Border.of(traced, channels, nodes, set(before))
+    every = before + nodes
+    module, values = _subgraph(traced, every, border)
     own = _own_channels(module, values, channels, border.axes)
     inputs = tuple(
         Port(source.name, border.axes[source.name], _units_at(own, source.name, border.axes[source.name]))
@@ -55,7 +55,7 @@ def make_block(
     return FusedBlock(
         name=name,
         nodes=tuple(node.name for node in nodes),
-        signature=signature(traced, nodes, border.tensors, border.axes, channels, read_before, fed_by),
+        signature=signature(traced, every, border.tensors, border.axes, channels, read_before, fed_by),
         widths=tuple(width for width, _ in free),
         grids=tuple(_grid(channels, width) for width, _ in free),
         module=module,
@@ -79,9 +79,9 @@ class _Border:
 
     @classmethod
     def of(
-        cls, traced: Traced, channels: ChannelGraph, nodes: list[fx.Node], loaded: set[fx.Node]
+        cls, traced: Traced, channels: ChannelGraph, nodes: list[fx.Node], before: set[fx.Node]
     ) -> _Border:
-        inside = set(nodes)
+        inside = before | set(nodes)
         read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
         tensors = [
             source
@@ -90,9 +90,7 @@ class _Border:
             and source.op != "get_attr"
             and isinstance(traced.values[source.name], TensorInfo)
         ]
-        ends = [
-            node for node in nodes if node not in loaded and any(user not in inside for user in node.users)
-        ] or nodes[-1:]
+        ends = [node for node in nodes if any(user not in inside for user in node.users)] or nodes[-1:]
         return cls(tensors, ends, {source.name: _axis(channels, source.name) for source in tensors})
 
 
@@ -177,8 +175,15 @@ def _subgraph(traced: Traced, nodes: list[fx.Node], border: _Border) -> tuple[fx
     for node in traced.module.graph.nodes:
         if node in nodes:
             for source in node.all_input_nodes:
-                if source not in copies:
+                if source in copies:
+                    continue
+                if source.op == "get_attr":
                     copies[source] = graph.node_copy(source)
+                else:  # only its size is read
+                    shape = tuple(traced.values[source.name].shape)
+                    copies[source] = graph.create_node(
+                        "call_function", torch.empty, (shape,), name=source.name
+                    )
             args = fx.node.map_arg(node.args, lambda n: copies[n])
             kwargs = fx.node.map_arg(node.kwargs, lambda n: copies[n])
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
