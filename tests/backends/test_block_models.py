@@ -80,7 +80,8 @@ def test_a_template_whose_reshapes_lose_numbers_does_not_serve():
     )
     models = BlockModels()
     for block in cut(traced, build(traced.module, traced.values)):
-        for widths in itertools.product(*((grid[0], grid[-1]) for grid in block.grids)):
+        ends = itertools.product(*((grid[0], grid[-1]) for grid in block.grids))
+        for widths in sorted(ends, key=lambda widths: widths[::-1]):  # the first width changes alone
             module, inputs = block.build(widths)
             with torch.no_grad():
                 expected = flatten_outputs(module(*inputs))
