@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -40,7 +41,7 @@ def at_any_place(run: Propagation, call: Call) -> Call:
         return call
     single = not isinstance(call.args[1], tuple)
     places = [call.args[1]] if single else list(call.args[1])
-    nodes = [call.node.args[1]] if single else list(call.node.args[1])  # type: ignore[arg-type]
+    nodes: list[Any] = [call.node.args[1]] if single else list(call.node.args[1])  # type: ignore[arg-type]
     if any(isinstance(place, ConstantRef) and place.value.dtype == torch.bool for place in places):
         return call
     rank, dim, dims = len(table.shape), 0, set()

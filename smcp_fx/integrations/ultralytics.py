@@ -68,16 +68,20 @@ class PrunedYolo(nn.Module):
         self.model = nn.ModuleList([_without_layers(head, path, called)])
 
     @classmethod
-    def prepare(cls, yolo: nn.Module, image_size: int = 640, **options: Any) -> PrunedYolo:
+    def prepare(
+        cls, yolo: nn.Module, image_size: int = 640, batch_size: int = 2, **options: Any
+    ) -> PrunedYolo:
         """Prepare a model (``YOLO(...).model``) for images of this size; ``options`` are those of `smcp_fx.prepare`.
 
-        The graph takes any size that the model does. Raises as `smcp_fx.prepare` does.
+        A latency is that of ``batch_size`` images of this size; the graph takes any that the model does. Raises as
+        `smcp_fx.prepare` does.
         """
         if not hasattr(yolo, "yaml") or not hasattr(yolo, "model"):
             raise InputError(f"this needs the model of a YOLO (YOLO(...).model), not a {type(yolo).__name__}")
         first = next(iter(yolo.parameters()))
         channels = yolo.yaml.get("channels", 3)  # type: ignore[union-attr, operator]
-        images = torch.rand(2, int(channels), image_size, image_size, device=first.device, dtype=first.dtype)
+        shape = (batch_size, int(channels), image_size, image_size)
+        images = torch.rand(shape, device=first.device, dtype=first.dtype)
         return cls(yolo, prepare(_Network(yolo), images, **options))
 
     def convert(self) -> PrunedYolo:
