@@ -35,7 +35,10 @@ hardsigmoid hardswish silu gelu elu tanh prelu
 
 
 def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
-    """Cut a traced network, as it runs in eval mode, into blocks; every operation on tensors is in exactly one."""
+    """Cut a traced network, as it runs in eval mode, into blocks; every operation on activations is in exactly one.
+
+    What is worked out from weights and sizes alone (anchors) takes no time: runtimes do it when they load the file.
+    """
     traced = replace(traced, module=fx.GraphModule(traced.module, evaluated_graph(traced.module.graph)))
     how = how_written(traced)
     gates = gated(traced, how)
@@ -58,8 +61,14 @@ def _fused(traced: Traced, channels: ChannelGraph) -> list[list[fx.Node]]:
     """Return which nodes run as one, block by block."""
     blocks: list[list[fx.Node]] = []
     home: dict[fx.Node, int] = {}
+    fed: set[fx.Node] = set()
     for node in traced.module.graph.nodes:
-        if not _computes(traced, node) or node.target is recurrent_weight:
+        given = {
+            source for source in node.all_input_nodes if source in fed and _holds_tensors(traced, source)
+        }
+        if given or node.op == "placeholder":
+            fed.add(node)
+        if node not in fed or not _computes(traced, node) or node.target is recurrent_weight:
             continue
         operation = operation_of(traced.module, node)
         # What reads a matrix of channels by channels runs with what made it: a block's inputs have one dimension of
@@ -102,6 +111,10 @@ def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
 def _computes(traced: Traced, node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method", "call_module"):
         return False
+    return _holds_tensors(traced, node)
+
+
+def _holds_tensors(traced: Traced, node: fx.Node) -> bool:
     return any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(traced.values[node.name]))
 
 
