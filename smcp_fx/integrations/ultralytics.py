@@ -26,7 +26,7 @@ from smcp_fx.schedule import Schedule
 from smcp_fx.tracing.wrapping import unwrapped
 
 
-class _Network(nn.Module):
+class NarrowYolo(nn.Module):
     """A YOLO model whose outputs hold one channel of each feature map: they are only asked for their sizes."""
 
     def __init__(self, yolo: nn.Module) -> None:
@@ -82,7 +82,7 @@ class PrunedYolo(nn.Module):
         channels = yolo.yaml.get("channels", 3)  # type: ignore[union-attr, operator]
         shape = (batch_size, int(channels), image_size, image_size)
         images = torch.rand(shape, device=first.device, dtype=first.dtype)
-        return cls(yolo, prepare(_Network(yolo), images, **options))
+        return cls(yolo, prepare(NarrowYolo(yolo), images, **options))
 
     def convert(self) -> PrunedYolo:
         """Return the smaller model, to be put in the place of ``YOLO(...).model``."""
