@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -97,6 +97,15 @@ class PrunedYolo(nn.Module):
         output = self.network(x)
         return output[0] if getattr(self.model[0], "export", False) else output
 
+    def init_criterion(self) -> Any:
+        """Return the original's loss, also outside of a trainer, where the settings that it reads are a dict."""
+        given = self.args
+        self.args = SimpleNamespace(**given) if isinstance(given, dict) else given
+        try:
+            return self.kind.init_criterion(self)  # type: ignore[attr-defined]
+        finally:
+            self.args = given
+
     def __getattr__(self, name: str) -> Any:
         """Methods of the original's class (its loss, and what its trainer calls) do here what they do there."""
         found = inspect.getattr_static(vars(self).get("kind", object), name, None)
@@ -119,6 +128,7 @@ class PrunedYolo(nn.Module):
     def _with(self, network: nn.Module) -> PrunedYolo:
         other = _empty(type(self))
         other.__dict__.update(vars(self), _modules={**self._modules, "network": network})
+        other.__dict__.pop("criterion", None)  # made again, with the settings of then
         return other
 
     def _apply(self, fn: Any, recurse: bool = True) -> PrunedYolo:
