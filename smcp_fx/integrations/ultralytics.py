@@ -55,6 +55,7 @@ class PrunedYolo(nn.Module):
 
     network: nn.Module
     kind: type[nn.Module]
+    args: Any
 
     def __init__(self, yolo: nn.Module, network: nn.Module) -> None:
         super().__init__()
