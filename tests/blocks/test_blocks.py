@@ -44,6 +44,22 @@ def test_every_operation_is_in_one_block(name: str) -> None:
     )  # sizes and the like
 
 
+def test_what_is_worked_out_from_weights_and_sizes_is_no_block() -> None:
+    class Anchors(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.shift = nn.Conv2d(3, 8, 3, padding=1), nn.Parameter(torch.zeros(8, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.conv(x)
+            places = torch.arange(h.shape[2], device=h.device) + 0.5
+            return h + places[:, None] * torch.ones_like(places) + self.shift.exp()[:, :, None]
+
+    traced = trace(Anchors(), (torch.randn(2, 3, 8, 8),))
+    blocks = cut(traced, build(traced.module, traced.values))
+    assert [block.nodes for block in blocks] == [("conv", "add_1", "add_2")]
+
+
 def test_resnet_blocks_are_what_an_engine_fuses() -> None:
     _, _, blocks = blocks_of("resnet18")
     nodes = {block.name: block.nodes for block in blocks}
