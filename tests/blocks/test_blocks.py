@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 
@@ -127,6 +128,31 @@ def _weight_norms() -> nn.Module:
     return nn.Sequential(
         norm(nn.Conv2d(3, 16, 3)), nn.ReLU(), norm(nn.Conv2d(16, 24, 3)), nn.Flatten(), nn.Linear(24 * 784, 5)
     )
+
+
+def test_norms_in_groups_lose_what_they_lose_in_the_network() -> None:
+    """In each group as many channels, where a concat is normed in other groups than its parts: not whole groups."""
+
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 24, 1), nn.Conv2d(32, 4, 1)
+            self.norms = nn.ModuleList(nn.GroupNorm(4, width) for width in (8, 24, 32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            one = self.norms[0](self.one(x))
+            return self.last(self.norms[2](torch.cat([self.norms[1](self.two(one)), one], 1)))
+
+    traced = trace(Norms(), (torch.randn(2, 3, 4, 4),))
+    blocks = cut(traced, build(traced.module, traced.values, multiple=1))
+    grids = [block.grids for block in blocks if "norms" in block.name]
+    assert grids == [((4, 8),), ((12, 24),), ((16, 32),)]
+    for block in blocks:
+        for widths in itertools.product(*block.grids):
+            module, inputs = block.build(widths)
+            with torch.no_grad():
+                module(*inputs)
+            assert all(part.num_groups == 4 for part in module.modules() if isinstance(part, nn.GroupNorm))
 
 
 @pytest.mark.parametrize("made", [_vision_transformer, _swin_v2, _weight_norms])
