@@ -60,6 +60,9 @@ def signature(
                 for v in pytree.tree_leaves(traced.values[node.name])
                 if isinstance(v, TensorInfo)
             ]
+        if operation == "groupnorm" and node.name in channels.trail.grouped:
+            groups, labels = channels.trail.grouped[node.name]
+            step["whole groups of"] = labels.numel() // groups
         steps.append(step)
     shapes = []
     for node in inputs:

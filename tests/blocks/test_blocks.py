@@ -155,6 +155,26 @@ def test_norms_in_groups_lose_what_they_lose_in_the_network() -> None:
             assert all(part.num_groups == 4 for part in module.modules() if isinstance(part, nn.GroupNorm))
 
 
+def test_norms_that_lose_whole_groups_share_no_row_with_others() -> None:
+    """At 8 of their channels, one has two of its groups of four, the other one of eight; a third has all of two."""
+
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            widths = (8, 16, 64)
+            self.convs = nn.ModuleList(nn.Conv2d(3, width, 1) for width in widths)
+            self.norms = nn.ModuleList(nn.GroupNorm(4, width) for width in widths)
+            self.last = nn.ModuleList(nn.Conv2d(width, 4, 1) for width in widths)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(c(b(a(x))) for a, b, c in zip(self.convs, self.norms, self.last, strict=True))
+
+    traced = trace(Norms(), (torch.randn(2, 3, 4, 4),))
+    norms = [b for b in cut(traced, build(traced.module, traced.values, multiple=1)) if "norms" in b.name]
+    assert [block.grids for block in norms] == [((2, 4, 6, 8),), ((4, 8, 12, 16),), (tuple(range(4, 65, 4)),)]
+    assert len({block.signature for block in norms}) == 3
+
+
 @pytest.mark.parametrize("made", [_vision_transformer, _swin_v2, _weight_norms])
 def test_what_follows_from_parameters_is_no_block_of_its_own(made: Callable[[], nn.Module]) -> None:
     """Engines compute it when they load: tokens, biases of positions, normed weights are inside what reads them."""
