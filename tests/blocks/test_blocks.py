@@ -110,6 +110,46 @@ def test_attention_among_channels_is_one_block(made: Callable[[], nn.Module]) ->
     assert module(*inputs).shape[1] < full(*before).shape[1]
 
 
+def _swin_v2() -> nn.Module:
+    return torchvision.models.SwinTransformer(
+        [4, 4], 16, [2], [2], [4, 4], num_classes=5,
+        block=torchvision.models.swin_transformer.SwinTransformerBlockV2,
+        downsample_layer=torchvision.models.swin_transformer.PatchMergingV2,
+    )  # fmt: skip
+
+
+def _vision_transformer() -> nn.Module:
+    return torchvision.models.VisionTransformer(32, 8, 1, 2, 32, 64)
+
+
+def _weight_norms() -> nn.Module:
+    norm = nn.utils.parametrizations.weight_norm
+    return nn.Sequential(
+        norm(nn.Conv2d(3, 16, 3)), nn.ReLU(), norm(nn.Conv2d(16, 24, 3)), nn.Flatten(), nn.Linear(24 * 784, 5)
+    )
+
+
+@pytest.mark.parametrize("made", [_vision_transformer, _swin_v2, _weight_norms])
+def test_what_follows_from_parameters_is_no_block_of_its_own(made: Callable[[], nn.Module]) -> None:
+    """Engines compute it when they load: tokens, biases of positions, normed weights are inside what reads them."""
+    torch.manual_seed(0)
+    traced = trace(made().eval(), (torch.randn(1, 3, 32, 32),))
+    blocks = cut(traced, build(traced.module, traced.values))
+    assert all(block.inputs for block in blocks)
+    by_parameters = {node.name for node in traced.module.graph.nodes if node.op == "get_attr"}
+    read = {port.node for block in blocks for port in block.inputs}
+    for node in traced.module.graph.nodes:  # in order: what only comes from parameters
+        sources = {source.name for source in node.all_input_nodes}
+        if node.op.startswith("call") and sources and sources <= by_parameters:
+            by_parameters.add(node.name)
+    assert not read & by_parameters
+    for block in blocks:
+        for widths in ([grid[0] for grid in block.grids], [grid[-1] for grid in block.grids]):
+            module, inputs = block.build(tuple(widths))
+            with torch.no_grad():
+                module(*inputs)
+
+
 def test_equal_blocks_have_equal_signatures() -> None:
     _, _, blocks = blocks_of("resnet18")
     by_name = {block.name: block.signature for block in blocks}
