@@ -102,10 +102,11 @@ class SliceChannels(GraphPass):
 
     def _resize_modules(self, module: fx.GraphModule, sliced: Sliced) -> list[str]:
         report = []
+        whole = {layer.path for layer in self.channels.layers if layer.kind == "depthwise"}
         # Modules that are not called, too: the graph may read their weights alone, as of a convolution's subclass.
         for path, target in module.named_modules():
             before = _sizes(target)
-            resize_fields(target)
+            resize_fields(target, path in whole)
             if _sizes(target) != before:
                 report.append(f"{path}: {before} -> {_sizes(target)}")
         nodes = {node.name: node for node in module.graph.nodes}
@@ -118,7 +119,8 @@ class SliceChannels(GraphPass):
         for layer in self.channels.layers:
             node = nodes.get(layer.node)
             if layer.kind == "depthwise" and node is not None and node.op != "call_module":
-                groups = sliced.positions(layer.input_channels).numel()
+                left = sliced.positions(layer.input_channels).numel()
+                groups = layer.groups * left // layer.input_channels.numel()
                 if groups != layer.groups:
                     set_argument(node, 6, "groups", groups)
         return report
@@ -170,18 +172,17 @@ def _sizes(module: nn.Module) -> dict[str, int]:
     return {name: value for name, value in vars(module).items() if type(value) is int}
 
 
-def resize_fields(module: nn.Module) -> None:
-    """Make a module's fields say what its tensors' shapes say."""
+def resize_fields(module: nn.Module, whole: bool = False) -> None:
+    """Make a module's fields say what its tensors' shapes say; ``whole``: a convolution has lost whole groups."""
     weight = getattr(module, "weight", None)
     if isinstance(module, nn.modules.conv._ConvNd) and isinstance(weight, Tensor):
         first, second = weight.shape[:2]
-        depthwise = module.groups == module.in_channels and module.groups > 1
+        if whole or (module.groups == module.in_channels and module.groups > 1):
+            channels = module.in_channels if module.transposed else module.out_channels
+            module.groups = first // (channels // module.groups)
         if module.transposed:
-            module.groups = first if depthwise else module.groups
             module.in_channels, module.out_channels = first, second * module.groups
         else:
-            multiplier = module.out_channels // module.in_channels if depthwise else 1
-            module.groups = first // multiplier if depthwise else module.groups
             module.out_channels, module.in_channels = first, second * module.groups
     elif isinstance(module, nn.Linear) and isinstance(weight, Tensor):
         module.out_features, module.in_features = weight.shape

@@ -60,13 +60,14 @@ class Propagation:
         rules: dict[str, Rule],
         earlier: tuple[Trail, Tensor] | None = None,
         other: dict[str, Any] | None = None,
-        within: Collection[str] = (),
+        turned: Collection[str] = (),
     ) -> None:
         self.module = module
         self.values = values
         self.other = other or {}  # the values at another size of the images
         self.rules = rules
-        self.within = within  # group norms that lose equally many channels of every group, not whole groups
+        # Group norms that lose equally many channels of every group, and convolutions that lose whole groups.
+        self.turned = turned
         self.trail = Trail()
         self.blind = False  # whether a rule pinned something because it could not see ties found later
         self._asked: Counter[str] = Counter()

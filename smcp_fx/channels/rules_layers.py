@@ -13,7 +13,7 @@ from smcp_fx.channels.trail import Call, Layer, Mix, Norm, ParameterRef
 
 
 def convolution(run: Propagation, call: Call) -> Any:
-    """Dense convolutions consume and produce; depthwise ones carry; grouped ones tie equal offsets."""
+    """Dense convolutions consume and produce; depthwise ones carry; grouped ones tie equal offsets, or carry."""
     name = call.name or ""
     transposed, rank = "transpose" in name, int(name[-2])
     weights = _weights(run, call)
@@ -33,8 +33,10 @@ def convolution(run: Propagation, call: Call) -> Any:
         return _sliding(run, call, labels, varied, weights)
     inputs = channel_labels(run, labels, axis)
     channels, out_channels = inputs.numel(), call.shape[axis]
-    if groups == channels and channels > 1:
-        outputs = renamed(run, call, inputs.repeat_interleave(out_channels // channels))
+    if groups > 1 and (groups == channels or call.node.name in run.turned):
+        rows = inputs.reshape(groups, -1)
+        run.tie(rows, rows[:, :1].expand_as(rows))
+        outputs = renamed(run, call, rows[:, 0].repeat_interleave(out_channels // groups))
         per_slot = inputs if transposed else outputs
         first = weight.place(0)
         if first is None:
@@ -131,6 +133,7 @@ def dense_convolution(
     if groups > 1:
         rows = inputs.reshape(groups, -1)
         run.tie(rows, rows[:1].expand_as(rows))
+        run.trail.within[call.node.name] = groups, (inputs, outputs)
         columns = outputs.reshape(groups, -1)
         run.tie(columns, columns[:1].expand_as(columns))
         in_slots = inputs if transposed else rows[0]

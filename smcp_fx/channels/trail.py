@@ -106,7 +106,7 @@ class Layer:
 
     node: str
     path: str  # module path; the weight's name for functional calls
-    kind: str  # "dense", "depthwise"
+    kind: str  # "dense", or "depthwise": groups go as a whole, each with its inputs and outputs
     weight: str
     bias: str | None
     in_dim: int
@@ -210,6 +210,8 @@ class Trail:
     mixes: list[Mix] = field(default_factory=list)
     #: Norms whose groups go as a whole: the number of groups, and channel labels.
     grouped: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    #: Convolutions that lose equally many channels of every group: the number of groups, channel labels of both sides.
+    within: dict[str, tuple[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
     #: Nodes that run on all channels, with zeros for those that are gone: the channels' dimension.
     full: dict[str, int] = field(default_factory=dict)
     #: Depthwise convolutions whose kernels are computed: the channels' dimension.
