@@ -125,7 +125,9 @@ def _set_fields(module: nn.Module, twin: nn.Module | None, path: str) -> None:
 def _is_ambiguous(conv: nn.modules.conv._ConvNd) -> bool:
     """Has a grouped convolution lost whole groups, or the same outputs of each?"""
     first, second = conv.weight.shape[:2]
-    sides = (conv.in_channels, conv.out_channels) if conv.transposed else (conv.out_channels, conv.in_channels)
+    sides = (
+        (conv.in_channels, conv.out_channels) if conv.transposed else (conv.out_channels, conv.in_channels)
+    )
     alike = second * conv.groups == sides[1] and first < sides[0]
     return 1 < conv.groups < conv.in_channels and alike and first % (sides[0] // conv.groups) == 0
 

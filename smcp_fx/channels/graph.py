@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from smcp_fx.channels import (
     rules_elementwise,
     rules_layers,
+    rules_mixed,
     rules_movement,
     rules_products,
     rules_recurrent,
@@ -43,6 +44,7 @@ _ROOMS = (
     rules_windows,
     rules_spectra,
     rules_recurrent,
+    rules_mixed,  # after those of plain convolutions
 )
 RULES: dict[str, Rule] = {name: following(rule) for room in _ROOMS for name, rule in room.RULES.items()}
 
@@ -269,6 +271,7 @@ def _closed(
         run = Propagation(module, values, RULES, earlier, other, turned)
         trail = run.run()
         pin_unfollowed(run)
+        rules_mixed.pin_read_otherwise(run)
         _exclude(run, exclude, keep_first_layer)
         units = close(trail)
         if earlier is not None or not run.blind:

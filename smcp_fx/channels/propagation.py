@@ -21,6 +21,7 @@ from smcp_fx.channels.assertions import only_asserted
 from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.made_tensors import made_tensors
+from smcp_fx.channels.mixed_weights import mixed_weights
 from smcp_fx.channels.trail import (
     Call,
     Computed,
@@ -66,8 +67,9 @@ class Propagation:
         self.values = values
         self.other = other or {}  # the values at another size of the images
         self.rules = rules
-        # Group norms that lose equally many channels of every group, and convolutions that lose whole groups.
-        self.turned = turned
+        self.turned = (
+            turned  # group norms that lose some channels of each group, convolutions that lose whole ones
+        )
         self.trail = Trail()
         self.blind = False  # whether a rule pinned something because it could not see ties found later
         self._asked: Counter[str] = Counter()
@@ -84,14 +86,16 @@ class Propagation:
         for view in weight_views(module).values():
             places = zip(view.chain, view.dims, strict=True)
             self._views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
-        self._computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
+        self.computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
         # The rules see neither what only an assertion reads nor what only computes weights.
         self._hidden = only_asserted(module.graph)
         self._made = made_tensors(module, values, self._hidden)
         for found in computed_weights(module, self._shape):
-            name = self._computed[found.result.name] = self.parameter(found.name)
+            name = self.computed[found.result.name] = self.parameter(found.name)
             self.trail.computed[name] = Computed(found.shape, found.source(module), found.unread)
             self._hidden.update(node.name for node in found.alone)
+        self.mixed = mixed_weights(module, values, self.computed)
+        self._hidden.update(node.name for found in self.mixed.values() for node in found.parts)
 
     # ---- labels -----------------------------------------------------------------------------------------
 
@@ -264,8 +268,8 @@ class Propagation:
         if node.op == "placeholder":
             source = self.fixed(node.name, node.meta.get(ORIGIN, f"network input {node.name!r}"))
             return self.filled(value, source)
-        if node.name in self._computed:
-            name = self._computed[node.name]
+        if node.name in self.computed:
+            name = self.computed[node.name]
             return ParameterRef(name, self.trail.computed[name].shape)
         if node.name in self._hidden:
             return None

@@ -49,7 +49,7 @@ def convolution(run: Propagation, call: Call) -> Any:
         run.slot(bias.name, 0, outputs)
     slots, channel_pair = (in_slots, out_slots), (inputs, outputs)
     shape, dims = tuple(labels.shape), (in_dim, out_dim)
-    _record(run, call, weight, bias, kind, dims, groups, slots, channel_pair, shape, (axis, axis))
+    record(run, call, weight, bias, kind, dims, groups, slots, channel_pair, shape, (axis, axis))
     return place(outputs, call.shape, axis)
 
 
@@ -144,7 +144,7 @@ def dense_convolution(
         run.slot(bias.name, 0, outputs)
     slots, channel_pair = (in_slots, out_slots), (inputs, outputs)
     shape, dims = tuple(labels.shape), (in_dim, out_dim)
-    _record(run, call, weight, bias, "dense", dims, groups, slots, channel_pair, shape, (axis, axis))
+    record(run, call, weight, bias, "dense", dims, groups, slots, channel_pair, shape, (axis, axis))
     return place(outputs, call.shape, axis)
 
 
@@ -199,11 +199,11 @@ def dense(
         run.slot(bias.name, 0, outputs)
     channels, shape = (inputs, outputs), tuple(labels.shape)
     pair = in_dim, out_dim
-    _record(run, call, weight, bias, "dense", pair, 1, channels, channels, shape, (axis, out_axis))
+    record(run, call, weight, bias, "dense", pair, 1, channels, channels, shape, (axis, out_axis))
     return place(outputs, call.shape, out_axis)
 
 
-def _record(
+def record(
     run: Propagation,
     call: Call,
     weight: ParameterRef,
@@ -215,8 +215,12 @@ def _record(
     channels: tuple[Tensor, Tensor],
     shape: tuple[int, ...],
     axes: tuple[int, int],
+    source: str | None = None,
 ) -> None:
-    """Note a layer. ``dims``, ``slots``, ``channels``, ``axes``: (input, output); ``shape``: of the input."""
+    """Note a layer. ``dims``, ``slots``, ``channels``, ``axes``: (input, output); ``shape``: of the input.
+
+    ``source``: a parameter of which the weight is computed, also from the input.
+    """
     computed = run.trail.computed.get(weight.name)
     run.trail.layers.append(
         Layer(
@@ -238,8 +242,8 @@ def _record(
             transposed="transpose" in (call.name or ""),
             weight_shape=weight.base.shape,
             axis=axes[1],
-            source=weight.name if computed is None else computed.source,
-            computed=computed is not None,
+            source=source or (weight.name if computed is None else computed.source),
+            computed=source is not None or computed is not None,
         )
     )
 
