@@ -138,14 +138,16 @@ def _keep_product(module: fx.GraphModule, node: fx.Node) -> None:
     """Leave a plain product with a constant: there is no parameter to fold it into."""
     weight, factor = node.args
     assert isinstance(factor, fx.Node)
-    (use,) = node.users
-    name = f"{use.name}_kept"
+    uses = list(node.users)
+    name = f"{uses[0].name}_kept"
     module.register_buffer(name, held_tensor(module, factor).detach().clone())
     with module.graph.inserting_before(node):
         kept = module.graph.create_node("get_attr", name)
-    node.target, node.args, node.meta[META] = operator.mul, (weight, kept), Masked(use.name)
-    module.graph.erase_node(factor)
-    del use.meta[META]
+    node.target, node.args, node.meta[META] = operator.mul, (weight, kept), Masked(uses[0].name)
+    if not factor.users:
+        module.graph.erase_node(factor)
+    for use in uses:
+        del use.meta[META]
 
 
 def held_tensor(module: nn.Module, node: fx.Node) -> Tensor:

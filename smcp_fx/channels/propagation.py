@@ -67,9 +67,7 @@ class Propagation:
         self.values = values
         self.other = other or {}  # the values at another size of the images
         self.rules = rules
-        self.turned = (
-            turned  # group norms that lose some channels of each group, convolutions that lose whole ones
-        )
+        self.turned = turned  # group norms that lose channels of each group; convolutions, whole groups
         self.trail = Trail()
         self.blind = False  # whether a rule pinned something because it could not see ties found later
         self._asked: Counter[str] = Counter()
@@ -268,8 +266,7 @@ class Propagation:
         if node.op == "placeholder":
             source = self.fixed(node.name, node.meta.get(ORIGIN, f"network input {node.name!r}"))
             return self.filled(value, source)
-        if node.name in self.computed:
-            name = self.computed[node.name]
+        if name := self.computed.get(node.name):
             return ParameterRef(name, self.trail.computed[name].shape)
         if node.name in self._hidden:
             return None
