@@ -75,9 +75,12 @@ class MixedWeight:
 
 
 def mixed_weights(
-    module: fx.GraphModule, values: Mapping[str, Any], computed: Collection[str]
+    module: fx.GraphModule, values: Mapping[str, Any], computed: Collection[str], views: Collection[str]
 ) -> dict[fx.Node, MixedWeight]:
-    """Find them, by the layer that reads them. ``computed``: nodes that compute weights from parameters alone."""
+    """Find them, by the layer that reads them.
+
+    ``computed``: nodes that compute weights from parameters alone; ``views``: nodes that move a weight's dimensions.
+    """
     found: dict[fx.Node, MixedWeight] = {}
     for use in module.graph.nodes:
         name = operation_of(module, use) or ""
@@ -86,7 +89,7 @@ def mixed_weights(
         weight = weight_and_bias(use)[0]
         if (
             not isinstance(weight, fx.Node)
-            or weight.name in computed
+            or weight.name in (*computed, *views)
             or weight.op in ("get_attr", "placeholder")
         ):
             continue

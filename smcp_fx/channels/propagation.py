@@ -92,7 +92,7 @@ class Propagation:
             name = self.computed[found.result.name] = self.parameter(found.name)
             self.trail.computed[name] = Computed(found.shape, found.source(module), found.unread)
             self._hidden.update(node.name for node in found.alone)
-        self.mixed = mixed_weights(module, values, self.computed)
+        self.mixed = mixed_weights(module, values, self.computed, self._views)
         self._hidden.update(node.name for found in self.mixed.values() for node in found.parts)
 
     # ---- labels -----------------------------------------------------------------------------------------
