@@ -257,6 +257,17 @@ def index_by_list() -> nn.Module:
     return between(lambda s, h: h[:, [6, 0, 3, 3]], 8, 4)
 
 
+@awkward(0.0)
+def index_by_computed_places() -> nn.Module:
+    """Pinned: places that follow from the input's size; along the rows they would not matter."""
+    return between(lambda s, h: h[:, torch.arange(h.shape[2] // 2) * 2], 8, 4)
+
+
+@awkward(1.0)
+def rows_by_computed_places() -> nn.Module:
+    return between(lambda s, h: h[:, :, torch.arange(h.shape[2]) // 2])
+
+
 @awkward(1.0)
 def repeat_channels() -> nn.Module:
     return between(lambda s, h: h.repeat(1, 2, 1, 1).repeat_interleave(2, 1).flip(1), 4, 16)

@@ -59,13 +59,13 @@ class RelativeBias(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(*sizes) for sizes in ((6, 8), (6, 8), (6, 8), (8, 4)))
         self.table = free_parameter(9, 4)
         place = torch.arange(5)
-        self.register_buffer("index", (place[:, None] - place[None, :] + 4).reshape(-1), persistent=False)
+        self.register_buffer("index", place[:, None] - place[None, :] + 4, persistent=False)
         self.outside = outside
 
     def forward(self, x: Tensor) -> Tensor:
         """[2, 5, 4]."""
         q, k, v = (heads(layer(x), 4) for layer in (self.q, self.k, self.v))
-        bias = self.table[self.index].view(5, 5, -1).permute(2, 0, 1).unsqueeze(0)
+        bias = self.table[self.index[:5, :5].flatten()].view(5, 5, -1).permute(2, 0, 1).unsqueeze(0)
         if self.outside:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         else:
@@ -81,6 +81,21 @@ def attention_with_a_bias_from_a_table() -> nn.Module:
 @awkward(1.0, TOKENS)
 def attention_of_torch_with_a_bias_from_a_table() -> nn.Module:
     return RelativeBias(True)
+
+
+@awkward(1.0, TOKENS)
+def attention_with_positions_by_computed_places() -> nn.Module:
+    """One head, whose channels also meet those of the relative positions."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        q, k, v = s.q(x), s.k(x), s.v(x)
+        positions = s.table[(place[:, None] - place[None, :] + 4.0).long()]
+        scores = q @ k.transpose(-2, -1) + torch.einsum("bqc,qkc->bqk", q, positions)
+        return s.out(scores.softmax(-1) @ v)  # type: ignore[no-any-return]
+
+    layers = {name: nn.Linear(6, 8) for name in "qkv"}
+    return Net(wiring, **layers, out=nn.Linear(8, 4), table=free_parameter(9, 8))
 
 
 @awkward(1.0, TOKENS)

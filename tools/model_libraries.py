@@ -170,7 +170,9 @@ def _spandrel(name: str) -> nn.Module:
 def _ultralytics(name: str) -> nn.Module:
     from ultralytics import YOLO
 
-    return YOLO(f"{name}.yaml", verbose=False).model.float()  # type: ignore[no-any-return]
+    from smcp_fx.integrations.ultralytics import NarrowYolo
+
+    return NarrowYolo(YOLO(f"{name}.yaml", verbose=False).model.float())  # as the integration prepares it
 
 
 def _transformers(name: str) -> nn.Module:

@@ -207,9 +207,9 @@ def render(rows: dict[str, dict[str, Any]]) -> str:
                 row["pinned"], key=row["pinned"].__getitem__, default="no layer whose weight is a parameter"
             )
             lines.append(f"| {key} | {row['free']:.3f} | {reason} |")
-    lines += ["", "## Not saved", "", "Exact, but `save` holds no functions of a model's own.", ""]
-    lines += ["| model | what it says |", "|---|---|"]
-    lines += [f"| {key} | {row['not_saved']} |" for key, row in rows.items() if "not_saved" in row]
+    refused = [f"| {key} | {row['not_saved']} |" for key, row in rows.items() if "not_saved" in row]
+    if refused:
+        lines += ["", "## Not saved", "", "| model | what it says |", "|---|---|", *refused]
     lines += [
         "",
         "## What is pinned",

@@ -158,12 +158,13 @@ def gradients_not_finite(model: Any, inputs: tuple[Any, ...]) -> list[str]:
 def check_saving(entry: Entry, sliced: Any, inputs: tuple[Any, ...], row: dict[str, Any]) -> None:
     """Check that a saved and loaded model gives the same outputs, and note whether its own class does.
 
-    A model that calls functions of its own cannot be saved: what is said of that is noted.
+    What `save` refuses is noted.
     """
     import torch
 
     import smcp_fx
     from smcp_fx.errors import CheckpointError
+    from smcp_fx.serialization.saving import applied_classes
 
     with tempfile.TemporaryDirectory() as folder:
         outputs = run(sliced, inputs)
@@ -173,7 +174,8 @@ def check_saving(entry: Entry, sliced: Any, inputs: tuple[Any, ...], row: dict[s
             row["not_saved"] = str(error)[:300]
             return
         row["regions"] = not isinstance(sliced, torch.fx.GraphModule)
-        loaded = smcp_fx.load(path, into=entry.build()) if row["regions"] else smcp_fx.load(path)
+        into = {"into": entry.build()} if row["regions"] else {}
+        loaded = smcp_fx.load(path, functions=applied_classes(sliced), **into)
         row["reload"] = difference(run(loaded, inputs), outputs)
         if row["reload"] != 0:
             raise ArithmeticError(f"after loading, the output differs by {row['reload']:.3g}")

@@ -293,9 +293,10 @@ def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def consistent(model: onnx.ModelProto) -> bool:
-    """Whether inputs and weights lead to the output shapes that are given, and constant indices stay in range.
+    """Whether inputs and weights lead to the output shapes that are given.
 
-    (The indices were written for other widths.)
+    Constant indices must stay in range, and reshapes keep how many numbers there are, which shape inference does not
+    check. (Both were written for other widths.)
     """
     declared = _without_weights(model)
     for output in declared.graph.output:
@@ -308,13 +309,17 @@ def consistent(model: onnx.ModelProto) -> bool:
         return False
     shapes = {
         value.name: [d.dim_value for d in value.type.tensor_type.shape.dim]
-        for value in (*inferred.graph.value_info, *inferred.graph.input)
+        for value in (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)
     }
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
         if node.op_type == "Gather" and node.input[1] in constants and node.input[0] in shapes:
             axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
             if numpy_helper.to_array(constants[node.input[1]]).max(initial=0) >= shapes[node.input[0]][axis]:
+                return False
+        if node.op_type == "Reshape" and {node.input[0], node.output[0]} <= shapes.keys():
+            before, after = (math.prod(shapes[name]) for name in (node.input[0], node.output[0]))
+            if before and before != after:  # zero where a size is not known
                 return False
     return all(
         [d.dim_value for d in a.type.tensor_type.shape.dim]

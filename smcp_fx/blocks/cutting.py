@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from smcp_fx.blocks.feeding import gated, how_written
 from smcp_fx.blocks.fused import FusedBlock
+from smcp_fx.blocks.loaded import computes, loaded, reached
 from smcp_fx.blocks.making import make_block
 from smcp_fx.blocks.signature import MOVES
 from smcp_fx.channels import ChannelGraph
@@ -35,13 +35,17 @@ hardsigmoid hardswish silu gelu elu tanh prelu
 
 
 def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
-    """Cut a traced network, as it runs in eval mode, into blocks; every operation on tensors is in exactly one."""
+    """Cut a traced network, as it runs in eval mode, into blocks.
+
+    Every operation on tensors is in exactly one, but for those that follow from parameters alone (computed weights,
+    expanded tokens): engines compute these when they load the network, so each block that reads one has it inside.
+    """
     traced = replace(traced, module=fx.GraphModule(traced.module, evaluated_graph(traced.module.graph)))
-    how = how_written(traced)
+    how, dynamic = how_written(traced), reached(traced, channels)
     gates = gated(traced, how)
     read_by_concatenations: set[fx.Node] = set()
     blocks = []
-    for nodes in _fused(traced, channels):
+    for nodes in _fused(traced, channels, dynamic):
         first = operation_of(traced.module, nodes[0])
         if first == "cat":
             converted = set(read_by_concatenations)
@@ -50,16 +54,16 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
             converted = set()
         else:
             converted = {source for source, gate in gates.items() if gate not in nodes}
-        blocks.append(make_block(traced, channels, nodes, converted, how))
+        blocks.append(make_block(traced, channels, nodes, converted, how, loaded(traced, nodes, dynamic)))
     return blocks
 
 
-def _fused(traced: Traced, channels: ChannelGraph) -> list[list[fx.Node]]:
+def _fused(traced: Traced, channels: ChannelGraph, dynamic: set[fx.Node]) -> list[list[fx.Node]]:
     """Return which nodes run as one, block by block."""
     blocks: list[list[fx.Node]] = []
     home: dict[fx.Node, int] = {}
     for node in traced.module.graph.nodes:
-        if not _computes(traced, node) or node.target is recurrent_weight:
+        if not computes(traced, node) or node not in dynamic or node.target is recurrent_weight:
             continue
         operation = operation_of(traced.module, node)
         # What reads a matrix of channels by channels runs with what made it: a block's inputs have one dimension of
@@ -99,11 +103,5 @@ def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:
     return operation in _FOLLOWERS and (operations[0] in _ANCHORS | _FOLLOWERS or "linear" in operations)
 
 
-def _computes(traced: Traced, node: fx.Node) -> bool:
-    if node.op not in ("call_function", "call_method", "call_module"):
-        return False
-    return any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(traced.values[node.name]))
-
-
 def _tensor_users(traced: Traced, node: fx.Node) -> int:
-    return sum(user.op == "output" or _computes(traced, user) for user in node.users)
+    return sum(user.op == "output" or computes(traced, user) for user in node.users)

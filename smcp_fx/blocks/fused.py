@@ -9,9 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx, nn
 
+from smcp_fx.blocks.loaded import load
 from smcp_fx.blocks.widths import take_out, thin
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import Width
+from smcp_fx.passes.fold_computed_weights import FoldComputedWeights
 from smcp_fx.passes.restore_recurrent_layers import RestoreRecurrentLayers
 from smcp_fx.passes.slice_channels import SliceChannels
 from smcp_fx.tracing.values import TensorInfo
@@ -66,13 +68,15 @@ class FusedBlock:
         absent = {port.node for port in with_channels if not keep[port.units].any()}
         if absent:
             take_out(module, absent, self.name)
+        FoldComputedWeights()(module)
         SliceChannels(self.channels, keep)(module)
         RestoreRecurrentLayers()(module)
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
                 if tensor.is_floating_point():
                     tensor.uniform_(*_WEIGHTS)
-        return module.eval(), tuple(self._example_inputs(keep, absent))
+        load(module.eval())
+        return module, tuple(self._example_inputs(keep, absent))
 
     def _example_inputs(self, keep: Tensor, absent: set[str]) -> list[Tensor]:
         inputs = []

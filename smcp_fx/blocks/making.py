@@ -31,14 +31,18 @@ def make_block(
     nodes: list[fx.Node],
     converted: Collection[fx.Node],
     how: Mapping[fx.Node, str],
+    before: list[fx.Node],
 ) -> FusedBlock:
     """Return the block of these nodes.
 
     ``converted``: nodes whose tensors another block has converted into a plain layout; ``how``: how each tensor is
-    written (`blocks.feeding.how_written`).
+    written (`blocks.feeding.how_written`); ``before``: what they read that depends on no input.
     """
-    border = _Border.of(traced, channels, nodes)
-    module, values = _subgraph(traced, nodes, border)
+    paths = [str(node.target) for node in nodes if node.op == "call_module"]
+    name = paths[0] if paths else nodes[0].name
+    border = _Border.of(traced, channels, nodes, set(before))
+    every = before + nodes
+    module, values = _subgraph(traced, every, border)
     own = _own_channels(module, values, channels, border.axes)
     inputs = tuple(
         Port(source.name, border.axes[source.name], _units_at(own, source.name, border.axes[source.name]))
@@ -48,11 +52,10 @@ def make_block(
     read_before = tuple(i for i, source in enumerate(border.tensors) if source in converted)
     ways = tuple(how.get(source, CONVOLUTION) for source in border.tensors)
     fed_by = ways if set(ways) - {CONVOLUTION} else ()
-    paths = [str(node.target) for node in nodes if node.op == "call_module"]
     return FusedBlock(
-        name=paths[0] if paths else nodes[0].name,
+        name=name,
         nodes=tuple(node.name for node in nodes),
-        signature=signature(traced, nodes, border.tensors, border.axes, channels, read_before, fed_by),
+        signature=signature(traced, every, border.tensors, border.axes, channels, read_before, fed_by),
         widths=tuple(width for width, _ in free),
         grids=tuple(_grid(channels, width) for width, _ in free),
         module=module,
@@ -75,8 +78,10 @@ class _Border:
     axes: dict[str, int | None]
 
     @classmethod
-    def of(cls, traced: Traced, channels: ChannelGraph, nodes: list[fx.Node]) -> _Border:
-        inside = set(nodes)
+    def of(
+        cls, traced: Traced, channels: ChannelGraph, nodes: list[fx.Node], before: set[fx.Node]
+    ) -> _Border:
+        inside = before | set(nodes)
         read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
         tensors = [
             source
@@ -170,8 +175,15 @@ def _subgraph(traced: Traced, nodes: list[fx.Node], border: _Border) -> tuple[fx
     for node in traced.module.graph.nodes:
         if node in nodes:
             for source in node.all_input_nodes:
-                if source not in copies:
+                if source in copies:
+                    continue
+                if source.op == "get_attr":
                     copies[source] = graph.node_copy(source)
+                else:  # only its size is read
+                    shape = tuple(traced.values[source.name].shape)
+                    copies[source] = graph.create_node(
+                        "call_function", torch.empty, (shape,), name=source.name
+                    )
             args = fx.node.map_arg(node.args, lambda n: copies[n])
             kwargs = fx.node.map_arg(node.kwargs, lambda n: copies[n])
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.graph import RULES
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
+from smcp_fx.channels.weight_views import is_layer, weight_of
 from smcp_fx.tracing.operations import operation_of, readable_name
 from smcp_fx.tracing.recurrent import recurrent
 from smcp_fx.tracing.tracer import Traced
@@ -53,6 +54,9 @@ def signature(
             step["module"] = _fields(traced.module.get_submodule(str(node.target)), whole)
         elif node.target is recurrent:
             step["module"] = _fields(traced.module.get_submodule(str(node.args[0].target)))  # type: ignore[union-attr]
+        weight = weight_of(node) if is_layer(node) else None
+        if weight is not None and (kernel := list(traced.values[weight.name].shape[2:])):
+            step["kernel"] = kernel
         arguments = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: place.get(n, n.op)))
         step["arguments"] = arguments
         if operation in MOVES or operation not in RULES:

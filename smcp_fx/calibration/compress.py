@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from smcp_fx.calibration.batches import Batch, again, device_of, each_batch, number_of, run_batch
 from smcp_fx.calibration.elimination import Elimination
+from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.repair import repair
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel
@@ -28,6 +29,8 @@ from smcp_fx.pruning.worth import Floats
 from smcp_fx.tracing.example_runs import first_line
 
 Loss = Callable[[Any, Any], Tensor]
+#: Shares of the time after which the first and the second of three parts of gathering are done. Estimates.
+_SHARES = (0.3, 0.7)
 
 
 def compress(
@@ -38,6 +41,7 @@ def compress(
     cost: str | CostModel = "flops",
     loss: Loss | None = None,
     config: PruningConfig | None = None,
+    progress: Progress | None = None,
 ) -> ConvertedModule:
     """Return a smaller model that computes nearly the same, from a trained one and a few hundred images.
 
@@ -49,8 +53,9 @@ def compress(
         batches: as for `recalibrate`; those that run once are read into memory.
         target: as for `prepare`.
         cost: as for `prepare`.
-        config: as for `prepare`.
         loss: as for `gather_importance`.
+        config: as for `prepare`.
+        progress: as for `gather_importance`.
 
     Raises what these raise: `InputError` for batches that do not fit, `InfeasibleBudgetError` for a target out of
     reach, `TraceError` for a model that cannot be traced.
@@ -65,15 +70,18 @@ def compress(
         )
     example = first.to(device_of(model)).args
     prepared = prepare(model, example, target=target, cost=cost, config=config)
-    gather_importance(prepared, batches, loss)
-    gather_halfway(prepared, batches, loss)
+    whole, halfway, repairing = Stretch(progress).split(0.35, 0.8)
+    gather_importance(prepared, batches, loss, progress=whole)
+    gather_halfway(prepared, batches, loss, progress=halfway)
     prepared.pruner.solve()
     smaller = convert(prepared)
-    repair(smaller, prepared, batches)
+    repair(smaller, prepared, batches, progress=repairing)
     return smaller
 
 
-def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None = None) -> None:
+def gather_importance(
+    prepared: PreparedModel, batches: Any, loss: Loss | None = None, *, progress: Progress | None = None
+) -> None:
     """Gather from batches what channels are worth, in eval mode, so that ``prepared.pruner.solve()`` can choose.
 
     In which order a group's channels go is what the layers that read them say: first those that the others make up
@@ -89,22 +97,27 @@ def gather_importance(prepared: PreparedModel, batches: Any, loss: Loss | None =
     distance to the model itself would be zero. Frozen weights count like others. Weights, their gradients and
     statistics are left as they were.
 
+    ``progress`` is called with the share that is done, 0 to 1, after each batch and each group.
+
     Raises `InputError` for batches and losses that do not fit, `TrainingError` where no channel is free.
     """
     state, batches = prepared.smcp, again(batches)
-    first_order(prepared, batches, loss)
+    first, gathering, ordering = Stretch(progress).split(*_SHARES)
+    first_order(prepared, batches, loss, first)
     if not bool((state.gathered > 0).any()) and state.gathered.numel():
         raise InputError(
             "no channel matters to the loss of these batches: are all inputs, or all outputs, zero?"
         )
     everything = torch.ones_like(state.keep)
     elimination = Elimination(prepared, trained_graph(prepared), everything, int(state.gathers))
-    _gather(elimination, batches, loss)
-    rises = _put_in_order(elimination, state, state.gathered)
+    _gather(elimination, batches, loss, gathering)
+    rises = _put_in_order(elimination, state, state.gathered, ordering)
     state.rises = _all_rises(state, rises) if rises else None
 
 
-def gather_halfway(prepared: PreparedModel, batches: Any, loss: Loss | None = None) -> None:
+def gather_halfway(
+    prepared: PreparedModel, batches: Any, loss: Loss | None = None, *, progress: Progress | None = None
+) -> None:
     """Gather again from a network halfway to the target, after `gather_importance` and before the solve.
 
     The fewer channels the others have left, the more each matters: rises of single groups do not add up. So masks are
@@ -116,6 +129,7 @@ def gather_halfway(prepared: PreparedModel, batches: Any, loss: Loss | None = No
         batches: as for `gather_importance`; those without labels get some that are drawn from the whole model's
             predictions.
         loss: as for `gather_importance`.
+        progress: as for `gather_importance`.
 
     Raises what `gather_importance`, `repair` and `Pruner.solve` raise.
     """
@@ -126,15 +140,20 @@ def gather_halfway(prepared: PreparedModel, batches: Any, loss: Loss | None = No
     pruner.check_target()
     pruner.solve(math.sqrt(share) * pruner.correction)
     network, there = sliced_graph(prepared), state.of_use()
-    repair(network[1], prepared, batches)
+    repairing, gathering, ordering = Stretch(progress).split(*_SHARES)
+    repair(network[1], prepared, batches, progress=repairing)
     elimination = Elimination(prepared, network, there, number_of(batches))
-    _gather(elimination, batches, loss, trained_graph(prepared)[1])
-    found = _put_in_order(elimination, state, state.remembered)
+    _gather(elimination, batches, loss, gathering, trained_graph(prepared)[1])
+    found = _put_in_order(elimination, state, state.remembered, ordering)
     state.rises = _joined(before, found, {name: int(state.of_group(there, name).sum()) for name in before})
 
 
 def _gather(
-    elimination: Elimination, batches: Any, loss: Loss | None, labelling: nn.Module | None = None
+    elimination: Elimination,
+    batches: Any,
+    loss: Loss | None,
+    progress: Progress,
+    labelling: nn.Module | None = None,
 ) -> None:
     """Run the batches through. Those without labels get some that ``labelling`` predicts, or the network itself."""
     device = device_of(elimination.whole)
@@ -148,13 +167,17 @@ def _gather(
                 with torch.no_grad(), in_mode(labelling, False):
                     batch = replace(batch, labels=_drawn(run_batch(labelling, batch), batch))
             elimination.gradients(batch, partial(_loss_of, batch=batch, loss=loss))
+            progress(min(batch.number / elimination.batches, 1.0))
 
 
-def _put_in_order(elimination: Elimination, state: PruningState, importances: Tensor) -> dict[str, Floats]:
+def _put_in_order(
+    elimination: Elimination, state: PruningState, importances: Tensor, progress: Progress
+) -> dict[str, Floats]:
     """Order importances [units] as eliminated, the last one gone the largest; return the rises that are known."""
-    rises = {}
-    for name in state.free_masks():
+    rises, names = {}, list(state.free_masks())
+    for done, name in enumerate(names, 1):
         order = elimination.order(name)
+        progress(done / len(names))
         if order is None:
             continue
         mine, n = state.of_group(importances, name), order.units.numel()
@@ -196,13 +219,15 @@ def _all_rises(state: PruningState, known: dict[str, Floats]) -> dict[str, Float
     }
 
 
-def first_order(prepared: PreparedModel, batches: Any, loss: Loss | None = None) -> None:
+def first_order(
+    prepared: PreparedModel, batches: Any, loss: Loss | None = None, progress: Progress | None = None
+) -> None:
     """Gather the first-order importances of channels alone; as `gather_importance` otherwise."""
     state, importance = (
         prepared.smcp,
         TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance),
     )
-    device = device_of(prepared)
+    device, number, told = device_of(prepared), number_of(batches), Stretch(progress)
     before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in prepared.parameters()]
     state.forget()
     try:
@@ -222,6 +247,7 @@ def first_order(prepared: PreparedModel, batches: Any, loss: Loss | None = None)
                 state.gather(
                     units, torch.ones((), dtype=torch.bool, device=units.device), 1 - 1 / batch.number
                 )
+                told(min(batch.number / number, 1.0))
     finally:
         for parameter, gradient, learns in before:
             parameter.requires_grad_(learns)

@@ -124,7 +124,7 @@ class Elimination:
         self.graph, self.whole = network
         self._there = there.cpu()
         self._joined = prepared.plan.traced.joined
-        self._batches = batches
+        self.batches = batches
         self._images = 0
         nodes = {node.name: node for node in self.graph.graph.nodes}
         self._readers: dict[fx.Node, _Reader] = {}
@@ -167,8 +167,8 @@ class Elimination:
             _, positions = reader.consumer.positions(y)
             wanted = max(LEAST_ROWS, ROWS_PER_INPUT * reader.places.numel())
             chosen = torch.arange(positions)
-            if positions > -(-wanted // self._batches):
-                chosen = torch.randperm(positions, generator=generator)[: -(-wanted // self._batches)]
+            if positions > -(-wanted // self.batches):
+                chosen = torch.randperm(positions, generator=generator)[: -(-wanted // self.batches)]
             for rows in reader.consumer.rows(x, y, chosen.to(y.device)):
                 reader.sums.add(*rows)
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from smcp_fx.calibration.batches import MEMORY, Batch, device_of, each_batch, entering
+from smcp_fx.calibration.progress import Progress
 from smcp_fx.calibration.side_by_side import RepairReport, SideBySide
 from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
@@ -20,7 +21,9 @@ from smcp_fx.regions import sharing
 from smcp_fx.tracing.wrapping import unwrapped
 
 
-def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairReport:
+def repair(
+    smaller: nn.Module, prepared: nn.Module, batches: Any, *, progress: Progress | None = None
+) -> RepairReport:
     """Fit a sliced network to what the whole one computed, in place, without labels or gradients.
 
     ``smaller`` is what `convert` makes of ``prepared`` in its present state. It is fitted to the network as it was
@@ -34,6 +37,7 @@ def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairRepor
         prepared: what it was converted from.
         batches: as for `recalibrate`; a few hundred images suffice. At most 2 GiB of activations are held at a time,
             so the first layers see fewer large images than the last.
+        progress: called with the share that is done, 0 to 1, after each layer.
 
     Raises `InputError`, and leaves ``smaller`` as it was, for batches that do not fit, for fewer than two images, for
     activations that are not finite, and for models that do not belong together.
@@ -53,7 +57,7 @@ def repair(smaller: nn.Module, prepared: nn.Module, batches: Any) -> RepairRepor
     keep = prepared.smcp.units_kept().cpu() | ~prepared.channels.free_units
     with torch.no_grad(), in_mode(smaller, False), in_mode(whole_model, False), _unless_it_fails(smaller):
         used = [entering(whole_model, joined, one) for one in _fitting(batches, device_of(smaller))]
-        return SideBySide(part, whole, used, Sliced(prepared.channels, keep)).run()
+        return SideBySide(part, whole, used, Sliced(prepared.channels, keep)).run(progress)
 
 
 def _alike(smaller: nn.Module, fresh: nn.Module) -> bool:

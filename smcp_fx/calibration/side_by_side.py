@@ -18,6 +18,7 @@ from smcp_fx.calibration.consumers import by_weight
 from smcp_fx.calibration.frontier import Frontier, Values
 from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT, Consumer
 from smcp_fx.calibration.norms import Normalisation, norms_of
+from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.regression import WIDEST, Use, solve
 from smcp_fx.errors import InputError
 from smcp_fx.passes.sliced_labels import Sliced
@@ -102,9 +103,10 @@ class SideBySide:
         self.report: list[LayerRepair] = []
         self.set: list[str] = []
 
-    def run(self) -> RepairReport:
+    def run(self, progress: Progress | None = None) -> RepairReport:
         """Repair all layers in the order they run."""
-        for node in self.smaller.nodes:
+        told = Stretch(progress)
+        for done, node in enumerate(self.smaller.nodes):
             if not self.smaller.runs(node):
                 continue
             if node in self.layers:
@@ -113,6 +115,10 @@ class SideBySide:
             elif node in self.norms:
                 self._admit(node)
                 self._norm(self.norms[node])
+            else:
+                continue
+            told(done / len(self.smaller.nodes))
+        told(1.0)
         self.report += [LayerRepair(path, left=why) for path, why in self.left.items()]
         return RepairReport(tuple(self.report), tuple(self.set), self.images)
 

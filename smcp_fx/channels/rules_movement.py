@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.execution import execute, known_values
 from smcp_fx.channels.labels import along, compact, narrow_uniform, varied_dims
+from smcp_fx.channels.places import at_any_place, is_index, looks_up
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.shuffles import _CHAIN, find_shuffle
 from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef, tensor_leaves
@@ -45,16 +45,17 @@ def _hides_channels(call: Call, source: Tensor, result: Any) -> bool:
 
 def move(run: Propagation, call: Call) -> Any:
     """Execute the movement on the labels."""
+    call = at_any_place(run, call)
     unknown = [t for t in tensor_leaves((call.args[1:], call.kwargs)) if not isinstance(t, ConstantRef)]
     if isinstance(call.args[0], Tensor) and len(unknown) > (
         1 if call.name in ("expandas", "viewas", "reshapeas") else 0
     ):
         return run.unknown(call, f"{call.name!r} by a tensor whose values are not known")
-    if isinstance(call.args[0], ConstantRef) and _is_index(call.node):
+    if isinstance(call.args[0], ConstantRef) and is_index(call.node):
         known = execute(call, *known_values((call.args, call.kwargs)))
         return ConstantRef(f"{call.args[0].name} of {call.node.name}", tuple(known.shape), known)
     table, index = call.args[0], call.args[1] if len(call.args) > 1 else None
-    if isinstance(table, ParameterRef) and isinstance(index, ConstantRef) and _looks_up(table, index):
+    if isinstance(table, ParameterRef) and isinstance(index, ConstantRef) and looks_up(table, index):
         # Rows that are looked up over and over (relative positions) are no channels: one label a column.
         run.of(table, range(1 - len(table.shape), 0))
     if isinstance(table, ParameterRef) and call.name in SPREADS and _read_along(run, call.node) == [0]:
@@ -238,18 +239,6 @@ def labelled(run: Propagation, tree: Any) -> Any:
         run.of(leaf) if tensor_leaves(leaf) and not isinstance(leaf, slice) else leaf for leaf in leaves
     ]
     return pytree.tree_unflatten(leaves, spec)
-
-
-def _is_index(node: fx.Node) -> bool:
-    """Is what the node makes read as an index alone? (Its values are known then, and stay.)"""
-    return all(
-        user.target in (operator.getitem, torch.index_select, "index_select") and user.args[0] is not node
-        for user in node.users
-    )
-
-
-def _looks_up(table: ParameterRef, index: ConstantRef) -> bool:
-    return len(table.shape) > 1 and len(index.shape) == 1 and index.shape[0] > table.shape[0]
 
 
 def _folded_into_batch(run: Propagation, call: Call, source: Tensor, result: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.calibration import RepairReport, repair
+from smcp_fx.calibration.progress import Progress
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
-from smcp_fx.compiler.telling import Tick
 from smcp_fx.compiler.training import accuracy
 from smcp_fx.errors import CheckpointError
 from smcp_fx.prepare import convert
@@ -45,29 +44,13 @@ def calibration_batches(
     return [(x.to(device), y.to(device) if data.labelled else None) for x, y in found]
 
 
-class Counted:
-    """Batches that tell ``tick`` how many of so many ``passes`` through them are done, after ``quiet`` ones."""
-
-    def __init__(self, batches: Batches, passes: int, tick: Tick, quiet: int = 0) -> None:
-        self._batches, self._total, self._tick = batches, passes * len(batches), tick
-        self._done = -quiet * len(batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        for batch in self._batches:
-            yield batch
-            self._done += 1
-            if self._done > 0:
-                self._tick(self._done, self._total)
-
-
-def repaired(prepared: PreparedModel, batches: Batches, fitted: FittedModel, data: ImageData) -> Repaired:
+def repaired(
+    prepared: PreparedModel, batches: Batches, fitted: FittedModel, data: ImageData, progress: Progress
+) -> Repaired:
     """Slice the network by its present masks, and repair what is left."""
     smaller = convert(prepared)
     sliced = accuracy(smaller, fitted, data)
-    report = repair(smaller, prepared, batches)
+    report = repair(smaller, prepared, batches, progress=progress)
     return Repaired(smaller, sliced, accuracy(smaller, fitted, data), report)
 
 

@@ -15,7 +15,6 @@ from smcp_fx.backends import Backend, Engine, get_backend
 from smcp_fx.backends.layers import blocks_beside_layers
 from smcp_fx.calibration import gather_halfway, gather_importance
 from smcp_fx.compiler.calibrating import (
-    Counted,
     Repaired,
     calibration_batches,
     calibration_facts,
@@ -325,7 +324,7 @@ class _Compilation:
         images = sum(len(x) for x, _ in batches)
         name = f"gathering importances from {images} images"
         with self.tell.stage(name), self.tell.bar(name) as tick:
-            gather_importance(prepared, Counted(batches, 2, tick))
+            gather_importance(prepared, batches, progress=tick)
         points = []
         targets = sorted(settings.targets, reverse=True) or [corrector.fraction]
         for target in targets:
@@ -335,14 +334,15 @@ class _Compilation:
             pruner.target = target * pruner.full_cost
             name = "gathering importances again, halfway to the target"
             with self.tell.stage(name), self.tell.bar(name) as tick:
-                gather_halfway(prepared, Counted(batches, 1, tick, quiet=1))  # the quiet one is repair's
+                gather_halfway(prepared, batches, progress=tick)
             with self.tell.stage("solving"), self.tell.bar("solving"):
                 pruner.solve()
                 if corrects:
                     corrector.fit()
                 self._tell_rows(prepared, "solving")
-            with self.tell.stage("slicing and repairing"):
-                found = repaired(prepared, batches, fitted, data)
+            name = "slicing and repairing"
+            with self.tell.stage(name), self.tell.bar(name) as tick:
+                found = repaired(prepared, batches, fitted, data, tick)
             self.tell.say(
                 f"{'accuracy' if data.labelled else 'agreement'} {dense:.2%} -> "
                 f"{found.sliced:.2%} sliced -> {found.repaired:.2%} repaired; {str(found.report).splitlines()[0]}"

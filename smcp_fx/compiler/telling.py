@@ -16,9 +16,9 @@ from smcp_fx.training import Epoch
 
 
 class Tick(Protocol):
-    """Moves a bar."""
+    """Moves a bar to the share of the work that is done."""
 
-    def __call__(self, done: int, total: int, loss: float | None = None, /) -> None: ...
+    def __call__(self, done: float, loss: float | None = None, /) -> None: ...
 
 
 class Teller:
@@ -58,7 +58,7 @@ class Teller:
 
     @contextmanager
     def bar(self, name: str) -> Iterator[Tick]:
-        """Show a bar; yields a function of (steps done, steps in all, loss if there is one)."""
+        """Show a bar; yields a function of (share done, loss if there is one)."""
         with Progress(
             TextColumn("  {task.description}", markup=False),
             BarColumn(),
@@ -70,12 +70,12 @@ class Teller:
             transient=True,
             disable=not self.console.is_terminal,
         ) as progress:
-            task = progress.add_task(name)
+            task = progress.add_task(name, total=None)
             self._bar = progress, task, name
 
-            def tick(done: int, total: int, loss: float | None = None) -> None:
+            def tick(done: float, loss: float | None = None) -> None:
                 words = name if loss is None else f"{name}, loss {loss:.3f}"
-                progress.update(task, completed=done, total=total, description=words)
+                progress.update(task, completed=done, total=1.0, description=words)
 
             try:
                 yield tick

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,7 @@ from smcp_fx.schedule import Schedule
 from smcp_fx.tracing.wrapping import unwrapped
 
 
-class _Network(nn.Module):
+class NarrowYolo(nn.Module):
     """A YOLO model whose outputs hold one channel of each feature map: they are only asked for their sizes."""
 
     def __init__(self, yolo: nn.Module) -> None:
@@ -55,6 +55,7 @@ class PrunedYolo(nn.Module):
 
     network: nn.Module
     kind: type[nn.Module]
+    args: Any
 
     def __init__(self, yolo: nn.Module, network: nn.Module) -> None:
         super().__init__()
@@ -68,17 +69,21 @@ class PrunedYolo(nn.Module):
         self.model = nn.ModuleList([_without_layers(head, path, called)])
 
     @classmethod
-    def prepare(cls, yolo: nn.Module, image_size: int = 640, **options: Any) -> PrunedYolo:
+    def prepare(
+        cls, yolo: nn.Module, image_size: int = 640, batch_size: int = 2, **options: Any
+    ) -> PrunedYolo:
         """Prepare a model (``YOLO(...).model``) for images of this size; ``options`` are those of `smcp_fx.prepare`.
 
-        The graph takes any size that the model does. Raises as `smcp_fx.prepare` does.
+        A latency is that of ``batch_size`` images of this size; the graph takes any that the model does. Raises as
+        `smcp_fx.prepare` does.
         """
         if not hasattr(yolo, "yaml") or not hasattr(yolo, "model"):
             raise InputError(f"this needs the model of a YOLO (YOLO(...).model), not a {type(yolo).__name__}")
         first = next(iter(yolo.parameters()))
         channels = yolo.yaml.get("channels", 3)  # type: ignore[union-attr, operator]
-        images = torch.rand(2, int(channels), image_size, image_size, device=first.device, dtype=first.dtype)
-        return cls(yolo, prepare(_Network(yolo), images, **options))
+        shape = (batch_size, int(channels), image_size, image_size)
+        images = torch.rand(shape, device=first.device, dtype=first.dtype)
+        return cls(yolo, prepare(NarrowYolo(yolo), images, **options))
 
     def convert(self) -> PrunedYolo:
         """Return the smaller model, to be put in the place of ``YOLO(...).model``."""
@@ -92,6 +97,15 @@ class PrunedYolo(nn.Module):
         """Return the network's outputs; while it is exported, those that are deployed."""
         output = self.network(x)
         return output[0] if getattr(self.model[0], "export", False) else output
+
+    def init_criterion(self) -> Any:
+        """Return the original's loss, also outside of a trainer, where the settings that it reads are a dict."""
+        given = self.args
+        self.args = SimpleNamespace(**given) if isinstance(given, dict) else given
+        try:
+            return self.kind.init_criterion(self)  # type: ignore[attr-defined]
+        finally:
+            self.args = given
 
     def __getattr__(self, name: str) -> Any:
         """Methods of the original's class (its loss, and what its trainer calls) do here what they do there."""
@@ -115,6 +129,7 @@ class PrunedYolo(nn.Module):
     def _with(self, network: nn.Module) -> PrunedYolo:
         other = _empty(type(self))
         other.__dict__.update(vars(self), _modules={**self._modules, "network": network})
+        other.__dict__.pop("criterion", None)  # made again, with the settings of then
         return other
 
     def _apply(self, fn: Any, recurse: bool = True) -> PrunedYolo:

@@ -6,26 +6,51 @@ A `GraphModule` generates Python code from its graph, so every name that ends up
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from smcp_fx.errors import CheckpointError
+from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.serialization.call_rules import place_of
 from smcp_fx.serialization.safe_operations import LEAF_FUNCTIONS, function_names, functions
 from smcp_fx.serialization.saved_names import check_argument, check_identifier, check_path
 from smcp_fx.storage.value_codec import Special, decode_value, encode_value
+from smcp_fx.tracing.autograd_functions import Applied, applied
 from smcp_fx.tracing.modes import ModeCodeGen, by_mode, with_branches
 from smcp_fx.tracing.values import NO_AUTOCAST
 
 _OPERATIONS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
 _MOST_NODES = 200_000
+_OWN = "own."
+#: Autograd functions of the user's own, by the names under which they are saved.
+Own = Mapping[str, Applied]
+
+
+def own_functions(classes: Iterable[Any]) -> Own:
+    """Return what applies these autograd functions, by the names under which they are saved.
+
+    `InputError` for what is no such class, and for two of one name.
+    """
+    found: dict[str, Applied] = {}
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, torch.autograd.Function)):
+            raise InputError(
+                f"functions= takes classes derived from torch.autograd.Function, not {cls!r:.80}"
+            )
+        other = found.setdefault(_OWN + cls.__qualname__, applied(cls))
+        if other.cls is not cls:
+            raise InputError(
+                f"two autograd functions are called {cls.__qualname__}; rename one of the classes"
+            )
+    return found
 
 
 def saved_name(function: Any, where: str) -> str:
     """Return the name a function is saved under; `CheckpointError` for one that is not on the list."""
+    if isinstance(function, Applied):
+        return f"{_OWN}{function.cls.__qualname__}"
     try:
         name = function_names().get(function)
     except TypeError:  # not hashable
@@ -43,12 +68,17 @@ def saved_name(function: Any, where: str) -> str:
     )
 
 
-def find_function(name: Any, where: str) -> Callable[..., Any]:
-    """Return the function of a saved name; `CheckpointError` for one that is not on the list."""
-    found = functions().get(name) if isinstance(name, str) else None
+def find_function(name: Any, where: str, own: Own | None = None) -> Callable[..., Any]:
+    """Return the function of a saved name; `CheckpointError` for one that is not on the list, and not in ``own``."""
+    found = (own or {}).get(name) or functions().get(name) if isinstance(name, str) else None
     if found is not None:
         return found
     module, _, attribute = str(name).rpartition(".")
+    if str(name).startswith(_OWN):
+        raise CheckpointError(
+            f"{where}: it applies {str(name)[len(_OWN) : 120]!a}, an autograd function of the model's own, which is "
+            "not in the file. Pass the class: smcp_fx.load(file, functions=[...])."
+        )
     if attribute and attribute in LEAF_FUNCTIONS.get(module, "").split():
         try:
             return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
@@ -116,8 +146,8 @@ def _check_target(op: str, target: str, where: str) -> None:
         check_identifier(target, where)
 
 
-def decode_graph(nodes: list[dict[str, Any]], device: torch.device) -> fx.Graph:
-    """Inverse of `encode_graph`; device constants become ``device``."""
+def decode_graph(nodes: list[dict[str, Any]], device: torch.device, own: Own | None = None) -> fx.Graph:
+    """Inverse of `encode_graph`; device constants become ``device``, functions of the user's own those of ``own``."""
     if not isinstance(nodes, list) or not 0 < len(nodes) <= _MOST_NODES:
         raise CheckpointError(f"the graph has no nodes, or more than {_MOST_NODES}: save the model again")
     graph = fx.Graph()
@@ -142,13 +172,13 @@ def decode_graph(nodes: list[dict[str, Any]], device: torch.device) -> fx.Graph:
             check_identifier(key, where): decode_value(value, where, special)
             for key, value in data["kwargs"].items()
         }
-        called = find_function(target, where) if op == "call_function" else target
+        called = find_function(target, where, own) if op == "call_function" else target
         node = graph.create_node(op, called, args, kwargs, name=name)
         if node.name != name:
             raise CheckpointError(f"{where}: the name stands for something else in generated code")
         if called is by_mode and not _is_choice(node):
             raise CheckpointError(f"{where}: it does not choose between two values by a module's mode")
-        if op == "call_function" and target not in functions():
+        if op == "call_function" and target not in functions() and not isinstance(called, Applied):
             node.meta["is_wrapped"] = True  # so that it stays a leaf when the loaded model is traced again
         if data.get("autocast", True) is not True:
             if data["autocast"] is not False:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from smcp_fx.errors import CheckpointError
 from smcp_fx.serialization.converted import ConvertedModule
-from smcp_fx.serialization.graph_codec import decode_graph, encode_graph, read_values
+from smcp_fx.serialization.graph_codec import Own, decode_graph, encode_graph, read_values
 from smcp_fx.serialization.module_codec import check_targets, decode_modules, encode_modules
 from smcp_fx.serialization.saved_names import check_identifier
 from smcp_fx.storage.tensor_file import TensorWriter
@@ -32,10 +32,14 @@ def encode_graph_module(module: fx.GraphModule, tensors: TensorWriter) -> dict[s
 
 
 def decode_graph_module(
-    manifest: Mapping[str, Any], name: Any, tensors: Mapping[str, Tensor], device: torch.device
+    manifest: Mapping[str, Any],
+    name: Any,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    own: Own | None = None,
 ) -> ConvertedModule:
-    """Inverse of `encode_graph_module`; device constants become ``device``."""
-    graph = decode_graph(manifest["graph"], device)
+    """Inverse of `encode_graph_module`; device constants become ``device``; ``own``: as in `decode_graph`."""
+    graph = decode_graph(manifest["graph"], device, own)
     root = decode_modules(manifest["modules"], read_values(graph), tensors)
     check_targets(root, graph)
     module = ConvertedModule(root, graph, class_name=check_identifier(name, "the model's class"))

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.errors import CheckpointError
 from smcp_fx.regions import Form, Region, RegionForward
 from smcp_fx.serialization.converted import ConvertedModule
+from smcp_fx.serialization.graph_codec import Own
 from smcp_fx.serialization.graph_module_codec import decode_graph_module, encode_graph_module
 from smcp_fx.serialization.module_codec import HOOKS, MODULE_FIELDS, decode_modules, encode_modules
 from smcp_fx.serialization.safe_modules import specifications
@@ -101,14 +102,14 @@ def _decode_structure(data: Any, where: str) -> pytree.TreeSpec:
 
 
 def decode_regions(
-    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
+    manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device, own: Own | None = None
 ) -> list[tuple[Region, ConvertedModule]]:
     """Return the regions of a manifest with their modules, which belong to no model yet."""
     found = []
     for entry in manifest["regions"]:
         path = str(entry["path"])
         where = f"region {path[:80]!a}"
-        module = decode_graph_module(entry, "Region", tensors, device)
+        module = decode_graph_module(entry, "Region", tensors, device, own)
         constants = decode_value(entry["constants"], f"{where}, its arguments", {})
         form = Form(
             _decode_structure(entry["arguments"], f"{where}, its arguments"),
@@ -122,13 +123,17 @@ def decode_regions(
 
 
 def put_regions(
-    model: nn.Module, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
+    model: nn.Module,
+    manifest: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    own: Own | None = None,
 ) -> None:
     """Give a model of the user's class the regions, layers and tensors of a manifest.
 
     `CheckpointError` where the model does not have what the file says; it may be half changed by then.
     """
-    for region, part in decode_regions(manifest, tensors, device):
+    for region, part in decode_regions(manifest, tensors, device, own):
         module = _submodule(model, region.path)
         module.__dict__.pop("forward", None)
         _put(module, part)

@@ -4,7 +4,8 @@
     pruned.json          the graph, the leaf modules' classes and attributes, the tensor file's sha256 and its own
 
 No code is stored, and loading evaluates none. A file may name only the functions, tensor methods and attributes of
-`safe_operations` and the module classes of `safe_modules`: closed lists.
+`safe_operations` and the module classes of `safe_modules`, which are closed lists, and the autograd functions that
+`load` is given.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -24,19 +25,22 @@ from safetensors import SafetensorError
 from torch import Tensor, fx, nn
 
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.regions import runs_in_regions
+from smcp_fx.regions import graph_of, runs_in_regions
 from smcp_fx.serialization.converted import ConvertedModule
+from smcp_fx.serialization.graph_codec import Own, own_functions
 from smcp_fx.serialization.graph_module_codec import decode_graph_module, encode_graph_module
 from smcp_fx.serialization.region_codec import decode_regions, encode_regions, put_regions
 from smcp_fx.serialization.saved_names import is_identifier
 from smcp_fx.storage.files import bounded_json
 from smcp_fx.storage.tensor_file import TensorWriter, restore, write_together
 from smcp_fx.storage.versions import library_versions, saved_with
+from smcp_fx.tracing.autograd_functions import Applied
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.output_types import plain_containers
 from smcp_fx.tracing.wrapping import is_prepared
 
 Model = TypeVar("Model", bound=nn.Module)
+Functions = Sequence[type[torch.autograd.Function]]
 
 FORMAT = "smcp_fx.model"
 FORMAT_VERSION = 2
@@ -96,16 +100,25 @@ def save(converted: nn.Module, path: Path | str, *, metadata: Mapping[str, Any] 
 
 
 @overload
-def load(path: Path | str, map_location: str | torch.device = ...) -> ConvertedModule: ...
-@overload
-def load(path: Path | str, map_location: str | torch.device = ..., *, into: Model) -> Model: ...
 def load(
-    path: Path | str, map_location: str | torch.device = "cpu", *, into: nn.Module | None = None
+    path: Path | str, map_location: str | torch.device = ..., *, functions: Functions = ...
+) -> ConvertedModule: ...
+@overload
+def load(
+    path: Path | str, map_location: str | torch.device = ..., *, into: Model, functions: Functions = ...
+) -> Model: ...
+def load(
+    path: Path | str,
+    map_location: str | torch.device = "cpu",
+    *,
+    into: nn.Module | None = None,
+    functions: Functions = (),
 ) -> nn.Module:
     """Read what `save` wrote and return a plain `GraphModule`; tensors and device constants on ``map_location``.
 
     A model that was traced in regions is put into a copy of ``into``, a model of its class made as the original was:
-    the file holds its regions, its other layers and its tensors, but not its Python.
+    the file holds its regions, its other layers and its tensors, but not its Python. ``functions``: the classes
+    derived from `torch.autograd.Function` that the model applies, of which the file holds the names.
 
     Modules are in the modes (train or eval) they were saved in. Raises `CheckpointError` for files that are
     missing, damaged, not each other's, of another version, or name what a model may not call, and for regions that
@@ -116,15 +129,23 @@ def load(
         device = torch.empty(0, device=map_location).device
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"map_location {map_location!r} is not a device of this machine: {error}") from error
+    own = own_functions(functions)
     manifest = _read_manifest(path)
     _check_tensor_file(path, manifest)
     model = _of_class(into, manifest, path)
     with _damaged(path, manifest):
         tensors = restore(safetensors.torch.load_file(path), manifest["tensors"], device)
         if model is None:
-            return decode_graph_module(manifest, manifest["class"], tensors, device)
-        put_regions(model.to(device), manifest, tensors, device)
+            return decode_graph_module(manifest, manifest["class"], tensors, device, own)
+        put_regions(model.to(device), manifest, tensors, device, own)
         return model
+
+
+def applied_classes(converted: nn.Module) -> list[type[torch.autograd.Function]]:
+    """Return the autograd functions of its own that a converted model applies, which `load` is to be given."""
+    graphs = [part.graph for part in map(graph_of, converted.modules()) if isinstance(part, fx.GraphModule)]
+    found = [node.target.cls for graph in graphs for node in graph.nodes if isinstance(node.target, Applied)]
+    return list(dict.fromkeys(found))
 
 
 def check_savable(converted: nn.Module) -> None:
@@ -167,7 +188,7 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
         raise InputError(f"save needs what smcp_fx.convert returned, not {name}")
     manifest["tensors"] = tensors.entries
     try:  # refuse here what could not be loaded
-        _try_to_decode(manifest, tensors.stored)
+        _try_to_decode(manifest, tensors.stored, own_functions(applied_classes(converted)))
     except CheckpointError:
         raise
     except _OF_WRONG_CONTENT as error:
@@ -177,14 +198,14 @@ def _encoded(converted: nn.Module, metadata: Mapping[str, Any], tensors: TensorW
     return manifest
 
 
-def _try_to_decode(manifest: Mapping[str, Any], stored: Mapping[str, Tensor]) -> None:
+def _try_to_decode(manifest: Mapping[str, Any], stored: Mapping[str, Tensor], own: Own) -> None:
     """Decode a manifest without the numbers."""
     device = torch.device("meta")
     tensors = restore(stored, manifest["tensors"], device)
     if "regions" in manifest:
-        decode_regions(manifest, tensors, device)
+        decode_regions(manifest, tensors, device, own)
     else:
-        decode_graph_module(manifest, manifest["class"], tensors, device)
+        decode_graph_module(manifest, manifest["class"], tensors, device, own)
 
 
 def _of_class(into: nn.Module | None, manifest: Mapping[str, Any], path: Path) -> nn.Module | None:

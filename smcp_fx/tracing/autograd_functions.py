@@ -9,7 +9,7 @@ each value alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -79,26 +79,26 @@ def _any_proxy(*trees: Any) -> bool:
     return any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves(trees))
 
 
-class _Applied:
+class Applied:
     """Applies a class; with the names by which fx writes a function down, and a pickle that refers to the class."""
 
     def __init__(self, cls: Any, alone: bool) -> None:
-        self._class, self._alone = cls, alone
+        self.cls, self._alone = cls, alone
         self.operation = "ownelementwise" if alone else None  # its name (`tracing.operations`)
         self.__name__ = self.__qualname__ = f"{cls.__name__}_apply"
         self.__module__ = cls.__module__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._class.apply(*args, **kwargs)
+        return self.cls.apply(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"<{self._class.__qualname__}.apply>"
+        return f"<{self.cls.__qualname__}.apply>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return applied, (self._class, self._alone)
+        return applied, (self.cls, self._alone)
 
 
 @functools.cache
-def applied(cls: Any, alone: bool = False) -> Callable[..., Any]:
+def applied(cls: Any, alone: bool = False) -> Applied:
     """What applies this class: one object a class. ``alone``: it works on each value alone."""
-    return _Applied(cls, alone)
+    return Applied(cls, alone)

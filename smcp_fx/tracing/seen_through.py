@@ -12,11 +12,18 @@ from collections.abc import Iterator
 from torch.fx import _symbolic_trace
 
 _SWIN = "torchvision.models.swin_transformer"
+_SWIN_3D = "torchvision.models.video.swin_transformer"
 _MVIT = "torchvision.models.video.mvit"
 _FUNCTIONS = {
     (_SWIN, "_patch_merging_pad"),
     (_SWIN, "_get_relative_position_bias"),
     (_SWIN, "shifted_window_attention"),
+    (_SWIN_3D, "_get_window_and_shift_size"),
+    (_SWIN_3D, "_get_relative_position_bias"),
+    (_SWIN_3D, "_compute_pad_size_3d"),
+    (_SWIN_3D, "_compute_attention_mask_3d"),
+    (_SWIN_3D, "shifted_window_attention_3d"),
+    (_MVIT, "_add_rel_pos"),
     (_MVIT, "_add_shortcut"),
     (_MVIT, "_squeeze"),
     (_MVIT, "_unsqueeze"),

@@ -71,13 +71,13 @@ class TrainingLoop:
     def run(
         self,
         *,
-        stepped: Callable[[int, int, float], None] | None = None,
+        stepped: Callable[[float, float], None] | None = None,
         solved: Callable[[Solve], None] | None = None,
         finished: Callable[[Epoch], None] | None = None,
     ) -> None:
         """Train to the end, with a checkpoint after each epoch.
 
-        ``stepped`` is called after each optimiser step with (steps done, steps in all, loss), ``solved`` after each
+        ``stepped`` is called after each optimiser step with (share of the steps done, loss), ``solved`` after each
         solve, before the optimiser's step, and ``finished`` after each epoch.
         """
         call = self._on_all_ranks()
@@ -95,7 +95,7 @@ class TrainingLoop:
         self,
         epoch: int,
         call: nn.Module,
-        stepped: Callable[[int, int, float], None] | None,
+        stepped: Callable[[float, float], None] | None,
         solved: Callable[[Solve], None] | None,
     ) -> float:
         """One epoch, or what is left of the last one; returns the mean loss of this rank."""
@@ -125,7 +125,7 @@ class TrainingLoop:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             if stepped is not None:
-                stepped(self.step, self.total_steps, losses[-1])
+                stepped(self.step / self.total_steps, losses[-1])
         mean = math.fsum(losses) / max(len(losses), 1)
         self._check(mean, f"in epoch {epoch + 1}")
         return mean

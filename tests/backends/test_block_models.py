@@ -10,17 +10,22 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import torchvision
 from fake_blocks import ABlock, InexpressibleBlock
 from torch import fx, nn
 
 from smcp_fx.backends.onnx import block_shapes
 from smcp_fx.backends.onnx.block_shapes import BlockShapes
 from smcp_fx.backends.onnx.blocks import BlockModels, Template, consistent, fitted_to
+from smcp_fx.backends.onnx.checking import flatten_outputs
 from smcp_fx.backends.onnxruntime.backend import OnnxRuntimeEngine
 from smcp_fx.backends.timing.measuring import (
     TimingConfig,
 )
+from smcp_fx.blocks.cutting import cut
+from smcp_fx.channels import build
 from smcp_fx.errors import BackendError
+from smcp_fx.tracing.tracer import trace
 
 FAST = TimingConfig(min_repeats=2, max_repeats=3, budget_ms=1, attempts=1, warmup_ms=1)
 
@@ -66,6 +71,23 @@ def test_moved_channels_are_those_of_each_width(kind, exports):
             (found,) = engine.run([x.numpy()])
         assert np.array_equal(found, module(x).numpy())
     assert models.exports == exports
+
+
+def test_a_template_whose_reshapes_lose_numbers_does_not_serve():
+    """A transformer's blocks at other heads and widths: the sizes of reshapes are written into the export."""
+    traced = trace(
+        torchvision.models.VisionTransformer(32, 8, 1, 2, 32, 64).eval(), (torch.randn(1, 3, 32, 32),)
+    )
+    models = BlockModels()
+    for block in cut(traced, build(traced.module, traced.values)):
+        ends = itertools.product(*((grid[0], grid[-1]) for grid in block.grids))
+        for widths in sorted(ends, key=lambda widths: widths[::-1]):  # the first width changes alone
+            module, inputs = block.build(widths)
+            with torch.no_grad():
+                expected = flatten_outputs(module(*inputs))
+            with OnnxRuntimeEngine(models.model(block, widths).SerializeToString()) as engine:
+                found = engine.run([value.numpy() for value in inputs])
+            assert [value.shape for value in found] == [tuple(value.shape) for value in expected], block.name
 
 
 def test_blocks_that_are_expected_are_exported_together():

@@ -44,6 +44,22 @@ def test_every_operation_is_in_one_block(name: str) -> None:
     )  # sizes and the like
 
 
+def test_what_is_worked_out_from_weights_and_sizes_is_no_block() -> None:
+    class Anchors(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.shift = nn.Conv2d(3, 8, 3, padding=1), nn.Parameter(torch.zeros(8, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.conv(x)
+            places = torch.arange(h.shape[2], device=h.device) + 0.5
+            return h + places[:, None] * torch.ones_like(places) + self.shift.exp()[:, :, None]
+
+    traced = trace(Anchors(), (torch.randn(2, 3, 8, 8),))
+    blocks = cut(traced, build(traced.module, traced.values))
+    assert [block.nodes for block in blocks] == [("conv", "add_1", "add_2")]
+
+
 def test_resnet_blocks_are_what_an_engine_fuses() -> None:
     _, _, blocks = blocks_of("resnet18")
     nodes = {block.name: block.nodes for block in blocks}
@@ -94,12 +110,68 @@ def test_attention_among_channels_is_one_block(made: Callable[[], nn.Module]) ->
     assert module(*inputs).shape[1] < full(*before).shape[1]
 
 
+def _swin_v2() -> nn.Module:
+    return torchvision.models.SwinTransformer(
+        [4, 4], 16, [2], [2], [4, 4], num_classes=5,
+        block=torchvision.models.swin_transformer.SwinTransformerBlockV2,
+        downsample_layer=torchvision.models.swin_transformer.PatchMergingV2,
+    )  # fmt: skip
+
+
+def _vision_transformer() -> nn.Module:
+    return torchvision.models.VisionTransformer(32, 8, 1, 2, 32, 64)
+
+
+def _weight_norms() -> nn.Module:
+    norm = nn.utils.parametrizations.weight_norm
+    return nn.Sequential(
+        norm(nn.Conv2d(3, 16, 3)), nn.ReLU(), norm(nn.Conv2d(16, 24, 3)), nn.Flatten(), nn.Linear(24 * 784, 5)
+    )
+
+
+@pytest.mark.parametrize("made", [_vision_transformer, _swin_v2, _weight_norms])
+def test_what_follows_from_parameters_is_no_block_of_its_own(made: Callable[[], nn.Module]) -> None:
+    """Engines compute it when they load: tokens, biases of positions, normed weights are inside what reads them."""
+    torch.manual_seed(0)
+    traced = trace(made().eval(), (torch.randn(1, 3, 32, 32),))
+    blocks = cut(traced, build(traced.module, traced.values))
+    assert all(block.inputs for block in blocks)
+    by_parameters = {node.name for node in traced.module.graph.nodes if node.op == "get_attr"}
+    read = {port.node for block in blocks for port in block.inputs}
+    for node in traced.module.graph.nodes:  # in order: what only comes from parameters
+        sources = {source.name for source in node.all_input_nodes}
+        if node.op.startswith("call") and sources and sources <= by_parameters:
+            by_parameters.add(node.name)
+    assert not read & by_parameters
+    for block in blocks:
+        for widths in ([grid[0] for grid in block.grids], [grid[-1] for grid in block.grids]):
+            module, inputs = block.build(tuple(widths))
+            with torch.no_grad():
+                module(*inputs)
+
+
 def test_equal_blocks_have_equal_signatures() -> None:
     _, _, blocks = blocks_of("resnet18")
     by_name = {block.name: block.signature for block in blocks}
     assert by_name["layer1.0.conv1"] == by_name["layer1.1.conv1"]
     assert by_name["layer1.0.conv1"] != by_name["layer2.1.conv1"]  # another image size
     assert by_name["layer1.0.conv1"] != by_name["layer1.0.conv2"]  # an addition behind it
+
+
+def test_functional_convolutions_are_told_apart_by_their_kernels() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.thin = (nn.Parameter(torch.randn(8, 3, k, k)) for k in (3, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.conv2d(x, self.wide).mean((2, 3)) - nn.functional.conv2d(x, self.thin).mean(
+                (2, 3)
+            )
+
+    traced = trace(Two(), (torch.randn(2, 3, 8, 8),))
+    signatures = {b.nodes[0]: b.signature for b in cut(traced, build(traced.module, traced.values))}
+    assert signatures["conv2d"] != signatures["conv2d_1"]
 
 
 def test_blocks_know_how_many_bytes_their_weights_are() -> None:

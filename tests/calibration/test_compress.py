@@ -84,6 +84,15 @@ def test_the_target_is_met_and_repair_brings_the_outputs_nearer(labels: bool) ->
     assert (smaller(x) - expected).norm() < (sliced(x) - expected).norm()
 
 
+def test_progress_is_told_from_nothing_to_all() -> None:
+    told: list[float] = []
+    batches = _batches(labels=True)
+    smcp_fx.compress(randomise(chain(24, 32)).eval(), batches, target=0.5, config=SMALL, progress=told.append)
+    assert told == sorted(told) and told[-1] == 1
+    # Two gathers of two passes and a first one, an order for each of two groups twice, and two repairs.
+    assert len(told) > 3 * len(batches) + 4 and told[0] < 0.1
+
+
 def test_importances_are_the_mean_over_batches_by_autograd() -> None:
     """Against the shares of |sum of W * dL/dW| over the second layer's input channels, of losses taken by hand."""
     model = nn.Sequential(

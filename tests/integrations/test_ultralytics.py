@@ -51,12 +51,14 @@ class Yolo(nn.Module):
         return self.model[2]([near, self.model[1](near).relu()])
 
     def loss(self, batch: dict[str, Any]) -> Tensor:
-        return self.init_criterion()(self(batch["img"]), batch)
+        if getattr(self, "criterion", None) is None:
+            self.criterion = self.init_criterion()
+        return self.criterion(self(batch["img"]), batch)
 
     def init_criterion(self) -> Any:
-        head = self.model[-1]
+        head, settings = self.model[-1], self.args
         return lambda raw, batch: (
-            self.args.box * (raw["boxes"].mean() - head.flow(batch["points"]).mean() * head.stride[0]) ** 2
+            settings.box * (raw["boxes"].mean() - head.flow(batch["points"]).mean() * head.stride[0]) ** 2
             + 0 * raw["feats"][0].shape[2]
         )
 
@@ -121,7 +123,9 @@ def test_the_loss_and_what_it_asks_for_are_the_librarys() -> None:
     pruned = PrunedYolo.prepare(yolo, 16)
     assert pruned.network.channels.free_share > 0.9  # but one channel of each map
     batch = {"img": torch.randn(2, 3, 16, 16), "points": torch.randn(2, 2)}
+    pruned.args = {"box": 2.0}  # outside of a trainer
     assert_close(pruned.train()(batch), yolo.train()(batch), "identity", "loss")
+    assert pruned.args == {"box": 2.0} and not hasattr(pruned.convert(), "criterion")
     assert {name.split(".")[0] for name, _ in pruned.named_parameters()} == {"network", "model"}
     assert pruned.fuse() is pruned and pruned.is_fused() and pruned.convert().convert().fuse()
     assert pruned.double().model[0].stride.dtype == torch.float64

@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import safetensors.torch
 import torch
@@ -35,13 +35,15 @@ from saved_models import (
     SharedModules,
     prune_and_convert,
 )
-from torch import fx
+from test_saved_regions import NETWORKS, new, pruned
+from torch import fx, nn
 
-from smcp_fx.errors import CheckpointError
+from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.serialization.graph_module_codec import decode_graph_module
+from smcp_fx.serialization.region_codec import put_regions
 from smcp_fx.serialization.safe_modules import specifications
 from smcp_fx.serialization.safe_operations import functions, tensor_methods
-from smcp_fx.serialization.saving import _contents, _damaged, _parsed, render
+from smcp_fx.serialization.saving import _contents, _damaged, _of_class, _parsed, render
 from smcp_fx.storage.tensor_file import restore
 
 #: Asked for by tracebacks, inspection and memory management, in a valid run or not.
@@ -91,6 +93,7 @@ _HOSTILE = [
         "torch.nn.modules.lazy.LazyModuleMixin",
         "torchvision.ops.roi_align.roi_align",
         "torch.hub.load",
+        "own.Function",
         "numpy.save",
     ),
 ]
@@ -147,17 +150,24 @@ class Watch:
         self.events.add(event)
 
 
-def networks() -> list[tuple[str, tuple[Any, ...], fx.GraphModule]]:
-    """Name, inputs and converted model of each network that the manifests are made from."""
+def networks() -> list[tuple[str, tuple[Any, ...], nn.Module, nn.Module | None]]:
+    """Name, inputs and converted model of each network that the manifests are made from.
+
+    The last is the model that its regions are put into, if it has regions.
+    """
     torch.manual_seed(0)
     image = torch.randn(2, 3, 8, 8)
     leaves = fx.symbolic_trace(LeavesWithChildren())
-    return [
-        ("shared", (image,), prune_and_convert(SharedModules(), image)),
-        ("functional", (image,), prune_and_convert(FunctionalNetwork(), (image, 0.5))),
-        ("shuffle", (image,), prune_and_convert(ChannelShuffle(), image)),
-        ("leaves", (torch.randn(2, 3, 8),), leaves),
+    found: list[tuple[str, tuple[Any, ...], nn.Module, nn.Module | None]] = [
+        ("shared", (image,), prune_and_convert(SharedModules(), image), None),
+        ("functional", (image,), prune_and_convert(FunctionalNetwork(), (image, 0.5)), None),
+        ("shuffle", (image,), prune_and_convert(ChannelShuffle(), image), None),
+        ("leaves", (torch.randn(2, 3, 8),), leaves, None),
     ]
+    for name in ("dicts, lists and strings", "layers and tensors beside"):
+        kind, inputs = NETWORKS[name]
+        found.append((name, inputs, pruned(kind, inputs), new(kind)))
+    return found
 
 
 def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -184,8 +194,12 @@ def mutated(manifest: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     """The manifest with one to three changes: values swapped, removed, made up; calls put between the others."""
     changed = copy.deepcopy(manifest)
     for _ in range(draw.choice((1, 1, 2, 3))):
-        part = changed[draw.choice(("graph", "graph", "modules", "tensors"))]
-        places = _places(part, [])
+        region = draw.choice(changed["regions"]) if changed.get("regions") else changed
+        graph = region.get("graph", []) if isinstance(region, dict) else []
+        parts = [
+            changed.get(name, []) for name in ("modules", "tensors", "regions", "layers", "rest", "training")
+        ]
+        places = _places(draw.choice([graph, graph, *filter(None, parts)]), [])
         if not places:
             continue
         owner, key = draw.choice(places)
@@ -202,7 +216,7 @@ def mutated(manifest: dict[str, Any], draw: random.Random) -> dict[str, Any]:
         elif way == 4 and isinstance(owner, list):
             owner.insert(draw.randrange(len(owner) + 1), copy.deepcopy(draw.choice(_VALUES)))
         else:
-            _put_call(changed["graph"], draw)
+            _put_call(graph, draw)
     return changed
 
 
@@ -229,14 +243,18 @@ def _too_long(*_: Any) -> None:
     raise TimeoutError
 
 
-def _loaded(content: bytes, text: bytes) -> fx.GraphModule:
+def _loaded(content: bytes, text: bytes, into: nn.Module | None) -> nn.Module:
     """`load` of files that are in memory, so that reading them is no event."""
     path = Path("in memory")
     manifest = _parsed(text, path)
+    model = _of_class(into, manifest, path)
     with _damaged(path, manifest):
         device = torch.device("cpu")
         tensors = restore(safetensors.torch.load(content), manifest["tensors"], device)
-        return decode_graph_module(manifest, manifest["class"], tensors, device)
+        if model is None:
+            return decode_graph_module(manifest, manifest["class"], tensors, device)
+        put_regions(model, manifest, tensors, device)
+        return model
 
 
 def run(count: int, seed: int, seconds: float = 1e9) -> dict[str, Any]:
@@ -244,9 +262,9 @@ def run(count: int, seed: int, seconds: float = 1e9) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     sources = []
-    for name, inputs, module in networks():
+    for name, inputs, module, into in networks():
         content, text = _contents(module, {})
-        sources.append((name, inputs, content, json.loads(text)))
+        sources.append((name, inputs, content, json.loads(text), into))
     end, context = time.monotonic() + seconds, multiprocessing.get_context("fork")
     told, faults, done = Counter[str](), list[str](), 0
     while done < count and time.monotonic() < end:
@@ -283,28 +301,28 @@ def _work(sources: list[Any], numbers: range, seed: int, sender: Any) -> None:
     signal.signal(signal.SIGALRM, _too_long)
     watch = Watch()
     for _ in range(2):  # what is imported on first use is there the second time
-        for _, inputs, content, manifest in sources:
+        for _, inputs, content, manifest, into in sources:
             watch.on = True
-            _loaded(content, render(manifest))(*inputs)
+            _loaded(content, render(manifest), into)(*inputs)
             watch.on = False
     allowed = set(watch.events)
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     for number in numbers:
-        name, inputs, content, manifest = sources[number % len(sources)]
+        name, inputs, content, manifest, into = sources[number % len(sources)]
         text = render(mutated(manifest, random.Random(f"{seed} {number}")))
         told = "refused"
         watch.events.clear()
         try:
             signal.alarm(20)
             watch.on = True
-            loaded = _loaded(content, text)
+            loaded = _loaded(content, text, into)
             watch.on, told = False, "loaded"
             sender.send(("running", ""))
             watch.on = True
             with torch.no_grad():
                 loaded(*copy.deepcopy(inputs))
             told = "loaded ran"
-        except CheckpointError:
+        except (CheckpointError, InputError):
             pass
         except Exception as error:
             if told == "refused":

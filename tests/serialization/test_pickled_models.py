@@ -17,7 +17,7 @@ from saved_models import FunctionalNetwork, SharedModules, assert_same_module, p
 from torch import Tensor, fx, nn
 
 import smcp_fx
-from smcp_fx.errors import CheckpointError
+from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.prepare import sliced
 from smcp_fx.serialization.converted import retraces_the_same
 from smcp_fx.serialization.saving import check_savable, load, save
@@ -119,15 +119,29 @@ class Reverses(nn.Module):
         return y
 
 
-def test_functions_with_a_backward_of_their_own_pickle() -> None:
+def test_functions_with_a_backward_of_their_own_pickle_and_are_given_to_load(tmp_path: Path) -> None:
     x = torch.randn(2, 3, 8, 8)
     converted = prune_and_convert(Reverses(), x)
-    other = pickle.loads(pickle.dumps(converted))
-    for module in (converted, other):
+    file = save(converted, tmp_path / "model.safetensors")
+    others = (pickle.loads(pickle.dumps(converted)), load(file, functions=[Reversed]))
+    for module in (converted, *others):
         module(x).sum().backward()
-    for (name, one), another in zip(converted.named_parameters(), other.parameters(), strict=True):
-        assert one.grad is not None and another.grad is not None, name
-        assert torch.equal(one.grad, another.grad) and one.grad.any(), name
+    for other in others:
+        for (name, one), another in zip(converted.named_parameters(), other.parameters(), strict=True):
+            assert one.grad is not None and another.grad is not None, name
+            assert torch.equal(one.grad, another.grad) and one.grad.any(), name
+
+
+def test_a_function_that_is_not_given_is_asked_for(tmp_path: Path) -> None:
+    file = save(prune_and_convert(Reverses(), torch.randn(2, 3, 8, 8)), tmp_path / "model.safetensors")
+    same_name: Any = type("Reversed", (torch.autograd.Function,), {})
+    for functions in ([], [type("Other", (torch.autograd.Function,), {})]):
+        with pytest.raises(CheckpointError, match=r"applies 'Reversed'.*functions="):
+            load(file, functions=functions)
+    wrong: Any
+    for wrong in ([Reverses], [Reversed.apply], [Reversed, same_name]):
+        with pytest.raises(InputError, match="autograd"):
+            load(file, functions=wrong)
 
 
 def test_a_loaded_model_pickles(tmp_path: Path) -> None:

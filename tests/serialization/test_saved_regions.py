@@ -58,14 +58,14 @@ NETWORKS: dict[str, tuple[type[nn.Module], tuple[Any, ...]]] = {
 }
 
 
-def _new(kind: type[nn.Module], seed: int = 0) -> nn.Module:
+def new(kind: type[nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return randomise(kind()).double().eval()
 
 
-def _pruned(kind: type[nn.Module], inputs: tuple[Any, ...]) -> nn.Module:
+def pruned(kind: type[nn.Module], inputs: tuple[Any, ...]) -> nn.Module:
     config = smcp_fx.PruningConfig(multiple=1)
-    prepared = smcp_fx.prepare(_new(kind), inputs, config=config, target=1.0)
+    prepared = smcp_fx.prepare(new(kind), inputs, config=config, target=1.0)
     assert prepared.regions
     prepared.set_masks(random_masks(prepared, 0))
     return smcp_fx.convert(prepared)
@@ -73,13 +73,13 @@ def _pruned(kind: type[nn.Module], inputs: tuple[Any, ...]) -> nn.Module:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    return smcp_fx.save(_pruned(*NETWORKS["tensors"]), tmp_path / "model.safetensors")
+    return smcp_fx.save(pruned(*NETWORKS["tensors"]), tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_it_comes_back_the_same(name: str, tmp_path: Path) -> None:
     kind, inputs = NETWORKS[name]
-    model, fresh = _pruned(kind, inputs), _new(kind, seed=7)
+    model, fresh = pruned(kind, inputs), new(kind, seed=7)
     model.train()
     next(model.children()).eval()
     before = copy.deepcopy(fresh.state_dict())
@@ -100,7 +100,7 @@ def test_it_comes_back_the_same(name: str, tmp_path: Path) -> None:
 
 def test_a_part_is_exported(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
-    model = _pruned(*NETWORKS["tensors"]).float()
+    model = pruned(*NETWORKS["tensors"]).float()
     file = smcp_fx.export_onnx(model.get_submodule("stem"), IMAGES.float(), tmp_path / "stem.onnx")
     assert file.stat().st_size
 
@@ -119,21 +119,21 @@ class Wider(Mixed):
 
 @pytest.mark.parametrize(("kind", "original"), [(Other, Split), (Wider, Mixed)])
 def test_another_model_is_refused(kind: type[nn.Module], original: type[nn.Module], tmp_path: Path) -> None:
-    file = smcp_fx.save(_pruned(original, (IMAGES,)), tmp_path / "model.safetensors")
+    file = smcp_fx.save(pruned(original, (IMAGES,)), tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=f"was saved from a {original.__name__}"):
-        smcp_fx.load(file, into=_new(kind))
+        smcp_fx.load(file, into=new(kind))
     kind.__name__ = original.__name__
     with pytest.raises(CheckpointError, match="is not the model that the file was saved from"):
-        smcp_fx.load(file, into=_new(kind))
+        smcp_fx.load(file, into=new(kind))
 
 
 def test_what_is_missing_or_too_much_is_told(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="into=model"):
         smcp_fx.load(saved)
-    whole = smcp_fx.convert(smcp_fx.prepare(_new(lambda: conv(3, 8)), IMAGES, target=1.0))  # type: ignore[arg-type]
+    whole = smcp_fx.convert(smcp_fx.prepare(new(lambda: conv(3, 8)), IMAGES, target=1.0))  # type: ignore[arg-type]
     file = smcp_fx.save(whole, tmp_path / "whole.safetensors")
     with pytest.raises(InputError, match=r"smcp_fx\.resize"):
-        smcp_fx.load(file, into=_new(Split))
+        smcp_fx.load(file, into=new(Split))
 
 
 HOSTILE: dict[str, Callable[[dict[str, Any], str], Any]] = {
@@ -153,5 +153,5 @@ def test_hostile_manifests_are_refused(saved: Path, name: str) -> None:
     evil = saved.parent / "evil"
     edit_manifest(saved, lambda manifest: HOSTILE[name](manifest, f"open({str(evil)!r}, 'w').close()"))
     with pytest.raises(CheckpointError):
-        smcp_fx.load(saved, into=_new(Split))
+        smcp_fx.load(saved, into=new(Split))
     assert not evil.exists()

@@ -11,6 +11,7 @@ from tolerances import assert_close
 from torch import nn
 from torchvision import models
 from torchvision.models.video.mvit import MSBlockConfig, MViT
+from torchvision.models.video.swin_transformer import SwinTransformer3d
 
 import smcp_fx
 
@@ -104,13 +105,19 @@ def test_slicing_is_exact(
 
 
 def test_a_small_mvit_is_free() -> None:
-    """Its functions `_squeeze` and `_unsqueeze`, which torchvision keeps whole, are traced."""
+    """Functions that torchvision keeps whole are traced; so are relative positions, worked out from sizes."""
     blocks = [
         MSBlockConfig(1, 16, 32, [], [3, 3, 3], [], [1, 2, 2]),
         MSBlockConfig(2, 32, 32, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 2, 2]),
     ]
     model = MViT(
-        (32, 32), 4, blocks, residual_pool=False, residual_with_cls_embed=True, rel_pos_embed=False,
-        proj_after_attn=False, num_classes=5, stochastic_depth_prob=0.0,
+        (32, 32), 4, blocks, residual_pool=True, residual_with_cls_embed=False, rel_pos_embed=True,
+        proj_after_attn=True, num_classes=5, stochastic_depth_prob=0.0,
     )  # fmt: skip
     assert check_slicing(model, (torch.randn(1, 3, 4, 32, 32),), seeds=(0,)).channels.free_share == 1
+
+
+def test_a_small_video_swin_is_free() -> None:
+    """Its windows reach beyond the two frames."""
+    model = SwinTransformer3d([2, 4, 4], 8, [2], [2], [8, 3, 3], num_classes=5, stochastic_depth_prob=0.0)
+    assert check_slicing(model, (torch.randn(1, 3, 4, 16, 16),), seeds=(0,)).channels.free_share == 1

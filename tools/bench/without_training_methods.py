@@ -144,6 +144,13 @@ def uniform_eliminated(setting: Setting, target: float) -> Found:
     return _finished(setting, _uniform(setting, target, scores), repair=True)
 
 
+def recalibrated(model: nn.Module, setting: Setting) -> nn.Module:
+    """Estimate the model's batch norms anew, if it has any."""
+    if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
+        smcp_fx.recalibrate(model, setting.images)
+    return model
+
+
 def _sliced(prepared: smcp_fx.PreparedModel) -> Found:
     """The network that the present masks make, as it is: its widths are what counts."""
     share = prepared.pruner.present_cost / prepared.pruner.full_cost
@@ -155,7 +162,7 @@ def _library(name: str, path: Callable[..., Iterator[Step]]) -> Callable[[Settin
 
     def method(setting: Setting, target: float) -> Found:
         model, share = setting.along(name, path, target)
-        smcp_fx.recalibrate(model, setting.images)
+        recalibrated(model, setting)
         return model, share
 
     return method
@@ -197,7 +204,7 @@ def _finished(setting: Setting, prepared: smcp_fx.PreparedModel, repair: bool) -
     if repair:
         smcp_fx.repair(smaller, prepared, setting.images)
     else:
-        smcp_fx.recalibrate(smaller, setting.images)
+        recalibrated(smaller, setting)
     return smaller, prepared.pruner.present_cost / prepared.pruner.full_cost
 
 

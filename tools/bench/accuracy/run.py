@@ -32,9 +32,8 @@ from pretrained.torch_pruning_path import flops
 from records import Record
 from torch import Tensor, nn
 from without_training_methods import METHODS as CHOICES
-from without_training_methods import WIDTHS, Setting
+from without_training_methods import WIDTHS, Setting, recalibrated
 
-import smcp_fx
 from accuracy.methods import METHODS, Effort, chooser, steps_of
 from accuracy.report import print_tables, write_document
 
@@ -81,8 +80,7 @@ class Bench:
         judging = self._judging(case.task)
         judged = accuracy_on(judging, model)
         if effort.steps and not case.method.startswith("ours"):  # ours is left as the product leaves it
-            settled = copy.deepcopy(model)
-            smcp_fx.recalibrate(settled, setting.images)
+            settled = recalibrated(copy.deepcopy(model), setting)
             again = accuracy_on(judging, settled)
             model, judged = (settled, again) if again > judged else (model, judged)
         share = None if watch is None else watch.share(model)

@@ -1,0 +1,69 @@
+"""Indexing by tensors: by constants of the model, whose values are known, and by places that are computed."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from smcp_fx.channels.propagation import Propagation
+from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
+from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.traits import Trait, has
+from smcp_fx.tracing.values import TensorInfo
+
+
+def is_index(node: fx.Node) -> bool:
+    """Is what the node makes read as an index alone, moved or not? (Its values are known then, and stay.)"""
+    return all(
+        user.target in (operator.getitem, torch.index_select, "index_select")
+        if user.args[0] is not node
+        else has(operation_name(user, None), Trait.MOVES) and is_index(user)
+        for user in node.users
+    )
+
+
+def looks_up(table: ParameterRef, index: ConstantRef) -> bool:
+    """Are rows of a parameter looked up over and over? They are no channels then."""
+    return len(table.shape) > 1 and len(index.shape) == 1 and index.shape[0] > table.shape[0]
+
+
+def at_any_place(run: Propagation, call: Call) -> Call:
+    """The call with places that are computed as zeros, where they lie in dimensions without channels.
+
+    There, all places are alike: relative positions that are worked out from sizes, and looked up in a parameter.
+    """
+    table = call.args[0]
+    if call.name != "getitem" or not isinstance(table, (Tensor, ParameterRef)):
+        return call
+    single = not isinstance(call.args[1], tuple)
+    places = [call.args[1]] if single else list(call.args[1])
+    nodes: list[Any] = [call.node.args[1]] if single else list(call.node.args[1])  # type: ignore[arg-type]
+    if any(isinstance(place, ConstantRef) and place.value.dtype == torch.bool for place in places):
+        return call
+    rank, dim, dims = len(table.shape), 0, set()
+    for at, (place, node) in enumerate(zip(places, nodes, strict=True)):
+        if place is Ellipsis:
+            dim = rank - sum(later is not None for later in places[at + 1 :])
+            continue
+        if isinstance(place, Tensor) and _is_computed(run, place, node):
+            places[at] = ConstantRef(node.name, tuple(place.shape), torch.zeros_like(place))
+            dims.add(dim)
+        dim += place is not None
+    labels = run.of(table, [d - rank for d in range(rank) if d not in dims]) if dims else None
+    if labels is None or dims.intersection(run.varied(labels)):
+        return call
+    return replace(call, args=(labels, places[0] if single else tuple(places)))
+
+
+def _is_computed(run: Propagation, labels: Tensor, node: fx.Node) -> bool:
+    """Does the node give places, the same for all channels?"""
+    value = run.values[node.name]
+    return (
+        isinstance(value, TensorInfo)
+        and value.dtype in (torch.int64, torch.int32)
+        and not bool((labels > 0).any())
+    )
