@@ -7,7 +7,7 @@ node's arguments changed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -54,18 +54,7 @@ def _sizes(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) 
     shape = run.sliced.slice(outputs[0]).shape[base : base + len(sizes)]
     if len(shape) != len(sizes) or not 0 <= dim - base < len(sizes):
         return False
-    before_them = list(sizes)
-    for place, size in enumerate(sizes):
-        # Sizes that are worked out in the graph stay so (the batch, the resolution), unless the channels that
-        # went make them come out wrong: the channels of each of a fixed number of groups, `c // 32`.
-        known = run.new.get(size.name) if isinstance(size, fx.Node) else size
-        if isinstance(known, int) and known not in (-1, shape[place]):
-            wanted = int(shape[place])
-            sizes[place] = (
-                run.originals.in_proportion(size, known, wanted)
-                if isinstance(size, fx.Node) and known
-                else wanted
-            )
+    before_them, sizes = sizes, fitted(run, sizes, shape)
     if sizes == before_them:
         return False
     if is_unflatten:
@@ -73,6 +62,22 @@ def _sizes(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) 
     else:
         node.args = (node.args[0], tuple(sizes)) if as_tuple else (node.args[0], *sizes)
     return True
+
+
+def fitted(run: Rewriter, sizes: Sequence[Any], shape: Sequence[int]) -> list[Any]:
+    """The sizes, each as it is in ``shape`` for the channels kept.
+
+    Sizes that are worked out in the graph stay so (the batch, the resolution), unless the channels that went make
+    them come out wrong: the channels of each of a fixed number of groups, `c // 32`.
+    """
+    found = list(sizes)
+    for place, size in enumerate(sizes):
+        known = run.new.get(size.name) if isinstance(size, fx.Node) else size
+        if isinstance(known, int) and known not in (-1, shape[place]):
+            wanted = int(shape[place])
+            scaled = isinstance(size, fx.Node) and known
+            found[place] = run.originals.in_proportion(size, known, wanted) if scaled else wanted
+    return found
 
 
 def _repeats(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) -> bool:

@@ -20,7 +20,7 @@ from smcp_fx.channels.rules_movement import SPREADS
 from smcp_fx.channels.trail import ParameterRef, ParameterView
 from smcp_fx.errors import PassError
 from smcp_fx.passes.label_runs import LabelRuns, repeat
-from smcp_fx.passes.movement_rewrites import REWRITES, SIZES
+from smcp_fx.passes.movement_rewrites import REWRITES, SIZES, fitted
 from smcp_fx.passes.original_numbers import OriginalNumbers, recomputed
 from smcp_fx.passes.size_rewrites import fill, pad, set_argument
 from smcp_fx.passes.sliced_labels import Sliced
@@ -75,6 +75,9 @@ class _Rewriter:
             return
         if isinstance(old, ParameterView):
             self._weight_view(node, old)
+            return
+        if name in self.trail.mixed:
+            self._mixed_weight(node)
             return
         if name in self.trail.virtual and self._is_thinned(node):
             self.new[name] = None  # unseen by anyone once its chain is replaced
@@ -142,6 +145,24 @@ class _Rewriter:
                 {},
             )
             self.report.append(f"{node.name}: now of shape {new.shape}")
+
+    def _mixed_weight(self, node: fx.Node) -> None:
+        """Sizes written into what computes a weight from the input become those it has now."""
+        self.new[node.name] = None
+        start = 1 + (operation_name(node, None) == "unflatten")
+        if operation_name(node, None) not in SIZES or node.op == "call_module":
+            return
+        shape = [self.sliced.of_parts(parts).numel() for parts in self.trail.mixed[node.name]]
+        given: Any = node.args[start:]
+        as_tuple = len(given) == 1 and isinstance(given[0], (tuple, list))
+        sizes = list(given[0]) if as_tuple else list(given)
+        if len(sizes) == 1 and isinstance(sizes[0], fx.Node) and isinstance(self.old[sizes[0].name], tuple):
+            sizes, as_tuple = self.parts_of(sizes[0], node), start > 1
+        base = int(node.args[1]) % (len(shape) - len(sizes) + 1) if start > 1 else len(shape) - len(sizes)  # type: ignore[arg-type]
+        fit = fitted(self, sizes, shape[base : base + len(sizes)])
+        if fit != sizes:
+            node.args = (*node.args[:start], tuple(fit)) if as_tuple else (*node.args[:start], *fit)
+            self.report.append(f"{node.name}: now of shape {tuple(shape)}")
 
     # ---- numbers ----------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ what it gave before, less the removed channels.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, fx, nn
 
@@ -18,9 +20,9 @@ from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.rewrite_constants import rewrite_graph
 from smcp_fx.passes.size_rewrites import set_argument
-from smcp_fx.passes.sliced_labels import Sliced
-from smcp_fx.tracing.masking import META, Constant, mark_of
-from smcp_fx.tracing.values import canonical_names
+from smcp_fx.passes.sliced_labels import Sliced, size_of
+from smcp_fx.tracing.masking import META, Constant, Masked, mark_of
+from smcp_fx.tracing.values import canonical_names, held
 
 
 class SliceChannels(GraphPass):
@@ -62,6 +64,7 @@ class SliceChannels(GraphPass):
             return PassResult(module, False)  # sliced already: every parameter has its final shape
         report += self._resize_modules(module, sliced)
         report += rewrite_graph(module, sliced)
+        _drop_products_with_ones(module)
         return PassResult(module, bool(report), tuple(report))
 
     def ensures(self, module: fx.GraphModule) -> None:
@@ -80,6 +83,8 @@ class SliceChannels(GraphPass):
             varied = varied_dims(self.channels.units.of(labels))
             if len(varied) == 1:
                 indices.setdefault(name, {})[varied[0]] = sliced.positions(line_along(labels, varied[0]))
+        for name, mixed in trail.mixed_parameters.items():
+            indices[name] = {dim: sliced.of_parts(parts) for dim, parts in enumerate(mixed)}
         return indices
 
     def _constants(self, module: fx.GraphModule, sliced: Sliced) -> dict[str, dict[int, Tensor]]:
@@ -91,6 +96,9 @@ class SliceChannels(GraphPass):
                 axis = sliced.axis(self.channels.trail.labels[mark.of])
                 if axis is not None and module.get_parameter(str(node.target)).shape[axis[0]] > 1:
                     found[str(node.target)] = dict([axis])
+            elif isinstance(mark, Masked):
+                layer = next(one for one in self.channels.layers if one.node == mark.layer)
+                found[str(node.args[1].target)] = {layer.in_dim: sliced.positions(layer.in_labels)}
         return found
 
     def _goes(self, name: str, dims: dict[int, Tensor]) -> bool:
@@ -98,14 +106,17 @@ class SliceChannels(GraphPass):
         sizes = {dim: labels.numel() for dim, labels in slots.items()}
         if elements is not None:
             sizes = {**dict(enumerate(elements.shape)), **sizes}
+        mixed = self.channels.trail.mixed_parameters.get(name, ())
+        sizes.update((dim, math.prod(map(size_of, parts))) for dim, parts in enumerate(mixed))
         return any(positions.numel() < sizes[dim] for dim, positions in dims.items())
 
     def _resize_modules(self, module: fx.GraphModule, sliced: Sliced) -> list[str]:
         report = []
+        whole = {layer.path for layer in self.channels.layers if layer.kind == "depthwise"}
         # Modules that are not called, too: the graph may read their weights alone, as of a convolution's subclass.
         for path, target in module.named_modules():
             before = _sizes(target)
-            resize_fields(target)
+            resize_fields(target, path in whole)
             if _sizes(target) != before:
                 report.append(f"{path}: {before} -> {_sizes(target)}")
         nodes = {node.name: node for node in module.graph.nodes}
@@ -118,10 +129,23 @@ class SliceChannels(GraphPass):
         for layer in self.channels.layers:
             node = nodes.get(layer.node)
             if layer.kind == "depthwise" and node is not None and node.op != "call_module":
-                groups = sliced.positions(layer.input_channels).numel()
+                left = sliced.positions(layer.input_channels).numel()
+                groups = layer.groups * left // layer.input_channels.numel()
                 if groups != layer.groups:
                     set_argument(node, 6, "groups", groups)
         return report
+
+
+def _drop_products_with_ones(module: fx.GraphModule) -> None:
+    """Drop masks of weights that are computed from the input, once all that they leave is kept."""
+    for node in list(module.graph.nodes):
+        if isinstance(node.meta.get(META), Masked):
+            weight, kept = node.all_input_nodes
+            if bool(held(module, str(kept.target)).all()):
+                node.replace_all_uses_with(weight)
+                for dead in (node, kept):
+                    module.graph.erase_node(dead)
+                delattr(module, str(kept.target))
 
 
 def line_along(labels: Tensor, dim: int) -> Tensor:
@@ -170,18 +194,17 @@ def _sizes(module: nn.Module) -> dict[str, int]:
     return {name: value for name, value in vars(module).items() if type(value) is int}
 
 
-def resize_fields(module: nn.Module) -> None:
-    """Make a module's fields say what its tensors' shapes say."""
+def resize_fields(module: nn.Module, whole: bool = False) -> None:
+    """Make a module's fields say what its tensors' shapes say; ``whole``: a convolution has lost whole groups."""
     weight = getattr(module, "weight", None)
     if isinstance(module, nn.modules.conv._ConvNd) and isinstance(weight, Tensor):
         first, second = weight.shape[:2]
-        depthwise = module.groups == module.in_channels and module.groups > 1
+        if whole or (module.groups == module.in_channels and module.groups > 1):
+            channels = module.in_channels if module.transposed else module.out_channels
+            module.groups = first // (channels // module.groups)
         if module.transposed:
-            module.groups = first if depthwise else module.groups
             module.in_channels, module.out_channels = first, second * module.groups
         else:
-            multiplier = module.out_channels // module.in_channels if depthwise else 1
-            module.groups = first // multiplier if depthwise else module.groups
             module.out_channels, module.in_channels = first, second * module.groups
     elif isinstance(module, nn.Linear) and isinstance(weight, Tensor):
         module.out_features, module.in_features = weight.shape

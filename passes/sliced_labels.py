@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from smcp_fx.channels import ChannelGraph
@@ -25,6 +28,14 @@ class Sliced:
         """Positions of the kept ones among 1-D labels."""
         return self.kept(labels).nonzero().flatten()
 
+    def of_parts(self, parts: Sequence[Tensor | int]) -> Tensor:
+        """Positions kept along a dimension that is made of several, in the order of memory."""
+        kept = torch.ones(1, dtype=torch.bool)
+        for part in parts:
+            own = self.kept(part) if isinstance(part, Tensor) else torch.ones(part, dtype=torch.bool)
+            kept = (kept[:, None] & own).flatten()
+        return kept.nonzero().flatten()
+
     def axis(self, labels: Tensor) -> tuple[int, Tensor] | None:
         """The dimension along which something goes, and the kept positions there; None when all stays."""
         kept = compact(self.kept(labels))
@@ -42,3 +53,8 @@ class Sliced:
         """The labels that stay."""
         found = self.axis(labels)
         return labels if found is None else compact(labels.index_select(*found))
+
+
+def size_of(part: Tensor | int) -> int:
+    """The size of what a dimension is made of."""
+    return part.numel() if isinstance(part, Tensor) else part

@@ -9,6 +9,7 @@ Folding goes back, with the product in the weight's place.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +20,7 @@ from smcp_fx.channels.computed_weights import ancestors
 from smcp_fx.channels.weight_views import factors, weight_of, weight_view
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.tracing.masking import META, STATE, Mark, forward_with_weight, mark_of
+from smcp_fx.tracing.masking import META, STATE, Mark, Masked, forward_with_weight, mark_of
 from smcp_fx.tracing.values import held
 
 
@@ -110,6 +111,12 @@ class FoldProducts(GraphPass):
             if node.op != "call_function" or node.target not in self.functions:
                 continue
             weight, factor = node.args
+            if weight.op != "get_attr":
+                _keep_product(module, node)
+                report.append(
+                    f"{node.name}: {self.what} kept beside a weight that is computed from the input"
+                )
+                continue
             with torch.no_grad():
                 tensor = held_tensor(module, weight)
                 tensor.mul_(held_tensor(module, factor).to(tensor.dtype))
@@ -125,6 +132,22 @@ class FoldProducts(GraphPass):
         """No product is left."""
         if any(node.target in self.functions for node in module.graph.nodes):
             raise PassError(f"{self.name} left a {self.what} in the graph")
+
+
+def _keep_product(module: fx.GraphModule, node: fx.Node) -> None:
+    """Leave a plain product with a constant: there is no parameter to fold it into."""
+    weight, factor = node.args
+    assert isinstance(factor, fx.Node)
+    uses = list(node.users)
+    name = f"{uses[0].name}_kept"
+    module.register_buffer(name, held_tensor(module, factor).detach().clone())
+    with module.graph.inserting_before(node):
+        kept = module.graph.create_node("get_attr", name)
+    node.target, node.args, node.meta[META] = operator.mul, (weight, kept), Masked(uses[0].name)
+    if not factor.users:
+        module.graph.erase_node(factor)
+    for use in uses:
+        del use.meta[META]
 
 
 def held_tensor(module: nn.Module, node: fx.Node) -> Tensor:

@@ -109,6 +109,10 @@ def _set_fields(module: nn.Module, twin: nn.Module | None, path: str) -> None:
                 setattr(module, name, value)
         return
     channels = getattr(module, "num_channels", None)
+    if isinstance(module, nn.modules.conv._ConvNd) and twin is None and _is_ambiguous(module):
+        raise InputError(
+            f"how many groups {path!r} has is not in a state dict: give the smaller model itself"
+        )
     resize_fields(module)
     if isinstance(module, nn.GroupNorm) and module.num_channels != channels:
         if not isinstance(twin, nn.GroupNorm):  # whole groups may have gone, or some channels of each
@@ -116,6 +120,16 @@ def _set_fields(module: nn.Module, twin: nn.Module | None, path: str) -> None:
                 f"how many groups {path!r} has is not in a state dict: give the smaller model itself"
             )
         module.num_groups = twin.num_groups
+
+
+def _is_ambiguous(conv: nn.modules.conv._ConvNd) -> bool:
+    """Has a grouped convolution lost whole groups, or the same outputs of each?"""
+    first, second = conv.weight.shape[:2]
+    sides = (
+        (conv.in_channels, conv.out_channels) if conv.transposed else (conv.out_channels, conv.in_channels)
+    )
+    alike = second * conv.groups == sides[1] and first < sides[0]
+    return 1 < conv.groups < conv.in_channels and alike and first % (sides[0] // conv.groups) == 0
 
 
 def _check(model: nn.Module, like: nn.Module | Mapping[str, Tensor], inputs: tuple[Any, ...]) -> None:

@@ -22,9 +22,23 @@ def grouped_that_widens() -> nn.Module:
     return between(lambda s, h: s.mid(h), 12, 24, mid=conv(12, 24, groups=3))
 
 
-@awkward(0.5)
-def one_output_a_group() -> nn.Module:  # dropping its only output would empty the group: 16 of 32 slots free
+@awkward(1.0)
+def one_output_a_group() -> nn.Module:  # groups go as a whole
     return between(lambda s, h: s.mid(h), 16, 4, mid=conv(16, 4, groups=4), extra=None)
+
+
+@awkward(1.0)
+def groups_that_are_heads() -> nn.Module:  # each product sums over a group, so that whole groups must go
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        q, k, v = s.mid(h).reshape(h.shape[0], 4, 6, -1).chunk(3, 2)
+        return (v @ (k.mT @ q)).reshape(h.shape[0], 8, *h.shape[2:])
+
+    return between(wiring, 24, 8, mid=conv(24, 24, groups=12))
+
+
+@awkward(1.0)
+def transposed_one_output_a_group() -> nn.Module:
+    return between(lambda s, h: s.mid(h), 12, 4, mid=nn.ConvTranspose2d(12, 4, 3, 1, 1, groups=4))
 
 
 @awkward(1.0)

@@ -187,9 +187,9 @@ def standardised_by_hand() -> nn.Module:
     return between(wiring, 8, 6, weight=free_parameter(6, 8, 3, 3))
 
 
-@awkward(8 / 14)
+@awkward(1.0)
 def weight_computed_from_the_input() -> nn.Module:
-    """Mixtures of weights are data, not parameters: what they read stays."""
+    """A parameter times a number of the images."""
 
     def wiring(s: Any, h: Tensor) -> Tensor:
         weight = torch.sigmoid(h.mean()) * s.weight

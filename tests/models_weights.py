@@ -179,9 +179,9 @@ def factors_of_a_weight() -> nn.Module:
     return between(wiring, left=free_parameter(8, 3), **parts)
 
 
-@awkward(1 / 2)
+@awkward(1.0)
 def weight_drawn_anew() -> nn.Module:
-    """DropConnect: no value could be kept."""
+    """DropConnect: there is no value to keep, but the parameter loses channels."""
     return between(
         lambda s, h: s.mid(F.conv2d(h, F.dropout(s.weight, 0.5, s.training), padding=1)),
         2,

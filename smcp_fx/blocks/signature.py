@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.graph import RULES
 from smcp_fx.channels.rules_movement import RULES as MOVEMENTS
+from smcp_fx.channels.weight_views import is_layer, weight_of
 from smcp_fx.tracing.operations import operation_of, readable_name
 from smcp_fx.tracing.recurrent import recurrent
 from smcp_fx.tracing.tracer import Traced
@@ -49,9 +50,13 @@ def signature(
         step: dict[str, Any] = {"operation": operation}
         step["from"] = [place.get(n, n.op) for n in node.all_input_nodes]
         if node.op == "call_module":
-            step["module"] = _fields(traced.module.get_submodule(str(node.target)))
+            whole = any(la.node == node.name and la.kind == "depthwise" for la in channels.layers)
+            step["module"] = _fields(traced.module.get_submodule(str(node.target)), whole)
         elif node.target is recurrent:
             step["module"] = _fields(traced.module.get_submodule(str(node.args[0].target)))  # type: ignore[union-attr]
+        weight = weight_of(node) if is_layer(node) else None
+        if weight is not None and (kernel := list(traced.values[weight.name].shape[2:])):
+            step["kernel"] = kernel
         arguments = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: place.get(n, n.op)))
         step["arguments"] = arguments
         if operation in MOVES or operation not in RULES:
@@ -84,12 +89,14 @@ def signature(
     return json.dumps(parts, sort_keys=True, separators=(",", ":"))
 
 
-def _fields(module: nn.Module) -> dict[str, str]:
+def _fields(module: nn.Module, whole: bool = False) -> dict[str, str]:
+    """``whole``: a convolution loses whole groups, so that their number is a width."""
     fields = {"class": type(module).__name__}
-    depthwise = getattr(module, "groups", 1) == getattr(module, "in_channels", 0)
+    each = getattr(module, "in_channels", 0) // max(getattr(module, "groups", 1), 1)
+    groups = "depthwise" if each == 1 else f"of {each} channels" if whole else None
     for name, value in sorted(vars(module).items()):
         simple = isinstance(value, (int, float, str, bool, tuple, type(None)))
         if simple and not name.startswith("_") and name not in _UNSIGNED:
-            fields[name] = "depthwise" if name == "groups" and depthwise and value > 1 else repr(value)
+            fields[name] = groups if name == "groups" and groups and value > 1 else repr(value)
     fields["bias"] = str(getattr(module, "bias", None) is not None)
     return fields

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from smcp_fx.channels import (
     rules_elementwise,
     rules_layers,
+    rules_mixed,
     rules_movement,
     rules_products,
     rules_recurrent,
@@ -26,7 +27,7 @@ from smcp_fx.channels.groups import Group, form_groups
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.steadiness import keep_unsteady
 from smcp_fx.channels.trail import Layer, Norm, Trail
-from smcp_fx.channels.units import Units, close
+from smcp_fx.channels.units import EMPTY, Units, close
 from smcp_fx.cost_model import Width
 from smcp_fx.errors import InputError
 from smcp_fx.texts import table
@@ -43,6 +44,7 @@ _ROOMS = (
     rules_windows,
     rules_spectra,
     rules_recurrent,
+    rules_mixed,  # after those of plain convolutions
 )
 RULES: dict[str, Rule] = {name: following(rule) for room in _ROOMS for name, rule in room.RULES.items()}
 
@@ -238,24 +240,43 @@ def _propagated(
     keep_first_layer: bool,
     other: dict[str, Any] | None,
 ) -> tuple[Trail, Units]:
-    within: set[str] = set()
+    def run(turned: set[str]) -> tuple[Trail, Units]:
+        return _closed(module, values, exclude, keep_first_layer, other, turned)
+
+    turned: set[str] = set()
+    trail, units = run(turned)
+    while chained := _chained(trail, units):
+        turned |= chained
+        trail, units = run(turned)
+    stuck = _stuck(trail, units)
+    if stuck:  # whole groups of these may go where no channel of each can
+        for norms in (set[str](), turned) if turned else (turned,):
+            found = run(norms | stuck)
+            if _pinned(*found) < _pinned(trail, units):
+                trail, units = found
+    return trail, _keep_unread(trail, units)
+
+
+def _closed(
+    module: fx.GraphModule,
+    values: dict[str, Any],
+    exclude: tuple[str, ...],
+    keep_first_layer: bool,
+    other: dict[str, Any] | None,
+    turned: set[str],
+) -> tuple[Trail, Units]:
+    """Propagate, close the ties, and propagate again where a rule may see more once all ties are known."""
+    earlier = None
     while True:
-        run = Propagation(module, values, RULES, other=other, within=within)
+        run = Propagation(module, values, RULES, earlier, other, turned)
         trail = run.run()
         pin_unfollowed(run)
+        rules_mixed.pin_read_otherwise(run)
         _exclude(run, exclude, keep_first_layer)
         units = close(trail)
-        if run.blind:  # a rule may see more once all ties are known
-            second = Propagation(module, values, RULES, (trail, units.unit), other, within)
-            trail = second.run()
-            pin_unfollowed(second)
-            _exclude(second, exclude, keep_first_layer)
-            units = close(trail)
-        chained = _chained(trail, units)
-        if not chained:
-            break
-        within |= chained
-    return trail, _keep_unread(trail, units)
+        if earlier is not None or not run.blind:
+            return trail, units
+        earlier = trail, units.unit
 
 
 def _chained(trail: Trail, units: Units) -> set[str]:
@@ -271,6 +292,25 @@ def _chained(trail: Trail, units: Units) -> set[str]:
         for name, (groups, labels) in trail.grouped.items()
         if labels.numel() > groups and not stuck.isdisjoint(known[name].tolist())
     }
+
+
+def _stuck(trail: Trail, units: Units) -> set[str]:
+    """Grouped convolutions that tie all their channels together, which must then stay for that alone."""
+    found = set()
+    for name, (_, sides) in trail.within.items():
+        for labels in sides:
+            known = torch.unique(units.of(labels))
+            reasons = units.why.get(int(known[0]), []) if known.numel() == 1 and labels.numel() > 1 else []
+            if reasons and all(why.startswith(EMPTY) for _, why in reasons):
+                found.add(name)
+    return found
+
+
+def _pinned(trail: Trail, units: Units) -> int:
+    """How many channels of layers must stay."""
+    pinned = units.why.pinned(units.count)
+    sides = (side for layer in trail.layers for side in (layer.input_channels, layer.output_channels))
+    return sum(int(pinned[known[known >= 0]].sum()) for known in map(units.of, sides))
 
 
 def _keep_unread(trail: Trail, units: Units) -> Units:

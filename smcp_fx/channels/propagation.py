@@ -21,6 +21,7 @@ from smcp_fx.channels.assertions import only_asserted
 from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.made_tensors import made_tensors
+from smcp_fx.channels.mixed_weights import mixed_weights
 from smcp_fx.channels.trail import (
     Call,
     Computed,
@@ -60,13 +61,13 @@ class Propagation:
         rules: dict[str, Rule],
         earlier: tuple[Trail, Tensor] | None = None,
         other: dict[str, Any] | None = None,
-        within: Collection[str] = (),
+        turned: Collection[str] = (),
     ) -> None:
         self.module = module
         self.values = values
         self.other = other or {}  # the values at another size of the images
         self.rules = rules
-        self.within = within  # group norms that lose equally many channels of every group, not whole groups
+        self.turned = turned  # group norms that lose channels of each group; convolutions, whole groups
         self.trail = Trail()
         self.blind = False  # whether a rule pinned something because it could not see ties found later
         self._asked: Counter[str] = Counter()
@@ -83,14 +84,16 @@ class Propagation:
         for view in weight_views(module).values():
             places = zip(view.chain, view.dims, strict=True)
             self._views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
-        self._computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
+        self.computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
         # The rules see neither what only an assertion reads nor what only computes weights.
         self._hidden = only_asserted(module.graph)
         self._made = made_tensors(module, values, self._hidden)
         for found in computed_weights(module, self._shape):
-            name = self._computed[found.result.name] = self.parameter(found.name)
+            name = self.computed[found.result.name] = self.parameter(found.name)
             self.trail.computed[name] = Computed(found.shape, found.source(module), found.unread)
             self._hidden.update(node.name for node in found.alone)
+        self.mixed = mixed_weights(module, values, self.computed, self._views)
+        self._hidden.update(node.name for found in self.mixed.values() for node in found.parts)
 
     # ---- labels -----------------------------------------------------------------------------------------
 
@@ -263,8 +266,7 @@ class Propagation:
         if node.op == "placeholder":
             source = self.fixed(node.name, node.meta.get(ORIGIN, f"network input {node.name!r}"))
             return self.filled(value, source)
-        if node.name in self._computed:
-            name = self._computed[node.name]
+        if name := self.computed.get(node.name):
             return ParameterRef(name, self.trail.computed[name].shape)
         if node.name in self._hidden:
             return None

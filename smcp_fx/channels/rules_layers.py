@@ -13,7 +13,7 @@ from smcp_fx.channels.trail import Call, Layer, Mix, Norm, ParameterRef
 
 
 def convolution(run: Propagation, call: Call) -> Any:
-    """Dense convolutions consume and produce; depthwise ones carry; grouped ones tie equal offsets."""
+    """Dense convolutions consume and produce; depthwise ones carry; grouped ones tie equal offsets, or carry."""
     name = call.name or ""
     transposed, rank = "transpose" in name, int(name[-2])
     weights = _weights(run, call)
@@ -33,8 +33,10 @@ def convolution(run: Propagation, call: Call) -> Any:
         return _sliding(run, call, labels, varied, weights)
     inputs = channel_labels(run, labels, axis)
     channels, out_channels = inputs.numel(), call.shape[axis]
-    if groups == channels and channels > 1:
-        outputs = renamed(run, call, inputs.repeat_interleave(out_channels // channels))
+    if groups > 1 and (groups == channels or call.node.name in run.turned):
+        rows = inputs.reshape(groups, -1)
+        run.tie(rows, rows[:, :1].expand_as(rows))
+        outputs = renamed(run, call, rows[:, 0].repeat_interleave(out_channels // groups))
         per_slot = inputs if transposed else outputs
         first = weight.place(0)
         if first is None:
@@ -47,7 +49,7 @@ def convolution(run: Propagation, call: Call) -> Any:
         run.slot(bias.name, 0, outputs)
     slots, channel_pair = (in_slots, out_slots), (inputs, outputs)
     shape, dims = tuple(labels.shape), (in_dim, out_dim)
-    _record(run, call, weight, bias, kind, dims, groups, slots, channel_pair, shape, (axis, axis))
+    record(run, call, weight, bias, kind, dims, groups, slots, channel_pair, shape, (axis, axis))
     return place(outputs, call.shape, axis)
 
 
@@ -131,6 +133,7 @@ def dense_convolution(
     if groups > 1:
         rows = inputs.reshape(groups, -1)
         run.tie(rows, rows[:1].expand_as(rows))
+        run.trail.within[call.node.name] = groups, (inputs, outputs)
         columns = outputs.reshape(groups, -1)
         run.tie(columns, columns[:1].expand_as(columns))
         in_slots = inputs if transposed else rows[0]
@@ -141,7 +144,7 @@ def dense_convolution(
         run.slot(bias.name, 0, outputs)
     slots, channel_pair = (in_slots, out_slots), (inputs, outputs)
     shape, dims = tuple(labels.shape), (in_dim, out_dim)
-    _record(run, call, weight, bias, "dense", dims, groups, slots, channel_pair, shape, (axis, axis))
+    record(run, call, weight, bias, "dense", dims, groups, slots, channel_pair, shape, (axis, axis))
     return place(outputs, call.shape, axis)
 
 
@@ -196,11 +199,11 @@ def dense(
         run.slot(bias.name, 0, outputs)
     channels, shape = (inputs, outputs), tuple(labels.shape)
     pair = in_dim, out_dim
-    _record(run, call, weight, bias, "dense", pair, 1, channels, channels, shape, (axis, out_axis))
+    record(run, call, weight, bias, "dense", pair, 1, channels, channels, shape, (axis, out_axis))
     return place(outputs, call.shape, out_axis)
 
 
-def _record(
+def record(
     run: Propagation,
     call: Call,
     weight: ParameterRef,
@@ -212,8 +215,12 @@ def _record(
     channels: tuple[Tensor, Tensor],
     shape: tuple[int, ...],
     axes: tuple[int, int],
+    source: str | None = None,
 ) -> None:
-    """Note a layer. ``dims``, ``slots``, ``channels``, ``axes``: (input, output); ``shape``: of the input."""
+    """Note a layer. ``dims``, ``slots``, ``channels``, ``axes``: (input, output); ``shape``: of the input.
+
+    ``source``: a parameter of which the weight is computed, also from the input.
+    """
     computed = run.trail.computed.get(weight.name)
     run.trail.layers.append(
         Layer(
@@ -235,8 +242,8 @@ def _record(
             transposed="transpose" in (call.name or ""),
             weight_shape=weight.base.shape,
             axis=axes[1],
-            source=weight.name if computed is None else computed.source,
-            computed=computed is not None,
+            source=source or (weight.name if computed is None else computed.source),
+            computed=source is not None or computed is not None,
         )
     )
 

@@ -210,9 +210,14 @@ def pad(run: Propagation, call: Call) -> Any:
             labels = F.pad(labels, [*ahead, min(before, 0), min(after, 0)])
             shape = [*labels.shape]
             ends = []
-            for amount in (max(before, 0), max(after, 0)):
+            several = len(run.varied(labels)) > 1
+            run.blind |= several
+            for amount, edge in ((max(before, 0), 0), (max(after, 0), -1)):
                 shape[dim] = amount
-                ends.append(along(_added(run, call, amount), shape, dim))
+                if several:  # heads may go as a whole, each with what is added to it
+                    ends.append(labels.narrow(dim, edge % labels.shape[dim], 1).expand(shape))
+                else:
+                    ends.append(along(_added(run, call, amount), shape, dim))
             labels = torch.cat([ends[0], labels, ends[1]], dim)
         else:
             labels = compact(labels).narrow(dim, 0, 1)

@@ -276,7 +276,7 @@ def group_norm(run: Propagation, call: Call) -> Any:
     groups = int(call.option(1, "num_groups"))
     channels = channel_labels(run, labels, 1)
     rows = channels.reshape(groups, -1)
-    within = 4 * groups <= rows.shape[1] or groups == 1 or call.node.name in run.within
+    within = 4 * groups <= rows.shape[1] or groups == 1 or call.node.name in run.turned
     if within:
         run.tie(rows, rows[:1].expand_as(rows))
         if run.varied(place(channels, tuple(labels.shape), 1)):

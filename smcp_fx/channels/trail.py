@@ -106,7 +106,7 @@ class Layer:
 
     node: str
     path: str  # module path; the weight's name for functional calls
-    kind: str  # "dense", "depthwise"
+    kind: str  # "dense", or "depthwise": groups go as a whole, each with its inputs and outputs
     weight: str
     bias: str | None
     in_dim: int
@@ -191,6 +191,10 @@ class Spread:
     reason: int
 
 
+#: For each dimension of a tensor, what it is made of in the order of memory: labels of channels, or a size.
+Mixed = tuple[tuple[Tensor | int, ...], ...]
+
+
 @dataclass
 class Trail:
     """The result of a propagation."""
@@ -207,9 +211,14 @@ class Trail:
     layers: list[Layer] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)  # weights and biases, by name
+    #: Of tensors that compute weights from the input: what each dimension is made of.
+    mixed: dict[str, Mixed] = field(default_factory=dict)  # nodes
+    mixed_parameters: dict[str, Mixed] = field(default_factory=dict)
     mixes: list[Mix] = field(default_factory=list)
     #: Norms whose groups go as a whole: the number of groups, and channel labels.
     grouped: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    #: Convolutions that lose equally many channels of every group: the number of groups, labels of both sides.
+    within: dict[str, tuple[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
     #: Nodes that run on all channels, with zeros for those that are gone: the channels' dimension.
     full: dict[str, int] = field(default_factory=dict)
     #: Depthwise convolutions whose kernels are computed: the channels' dimension.

@@ -17,6 +17,9 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels.labels import compact, narrow_uniform, varied_dims
 from smcp_fx.channels.trail import Spread, Trail
 
+#: Start of the reason of a unit that covers all channels somewhere.
+EMPTY = "removing it would leave"
+
 
 class Why:
     """Why units must stay: a mapping unit -> [(node, reason), ...], stored as two arrays."""
@@ -102,7 +105,7 @@ def close(trail: Trail) -> Units:
             if int(unit) >= 0:
                 kept.append(unit.reshape(1))
                 reasons.append(len(texts))
-                texts.append((name, f"removing it would leave {name!r} empty"))
+                texts.append((name, f"{EMPTY} {name!r} empty"))
     return Units(units.unit, Why(kept, reasons, texts))
 
 

@@ -28,6 +28,10 @@ class ParamsCost:
             elements = channels.trail.elements.get(name)
             if elements is not None and not dims:
                 dims = _element_widths(channels, elements)
+            mixed = [part for dim in channels.trail.mixed_parameters.get(name, ()) for part in dim]
+            if mixed:  # several dimensions in one
+                shape = tuple(part.numel() if isinstance(part, Tensor) else part for part in mixed)
+                dims = {d: channels.width(part) for d, part in enumerate(mixed) if isinstance(part, Tensor)}
             widths = tuple(width for _, width in sorted(dims.items()) if width.groups)
             rest = prod(size for dim, size in enumerate(shape) if dim not in dims)
             rest *= prod(width.constant for width in dims.values() if not width.groups)

@@ -40,6 +40,13 @@ class Constant:
     of: str
 
 
+@dataclass(frozen=True)
+class Masked:
+    """Marks the product of a mask and a weight that is computed from the input, which the node ``layer`` reads."""
+
+    layer: str
+
+
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, mask: Tensor) -> Tensor:

@@ -204,6 +204,22 @@ def test_equal_blocks_have_equal_signatures() -> None:
     assert by_name["layer1.0.conv1"] != by_name["layer1.0.conv2"]  # an addition behind it
 
 
+def test_functional_convolutions_are_told_apart_by_their_kernels() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.thin = (nn.Parameter(torch.randn(8, 3, k, k)) for k in (3, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.conv2d(x, self.wide).mean((2, 3)) - nn.functional.conv2d(x, self.thin).mean(
+                (2, 3)
+            )
+
+    traced = trace(Two(), (torch.randn(2, 3, 8, 8),))
+    signatures = {b.nodes[0]: b.signature for b in cut(traced, build(traced.module, traced.values))}
+    assert signatures["conv2d"] != signatures["conv2d_1"]
+
+
 def test_blocks_know_how_many_bytes_their_weights_are() -> None:
     traced, _, blocks = blocks_of("resnet18")
     everything = sum(4 * weight.numel() for weight in traced.module.parameters())

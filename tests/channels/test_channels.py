@@ -8,6 +8,7 @@ import models_broadcasts  # noqa: F401  (these register their networks)
 import models_filled  # noqa: F401
 import models_folded  # noqa: F401
 import models_layers  # noqa: F401
+import models_mixed  # noqa: F401
 import models_movement  # noqa: F401
 import models_products  # noqa: F401
 import models_recurrent  # noqa: F401

@@ -93,6 +93,7 @@ _HOSTILE = [
         "torch.nn.modules.lazy.LazyModuleMixin",
         "torchvision.ops.roi_align.roi_align",
         "torch.hub.load",
+        "own.Function",
         "numpy.save",
     ),
 ]
