@@ -210,11 +210,11 @@ def pad(run: Propagation, call: Call) -> Any:
             labels = F.pad(labels, [*ahead, min(before, 0), min(after, 0)])
             shape = [*labels.shape]
             ends = []
-            several = len(run.varied(labels)) > 1
+            several = bool(run.turned) and len(run.varied(labels)) > 1
             run.blind |= several
             for amount, edge in ((max(before, 0), 0), (max(after, 0), -1)):
                 shape[dim] = amount
-                if several:  # heads may go as a whole, each with what is added to it
+                if several:  # heads that go as a whole, each with what is added to it
                     ends.append(labels.narrow(dim, edge % labels.shape[dim], 1).expand(shape))
                 else:
                     ends.append(along(_added(run, call, amount), shape, dim))
