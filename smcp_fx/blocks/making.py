@@ -123,8 +123,7 @@ def _free_widths(
 class _BlockPropagation(Propagation):
     """Labels for a block on its own: its inputs' channels are free, and its outputs pin nothing.
 
-    ``network``: if given, channels of one of its units stay together. ``within``: group norms that lose channels of
-    every group.
+    ``network``: if given, channels of one of its units stay together. ``turned``: as in `Trail`, as in the network.
     """
 
     def __init__(
@@ -133,9 +132,9 @@ class _BlockPropagation(Propagation):
         values: dict[str, Any],
         axes: dict[str, int | None],
         network: ChannelGraph | None,
-        within: Collection[str],
+        turned: Collection[str],
     ) -> None:
-        super().__init__(module, values, RULES, within=within)
+        super().__init__(module, values, RULES, turned=turned)
         self._axes = axes
         self._network = network
 
@@ -158,10 +157,8 @@ def _own_channels(
     channels: ChannelGraph,
     axes: dict[str, int | None],
 ) -> ChannelGraph:
-    # A norm whose groups go as a whole in the network does so here, others do not.
-    within = values.keys() - channels.trail.grouped.keys()
     for network in (None, channels):
-        trail = _BlockPropagation(module, values, axes, network, within).run()
+        trail = _BlockPropagation(module, values, axes, network, channels.trail.turned).run()
         own = ChannelGraph(trail, close(trail), 1)
         own.free_units = torch.ones_like(own.free_units)
         # If a tensor holds heads and each head's channels, the network says which of the two may go.

@@ -47,11 +47,11 @@ def signature(
     steps = []
     for node in nodes:
         operation = operation_of(traced.module, node) or readable_name(node)
+        whole = _whole_groups(channels, node.name, operation)
         step: dict[str, Any] = {"operation": operation}
         step["from"] = [place.get(n, n.op) for n in node.all_input_nodes]
         if node.op == "call_module":
-            whole = any(la.node == node.name and la.kind == "depthwise" for la in channels.layers)
-            step["module"] = _fields(traced.module.get_submodule(str(node.target)), whole)
+            step["module"] = _fields(traced.module.get_submodule(str(node.target)), bool(whole))
         elif node.target is recurrent:
             step["module"] = _fields(traced.module.get_submodule(str(node.args[0].target)))  # type: ignore[union-attr]
         weight = weight_of(node) if is_layer(node) else None
@@ -65,9 +65,8 @@ def signature(
                 for v in pytree.tree_leaves(traced.values[node.name])
                 if isinstance(v, TensorInfo)
             ]
-        if operation == "groupnorm" and node.name in channels.trail.grouped:
-            groups, labels = channels.trail.grouped[node.name]
-            step["whole groups of"] = labels.numel() // groups
+        if whole:
+            step["whole groups of"] = whole
         steps.append(step)
     shapes = []
     for node in inputs:
@@ -89,14 +88,25 @@ def signature(
     return json.dumps(parts, sort_keys=True, separators=(",", ":"))
 
 
+def _whole_groups(channels: ChannelGraph, node: str, operation: str) -> list[int]:
+    """The channels of a group, where whole groups go: widths alone do not tell how many there are then."""
+    trail = channels.trail
+    if operation == "groupnorm" and node in trail.grouped:
+        groups, labels = trail.grouped[node]
+        return [labels.numel() // groups]
+    layers = (layer for layer in channels.layers if layer.node == node and node in trail.turned)
+    return next(([s.numel() // x.groups for s in (x.input_channels, x.output_channels)] for x in layers), [])
+
+
 def _fields(module: nn.Module, whole: bool = False) -> dict[str, str]:
-    """``whole``: a convolution loses whole groups, so that their number is a width."""
+    """``whole``: whole groups go, so that their number is a width."""
     fields = {"class": type(module).__name__}
-    each = getattr(module, "in_channels", 0) // max(getattr(module, "groups", 1), 1)
-    groups = "depthwise" if each == 1 else f"of {each} channels" if whole else None
+    depthwise = getattr(module, "groups", 1) == getattr(module, "in_channels", 0)
+    groups = "depthwise" if depthwise else "a width" if whole else None
     for name, value in sorted(vars(module).items()):
         simple = isinstance(value, (int, float, str, bool, tuple, type(None)))
         if simple and not name.startswith("_") and name not in _UNSIGNED:
-            fields[name] = groups if name == "groups" and groups and value > 1 else repr(value)
+            of_groups = name in ("groups", "num_groups") and groups and value > 1
+            fields[name] = str(groups if of_groups else repr(value))
     fields["bias"] = str(getattr(module, "bias", None) is not None)
     return fields

@@ -67,8 +67,8 @@ class Propagation:
         self.values = values
         self.other = other or {}  # the values at another size of the images
         self.rules = rules
-        self.turned = turned  # group norms that lose channels of each group; convolutions, whole groups
-        self.trail = Trail()
+        self.turned = turned
+        self.trail = Trail(turned=frozenset(turned))
         self.blind = False  # whether a rule pinned something because it could not see ties found later
         self._asked: Counter[str] = Counter()
         self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer

@@ -217,6 +217,8 @@ class Trail:
     mixes: list[Mix] = field(default_factory=list)
     #: Norms whose groups go as a whole: the number of groups, and channel labels.
     grouped: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    #: Group norms that lose channels of every group though they have many, and convolutions that lose whole groups.
+    turned: frozenset[str] = frozenset()
     #: Convolutions that lose equally many channels of every group: the number of groups, labels of both sides.
     within: dict[str, tuple[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
     #: Nodes that run on all channels, with zeros for those that are gone: the channels' dimension.

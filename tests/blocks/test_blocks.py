@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torchvision
+from models_layers import groups_that_are_heads, one_output_a_group, transposed_one_output_a_group
 from models_products import (
     channels_attend_to_channels,
     channels_attend_to_fewer,
@@ -173,6 +174,21 @@ def test_norms_that_lose_whole_groups_share_no_row_with_others() -> None:
     norms = [b for b in cut(traced, build(traced.module, traced.values, multiple=1)) if "norms" in b.name]
     assert [block.grids for block in norms] == [((2, 4, 6, 8),), ((4, 8, 12, 16),), (tuple(range(4, 65, 4)),)]
     assert len({block.signature for block in norms}) == 3
+
+
+@pytest.mark.parametrize("made", [one_output_a_group, groups_that_are_heads, transposed_one_output_a_group])
+def test_convolutions_lose_the_groups_that_they_lose_in_the_network(made: Callable[[], nn.Module]) -> None:
+    traced = trace(made(), (torch.randn(2, 3, 8, 8),))
+    blocks = cut(traced, build(traced.module, traced.values, multiple=1))
+    (block,) = (block for block in blocks if block.name == "mid")
+    shapes = set()
+    for widths in itertools.product(*block.grids):
+        module, inputs = block.build(widths)
+        with torch.no_grad():
+            module(*inputs)
+        (conv,) = (part for part in module.modules() if isinstance(part, nn.Conv2d | nn.ConvTranspose2d))
+        shapes.add((conv.in_channels // conv.groups, conv.out_channels // conv.groups))
+    assert len(shapes) == 1 and len(block.grids[0]) > 1
 
 
 @pytest.mark.parametrize("made", [_vision_transformer, _swin_v2, _weight_norms])
