@@ -33,8 +33,8 @@ kind; accuracies are of 4,000 test images. Seeds are of calibration images and t
 
 *Latency* is measured in ONNX Runtime, one thread, 16 images at a time, in turns with the dense network. Every method
 is asked for less until its network is within the target, and keeps multiples of eight channels, as other widths are
-slow. Where one measures less by more than a point, its row says so. Of the *FLOPs* a rival takes whole channels;
-those runs on glyphs are of an older version, where ours gathered importances once.
+slow. Where one measures less by more than a point, its row says so. Of the *FLOPs* a rival takes whole
+channels.
 
 Brackets hold 95% intervals over paired seeds, in points; with one seed there is none.
 [What it means](../explanations/accuracy.md).

@@ -9,9 +9,8 @@ Networks are trained to their plateau once, and kept in --work (`pretrained`). E
 of --rates at one target and seed, judged on images of the training set's kind, not on the test images. Every run is a
 line of JSON the moment it is done; a run that the record holds is not repeated. Rivals' batch norms are estimated
 anew behind the training where that is better. `pip install torch-pruning==1.6.1 --no-deps` for that rival. Set
-OMP_NUM_THREADS=1. The record's 461 runs took 3,489 CPU seconds, the 243 at a share of the latency 2,505, beside
-training the dense networks. Its runs by latency and by FLOPs are of different dense networks, trained on two
-machines.
+OMP_NUM_THREADS=1. The record's 818 runs took 7,118 CPU seconds, the 486 at a share of the latency 5,589, beside
+training the dense networks.
 """
 
 from __future__ import annotations
