@@ -68,7 +68,9 @@ def outcome_or_none(model: nn.Module, inputs: tuple[Any, ...], training: bool) -
     """What the model computes; None where it does not take these inputs in this mode."""
     try:
         return outcome_of(model, inputs, training)
-    except Exception:  # whatever a model says to inputs that it was not made for
+    except Exception as error:  # whatever a model says to inputs that it was not made for
+        if is_out_of_memory(error):
+            raise
         return None
 
 

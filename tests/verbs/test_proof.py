@@ -289,3 +289,24 @@ def test_too_little_memory_is_no_fault() -> None:
     one = nn.Identity()
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         outcomes.differs(one, Large(), (IMAGE,), False, outcomes.outcome_of(one, (IMAGE,), False))
+
+
+def test_too_little_memory_to_judge_rounding_is_told() -> None:
+    """Double precision takes twice the memory: without it nothing tells rounding from faults."""
+
+    class Rounding(nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.by = by
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype == torch.float64:
+                raise RuntimeError(
+                    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 110436736 bytes"
+                )
+            return x * self.by
+
+    inputs = (torch.ones(2, 3),)
+    expected = outcomes.outcome_of(Rounding(1.0), inputs, False)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        outcomes.differs(Rounding(1.0), Rounding(1.002), inputs, False, expected)
