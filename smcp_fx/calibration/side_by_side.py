@@ -141,6 +141,10 @@ class SideBySide:
         if None in counterparts:
             self.report.append(LayerRepair(first.path, left="the whole network runs it elsewhere"))
             return
+        labels = self.kept.channels.trail.labels
+        if any(labels.get(consumer.node.name) is None for consumer in consumers):
+            self.report.append(LayerRepair(first.path, left="its outputs are mixed into a weight"))
+            return
         matrix = first.matrix(first.weight)
         if matrix.shape[1] > WIDEST:
             why = f"its {matrix.shape[1]} inputs are too many for a regression (at most {WIDEST})"

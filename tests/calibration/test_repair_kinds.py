@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import chain, random_masks, randomise
+from models_mixed import mixture_of_flat_kernels, weights_of_all_images_together
 from tolerances import assert_close
 from torch import Tensor, nn
 
@@ -254,3 +255,18 @@ def test_what_was_not_made_of_this_model_is_refused() -> None:
     prepared.set_masks(random_masks(prepared, 1, 0.6))
     with pytest.raises(InputError, match="convert it again"):
         smcp_fx.repair(smaller, prepared, [x])
+
+
+@pytest.mark.parametrize("made", [weights_of_all_images_together, mixture_of_flat_kernels])
+def test_layers_that_make_a_weight_are_left_as_they_were(made: Callable[[], nn.Module]) -> None:
+    model, batches = made().eval(), [torch.randn(8, 3, 8, 8) for _ in range(4)]
+    prepared = smcp_fx.prepare(model, batches[0], target=0.6, config=SMALL)
+    prepared.set_masks(random_masks(prepared, 0, 0.6))
+    smaller = smcp_fx.convert(prepared).eval()
+    before = (smaller(batches[0]) - model(batches[0])).norm()
+    report = smcp_fx.repair(smaller, prepared, batches)
+    assert (smaller(batches[0]) - model(batches[0])).norm() < before
+    if made is weights_of_all_images_together:
+        assert {layer.path: layer.left for layer in report.layers}[
+            "hyper"
+        ] == "its outputs are mixed into a weight"
