@@ -103,7 +103,7 @@ def gather_importance(
     """
     state, batches = prepared.smcp, again(batches)
     first, gathering, ordering = Stretch(progress).split(*_SHARES)
-    first_order(prepared, batches, loss, first)
+    first_order(prepared, batches, loss, None if progress is None else first)
     if not bool((state.gathered > 0).any()) and state.gathered.numel():
         raise InputError(
             "no channel matters to the loss of these batches: are all inputs, or all outputs, zero?"
@@ -227,7 +227,8 @@ def first_order(
         prepared.smcp,
         TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance),
     )
-    device, number, told = device_of(prepared), number_of(batches), Stretch(progress)
+    device, told = device_of(prepared), Stretch(progress)
+    number = 1 if progress is None else number_of(batches)  # a loader without a length is gone through for it
     before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in prepared.parameters()]
     state.forget()
     try:
