@@ -244,7 +244,7 @@ def measure_interleaved(engines: Sequence[Engine], config: TimingConfig | None =
 
 def to_arrays(tensors: Sequence[Tensor]) -> list[Array]:
     """Return the tensors as contiguous arrays in host memory."""
-    return [np.ascontiguousarray(tensor.detach().cpu().numpy()) for tensor in tensors]
+    return [np.asarray(tensor.detach().cpu().numpy(), order="C") for tensor in tensors]
 
 
 def cpu_name() -> str:

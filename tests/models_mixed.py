@@ -44,6 +44,18 @@ def mixture_in_groups() -> nn.Module:
 
 
 @awkward(1.0)
+def mixture_behind_a_turn() -> nn.Module:
+    """What is read has been turned so that channels came first, as one image's may be taken for images."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h = h.permute(1, 0, 2, 3).relu().permute(1, 0, 2, 3)
+        routing = torch.softmax(s.routing(h.mean((2, 3))), 1)
+        return _folded(h, (routing @ s.weight.view(3, -1)).view(-1, 8, 3, 3), None)
+
+    return between(wiring, 8, 6, routing=nn.Linear(8, 3), weight=free_parameter(3, 6, 8, 3, 3))
+
+
+@awkward(1.0)
 def mixture_by_einsum() -> nn.Module:
     def wiring(s: Any, h: Tensor) -> Tensor:
         routing = torch.softmax(s.routing(h.mean((2, 3))), 1)

@@ -112,7 +112,7 @@ class Session:
         """Take these inputs for the runs to come."""
         if len(inputs) != len(self.input_names):
             raise InputError(f"the network has {len(self.input_names)} inputs, {len(inputs)} were given")
-        self._held = [np.ascontiguousarray(array) for array in inputs]
+        self._held = [np.asarray(array, order="C") for array in inputs]
         try:
             for index, array in enumerate(self._held):
                 self._request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))

@@ -18,6 +18,8 @@ from smcp_fx.blocks.loaded import computes, loaded, reached
 from smcp_fx.blocks.making import make_block
 from smcp_fx.blocks.signature import MOVES
 from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.mixed_weights import fold
+from smcp_fx.channels.weight_views import is_layer, weight_and_bias
 from smcp_fx.tracing.modes import evaluated_graph
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.recurrent import recurrent, recurrent_weight
@@ -62,14 +64,19 @@ def _fused(traced: Traced, channels: ChannelGraph, dynamic: set[fx.Node]) -> lis
     """Return which nodes run as one, block by block."""
     blocks: list[list[fx.Node]] = []
     home: dict[fx.Node, int] = {}
+    crossed = channels.trail.columns.keys() | channels.trail.mixed.keys() | _folds(traced, channels)
     for node in traced.module.graph.nodes:
         if not computes(traced, node) or node not in dynamic or node.target is recurrent_weight:
             continue
         operation = operation_of(traced.module, node)
-        # What reads a matrix of channels by channels runs with what made it: a block's inputs have one dimension of
-        # channels.
-        matrices = [source for source in node.all_input_nodes if source.name in channels.trail.columns]
+        # What reads a matrix of channels by channels, as a mixture of kernels is, runs with what made it: a block's
+        # inputs have one dimension of channels.
+        matrices = [source for source in node.all_input_nodes if source in home and source.name in crossed]
         target = home[matrices[0]] if matrices else None
+        for other in {home[source] for source in matrices} - {target}:
+            home.update((inner, home[matrices[0]]) for inner in blocks[other])
+            blocks[home[matrices[0]]] += blocks[other]
+            blocks[other] = []
         # Else the node joins the latest block that ends in one of its operands: engines fuse an addition into the
         # convolution that runs last before it.
         sources = [source for source in node.all_input_nodes if source in home and not matrices]
@@ -89,7 +96,20 @@ def _fused(traced: Traced, channels: ChannelGraph, dynamic: set[fx.Node]) -> lis
             blocks[target] += [read for read in node.all_input_nodes if read.target is recurrent_weight]
         blocks[target].append(node)
         home[node] = target
-    return blocks
+    return [block for block in blocks if block]
+
+
+def _folds(traced: Traced, channels: ChannelGraph) -> set[str]:
+    """Nodes that write the images of a batch as one, for a convolution of each by a weight of its own."""
+    found: set[str] = set()
+    for use in traced.module.graph.nodes:
+        weight = weight_and_bias(use)[0] if is_layer(use) else None
+        if not (isinstance(weight, fx.Node) and weight.name in channels.trail.mixed):
+            continue
+        path = fold(traced.module, use, traced.values)
+        if path and traced.values[path[-1].all_input_nodes[0].name].shape[0] > 1:
+            found.update(node.name for node in path)
+    return found
 
 
 def _joins(traced: Traced, block: list[fx.Node], operation: str | None) -> bool:

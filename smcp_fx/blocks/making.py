@@ -91,7 +91,12 @@ class _Border:
             and isinstance(traced.values[source.name], TensorInfo)
         ]
         ends = [node for node in nodes if any(user not in inside for user in node.users)] or nodes[-1:]
-        return cls(tensors, ends, {source.name: _axis(channels, source.name) for source in tensors})
+        axes = {source.name: _axis(channels, source.name) for source in tensors}
+        if any(node.name in channels.trail.mixed for node in nodes):  # what kernels are mixed by stays whole
+            axes = {
+                n: a if a is not None and _width(channels, n, a).groups else None for n, a in axes.items()
+            }
+        return cls(tensors, ends, axes)
 
 
 def _free_widths(

@@ -35,6 +35,7 @@ _RESHAPES = {
     "clone",
     "detach",
 }
+_COPIES = {"contiguous", "clone", "detach"}
 _TURNS = {"permute", "transpose", "movedim", "t"}
 _CASTS = {"to", "float", "type", "typeas"}
 #: Sizes told apart, by which an operation shows how it turns dimensions.
@@ -94,7 +95,7 @@ def mixed_weights(
         ):
             continue
         try:
-            images = _images(use, values)
+            images = _images(module, use, values)
             shape = _shape(weight, values)
             if shape[0] % images or shape[1] == 1:
                 continue
@@ -114,16 +115,23 @@ def mixed_weights(
     return found
 
 
-def _images(use: fx.Node, values: Mapping[str, Any]) -> int:
-    """How many images lie among the channels of a convolution's input."""
+def fold(module: fx.GraphModule, use: fx.Node, values: Mapping[str, Any]) -> list[fx.Node]:
+    """Return what a convolution reads, back to the reshape that may have written a batch's images as one."""
+    path: list[fx.Node] = []
     node = use.args[0]
-    shape = _shape(node, values)
-    if shape[0] != 1:
-        return 1
-    while isinstance(node, fx.Node) and _shape(node, values)[0] == 1 and node.args:
+    while isinstance(node, fx.Node) and node.args and _shape(node, values)[0] == 1:
+        path.append(node)
+        if operation_of(module, node) in _RESHAPES - _COPIES:
+            break
         node = node.args[0]
-    images = _shape(node, values)[0]
-    return images if shape[1] % images == 0 else 1
+    return path
+
+
+def _images(module: fx.GraphModule, use: fx.Node, values: Mapping[str, Any]) -> int:
+    """How many images lie among the channels of a convolution's input."""
+    path = fold(module, use, values)
+    images = _shape(path[-1].args[0], values)[0] if path else 1
+    return images if _shape(use.args[0], values)[1] % images == 0 else 1
 
 
 def _shape(node: Any, values: Mapping[str, Any]) -> tuple[int, ...]:

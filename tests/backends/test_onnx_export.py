@@ -144,6 +144,16 @@ def test_metadata_is_in_the_file_and_the_exporting_machine_is_not(small, tmp_pat
     assert b"site-packages" not in path.read_bytes()
 
 
+def test_an_output_without_dimensions_stays_one(tmp_path):
+    class Loss(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.square().mean()
+
+    x = torch.randn(2, 3)
+    (loss,) = run_file(export_onnx(Loss(), x, tmp_path / "n.onnx"), x.numpy())
+    assert loss.shape == ()
+
+
 def test_an_example_batch_of_one_stays_open_and_a_fixed_one_is_fixed(small, tmp_path):
     x = torch.randn(1, 3, 8, 8)
     free = export_onnx(small, (x,), tmp_path / "free.onnx")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchvision
 from models_layers import groups_that_are_heads, one_output_a_group, transposed_one_output_a_group
+from models_mixed import mixture_behind_a_turn, mixture_by_four_attentions, mixture_of_flat_kernels
 from models_products import (
     channels_attend_to_channels,
     channels_attend_to_fewer,
@@ -110,6 +111,23 @@ def test_attention_among_channels_is_one_block(made: Callable[[], nn.Module]) ->
     module, inputs = block.build(tuple(grid[len(grid) // 2] for grid in block.grids))
     full, before = block.build(block.full_widths)
     assert module(*inputs).shape[1] < full(*before).shape[1]
+
+
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("made", [mixture_of_flat_kernels, mixture_by_four_attentions, mixture_behind_a_turn])
+def test_a_mixture_of_kernels_is_one_block(made: Callable[[], nn.Module], images: int) -> None:
+    """The images that are written as one, and the mixing, run with the convolution; only channels are widths."""
+    traced = trace(made().eval(), (torch.randn(images, 3, 8, 8),))
+    blocks = cut(traced, build(traced.module, traced.values, multiple=1))
+    (block,) = (block for block in blocks if "conv2d" in block.nodes)
+    assert len(block.widths) == 2
+    for share in (0.0, 0.5, 1.0):
+        widths = tuple(grid[int(share * (len(grid) - 1))] for grid in block.grids)
+        module, inputs = block.build(widths)
+        with torch.no_grad():
+            output = module(*inputs)
+        axis = output.dim() - 3
+        assert output.shape[0] * output.shape[axis] == widths[1]
 
 
 def _swin_v2() -> nn.Module:

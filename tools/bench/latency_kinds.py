@@ -1,11 +1,11 @@
-"""Prune a ConvNeXt, a vision transformer and a U-Net of diffusion by rows to half of their latency, and measure.
+"""Prune networks that are no plain CNNs by rows to half of their latency, and measure.
 
     python tools/bench/latency_kinds.py run --record kinds.jsonl --tables FOLDER
     python tools/bench/latency_kinds.py tables --record docs/records/latency_kinds.jsonl --out docs/results/latency.md
 
 In Python, as in docs/guides/latency_target.md: `prepare` with a `LatencyCost` of ONNX Runtime, importances of a few
 random images, one solve without correction, `convert`, and both networks as emitted, timed in turns three times.
-Random weights: a latency depends on none. Needs timm and diffusers. Set OMP_NUM_THREADS=1.
+Random weights: a latency depends on none. Needs timm, diffusers and ultralytics. Set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import importlib
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ import torch
 import torchvision
 from records import Record, begin, fill, table
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import smcp_fx
 from smcp_fx.backends import compare, get_backend
+from smcp_fx.integrations.ultralytics import NarrowYolo
 from smcp_fx.prepare import converted_full
 
 TARGET, ROUNDS = 0.5, 3
@@ -43,15 +46,29 @@ def _unet() -> nn.Module:
     return model
 
 
-def _image() -> tuple[Tensor, ...]:
-    return (torch.randn(1, 3, 224, 224),)
+def _image(side: int = 224) -> tuple[Tensor, ...]:
+    return (torch.randn(1, 3, side, side),)
+
+
+def _timm(name: str) -> nn.Module:
+    model: nn.Module = importlib.import_module("timm").create_model(name)
+    return model
+
+
+def _yolo(name: str) -> nn.Module:
+    """The module that `PrunedYolo.prepare` prepares."""
+    yolo: nn.Module = importlib.import_module("ultralytics").YOLO(f"{name}.yaml", verbose=False).model
+    return NarrowYolo(yolo.float())
 
 
 #: Name: the network, and inputs to draw.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
     "ConvNeXt-T, 224 pixels": (torchvision.models.convnext_tiny, _image),
-    "ViT-S/16, 224 pixels": (lambda: importlib.import_module("timm").create_model("vit_small_patch16_224"), _image),
+    "ViT-S/16, 224 pixels": (partial(_timm, "vit_small_patch16_224"), _image),
     "U-Net of diffusion, 32 pixels": (_unet, _image_and_time),
+    "YOLO11n, 192 pixels": (partial(_yolo, "yolo11n"), partial(_image, 192)),
+    "YOLOv8n, 320 pixels": (partial(_yolo, "yolov8n"), partial(_image, 320)),
+    "EfficientNet-CondConv-B0, 224 pixels": (partial(_timm, "tf_efficientnet_cc_b0_4e"), _image),
 }  # fmt: skip
 
 
@@ -83,8 +100,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _loss(outputs: Any, _: Any) -> Tensor:
-    value = outputs if isinstance(outputs, Tensor) else outputs.sample
-    return value.square().mean()
+    found = [value for value in pytree.tree_leaves(outputs) if isinstance(value, Tensor)]
+    return torch.stack([value.square().mean() for value in found]).sum()
 
 
 def tables(arguments: argparse.Namespace) -> None:
