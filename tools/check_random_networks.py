@@ -3,7 +3,7 @@
     python tools/check_random_networks.py --first 0 --last 10000 --record random_networks.jsonl
 
 One line of JSON for every hundred seeds; a failure has a line with seed, program and message, and the run goes on.
-Seeds in the record are not run again. Exit code 1 if one failed.
+Seeds that the record has of the same kind are not run again. Exit code 1 if one failed.
 """
 
 from __future__ import annotations
@@ -46,16 +46,21 @@ def main() -> int:
     import smcp_fx  # noqa: F401  (before tests/ is on the path, which has a folder of that name)
 
     sys.path.append(str(TESTS))
+    kinds = ("layer_pruning", "gates", "statistics", "repair")
+    kind = " ".join(name for name in kinds if getattr(options, name)) or "plain"
     done, failed = set(), 0
     if options.record.exists():
         for line in map(json.loads, options.record.read_text().splitlines()):
-            done.update(range(line["first"], line["last"]))
+            if line["kind"] == kind:
+                done.update(range(line["first"], line["last"]))
             failed += len(line["failures"])
     for first in range(options.first, options.last, options.step):
         seeds = [seed for seed in range(first, min(first + options.step, options.last)) if seed not in done]
         if not seeds:
             continue
-        line = run(seeds, options.layer_pruning, options.gates, options.repair, options.statistics)
+        line = {"kind": kind} | run(
+            seeds, options.layer_pruning, options.gates, options.repair, options.statistics
+        )
         failed += len(line["failures"])
         with options.record.open("a") as file:
             file.write(json.dumps(line) + "\n")
