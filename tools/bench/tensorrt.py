@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,12 +35,14 @@ from torch import nn  # noqa: E402
 
 import smcp_fx  # noqa: E402
 from smcp_fx.backends import Engine, compare, get_backend  # noqa: E402
+from smcp_fx.backends.base import Array  # noqa: E402
 from smcp_fx.backends.layers import blocks_beside_layers  # noqa: E402
 from smcp_fx.backends.tensorrt.backend import TensorRTBackend, reference_outputs  # noqa: E402
 from smcp_fx.errors import InfeasibleBudgetError, SmcpError  # noqa: E402
 from smcp_fx.latency.cost import LatencyCost, latency_of  # noqa: E402
 from smcp_fx.latency.filling import MeasuringProgress  # noqa: E402
-from smcp_fx.latency.network import NetworkLatency  # noqa: E402
+from smcp_fx.latency.network import SURE, NetworkLatency  # noqa: E402
+from smcp_fx.latency.rounds import measure_for_targets  # noqa: E402
 from smcp_fx.latency.table import LatencyTable  # noqa: E402
 from smcp_fx.storage.files import write_texts  # noqa: E402
 from smcp_fx.zoo.models import build_model  # noqa: E402
@@ -50,7 +52,9 @@ TRIES = 3
 KEEP = (0.85, 0.7, 0.55, 0.4, 0.3)
 LIBRARIES = ("CUBLAS", "CUBLAS_LT", "CUDNN")
 #: The parts in order, and the seconds that must be left to begin one.
-PARTS = {"smoke": 10, "engines": 30, "solvers": 10, "table": 60, "prunings": 30, "targets": 60, "others": 20}
+PARTS = {
+    "smoke": 10, "engines": 30, "solvers": 10, "table": 60, "targets": 60, "prunings": 30, "int8": 40, "others": 20,
+}  # fmt: skip
 #: Seconds that the table leaves to the parts after it: an unfinished one goes on with --folder.
 AFTER_TABLE = 150
 
@@ -82,11 +86,12 @@ class Bench:
         self.prepared: Any = None
         self.dense: Engine | None = None
 
-    def make_backend(self, precision: str) -> TensorRTBackend:
+    def make_backend(self, precision: str, calibration: Sequence[Array] = ()) -> TensorRTBackend:
         """The backend as the command line asks for it."""
         a = self.arguments
         found = get_backend(
-            "tensorrt", precision=precision, worker_python=a.worker_python, builders=a.builders, folder=self.folder,
+            "tensorrt", precision=precision, calibration=calibration, worker_python=a.worker_python,
+            builders=a.builders, folder=self.folder,
             tactic_sources_off=LIBRARIES if a.no_library_tactics else (), timeout_s=30 * a.minutes,
         )  # fmt: skip
         assert isinstance(found, TensorRTBackend)
@@ -187,21 +192,23 @@ class Bench:
     # ---- 2: a table against engines -------------------------------------------------------------------------
 
     def table(self, found: dict[str, Any]) -> None:
-        """The table of the network's blocks."""
+        """The rows that prunings to the targets rest on, as `smcp-table measure --targets` measures them."""
         a = self.arguments
         table = LatencyTable(a.table or self.folder / "table.sqlite")
         found["rows_before"] = len(table.rows(self.backend.fingerprint()))
+        began = time.monotonic()
         cost = LatencyCost(table, self.backend, progress=lambda state: self.watch(state, found))
         x = torch.randn(a.batch, 3, a.side, a.side)
         self.prepared = smcp_fx.prepare(copy.deepcopy(self.model).cpu(), (x,), cost=cost)
+        found["first_rows_seconds"] = time.monotonic() - began
         self.cost = latency_of(self.prepared.pruner.cost)
         assert self.cost is not None
-        report = table.measure(self.cost.blocks, self.backend, lambda state: self.watch(state, found))
-        self.cost.read()
+        measure_for_targets(self.cost, TARGETS)
         error = table.held_out_error(self.cost.blocks, self.backend.fingerprint())
+        rows = table.rows(self.backend.fingerprint())
         found |= {
-            "complete": True, "blocks": len(self.cost.blocks), "rows": report.measured, "reused": report.reused,
-            "measuring_seconds": report.seconds, "failed": report.failed, "unstable": len(report.unstable),
+            "complete": True, "blocks": len(self.cost.blocks), "rows": len(rows),
+            "measuring_seconds": time.monotonic() - began,
             "held_out": {"points": error.points, "median": error.median, "p95": error.p95, "largest": error.largest},
             "run_overhead_ms": table.run_overhead(self.backend.fingerprint()), "builders": a.builders,
         }  # fmt: skip
@@ -209,7 +216,7 @@ class Bench:
     def watch(self, state: MeasuringProgress, found: dict[str, Any]) -> None:
         """Keep how far the table is, and stop it in time for what comes after it."""
         found |= {"complete": False, "rows": state.measured, "remaining_seconds": state.remaining_seconds}
-        later = set(self.arguments.parts) & {"prunings", "targets", "others"}
+        later = set(self.arguments.parts) & {"prunings", "targets", "int8", "others"}
         self.need(AFTER_TABLE if later else 5)
 
     def priced(self) -> NetworkLatency:
@@ -253,6 +260,7 @@ class Bench:
             for name, allowed in permitted.items():
                 share = float(np.clip(rng.normal(keep, 0.15), 0.1, 1.0)) if keep < 1 else 1.0
                 counts[name] = min(allowed, key=lambda count, top=allowed[-1], s=share: abs(count - s * top))
+            prices_of.learn(counts, SURE)  # the rows of a choice, as the product measures them
             engine = self.dense_engine() if keep == 1 else self.emitted(counts, f"keep{keep}")
             measured = engine.latency()
             prices = {term.name: term.cost(counts) for term in prices_of.around(counts).terms}
@@ -331,6 +339,17 @@ class Bench:
         if self.device != "cuda":
             raise RuntimeError("PyTorch finds no GPU")
         found |= solvers_on_gpu(self.model)
+
+    def int8(self, found: dict[str, Any]) -> None:
+        """The dense network in INT8 beside its fp16 engine, calibrated on random images."""
+        a, rng = self.arguments, np.random.default_rng(0)
+        images = [rng.standard_normal((8, 3, a.side, a.side)).astype(np.float32) for _ in range(4)]
+        backend, began = self.make_backend("int8", images), time.monotonic()
+        x = torch.randn(a.batch, 3, a.side, a.side)
+        with backend.compile(copy.deepcopy(self.model).cpu(), (x,), self.folder / "int8.onnx") as engine:
+            found |= {"building_seconds": time.monotonic() - began, "types": engine.build["types"]}
+            found |= {"median_ms": engine.latency().median_ms, "remarks": engine.remarks}
+        backend.close()
 
     def others(self, found: dict[str, Any]) -> None:
         """The dense network in fp16 in PyTorch and in ONNX Runtime, where these can."""
