@@ -11,7 +11,7 @@ from smcp_fx.tracing.sentences import INFIX
 #: Functions that ask whether a tensor's values are finite.
 _OF_VALUES = {"isfinite", "isnan", "isinf"}
 #: Functions that read a tensor's values, whatever they return.
-_READS = {"item", "tolist", "numpy", "equal", "allclose", "any", "all", "is_nonzero", "data_ptr"}
+_READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "data_ptr"}
 
 
 def reads_values(node: fx.Node) -> bool:

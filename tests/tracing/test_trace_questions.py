@@ -103,6 +103,11 @@ ANSWERED: dict[str, Wiring] = {
     "numpy's ceiling": lambda s, h: F.interpolate(
         h, size=(int(np.ceil(h.shape[2] / 2)), math.ceil(h.shape[3] / 2))
     ),
+    "all and any along a dimension": lambda s, h: sum(  # type: ignore[dict-item]
+        masked * (2.0 if len(masked.shape) == 4 else 3.0)
+        for which in (torch.all, torch.any)
+        for masked in [h * which(torch.arange(h.shape[3]).view(-1, 1) > 1, -1)]
+    ),
     "numpy's numbers": lambda s, h: h * np.float32(2.0) + np.int64(1),
     "a cached function": lambda s, h: h + ramp(h.shape[2], h.shape[3]),
     "windows": in_windows,
