@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 #: file. TF32 keeps ten bits of the mantissa; in int8 sums in another order turn some bytes into their neighbours.
 TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2, "int8": 8e-2}
 
+#: Engines that each builder builds before they are measured. Chosen, not measured.
+_AHEAD = 3
+
 
 class TensorRTBackend(CalibratedBackend):
     """TensorRT with fixed settings on GPU ``gpu``.
@@ -109,6 +112,7 @@ class TensorRTBackend(CalibratedBackend):
         self._builders, self._keys = builders, itertools.count()
         self._models = BlockModels(OPSET)
         self._prebuilt: dict[tuple[str, tuple[int, ...]], Path | BackendError] = {}
+        self._coming: dict[tuple[str, tuple[int, ...]], Block] = {}  # rows that may be built ahead
         self._about: dict[str, Any] | None = None
         self._owner: TensorRTBackend | None = None  # whose worker this one's is
         self._run_ms: float | None = None
@@ -216,7 +220,7 @@ class TensorRTBackend(CalibratedBackend):
             return None
         plain = copy.copy(self)
         plain.precision, plain.options = "fp32", replace(self.options, precision="fp32")
-        plain._prebuilt, plain._run_ms, plain._owner = {}, None, self
+        plain._prebuilt, plain._coming, plain._run_ms, plain._owner = {}, {}, None, self
         return plain
 
     def remarks(self) -> tuple[str, ...]:
@@ -251,6 +255,8 @@ class TensorRTBackend(CalibratedBackend):
         Runs in a row inside one CUDA graph, as layers follow each other in a network. ``config`` sets repeats and
         limits; by default a row is quick.
         """
+        if (block.signature, widths) in self._coming:
+            self._build_ahead(block.signature, widths)
         ahead = self._prebuilt.pop((block.signature, widths), None)
         if isinstance(ahead, BackendError):
             raise ahead
@@ -265,22 +271,29 @@ class TensorRTBackend(CalibratedBackend):
             return BlockLatency(measurement(self.ask("measure", key=key, timing=timing)["measured"]))
 
     def prepare_rows(self, rows: Sequence[tuple[Block, tuple[int, ...]]]) -> None:
-        """Build the engines of these rows in parallel, where there are several builders.
+        """Note which rows come next, so that several builders can build ahead of the one that is measured."""
+        if self._builders > 1:
+            self._coming = {(block.signature, point): block for block, point in rows}
 
-        Nothing is measured meanwhile: builders time kernels on the same GPU.
+    def _build_ahead(self, signature: str, widths: tuple[int, ...]) -> None:
+        """Build a row's engine and those of the next rows in parallel, a few for each builder.
+
+        Nothing is measured meanwhile: builders time kernels on the same GPU. Only a few, so that an interrupted
+        run loses no more than these.
         """
-        wanted = [(block, point) for block, point in rows if (block.signature, point) not in self._prebuilt]
-        if self._builders < 2 or len(wanted) < 2:
-            return
-        workers = [self._worker(number) for number in range(self._builders)]
-        jobs = [
-            (block.signature, point, self._written(self._models.model(block, point)))
-            for block, point in wanted
-        ]
+        block, count = self._coming.pop((signature, widths)), _AHEAD * self._builders
+        wanted = [((signature, widths), block)]
+        wanted += itertools.islice(
+            (entry for entry in self._coming.items() if entry[0] not in self._prebuilt), count - 1
+        )
+        for key, _ in wanted[1:]:
+            del self._coming[key]
+        workers = [self._worker(number) for number in range(min(self._builders, len(wanted)))]
+        jobs = [(key, self._written(self._models.model(block, key[1]))) for key, block in wanted]
         stopped = threading.Event()
 
         def build(number: int) -> None:
-            for signature, point, onnx_file in jobs[number :: len(workers)]:
+            for key, onnx_file in jobs[number :: len(workers)]:
                 if stopped.is_set():
                     return
                 engine = onnx_file.with_suffix(".engine")
@@ -290,7 +303,7 @@ class TensorRTBackend(CalibratedBackend):
                 except WorkerError as error:
                     found = BackendError(str(error))
                 onnx_file.unlink(missing_ok=True)
-                self._prebuilt[signature, point] = found
+                self._prebuilt[key] = found
 
         with ThreadPoolExecutor(len(workers)) as pool:
             try:

@@ -29,7 +29,7 @@ from smcp_fx.backends.onnx.opset import lower_opset
 from smcp_fx.backends.onnx.precision import cast_model
 from smcp_fx.backends.tensorrt import backend as tensorrt_backend
 from smcp_fx.backends.tensorrt.backend import TOLERANCES
-from smcp_fx.backends.tensorrt.worker.client import InProcess
+from smcp_fx.backends.tensorrt.worker.client import InProcess, WorkerProcess
 from smcp_fx.backends.tensorrt.worker.problems import WorkerError
 from smcp_fx.blocks.cutting import cut
 from smcp_fx.channels import build
@@ -168,9 +168,42 @@ def test_an_interrupt_is_not_kept_waiting_by_builders(
     monkeypatch.setattr(backend, "_workers", [Stub(), Stub()])
     monkeypatch.setattr(backend, "_written", lambda model: tmp_path / "m.onnx")
     monkeypatch.setattr(backend._models, "model", lambda block, point: None)
+    monkeypatch.setattr("smcp_fx.backends.tensorrt.backend._AHEAD", 20)
+    rows: Any = [(SimpleNamespace(signature="s"), (width,)) for width in range(8, 328, 8)]
+    backend.prepare_rows(rows)
     with pytest.raises(KeyboardInterrupt):
-        backend.prepare_rows([(SimpleNamespace(signature="s"), (width,)) for width in range(8, 328, 8)])
+        backend.block_latency(*rows[0])
     assert len(built) < 20  # of forty, a third of a second each
+    backend.close()
+
+
+def test_rows_are_measured_while_others_are_not_built_yet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An interrupted run keeps what it measured, and has built only a few rows ahead."""
+    pretend(monkeypatch)
+    backend = get_backend("tensorrt", precision="fp32", builders=2, folder=tmp_path)
+    blocks = blocks_of(network(), torch.randn(2, 8, 6, 6))
+    built = list[str]()
+
+    def note(self: WorkerProcess, op: str, **arguments: Any) -> dict[str, Any]:
+        built.extend([op] if op == "build" and "engine" in arguments else [])
+        return ask(self, op, **arguments)
+
+    def stop(state: Any) -> None:
+        if state.measured == 2:
+            raise KeyboardInterrupt
+
+    ask = WorkerProcess.ask
+    monkeypatch.setattr(WorkerProcess, "ask", note)
+    with LatencyTable(tmp_path / "t.sqlite") as table:
+        with pytest.raises(KeyboardInterrupt):
+            table.measure(blocks, backend, stop)
+        assert len(table.rows()) == 3  # one of them tells what a run costs
+        assert len(built) == 6  # three for each of two builders
+        table.measure(blocks, backend)
+        assert len(built) <= len(table.rows()) + 4
+        assert not backend._prebuilt or len(backend._prebuilt) <= 4
     backend.close()
 
 

@@ -26,7 +26,12 @@ def _exact() -> Iterator[None]:
     """Full float32 in convolutions and products."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    yield
+    with (
+        warnings.catch_warnings()
+    ):  # of PyTorch's own: its check is a prototype, its compiler is made of old parts
+        warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
+        warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
+        yield
     torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
