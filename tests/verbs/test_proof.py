@@ -292,15 +292,18 @@ def test_too_little_memory_is_no_fault() -> None:
 
 
 def test_too_little_memory_to_judge_rounding_is_told() -> None:
-    """Double precision takes twice the memory: without it nothing tells rounding from faults."""
+    """Double precision takes twice the memory: without it nothing tells rounding from faults.
+
+    It is asked for more images than there are; where these do not fit, the few there are judged.
+    """
 
     class Rounding(nn.Module):
-        def __init__(self, by: float) -> None:
+        def __init__(self, by: float, fitting: int = 0) -> None:
             super().__init__()
-            self.by = by
+            self.by, self.fitting = by, fitting
 
         def forward(self, x: Tensor) -> Tensor:
-            if x.dtype == torch.float64:
+            if x.dtype == torch.float64 and len(x) > self.fitting:
                 raise RuntimeError(
                     "DefaultCPUAllocator: can't allocate memory: you tried to allocate 110436736 bytes"
                 )
@@ -310,3 +313,8 @@ def test_too_little_memory_to_judge_rounding_is_told() -> None:
     expected = outcomes.outcome_of(Rounding(1.0), inputs, False)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         outcomes.differs(Rounding(1.0), Rounding(1.002), inputs, False, expected)
+    more = (torch.ones(5, 3),)
+    found = outcomes.differs(Rounding(1.0, 2), Rounding(1.002, 2), inputs, False, expected, more=more)
+    assert found is not None and "differs" in found
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        outcomes.differs(Rounding(1.0, 1), Rounding(1.002, 1), inputs, False, expected, more=more)
