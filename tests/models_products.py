@@ -83,6 +83,23 @@ def attention_of_torch_with_a_bias_from_a_table() -> nn.Module:
     return RelativeBias(True)
 
 
+@awkward(1.0, (2, 3, 5, 5))
+def attention_of_one_head_with_biases_of_positions() -> nn.Module:
+    """A bias for each pair of positions, of which there are more than channels: positions are no channels."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        x = s.stem(x)
+        q, k, v = (layer(x).flatten(2) for layer in (s.q, s.k, s.v))
+        scores = q.transpose(1, 2) @ k + s.table[:, s.places][0]
+        y = v @ scores.softmax(-1).transpose(1, 2)
+        return s.out(y.view(x.shape[0], -1, 5, 5))  # type: ignore[no-any-return]
+
+    layers = {name: nn.Conv2d(6, 8, 1) for name in "qkv"}
+    net = Net(wiring, stem=nn.Conv2d(3, 6, 1), **layers, out=nn.Conv2d(8, 4, 1), table=free_parameter(1, 25))
+    net.register_buffer("places", (torch.arange(25)[:, None] - torch.arange(25)[None, :]).abs())
+    return net
+
+
 @awkward(1.0, TOKENS)
 def attention_with_positions_by_computed_places() -> nn.Module:
     """One head, whose channels also meet those of the relative positions."""

@@ -42,6 +42,12 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
     dimensions, and stays where they lie along those of size 1.
     """
     padded = [labels.reshape((1,) * (len(shape) - labels.dim()) + labels.shape) for labels in operands]
+    stay = [labels for labels in padded if _stays(labels)]
+    if stay and all(_stays(labels) or run.is_alone(labels) for labels in padded):
+        # Positions' biases on scores of attention: the elements of such a parameter are no channels.
+        for labels in padded:
+            run.pin(labels, call.node.name, f"meets values that stay in {call.node.name!r}")
+        return uniform(int(stay[0].flatten()[0]), shape)
     varied = {dim for labels in padded for dim in varied_dims(labels)}
     why = f"one value read by every channel in {call.node.name!r}"
     full, spread = [], []
@@ -127,6 +133,11 @@ def glu(run: Propagation, call: Call) -> Any:
 def like(call: Call, labels: Tensor) -> Any:
     """The labels for every output tensor of the call, each in its own shape."""
     return pytree.tree_map(lambda v: labels.expand(v.shape) if isinstance(v, TensorInfo) else v, call.value)
+
+
+def _stays(labels: Tensor) -> bool:
+    """Whether one source whose elements always stay wrote all of it."""
+    return labels.numel() > 0 and not varied_dims(labels) and int(labels.flatten()[0]) < 0
 
 
 def _core(labels: Tensor, varied: set[int]) -> Tensor:
