@@ -111,7 +111,7 @@ class TensorRTBackend(CalibratedBackend):
         self._command, self._in_process, self._gpu, self._timeout_s = command, in_process, gpu, timeout_s
         self._builders, self._keys = builders, itertools.count()
         self._models = BlockModels(OPSET)
-        self._prebuilt: dict[tuple[str, tuple[int, ...]], Path | BackendError] = {}
+        self._prebuilt: dict[tuple[str, tuple[int, ...]], Path | Exception] = {}
         self._coming: dict[tuple[str, tuple[int, ...]], Block] = {}  # rows that may be built ahead
         self._about: dict[str, Any] | None = None
         self._owner: TensorRTBackend | None = None  # whose worker this one's is
@@ -258,7 +258,7 @@ class TensorRTBackend(CalibratedBackend):
         if (block.signature, widths) in self._coming:
             self._build_ahead(block.signature, widths)
         ahead = self._prebuilt.pop((block.signature, widths), None)
-        if isinstance(ahead, BackendError):
+        if isinstance(ahead, Exception):
             raise ahead
         onnx_file = self._written(self._models.model(block, widths)) if ahead is None else None
         timing: dict[str, Any] = {**ROW_TIMING, "graph": self.graph_replay}
@@ -289,7 +289,12 @@ class TensorRTBackend(CalibratedBackend):
         for key, _ in wanted[1:]:
             del self._coming[key]
         workers = [self._worker(number) for number in range(min(self._builders, len(wanted)))]
-        jobs = [(key, self._written(self._models.model(block, key[1]))) for key, block in wanted]
+        jobs = []
+        for key, block in wanted:
+            try:
+                jobs.append((key, self._written(self._models.model(block, key[1]))))
+            except Exception as error:  # it belongs to that row, which may not be the one asked for
+                self._prebuilt[key] = error
         stopped = threading.Event()
 
         def build(number: int) -> None:
@@ -297,7 +302,7 @@ class TensorRTBackend(CalibratedBackend):
                 if stopped.is_set():
                     return
                 engine = onnx_file.with_suffix(".engine")
-                found: Path | BackendError = engine
+                found: Path | Exception = engine
                 try:
                     workers[number].ask("build", **self._request(onnx_file, block=True), engine=str(engine))
                 except WorkerError as error:

@@ -94,7 +94,8 @@ class _Border:
         axes = {source.name: _axis(channels, source.name) for source in tensors}
         if any(node.name in channels.trail.mixed for node in nodes):  # what kernels are mixed by stays whole
             axes = {
-                n: a if a is not None and _width(channels, n, a).groups else None for n, a in axes.items()
+                name: axis if axis is not None and _width(channels, name, axis).groups else None
+                for name, axis in axes.items()
             }
         return cls(tensors, ends, axes)
 

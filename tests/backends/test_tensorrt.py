@@ -203,7 +203,26 @@ def test_rows_are_measured_while_others_are_not_built_yet(
         assert len(table.rows()) == 3  # one of them tells what a run costs
         assert len(built) == 2  # one for each builder
         table.measure(blocks, backend)
-        assert len(built) > len(table.rows()) / 2
+        assert len(built) == len(table.rows()) - 1
+    backend.close()
+
+
+def test_a_row_that_cannot_be_exported_fails_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch)
+    backend = get_backend("tensorrt", precision="fp32", builders=2, folder=tmp_path)
+    (block, other) = blocks_of(network(), torch.randn(2, 8, 6, 6))
+    model = backend._models.model
+
+    def exported(block: Any, point: tuple[int, ...]) -> Any:
+        if block is other:
+            raise RuntimeError("cannot be exported")
+        return model(block, point)
+
+    monkeypatch.setattr(backend._models, "model", exported)
+    backend.prepare_rows([(block, block.full_widths), (other, other.full_widths)])
+    assert backend.block_latency(block, block.full_widths).hot.median_ms > 0
+    with pytest.raises(RuntimeError, match="cannot be exported"):
+        backend.block_latency(other, other.full_widths)
     backend.close()
 
 
