@@ -149,6 +149,22 @@ def matmul_with_a_parameter() -> nn.Module:
 
 
 @awkward(1.0)
+def kernels_of_each_position() -> nn.Module:
+    """As in KBNet: mixed from tables [1, kernels, ...] by weights that the input gives, for groups of channels."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        b, c, rows, columns = h.shape
+        weights = s.weights(h).flatten(2).mT
+        patches = F.unfold(h, 3, padding=1).reshape(b, 4, c // 4 * 9, rows * columns).permute(0, 3, 1, 2)
+        kernels = (weights @ s.kernels).reshape(b, rows * columns, 4, c // 4, c // 4 * 9)
+        y = (kernels @ patches.unsqueeze(-1)).reshape(b, rows * columns, c) + weights @ s.shifts
+        return y.mT.reshape(b, c, rows, columns) + h
+
+    tables = {"kernels": free_parameter(1, 5, 8 * 2 * 9), "shifts": free_parameter(1, 5, 8)}
+    return between(wiring, weights=nn.Conv2d(8, 5, 1), **tables)
+
+
+@awkward(1.0)
 def matmul_over_space() -> nn.Module:
     """Global context: weights over the positions, channels free."""
 
@@ -234,6 +250,26 @@ def products_by_other_names() -> nn.Module:
 
     parts = {"mix": free_parameter(8, 8), "gate": free_parameter(8, 8), "shift": free_parameter(8)}
     return between(wiring, keys=conv(8, 8), **parts)
+
+
+@awkward(1.0, TOKENS)
+def attention_where_the_scores_of_another_allow_it() -> nn.Module:
+    """As in Mask2Former: a mask of booleans, repeated for the heads, which lie in the batch."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        places = s.places(x)
+        mask = (places @ places.mT).sigmoid().unsqueeze(1).repeat(1, 4, 1, 1)
+        mask = (mask.flatten(0, 1) < 0.5).bool()
+        open_ = (mask.sum(-1) != mask.shape[-1]).to(mask.dtype)  # none may be shut out of everything
+        return s.out(s.attention(x, x, x, attn_mask=mask * open_.unsqueeze(-1))[0])  # type: ignore[no-any-return]
+
+    return Net(
+        lambda s, x: wiring(s, s.stem(x)),
+        stem=nn.Linear(6, 8),
+        places=nn.Linear(8, 5),
+        attention=nn.MultiheadAttention(8, 4, batch_first=True),
+        out=nn.Linear(8, 4),
+    )
 
 
 @awkward(1.0, TOKENS)

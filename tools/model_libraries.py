@@ -48,6 +48,12 @@ _TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bit": ("BitForImageClassification", {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [1, 1],
                                           "num_groups": 4}),
     "poolformer": ("PoolFormerForImageClassification", {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1]}),
+    "mask2former": ("Mask2FormerForUniversalSegmentation", {
+        "backbone_config": {"model_type": "swin", "image_size": 64, "embed_dim": 16, "depths": [1, 1, 1, 1],
+                            "num_heads": [1, 2, 2, 4], "window_size": 4,
+                            "out_features": ["stage1", "stage2", "stage3", "stage4"]},
+        "feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "encoder_feedforward_dim": 48,
+        "encoder_layers": 1, "decoder_layers": 3, "num_attention_heads": 4, "dim_feedforward": 64, "num_queries": 5}),
 }  # fmt: skip
 _DIFFUSERS: dict[str, dict[str, Any]] = {
     "UNet2DModel": {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8,

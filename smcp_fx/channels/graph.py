@@ -254,6 +254,8 @@ def _propagated(
             found = run(norms | stuck)
             if _pinned(*found) < _pinned(trail, units):
                 trail, units = found
+    # A mask must not have the image's size: what only ties make uniform has one value.
+    trail.mixes = [replace(mix, labels=units.narrowed(mix.labels)) for mix in trail.mixes]
     return trail, _keep_unread(trail, units)
 
 

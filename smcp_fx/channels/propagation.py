@@ -30,6 +30,7 @@ from smcp_fx.channels.trail import (
     ParameterRef,
     ParameterView,
     Trail,
+    named_leaves,
     tensor_leaves,
 )
 from smcp_fx.channels.weight_views import Dims, weight_views
@@ -191,11 +192,9 @@ class Propagation:
                 told = [1] if along is None and rank > 2 and 1 in fitting else fitting
             shape = [size if d in told else 1 for d, size in enumerate(value.shape)]
             count = math.prod(shape)
-            labels = (
-                uniform(self.fixed(value.name, _single(value)), value.shape)
-                if count == 1
-                else self.fresh(value.name, count).reshape(shape).expand(value.shape)
-            )
+            labels = uniform(self.fixed(value.name, _single(value)), value.shape) if count == 1 else None
+            if labels is None:
+                labels = self.fresh(value.name, count).reshape(shape).expand(value.shape)
             self.trail.elements[value.name] = labels
             if isinstance(value, MadeRef) or value.name in self._learned:
                 self.trail.free_standing.add(value.name)
@@ -281,11 +280,10 @@ class Propagation:
         environment = self.trail.labels
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: environment[n.name])
         if node.op == "output":
-            reason = node.meta.get(ORIGIN, "reaches the network's output")
-            passed_on = node.meta.get(PASSED_ON, ())
-            for index, leaf in enumerate(tensor_leaves(args)):
-                if index not in passed_on:
-                    self.pin(self.of(leaf), node.name, reason)
+            for index, (key, leaf) in enumerate(named_leaves(args)):
+                if index not in node.meta.get(PASSED_ON, ()):
+                    why = node.meta.get(ORIGIN, f"reaches the network's output{key}")
+                    self.pin(self.of(leaf), node.name, why)
             return None
         module = self._called(node)
         call = Call(node, operation_name(node, module), tuple(args), dict(kwargs), module, value)

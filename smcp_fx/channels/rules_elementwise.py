@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -63,7 +64,7 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
     else:
         cores = [_core(labels, varied) for labels in full]
         size = [shape[dim] if dim in varied else 1 for dim in range(len(shape))]
-        merged = run.fresh(call.node.name, math.prod(size)).reshape(size)
+        merged = _merged(run, call, cores, size)
         for core in cores:
             run.tie(merged, core)
         merged = merged.expand(shape)
@@ -73,6 +74,19 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
         reason = run.reason(call.node.name, why)
         run.trail.spread.append(Spread(_core(merged, varied), _core(labels, varied), reason))
     return merged
+
+
+def _merged(run: Propagation, call: Call, cores: list[Tensor], size: list[int]) -> Tensor:
+    """Fresh labels for what meets: one wherever the same labels meet, as in each image of channels in the batch."""
+    total = math.prod(size)
+    place, count = torch.zeros(total, dtype=torch.int64), 1
+    for core in cores:
+        known, inverse = torch.unique(core, return_inverse=True)
+        found, place = torch.unique(place * known.numel() + inverse.reshape(-1), return_inverse=True)
+        count = found.numel()
+    if not cores or count == total or not bool(torch.stack([core > 0 for core in cores]).any(0).all()):
+        place, count = torch.arange(total), total
+    return run.fresh(call.node.name, count)[place].reshape(size)
 
 
 def choice(run: Propagation, call: Call) -> Any:

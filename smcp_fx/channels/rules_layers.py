@@ -177,7 +177,7 @@ def dense(
     ``dims``: the matrix's dimensions of input and output channels, whatever parameter it is a view of; ``axes``:
     their dimensions in the input and in the output, of which the others keep their order.
     """
-    places = weight.place(dims[0]), weight.place(dims[1])
+    places = [weight.place(dim % len(weight.shape)) for dim in dims]
     if places[0] is None or places[1] is None:
         return run.unknown(call, "a weight that lacks a dimension for its channels")
     in_dim, out_dim = places[0], places[1]

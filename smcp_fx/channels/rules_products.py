@@ -9,6 +9,7 @@ layer.
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeGuard
 
 import torch
@@ -34,10 +35,10 @@ def matmul(run: Propagation, call: Call) -> Any:
     if len(call.args) < first + 2 or not all(isinstance(a, (Tensor, ParameterRef)) for a in call.args):
         return run.unknown(call)
     left, right = call.args[first : first + 2]
-    if _is_weight(right, run) and isinstance(left, Tensor) and left.dim() > 1:
-        made = dense(run, call, left, right, None, dims=(0, 1), axes=(-1, -1))
-    elif _is_weight(left, run) and isinstance(right, Tensor) and right.dim() > 1:
-        made = dense(run, call, right, left, None, dims=(1, 0), axes=(-2, -2))
+    if _is_weight(right, run) and isinstance(left, Tensor) and left.dim() >= max(2, len(right.shape)):
+        made = dense(run, call, left, right, None, dims=(-2, -1), axes=(-1, -1))
+    elif _is_weight(left, run) and isinstance(right, Tensor) and right.dim() >= max(2, len(left.shape)):
+        made = dense(run, call, right, left, None, dims=(-1, -2), axes=(-2, -2))
     else:
         made = _of_matrices(run, call, left, right)
     if not first or call.shape != tuple(made.shape):
@@ -99,7 +100,7 @@ def _two_operands(
         (left, right, operands[0], operands[1]),
         (right, left, operands[1], operands[0]),
     ):
-        if _is_weight(weight, run) and isinstance(tensor, Tensor):
+        if _is_weight(weight, run) and len(names) == 2 and isinstance(tensor, Tensor):
             read, made = (
                 next((n for n in names if (n in others, n in out) == of), "") for of in _READ_AND_MADE
             )
@@ -117,11 +118,12 @@ def _spelled_out(names: str, rank: int) -> str:
 
 
 def _is_weight(value: Any, run: Propagation) -> TypeGuard[ParameterRef]:
-    """A matrix of parameters that nothing has read element by element."""
+    """A matrix of parameters, one for all images, that nothing has read element by element."""
     return (
         isinstance(value, ParameterRef)
         and not isinstance(value, ConstantRef)
-        and len(value.shape) == 2
+        and len(value.shape) >= 2
+        and math.prod(value.shape[:-2]) == 1
         and value.name not in run.trail.elements
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -247,3 +248,11 @@ def tensor_leaves(tree: Any) -> list[Tensor | ParameterRef]:
         elif isinstance(leaf, (Tensor, ParameterRef)):
             found.append(leaf)
     return found
+
+
+def named_leaves(tree: Any) -> Iterator[tuple[str, Tensor | ParameterRef]]:
+    """The same, each after the key that the first dictionary on its way gives it, quoted; after "" without one."""
+    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+        names = [f" {key.key!r}" for key in path if isinstance(key, pytree.MappingKey)]
+        for found in tensor_leaves(leaf):
+            yield "".join(names[:1]), found

@@ -73,6 +73,14 @@ class Units:
         known = torch.where(core > 0, self.unit[core.clamp(min=0)], -1)
         return compact(known.expand(labels.shape))
 
+    def narrowed(self, labels: Tensor) -> Tensor:
+        """The labels with each dimension along which their units are the same at size 1."""
+        varied = varied_dims(self.of(labels))
+        for dim in range(labels.dim()):
+            if dim not in varied:
+                labels = labels.narrow(dim, 0, 1)
+        return labels
+
 
 def close(trail: Trail) -> Units:
     """Close the ties, make every tensor rectangular, and collect what pins each unit."""

@@ -48,6 +48,16 @@ def test_groups_of_a_residual_network() -> None:
     assert graph["fc"].pinned == ("reaches the network's output",)
 
 
+def test_reasons_name_the_output_of_several() -> None:
+    """So that a user sees which one to leave out."""
+    net = Net(
+        lambda s, x: {"logits": s.out(s.stem(x)), "features": (s.stem(x),)}, stem=conv(3, 8), out=conv(8, 4)
+    )
+    graph = smcp_fx.prepare(net, torch.randn(1, 3, 8, 8)).channels
+    assert graph["stem"].pinned == ("reaches the network's output 'features'",)
+    assert graph["out"].pinned == ("reaches the network's output 'logits'",)
+
+
 def test_groups_of_a_concat_stay_apart() -> None:
     graph = graph_of(concat_of_two())
     assert {g.name: (g.size, g.consumers) for g in graph.groups if g.free} == {

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torchvision
 from models import Net, between, check_slicing, conv, random_masks, randomise, run
 from tolerances import assert_close
@@ -178,6 +179,19 @@ def test_the_reason_names_the_operation() -> None:
 )  # fmt: skip
 def test_what_is_right_at_every_size_is_free(wiring: Wiring) -> None:
     assert checked_at_other_sizes(between(wiring, 16), (2, 3, 4, 4)).channels["stem"].free
+
+
+def test_masks_of_statistics_behind_a_pixel_shuffle_fit_every_size() -> None:
+    """A shortcut ties the channels that lie in space: a mask has one element a channel all the same."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h = F.pixel_shuffle(h, 2)
+        h = h + s.beside(h)
+        return (h - h.mean(1, keepdim=True)) / (h.var(1, keepdim=True) + 1)
+
+    assert (
+        checked_at_other_sizes(between(wiring, 16, 4, beside=conv(4, 4)), (2, 3, 4, 4)).channels["stem"].free
+    )
 
 
 def test_a_network_of_one_size_is_free() -> None:
