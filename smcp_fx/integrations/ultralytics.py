@@ -46,6 +46,18 @@ def _narrow(output: Any) -> Any:
     return type(output)(map(_narrow, output)) if isinstance(output, (list, tuple)) else output
 
 
+class _Description(dict[str, Any]):
+    """A model's ``yaml``, from which no other network is built in the place of the pruned one."""
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "backbone":
+            raise InputError(
+                "this trainer would build the dense network anew: train a pruned one with the class that pruned it, "
+                "a PruningTrainer, train(trainer=...)"
+            )
+        return super().__getitem__(key)
+
+
 class PrunedYolo(nn.Module):
     """A model of ultralytics whose forward is ``network``, a prepared or converted graph.
 
@@ -56,11 +68,13 @@ class PrunedYolo(nn.Module):
     network: nn.Module
     kind: type[nn.Module]
     args: Any
+    yaml: Any
 
     def __init__(self, yolo: nn.Module, network: nn.Module) -> None:
         super().__init__()
         plain = vars(nn.Module()).keys()
         self.__dict__.update({name: value for name, value in vars(yolo).items() if name not in plain})
+        self.yaml = _Description(self.yaml)
         self.kind, self.end2end, self.network = type(yolo), getattr(yolo, "end2end", False), network
         head = yolo.get_submodule("model")[-1]  # type: ignore[index]
         nodes: Any = network.graph.nodes  # type: ignore[union-attr]
@@ -100,8 +114,10 @@ class PrunedYolo(nn.Module):
 
     def init_criterion(self) -> Any:
         """Return the original's loss, also outside of a trainer, where the settings that it reads are a dict."""
-        given = self.args
-        self.args = SimpleNamespace(**given) if isinstance(given, dict) else given
+        given = vars(self).get("args")  # a classifier has none
+        if not isinstance(given, dict):
+            return self.kind.init_criterion(self)  # type: ignore[attr-defined]
+        self.args = SimpleNamespace(**given)
         try:
             return self.kind.init_criterion(self)  # type: ignore[attr-defined]
         finally:
@@ -155,14 +171,20 @@ def _empty(kind: type[PrunedYolo]) -> PrunedYolo:
 
 def _without_layers(head: nn.Module, path: str, called: set[str]) -> nn.Module:
     """A copy of the head with its attributes, and with those layers that only the loss calls."""
-    shell = copy.copy(head)
-    shell._parameters, shell._buffers, shell._modules = {}, {}, {}
+    shell = _bare(head)
     for name, part in head.named_children():
         if not any(target.startswith(f"{path}{name}.") for target in called):
             shell.add_module(name, part)
         else:
-            vars(shell)[name] = ()  # it is there, to those who ask
+            vars(shell)[name] = _bare(part)  # it is there, to those who ask
     return shell
+
+
+def _bare(part: nn.Module) -> nn.Module:
+    """A copy with the plain attributes alone."""
+    bare = copy.copy(part)
+    bare._parameters, bare._buffers, bare._modules = {}, {}, {}
+    return bare
 
 
 class PruningTrainer:

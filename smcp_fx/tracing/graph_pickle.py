@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,14 @@ class _Place:
     number: int
 
 
+@dataclass(frozen=True)
+class _Named:
+    """Stands for the function that this module holds by this name."""
+
+    module: str
+    name: str
+
+
 def listed(graph: fx.Graph, where: str) -> list[tuple[Any, ...]]:
     """The graph as plain data for `pickle`; see `rebuilt`. `CheckpointError` names a node that does not pickle."""
     places: dict[Any, Any] = {node: _Place(number) for number, node in enumerate(graph.nodes)}
@@ -31,10 +41,21 @@ def listed(graph: fx.Graph, where: str) -> list[tuple[Any, ...]]:
     for node in graph.nodes:
         args, kwargs = (fx.node.map_arg(part, places.__getitem__) for part in (node.args, node.kwargs))
         notes = {key: node.meta[key] for key in _KEPT_NOTES if key in node.meta}
-        entry = (node.op, node.name, node.target, args, kwargs, notes)
+        entry = (node.op, node.name, _by_reference(node.target), args, kwargs, notes)
         check_pickles(entry, f"{where}, node {node.name!r}")
         nodes.append(entry)
     return nodes
+
+
+def _by_reference(target: Any) -> Any:
+    """A function that pickle would not find: the qualified name of `functional.max_pool2d` is that of a closure."""
+    module, name = (getattr(target, key, None) for key in ("__module__", "__name__"))
+    if (
+        getattr(target, "__qualname__", name) == name
+        or getattr(sys.modules.get(str(module)), str(name), None) is not target
+    ):
+        return target
+    return _Named(str(module), str(name))
 
 
 def check_pickles(value: Any, where: str) -> None:
@@ -57,6 +78,8 @@ def rebuilt(nodes: list[tuple[Any, ...]]) -> fx.Graph:
         return made[value.number] if isinstance(value, _Place) else value
 
     for op, name, target, args, kwargs, notes in nodes:
+        if isinstance(target, _Named):
+            target = getattr(importlib.import_module(target.module), target.name)
         args, kwargs = (fx.node.map_aggregate(part, placed) for part in (args, kwargs))
         made.append(graph.create_node(op, target, args, kwargs, name=name))
         made[-1].meta |= notes

@@ -42,7 +42,8 @@ class Yolo(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, 2, 1), Head())
-        self.yaml, self.names, self.args = {"channels": 3}, {0: "square"}, SimpleNamespace(box=2.0)
+        self.yaml = {"channels": 3, "backbone": []}
+        self.names, self.args = {0: "square"}, SimpleNamespace(box=2.0)
 
     def forward(self, x: Any) -> Any:
         if isinstance(x, dict):
@@ -113,9 +114,44 @@ def test_a_run_of_the_trainer_leaves_a_smaller_model_in_its_files() -> None:
         saved.model[-1].export = True
         assert_close(saved(images), expected[0], "slicing", "exported")
         saved.model[-1].export = False
+    with pytest.raises(InputError, match=r"train\(trainer=\.\.\.\)"):
+        copy.deepcopy(saved.yaml)["backbone"]  # what the library's own trainer builds from
     again = Trainer(saved)
     again.train()
     assert again.model is saved
+
+
+class Classifier(nn.Module):
+    """Has no settings; the library's trainer asks its head for the number of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), Classes()
+        )
+        self.yaml = {"channels": 3}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def init_criterion(self) -> Any:
+        return nn.functional.cross_entropy
+
+
+class Classes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_a_classifier_has_no_settings_and_is_asked_for_its_classes() -> None:
+    pruned = PrunedYolo.prepare(Classifier(), 16)
+    head = pruned.model[-1].linear
+    assert head.out_features == 5 and not list(head.parameters()) and not list(pruned.model.parameters())
+    assert pruned.init_criterion() is nn.functional.cross_entropy
 
 
 def test_the_loss_and_what_it_asks_for_are_the_librarys() -> None:

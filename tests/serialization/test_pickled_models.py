@@ -35,7 +35,7 @@ print(any(name.startswith("smcp_fx") for name in sys.modules))
 
 
 class ReadsItsMode(nn.Module):
-    """A batch norm by function: its flag is read from the module each time."""
+    """A batch norm by function, its flag read from the module each time, and a function that is a closure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class ReadsItsMode(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.batch_norm(self.first(x), self.mean, self.variance, training=self.training)
-        return self.second(x)
+        return self.second(nn.functional.max_pool2d(x, 2))
 
 
 @pytest.mark.parametrize("network", [SharedModules, ReadsItsMode])
