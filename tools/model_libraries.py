@@ -23,7 +23,7 @@ propainter_ip propainter ntsnet_cub prnet
 _FAMILIES = 100
 
 _ULTRALYTICS = """
-yolov5n yolov8n yolov8n-seg yolov9t yolov10n yolo11n yolo11n-cls yolo11n-pose yolo12n yolo26n
+yolov5n yolov8n yolov8n-seg yolov9t yolov10n yolo11n yolo11n-cls yolo11n-pose yolo12n yolo26n rtdetr-l
 """.split()
 _SMP = "Unet UnetPlusPlus FPN PSPNet DeepLabV3Plus PAN Linknet MAnet UPerNet Segformer".split()
 _MONAI: dict[str, dict[str, Any]] = {
@@ -174,11 +174,13 @@ def _spandrel(name: str) -> nn.Module:
 
 
 def _ultralytics(name: str) -> nn.Module:
-    from ultralytics import YOLO
+    from ultralytics import RTDETR, YOLO
 
     from smcp_fx.integrations.ultralytics import NarrowYolo
 
-    return NarrowYolo(YOLO(f"{name}.yaml", verbose=False).model.float())  # as the integration prepares it
+    file = f"{name}.yaml"
+    made = RTDETR(file) if name.startswith("rtdetr") else YOLO(file, verbose=False)
+    return NarrowYolo(made.model.float())  # as the integration prepares it
 
 
 def _transformers(name: str) -> nn.Module:

@@ -29,7 +29,7 @@ def made_tensors(
     made: dict[fx.Node, bool] = {}
     touched: set[fx.Node] = set()  # a write into a tensor may show in all that it was made from
     for node in module.graph.nodes:
-        inputs = [n for n in node.all_input_nodes if _tensors(values.get(n.name))]
+        inputs = [n for n in _read(node) if _tensors(values.get(n.name))]
         made[node] = (
             node.op in ("call_function", "call_method")
             and OPAQUE not in node.meta
@@ -47,6 +47,16 @@ def made_tensors(
         readers = {user.name for user in node.users if not made[user] and user.name not in unread}
         found[node.name] = {user.name for user in node.users if made[user]} if real and readers else None
     return found
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """What the node reads the values of: `like.new_zeros(1)` and `x.type_as(like)` ask for a type, no more."""
+    name = operation_name(node, None)
+    if node.op == "call_method" and has(name, Trait.FILLS):
+        return [n for n in node.all_input_nodes if n is not node.args[0]]
+    if name in ("typeas", "to"):
+        return [n for n in node.all_input_nodes if n is node.args[0]]
+    return node.all_input_nodes
 
 
 def _tensors(value: Any) -> list[TensorInfo]:

@@ -19,7 +19,7 @@ from smcp_fx.errors import TraceError
 from smcp_fx.tracing.contexts import NO_GRAD, same_gradients
 from smcp_fx.tracing.mode_paths import ModeTrace, Path, Paths
 from smcp_fx.tracing.mode_reads import FRAME, VIA, leaves
-from smcp_fx.tracing.mode_steps import Step, computes, in_steps, same, structure
+from smcp_fx.tracing.mode_steps import Step, computes, in_steps, returning_other_shapes, same, structure
 from smcp_fx.tracing.modes import by_mode, conditions, is_by_mode, with_branches
 from smcp_fx.tracing.values import OPAQUE
 
@@ -62,7 +62,12 @@ def merged(
     Raises `UnexplainedError`, with all graphs as they were, where what decided is not known.
     """
     steps = in_steps(model, traces, paths, values)
-    returned = _Chooser(traces, paths, steps).choose()
+    try:
+        returned = _Chooser(traces, paths, steps).choose()
+    except UnexplainedError:
+        if reshaping := returning_other_shapes(traces, paths):
+            raise UnexplainedError(reshaping) from None
+        raise
     return _Writer(traces, paths, steps, returned).write()
 
 

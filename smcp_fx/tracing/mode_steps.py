@@ -87,11 +87,26 @@ def _aligned(
     """The steps of all traces: surely one are nodes of one place in the program; else those that do the same."""
     steps: list[Step] = []
     for number, trace in enumerate(traces):
-        trace.values = values(trace)
+        trace.values = trace.values or values(trace)
         points = paths.points(trace)
         own = [Step({number: n}, _key(model, n, trace), {points[n]}) for n in trace.graph.nodes]
         steps = _joined(steps, own) if steps else own
     return steps
+
+
+def returning_other_shapes(traces: Sequence[ModeTrace], paths: Paths) -> set[str]:
+    """The modules that return tensors of other shapes by what they decide: what reads these is no one operation."""
+    shapes: dict[Any, Any] = {}
+    found = set[str]()
+    for trace in traces:
+        for node in trace.graph.nodes if trace.values else ():
+            for index, leaf in enumerate(leaves(node)):
+                for frame, place in paths.returned(trace, node, index, leaf):
+                    call = paths.call(trace, frame)
+                    shape = _shapes(trace.values[leaf.name])
+                    if shapes.setdefault((call, place), shape) != shape:
+                        found.add(call[0])
+    return found - paths.leaking
 
 
 def _joined(steps: list[Step], own: list[Step]) -> list[Step]:

@@ -46,7 +46,12 @@ def _caches(module: nn.Module) -> list[str]:
 
 
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, tuple) and bool(value) and all(type(size) is int for size in value)
+    """Is it a size, or sizes of several maps?"""
+    return (
+        isinstance(value, (tuple, list))
+        and bool(value)
+        and all(type(size) is int or _is_sizes(size) for size in value)
+    )
 
 
 def _forget_if_refilled(

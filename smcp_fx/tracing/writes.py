@@ -77,8 +77,8 @@ def own_constants(
 ) -> None:
     """Let every call write into copies of its own of the tensors that forward made, and that are constants now."""
     for node in graph.nodes:
-        if node.op == "call_method" and node.target == "__setitem__":
-            node.op, node.target = "call_function", operator.setitem
+        if node.op == "call_method" and node.target in _BY_INDEX:
+            node.op, node.target = "call_function", _BY_INDEX[node.target]
     for name in names:
         nodes = [node for node in graph.nodes if node.op == "get_attr" and node.target == name]
         users = [(node, user) for node in nodes for user in node.users]
@@ -94,6 +94,10 @@ def own_constants(
             user.replace_input_with(node, copied)
         for node in nodes[1:]:
             graph.erase_node(node)
+
+
+#: How a constant of the model is recorded that is indexed by a traced tensor.
+_BY_INDEX = {"__getitem__": operator.getitem, "__setitem__": operator.setitem}
 
 
 class _Write:

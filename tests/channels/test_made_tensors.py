@@ -43,6 +43,14 @@ def mesh(h: Tensor) -> tuple[Tensor, ...]:
     return torch.meshgrid(*(torch.arange(n, dtype=h.dtype) for n in h.shape[2:]), indexing="ij")
 
 
+def typed(h: Tensor) -> Tensor:
+    """[C, H, W], of the type and on the device of features."""
+    like = h.new_zeros(1, dtype=torch.float32)
+    rows = torch.meshgrid(*(torch.arange(n).type_as(like) for n in h.shape[2:]), indexing="ij")[0]
+    angles = (torch.arange(h.shape[1]).type_as(like) / h.shape[1])[:, None] @ rows.reshape(1, -1)
+    return angles.cos().reshape(h.shape[1], *h.shape[2:]).type_as(h)
+
+
 def read_twice(s: nn.Module, h: Tensor) -> Tensor:
     """By features, and by what is computed from sizes, too."""
     found = sines(h)
@@ -57,6 +65,7 @@ BETWEEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "beside": lambda s, h: s.wide(torch.cat((h, places(h)), 1)),
     "read twice": read_twice,
     "of a mesh grid": lambda s, h: h + mesh(h)[0] * mesh(h)[1],
+    "typed as features": lambda s, h: h + typed(h),
     "by the image's size": lambda s, h: h + torch.arange(h.shape[-1], dtype=h.dtype),
 }
 

@@ -42,6 +42,14 @@ class Two(nn.Module):
         return (x, x.neg()) if self.training else x
 
 
+class Doubled(nn.Module):
+    """Returns twice as many images in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, C, H, W]."""
+        return torch.cat([x, x.neg()]) if self.training else x
+
+
 class Number(nn.Module):
     """Leaves a number behind that its caller reads."""
 
@@ -156,6 +164,12 @@ def _structure(net: Any, h: Tensor) -> Tensor:
     return found[0] + found[1] * (2 if net.training else 5) if isinstance(found, tuple) else found
 
 
+def _doubled(net: Any, h: Tensor) -> Tensor:
+    h = net.other(h)
+    h = net.sub(h * 2 if net.training else h)
+    return h + 1 if net.training else h
+
+
 def _number(net: Any, h: Tensor) -> Tensor:
     h = net.sub(h)
     return h * net.sub.factor + (1 if net.training else 0)
@@ -210,6 +224,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "drop path twice": lambda: Net(_called_twice, DropPath),
     "learns in training": lambda: Net(_called_twice, Frozen),
     "structure": lambda: Net(_structure, Two),
+    "another shape": lambda: Net(_doubled, Doubled),
     "number left behind": lambda: Net(_number, Number),
     "written into": lambda: Net(_written, Writes),
     "three levels": lambda: Net(_called_in_training, Nested),
@@ -273,6 +288,15 @@ def test_parts_that_decide_alone_need_no_trace_of_their_own(
         nn.Conv2d(3, 8, 1), Stage(6, decides), Stage(6, decides), nn.Conv2d(8, 4, 1)
     ).double()
     assert _traces(monkeypatch, model) == expected
+
+
+def test_parts_that_return_another_shape_decide_with_their_callers_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each way of two that decide together; the drop paths before need no trace of their own."""
+    net = Net(_doubled, Doubled)
+    net.other = Stage(6, decides=False)
+    assert _traces(monkeypatch, net.double()) == 4
 
 
 class Many(nn.Module):

@@ -88,7 +88,7 @@ class Grid(nn.Module):
         super().__init__()
         self.body, self.out = conv_bn(3, 8), conv(8, 4)
         self.grid = torch.empty(0)
-        self.known: torch.Size | None = None
+        self.known: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.body(x)
@@ -103,6 +103,24 @@ def test_a_cache_by_size_is_filled_anew_at_any_size() -> None:
     prepared = check_traced(model)
     assert prepared.channels.free_share == 1.0
     assert model.known == torch.Size(SHAPES[-1][2:])  # the caller's own, of its own last call
+
+
+class Pyramid(Grid):
+    """Keeps the sizes of several maps, in lists."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        sizes = [[*h.shape[2:]], [h.shape[2], 1]]
+        if self.known != sizes:
+            self.grid = torch.arange(sizes[0][1]).to(h).expand(1, 1, *sizes[0])
+            self.known = sizes
+        return self.out(h + self.grid)
+
+
+def test_a_cache_by_the_sizes_of_several_maps_is_filled_anew() -> None:
+    model = Pyramid().double()
+    model(image(SHAPES[0]))
+    assert check_traced(model).channels.free_share == 1.0
 
 
 class Lazy(Grid):

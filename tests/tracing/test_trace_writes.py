@@ -166,3 +166,10 @@ def test_what_a_graph_cannot_assign_is_named() -> None:
 
     with pytest.raises(smcp_fx.SmcpError, match=r"\.data is assigned.*test_trace_writes\.py"):
         smcp_fx.prepare(between(wiring).eval(), torch.randn(2, 3, 8, 8))
+
+
+def test_a_constant_looked_up_by_a_traced_tensor_is_an_index_like_others() -> None:
+    table = torch.linspace(0.5, 1.0, 5)[None]
+    wiring = lambda s, h: h * table[:, h.flatten(1).argmax(1) % 5].reshape(-1, 1, 1, 1)  # noqa: E731
+    prepared = check_traced(between(wiring))
+    assert not any(node.target == "__getitem__" for node in prepared.graph.nodes)
