@@ -107,6 +107,8 @@ class _Rewriter:
             self._shuffle(node)
         elif name in self.trail.made:
             self._select_made(node, old, self.trail.made[name])
+        elif name in self.trail.selected:
+            self._select_made(node, old, set())
         elif has(operation, Trait.MOVES):
             self._move(node, operation or "")
         elif name in self.trail.full:
@@ -253,7 +255,7 @@ class _Rewriter:
         self.report.append(f"{node.name}: now an index_select of {wanted.numel()} channels")
 
     def _select_made(self, node: fx.Node, labels: Any, among: set[str]) -> None:
-        """Select the kept channels of a tensor computed from sizes alone; its users ``among`` these read it whole.
+        """Select the kept channels of a tensor computed at full width; its users ``among`` these read it whole.
 
         Several tensors (a mesh grid) are whole: what is made of them is selected.
         """

@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import sys
 from collections import Counter
@@ -251,12 +252,7 @@ def _line(name: str, row: dict[str, Any]) -> str:
 
 def _general(reason: str) -> str:
     """The reason without the node it names."""
-    parts = reason.split("'")
-    return (
-        "".join(part if index % 2 == 0 else "..." for index, part in enumerate(parts))
-        if len(parts) > 2
-        else reason
-    )
+    return re.sub(r"(?<!\w)'[^']*'", "...", reason)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from smcp_fx.channels.units import EMPTY, Units, close
 from smcp_fx.cost_model import Width
 from smcp_fx.errors import InputError
 from smcp_fx.texts import table
+from smcp_fx.tracing.operations import operation_of
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -46,6 +47,8 @@ _ROOMS = (
     rules_recurrent,
     rules_mixed,  # after those of plain convolutions
 )
+#: How many movements that take positions for channels are tried before any channel is free for it.
+_TRIES = 8
 RULES: dict[str, Rule] = {name: following(rule) for room in _ROOMS for name, rule in room.RULES.items()}
 
 
@@ -227,10 +230,41 @@ def build(
     whose output channels stay; with ``keep_first_layer``, those of the first layer stay too. ``other``: the values at
     another size of the images, if any: channels that are tied to different ones there must stay.
     """
-    trail, units = _propagated(module, values, exclude, keep_first_layer, other)
-    if other is not None:
-        units = keep_unsteady((trail, units), _propagated(module, other, exclude, keep_first_layer, values))
+    mixed_up: tuple[str, ...] = ()
+    trail, units, where = _steady(module, values, exclude, keep_first_layer, other, mixed_up)
+    fruitless = 0
+    while where and where not in mixed_up and _regroups(module, where) and fruitless < _TRIES:
+        mixed_up += (where,)
+        *found, where = _steady(module, values, exclude, keep_first_layer, other, mixed_up)
+        fruitless += 1  # another one may tie the same channels
+        if _pinned(*found) < _pinned(trail, units):
+            (trail, units), fruitless = found, 0
     return ChannelGraph(trail, units, multiple)
+
+
+def _steady(
+    module: fx.GraphModule,
+    values: dict[str, Any],
+    exclude: tuple[str, ...],
+    keep_first_layer: bool,
+    other: dict[str, Any] | None,
+    mixed_up: tuple[str, ...],
+) -> tuple[Trail, Units, str]:
+    """Trail and units, with those pinned that are others at the ``other`` size, and the node at which they are."""
+
+    def run(here: dict[str, Any], there: dict[str, Any] | None) -> tuple[Trail, Units]:
+        return _propagated(module, here, exclude, keep_first_layer, there, mixed_up)
+
+    trail, units = run(values, other)
+    if other is None:
+        return trail, units, ""
+    return (trail, *keep_unsteady((trail, units), run(other, values)))
+
+
+def _regroups(module: fx.GraphModule, name: str) -> bool:
+    """Does the node give its elements another shape, whose sizes it names?"""
+    node = next(node for node in module.graph.nodes if node.name == name)
+    return operation_of(module, node) in ("view", "reshape", "flatten", "unflatten")
 
 
 def _propagated(
@@ -239,9 +273,10 @@ def _propagated(
     exclude: tuple[str, ...],
     keep_first_layer: bool,
     other: dict[str, Any] | None,
+    mixed_up: tuple[str, ...],
 ) -> tuple[Trail, Units]:
     def run(turned: set[str]) -> tuple[Trail, Units]:
-        return _closed(module, values, exclude, keep_first_layer, other, turned)
+        return _closed(module, values, exclude, keep_first_layer, other, turned, mixed_up)
 
     turned: set[str] = set()
     trail, units = run(turned)
@@ -266,11 +301,12 @@ def _closed(
     keep_first_layer: bool,
     other: dict[str, Any] | None,
     turned: set[str],
+    mixed_up: tuple[str, ...],
 ) -> tuple[Trail, Units]:
     """Propagate, close the ties, and propagate again where a rule may see more once all ties are known."""
     earlier = None
     while True:
-        run = Propagation(module, values, RULES, earlier, other, turned)
+        run = Propagation(module, values, RULES, earlier, other, turned, mixed_up)
         trail = run.run()
         pin_unfollowed(run)
         rules_mixed.pin_read_otherwise(run)

@@ -63,12 +63,14 @@ class Propagation:
         earlier: tuple[Trail, Tensor] | None = None,
         other: dict[str, Any] | None = None,
         turned: Collection[str] = (),
+        mixed_up: Collection[str] = (),
     ) -> None:
         self.module = module
         self.values = values
         self.other = other or {}  # the values at another size of the images
         self.rules = rules
         self.turned = turned
+        self.mixed_up = mixed_up  # movements that take positions for channels
         self.trail = Trail(turned=frozenset(turned))
         self.blind = False  # whether a rule pinned something because it could not see ties found later
         self._asked: Counter[str] = Counter()

@@ -11,10 +11,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.execution import execute, known_values
-from smcp_fx.channels.labels import along, compact, narrow_uniform, varied_dims
+from smcp_fx.channels.labels import along, compact, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.places import at_any_place, is_index, looks_up
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.shuffles import _CHAIN, find_shuffle
+from smcp_fx.channels.steadiness import DEPENDS
 from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef, tensor_leaves
 from smcp_fx.channels.weight_views import weight_of
 from smcp_fx.tracing.operations import operation_of
@@ -45,6 +46,8 @@ def _hides_channels(call: Call, source: Tensor, result: Any) -> bool:
 
 def move(run: Propagation, call: Call) -> Any:
     """Execute the movement on the labels."""
+    if call.node.name in run.mixed_up:
+        return _mixed_up(run, call)
     call = at_any_place(run, call)
     unknown = [t for t in tensor_leaves((call.args[1:], call.kwargs)) if not isinstance(t, ConstantRef)]
     if isinstance(call.args[0], Tensor) and len(unknown) > (
@@ -88,6 +91,20 @@ def move(run: Propagation, call: Call) -> Any:
     else:  # the numbers of a view follow from the tensor's own size: another size tells whether they matter
         _refuse_numbers(run, call, source)
     return result
+
+
+def _mixed_up(run: Propagation, call: Call) -> Tensor:
+    """`[b, h * w, c]` taken for `[b, c, h, w]`: what is read stays, and of what is made some channels are selected.
+
+    They lie along the one dimension that has the same size for all images.
+    """
+    why = f"{call.node.name!r} takes positions or images for channels: which channels meet there {DEPENDS}"
+    run.pin(run.of(call.args[0]), call.node.name, why)
+    steady = [d for d, size in enumerate(call.shape) if size > 1 and not run.follows_input(call.node, d)]
+    if len(steady) != 1:
+        return uniform(run.fixed(call.node.name, why), call.shape)
+    run.trail.selected.add(call.node.name)
+    return along(run.fresh(call.node.name, call.shape[steady[0]]), call.shape, steady[0])
 
 
 def _expanded(run: Propagation, call: Call, source: Tensor, result: Tensor, other: Tensor | None) -> Tensor:

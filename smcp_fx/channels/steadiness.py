@@ -17,13 +17,18 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import narrow_uniform, varied_dims
 from smcp_fx.channels.trail import Trail
-from smcp_fx.channels.units import Units, Why
+from smcp_fx.channels.units import EMPTY, Units, Why
 
 Run = tuple[Trail, Units]
 
+DEPENDS = "depends on the size of the images, or on how many there are"
 
-def keep_unsteady(one: Run, other: Run) -> Units:
-    """The units of the first run, with those pinned that the second run ties otherwise, or pins."""
+
+def keep_unsteady(one: Run, other: Run) -> tuple[Units, str]:
+    """The units of the first run, with those pinned that the second run ties otherwise, or pins.
+
+    Also the node at which units are tied otherwise first, or "".
+    """
     units = one[1]
     count = int(units.unit.max()) + 1
     pairs = torch.unique(torch.cat([*_pairs(one, other)]))
@@ -34,15 +39,17 @@ def keep_unsteady(one: Run, other: Run) -> Units:
     unsteady[mine[(mine >= 0) & ((theirs < 0) | shared[theirs.clamp(min=0)])]] = True
     pinned = units.why.pinned(count)
     found = (unsteady & ~pinned).nonzero().flatten()
-    why = units.why
+    why, where = units.why, ""
     if found.numel():
         where = _where(one, other, found)
         why = why.and_also(
             found,
             where,
-            f"which channels meet at {where!r} depends on the size of the images, or on how many there are",
+            f"which channels meet at {where!r} {DEPENDS}",
         )
-    return Units(units.unit, _also_pinned(why, unsteady | pinned, mine, theirs, other))
+    else:  # all of them may meet, at both sizes
+        where = _spread_over_space(one, other, why.alone(EMPTY, count))
+    return Units(units.unit, _also_pinned(why, unsteady | pinned, mine, theirs, other)), where
 
 
 def _also_pinned(why: Why, known: Tensor, mine: Tensor, theirs: Tensor, other: Run) -> Why:
@@ -91,6 +98,16 @@ def _comparable(before: Tensor, after: Tensor) -> bool:
 def _pair(before: Tensor, after: Tensor) -> Tensor:
     """The units of tensors of one shape, element by element."""
     return ((narrow_uniform(before) + 1 << 32) | (narrow_uniform(after) + 1)).reshape(-1)
+
+
+def _spread_over_space(one: Run, other: Run, stuck: Tensor) -> str:
+    """The first tensor that has some of these units along a dimension whose size is another at the other size."""
+    for name, before, after in _tensors(one, other) if bool(stuck.any()) else ():
+        if not _comparable(before, after) and bool(
+            stuck[(known := one[1].of(narrow_uniform(before)))[known >= 0]].any()
+        ):
+            return name
+    return ""
 
 
 def _where(one: Run, other: Run, unsteady: Tensor) -> str:

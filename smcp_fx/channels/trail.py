@@ -224,6 +224,8 @@ class Trail:
     within: dict[str, tuple[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
     #: Nodes that run on all channels, with zeros for those that are gone: the channels' dimension.
     full: dict[str, int] = field(default_factory=dict)
+    #: Movements that take positions for channels, of whose result the kept ones are selected.
+    selected: set[str] = field(default_factory=set)
     #: Depthwise convolutions whose kernels are computed: the channels' dimension.
     kernels: dict[str, int] = field(default_factory=dict)
     #: Matrices of channels by channels: the dimension of the columns, and their labels.

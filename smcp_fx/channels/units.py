@@ -47,6 +47,11 @@ class Why:
         starts = torch.tensor([text.startswith(start) for _, text in self.texts] or [False])
         return torch.bincount(self.units[starts[self.reasons]], minlength=count) > 0
 
+    def alone(self, start: str, count: int) -> Tensor:
+        """A bool for each of ``count`` units: whether it must stay, and all its reasons start with this text."""
+        others = torch.tensor([not text.startswith(start) for _, text in self.texts] or [False])
+        return self.pinned(count) & (torch.bincount(self.units[others[self.reasons]], minlength=count) == 0)
+
     def and_also(self, units: Tensor, node: str, text: str) -> Why:
         """These reasons and one more, for the units given."""
         more = Why([self.units, units], [0, len(self.texts)], [*self.texts, (node, text)])

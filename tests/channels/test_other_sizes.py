@@ -160,8 +160,24 @@ def test_the_reason_names_the_operation() -> None:
         lambda s, x: s.out(s.one(x) + mixed(s, s.two(x))), one=conv(3, 64), two=conv(3, 64), out=conv(64, 4)
     )
     graph = checked_at_other_sizes(net, (2, 3, 4, 4)).channels
-    for name in ("one", "two"):
-        assert f"which channels meet at 'reshape' {REASON}" in graph.explain(name, 3)
+    text = graph.explain("two", 3)
+    assert "'reshape' takes positions or images for channels" in text and REASON in text
+    assert graph["one"].free
+
+
+@pytest.mark.parametrize("layer_pruning", [False, True])
+def test_only_the_channels_that_are_mixed_by_the_size_stay(layer_pruning: bool) -> None:
+    """As in MAnet: what they are added to, and what reads them, takes the kept ones of what the mixture gives."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        return h + tokens(s.one(h)).reshape(h.shape) + s.three(tokens(s.two(h)).reshape(h.shape))
+
+    net = between(wiring, 8, one=conv(8, 8), two=conv(8, 8), three=conv(8, 8))
+    channel_graph = checked_at_other_sizes(net, (2, 3, 4, 4)).channels
+    assert channel_graph["stem"].free
+    assert not channel_graph["one"].free and not channel_graph["two"].free
+    assert channel_graph["input of three"].free and channel_graph.free_share == 1
+    check_slicing(net, (torch.randn(2, 3, 4, 4),), layer_pruning=layer_pruning)
 
 
 @pytest.mark.parametrize(
