@@ -30,7 +30,7 @@ _OUTER = {torch.outer, torch.ger, "outer", "ger"}
 def normalise(model: nn.Module, graph: fx.Graph) -> None:
     """First arguments by position, so that rules and passes find them; `nn.Unflatten` as the function it is.
 
-    An outer product is the `einsum` that it is. `h.unsqueeze_(1)` becomes `h = h.unsqueeze(1)`: no tensor has two shapes.
+    An outer product is the `einsum` that it is. No tensor has two shapes: `h.unsqueeze_(1)` is `h = h.unsqueeze(1)`.
     """
     _resolve_annotations(model, graph)
     place = {node: index for index, node in enumerate(graph.nodes)}
