@@ -363,7 +363,9 @@ class Propagation:
     def unknown(self, call: Call, why: str | None = None) -> Any:
         """Pin everything the call touches; its output always stays."""
         if isinstance(call.module, torch.jit.ScriptModule):
-            why = why or f"{call.node.name!r} is compiled by torch.jit: prepare the model before it is compiled"
+            why = (
+                why or f"{call.node.name!r} is compiled by torch.jit: prepare the model before it is compiled"
+            )
         why = why or f"operation {readable_name(call.node)!r} has no channel rule"
         for leaf in tensor_leaves((call.args, call.kwargs)):
             if isinstance(leaf, ParameterRef):

@@ -146,7 +146,8 @@ def _reads_values_alone(call: Call) -> bool:
     return all(
         user.op == "call_function" and user.args[1:] in ((0,), ("values",))
         for user in call.node.users
-        if user.users or user.target is not operator.getitem  # `values, _ = x.max(1)` takes both, and reads one
+        if user.users
+        or user.target is not operator.getitem  # `values, _ = x.max(1)` takes both, and reads one
     )
 
 

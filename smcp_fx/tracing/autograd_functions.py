@@ -3,8 +3,9 @@
     Reverse.apply(x)   is one call in the graph; traced through, it would be what autograd makes of its forward
 
 What such a call does with channels is unknown, and what it reads and returns is pinned, unless its forward works on
-each value alone. Functions that `torch.jit.script` compiled are traced through: they keep the Python they were made of.
-`Variable(x)` is x.
+each value alone.
+
+Functions that `torch.jit.script` compiled are traced through: they keep the Python they were made of. `Variable(x)` is x.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ def functions_kept(tracer: Any) -> Iterator[None]:
         if issubclass(cls, CheckpointFunction):
             return args[0](*args[2:])  # it recomputes what it runs, which changes no number
         if not kwargs and is_plain_function(cls, pytree.tree_map(seen, args)):
-            return forward_of_function(cls)(*args)
+            with tracer.contexts.with_gradients():  # switched off inside, which is off in any such forward
+                return forward_of_function(cls)(*args)
         alone = not kwargs and works_on_each_value(cls, pytree.tree_map(seen, args))
         return tracer.create_proxy("call_function", applied(cls, alone), args, kwargs)
 
     def seen(given: Any) -> Any:
-        return tracer.value(given.node) if isinstance(given, Proxy) else given
+        return tracer.held_or_value(given.node) if isinstance(given, Proxy) else given
 
     def looked_up(cls: Any, name: str) -> Any:
         found = type.__getattribute__(cls, name)
