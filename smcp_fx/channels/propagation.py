@@ -35,7 +35,7 @@ from smcp_fx.channels.trail import (
 )
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.channels.written_views import written_views
-from smcp_fx.tracing.operations import operation_name, readable_name
+from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, canonical_names, held
 
@@ -362,11 +362,7 @@ class Propagation:
 
     def unknown(self, call: Call, why: str | None = None) -> Any:
         """Pin everything the call touches; its output always stays."""
-        if isinstance(call.module, torch.jit.ScriptModule):
-            why = (
-                why or f"{call.node.name!r} is compiled by torch.jit: prepare the model before it is compiled"
-            )
-        why = why or f"operation {readable_name(call.node)!r} has no channel rule"
+        why = why or call.unknown
         for leaf in tensor_leaves((call.args, call.kwargs)):
             if isinstance(leaf, ParameterRef):
                 self.fix_parameter(leaf, call.node.name, why)

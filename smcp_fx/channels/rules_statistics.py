@@ -59,11 +59,10 @@ def as_image(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Te
     """
     if labels.dim() == 4 and dims in ({1}, {3}) and run.varied(labels) == [1, 2, 3]:
         space, source = {1, 2, 3} - dims, call.node.args[0]
-        told = isinstance(source, fx.Node) and source.name in run.other
-        if told and not any(run.follows_input(source, dim) for dim in space):
-            return labels
-        for dim in space:
-            labels = run.tie_along(labels, dim)
+        fixed = (isinstance(source, fx.Node) and not run.follows_input(source, dim) for dim in space)
+        if not (run.other and all(fixed)):
+            for dim in space:
+                labels = run.tie_along(labels, dim)
     return labels
 
 
