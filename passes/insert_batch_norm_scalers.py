@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from torch import Tensor, fx
 
@@ -65,14 +67,16 @@ class InsertBatchNormScalers(GraphPass):
     def apply(self, module: fx.GraphModule) -> PassResult:
         """Insert the nodes."""
         nodes = {node.name: node for node in module.graph.nodes}
+        uses: dict[str, list[fx.Node]] = defaultdict(list)
+        for use in self.channels.norms:
+            uses[use.path].append(nodes[use.node])
         report = []
         modified = False
         for norm in scaled_norms(self.channels):
-            uses = [nodes[use.node] for use in self.channels.norms if use.path == norm.path]
             weight = f"{norm.path}.weight"
             if getattr(module.get_submodule(norm.path), "weight", None) is None:
                 report.append(f"{norm.path}: has no weight to scale")
-            elif insert_product(module.graph, uses, weight, scale_name(norm), self.scale, "scale"):
+            elif insert_product(module.graph, uses[norm.path], weight, scale_name(norm), self.scale, "scale"):
                 modified = True
                 report.append(f"{norm.path}: {norm.labels.numel()} channels scaled")
         return PassResult(module, modified, tuple(report))

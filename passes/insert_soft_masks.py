@@ -10,6 +10,8 @@ a transposed one share has two masks, one along each dimension. (SMCP section 3.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from torch import fx
 
 from smcp_fx.channels import ChannelGraph
@@ -53,10 +55,12 @@ class InsertSoftMasks(GraphPass):
     def apply(self, module: fx.GraphModule) -> PassResult:
         """Insert the nodes."""
         nodes = {node.name: node for node in module.graph.nodes}
+        uses: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
+        for use in self.channels.layers:
+            uses[use.weight, use.in_dim].append(nodes[use.node])
         report = []
         for layer in masked_layers(self.channels):
-            read = layer.weight, layer.in_dim
-            uses = [nodes[use.node] for use in self.channels.layers if (use.weight, use.in_dim) == read]
-            if insert_product(module.graph, uses, layer.weight, mask_name(layer), self.mask, "mask"):
+            readers = uses[layer.weight, layer.in_dim]
+            if insert_product(module.graph, readers, layer.weight, mask_name(layer), self.mask, "mask"):
                 report.append(f"{layer.path}: {layer.in_labels.numel()} input channels masked")
         return PassResult(module, bool(report), tuple(report))

@@ -40,8 +40,9 @@ def insert_product(
 ) -> bool:
     """Let ``uses``, in order, take function(weight, buffer ``factor`` of the state); False if they do already."""
     reads = dict(_read(use) for use in uses)  # calls that read one view of the weight read it together
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    readers = sorted(reads, key=place.__getitem__)
+    readers = list(reads)
+    if len(readers) > 1:  # the order of all nodes takes long to ask for
+        readers = [node for node in graph.nodes if node in reads]
     if mark_of(readers[0]) is not None:
         return False
     products: dict[fx.Node | None, fx.Node] = {}

@@ -200,8 +200,9 @@ def difference(expected: Outcome, found: Outcome, tolerance: float | None) -> st
                 least = floor if buffer.dtype == torch.float64 else 0.0
                 _same(expected.buffers[name], buffer, f"buffer {name!r} after a call", tolerance, least)
         largest = _largest(expected.gradients.values())
+        by_name = {name: gradient for names, gradient in found.gradients.items() for name in names}
         for names, a in expected.gradients.items():
-            b = next((gradient for known, gradient in found.gradients.items() if known & names), None)
+            b = next((by_name[name] for name in sorted(names) if name in by_name), None)
             if a is None and b is None:
                 continue
             left = torch.zeros_like(b) if a is None and b is not None else a

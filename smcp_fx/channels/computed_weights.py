@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from smcp_fx.channels.weight_views import factors, is_layer, is_question, weight_and_bias, weight_view
+from smcp_fx.tracing.autograd_functions import Applied
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.own_weights import own_weight, owner_of
 from smcp_fx.tracing.traits import Trait, has
@@ -106,10 +107,21 @@ def _constants(module: fx.GraphModule) -> set[fx.Node]:
         elif node.op in ("call_function", "call_method") and node.all_input_nodes:
             name = operation_name(node, None)
             drawn = any(word in (name or "") for word in _DRAWS) or has(name, Trait.DRAWN)
-            known = name is not None or node.target is own_weight
-            if known and not drawn and found.issuperset(node.all_input_nodes):
+            known = name is not None or isinstance(node.target, Applied) or node.target is own_weight
+            if known and not drawn and found.issuperset(node.all_input_nodes) and _is_steady(module, node):
                 found.add(node)
     return found
+
+
+def _is_steady(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Does it make the same of the same parameters twice? A function of autograd may draw numbers unseen."""
+    if not isinstance(node.target, Applied):
+        return True
+    way = ancestors(node)
+    ordered = tuple(other for other in module.graph.nodes if other in way)
+    with torch.no_grad(), torch.random.fork_rng():
+        first, second = (computed_value(module, ordered) for _ in range(2))
+    return isinstance(first, torch.Tensor) and torch.equal(first, second)
 
 
 def _weights_of(

@@ -154,9 +154,10 @@ class ChannelGraph:
         """The number of channels kept among these 1-D labels, as a function of the groups' counts."""
         units = self.units.of(labels)
         group = torch.where(units >= 0, self._free_group[units.clamp(min=0)], -1)
-        counts = torch.bincount(group + 1, minlength=1).tolist()
-        per_group = ((self.groups[i - 1], n) for i, n in enumerate(counts) if i and n)
-        return Width(counts[0], tuple((group.name, n // group.size) for group, n in per_group))
+        found, counts = (values.tolist() for values in group.unique(return_counts=True))
+        always = counts[0] if found and found[0] < 0 else 0
+        per_group = ((self.groups[i], n) for i, n in zip(found, counts, strict=True) if i >= 0)
+        return Width(always, tuple((group.name, n // group.size) for group, n in per_group))
 
     def explain(self, module_path: str, channel: int, side: str = "out") -> str:
         """Say which group a layer's channel belongs to, what would go with it, and why it must stay if so.

@@ -12,7 +12,6 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.computed_weights import ancestors
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import OPAQUE, TensorInfo
@@ -27,7 +26,7 @@ def made_tensors(
     with None. ``unread``: nodes that do not count as users.
     """
     made: dict[fx.Node, bool] = {}
-    touched: set[fx.Node] = set()  # a write into a tensor may show in all that it was made from
+    touched: set[fx.Node] = set()  # a write into a tensor may show in all tensors that it was made from
     for node in module.graph.nodes:
         inputs = [n for n in _read(node) if _tensors(values.get(n.name))]
         made[node] = (
@@ -37,7 +36,7 @@ def made_tensors(
             and all(made[n] for n in inputs)
         )
         if writes_in_place(node, module):
-            touched.update(ancestors(node))
+            touched.update(_made_from(node, values))
     found: dict[str, set[str] | None] = {}
     for node, here in made.items():
         if not here or node in touched or has(operation_name(node, None), Trait.FILLS):
@@ -57,6 +56,18 @@ def _read(node: fx.Node) -> list[fx.Node]:
     if name in ("typeas", "to"):
         return [n for n in node.all_input_nodes if n is node.args[0]]
     return node.all_input_nodes
+
+
+def _made_from(node: fx.Node, values: Mapping[str, Any]) -> set[fx.Node]:
+    """The node, and the tensors that it is computed from, but not by way of numbers: those hold no memory."""
+    known, todo = {node}, [node]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            numbers = source.name in values and not _tensors(values[source.name])
+            if source not in known and not numbers:
+                known.add(source)
+                todo.append(source)
+    return known
 
 
 def _tensors(value: Any) -> list[TensorInfo]:

@@ -38,12 +38,13 @@ def functions_kept(tracer: Any) -> Iterator[None]:
         if issubclass(cls, CheckpointFunction):
             return args[0](*args[2:])  # it recomputes what it runs, which changes no number
         if not kwargs and is_plain_function(cls, pytree.tree_map(seen, args)):
-            return forward_of_function(cls)(*args)
+            with tracer.contexts.with_gradients():  # switched off inside, which is off in any such forward
+                return forward_of_function(cls)(*args)
         alone = not kwargs and works_on_each_value(cls, pytree.tree_map(seen, args))
         return tracer.create_proxy("call_function", applied(cls, alone), args, kwargs)
 
     def seen(given: Any) -> Any:
-        return tracer.value(given.node) if isinstance(given, Proxy) else given
+        return tracer.held_or_value(given.node) if isinstance(given, Proxy) else given
 
     def looked_up(cls: Any, name: str) -> Any:
         found = type.__getattribute__(cls, name)

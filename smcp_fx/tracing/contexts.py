@@ -63,6 +63,7 @@ class Contexts:
         self.path = ""  # of the module whose forward runs
         self.autocast: set[str] = set()
         self._entered: list[tuple[str, bool]] = []
+        self._plain = False
         self._thread = threading.get_ident()
 
     @property
@@ -72,13 +73,22 @@ class Contexts:
 
     def note(self, node: fx.Node) -> None:
         """Tag a new node with what holds where it is made."""
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() or self._plain):
             node.meta[NO_GRAD] = True
         for path, enabled in self._entered[-1:]:
             if enabled:
                 self.autocast.add(path)
             else:
                 node.meta[NO_AUTOCAST] = True
+
+    @contextmanager
+    def with_gradients(self) -> Iterator[None]:
+        """What is made in here has gradients, whatever is switched off inside, unless they are off already."""
+        before, self._plain = self._plain, self._plain or torch.is_grad_enabled()
+        try:
+            yield
+        finally:
+            self._plain = before
 
     @contextmanager
     def watched(self) -> Iterator[None]:

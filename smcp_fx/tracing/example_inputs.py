@@ -30,7 +30,9 @@ def as_inputs(example_inputs: Any, model: nn.Module) -> tuple[Any, ...]:
     if not isinstance(example_inputs, Mapping):
         return (example_inputs,)
     signature = inspect.signature(model.forward)
-    if not signature.parameters.keys() & example_inputs.keys():
+    by_name = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
+    only_by_name = all(parameter.kind in by_name for parameter in signature.parameters.values())
+    if not only_by_name and not signature.parameters.keys() & example_inputs.keys():
         return (example_inputs,)  # a model whose one argument is a dict
     try:
         bound = signature.bind(**example_inputs)

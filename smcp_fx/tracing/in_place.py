@@ -57,6 +57,21 @@ def is_tensor_for_sure(node: fx.Node) -> bool:
     return True
 
 
+def drop_releases(graph: fx.Graph) -> None:
+    """Leave out `x.set_()`, by which a forward gives up the memory of what it does not read again."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    for node in reversed(list(graph.nodes)):
+        given = node.args[0] if node.args else None
+        if node.op != "call_method" or node.target != "set_" or len(node.args) > 1 or node.kwargs:
+            continue
+        if (
+            isinstance(given, fx.Node)
+            and not node.users
+            and all(place[u] <= place[node] for u in given.users)
+        ):
+            graph.erase_node(node)
+
+
 def settle_in_place(graph: fx.Graph, model: nn.Module, value: Callable[[fx.Node], Any]) -> None:
     """Make new tensors of what `+=` and its like write, where that is the same for all who read them later.
 

@@ -1,19 +1,22 @@
 """Functions of autograd whose backward is the one that autograd would make of their forward: written to save memory.
 
-They are traced through (a layer norm of one's own, a swish that recomputes). Others stay calls: straight-through
-estimators, gradient reversals, functions written in another language.
+They are traced through (a layer norm of one's own, a swish that recomputes, reversible blocks, which are given
+modules). Others stay calls: straight-through estimators, gradient reversals, functions written in another language.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -56,7 +59,7 @@ def is_plain_function(cls: Any, args: tuple[Any, ...]) -> bool:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(tensor.is_complex() or not tensor.is_floating_point() for tensor in tensors):
         return False
-    return _apart(lambda: all(_alike(cls, args, *scales) for scales in _SCALES))
+    return _answered(cls, args, "plain", lambda: all(_alike(cls, args, *scales) for scales in _SCALES))
 
 
 def works_on_each_value(cls: Any, args: tuple[Any, ...]) -> bool:
@@ -64,6 +67,9 @@ def works_on_each_value(cls: Any, args: tuple[Any, ...]) -> bool:
 
     One that asks for sizes is not: its values may follow from the number of channels.
     """
+
+    if _modules(args):
+        return False
 
     def watch() -> bool:
         with torch.no_grad(), _Watch() as watch:
@@ -75,7 +81,22 @@ def works_on_each_value(cls: Any, args: tuple[Any, ...]) -> bool:
         plain = isinstance(found, Tensor) and found.shape == wanted
         return plain and bool(watch.asked) and all(has(name, Trait.ELEMENTWISE) for name in watch.asked)
 
-    return _apart(watch)
+    return _answered(cls, args, "alone", watch)
+
+
+#: Answers by class, question and arguments: a model calls a function on many weights, in each mode.
+_ANSWERS: WeakKeyDictionary[Any, dict[Any, bool]] = WeakKeyDictionary()
+
+
+def _answered(cls: Any, args: tuple[Any, ...], question: str, ask: Callable[[], bool]) -> bool:
+    leaves, structure = pytree.tree_flatten(args)
+    known = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    if not all(isinstance(leaf, (tuple, int, float, str, bool, type(None))) for leaf in known):
+        return _apart(ask)
+    answers, key = _ANSWERS.setdefault(cls, {}), (question, repr(structure), *known)
+    if key not in answers:
+        answers[key] = _apart(ask)
+    return answers[key]
 
 
 class _Watch(TorchFunctionMode):
@@ -112,6 +133,10 @@ def _apart(ask: Callable[[], bool]) -> bool:
     return found == [True]
 
 
+def _modules(args: Any) -> list[nn.Module]:
+    return [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, nn.Module)]
+
+
 def _alike(cls: Any, args: tuple[Any, ...], size: float, steepness: float) -> bool:
     drawn = torch.Generator().manual_seed(0)
     given = pytree.tree_map(
@@ -125,15 +150,59 @@ def _alike(cls: Any, args: tuple[Any, ...], size: float, steepness: float) -> bo
     found = []
     cotangents: list[Tensor] = []
     for function in (cls.apply, forward_of_function(cls)):
-        own = pytree.tree_map(lambda v: v.clone().requires_grad_() if isinstance(v, Tensor) else v, given)
-        inputs = [leaf for leaf in pytree.tree_leaves(own) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in pytree.tree_leaves(function(*own)) if isinstance(leaf, Tensor)]
+        own, inputs = _own(args, given)
+        with _kept():
+            outputs = [leaf for leaf in pytree.tree_leaves(function(*own)) if isinstance(leaf, Tensor)]
         cotangents = cotangents or [
             steepness * torch.randn(v.shape, generator=drawn, dtype=torch.float64) for v in outputs
         ]
-        gradients = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
-        found.append([*outputs, *(torch.zeros(()) if g is None else g for g in gradients)])
+        torch.autograd.backward(outputs, cotangents)
+        found.append([*outputs, *(torch.zeros(()) if v.grad is None else v.grad for v in inputs)])
     return len(found[0]) == len(found[1]) and all(
         a.shape == b.shape and torch.allclose(a, b, 1e-6, 1e-9 * steepness, equal_nan=True)
         for a, b in zip(*found, strict=True)
     )
+
+
+def _own(args: Any, given: Any) -> tuple[Any, list[Tensor]]:
+    """Arguments for one call in double precision, and the leaves that have gradients.
+
+    ``given``: what stands for tensors. Modules are copied, and so are their parameters where these are given, too.
+    """
+    memo: dict[int, Any] = {}
+    modules = {id(module): copy.deepcopy(module, memo).double() for module in _modules(args)}
+    copied: dict[int, Tensor] = {
+        id(parameter): memo[id(parameter)] for module in _modules(args) for parameter in module.parameters()
+    }
+    leaves, structure = pytree.tree_flatten(args)
+    own = [
+        modules.get(id(leaf), copied.get(id(leaf), value))
+        for leaf, value in zip(leaves, pytree.tree_leaves(given), strict=True)
+    ]
+    own = [
+        value.clone().requires_grad_() if isinstance(value, Tensor) and id(leaf) not in copied else value
+        for leaf, value in zip(leaves, own, strict=True)
+    ]
+    tensors = [value for value in own if isinstance(value, Tensor)]
+    inputs = dict.fromkeys([*tensors, *(p for module in modules.values() for p in module.parameters())])
+    return pytree.tree_unflatten(own, structure), [*inputs]
+
+
+class _Gradients(TorchFunctionMode):
+    """Gradients stay on, whatever a forward switches off."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return None if func is torch._C._set_grad_enabled else func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
+    """A forward keeps what autograd's own backward needs: gradients are on, and no tensor gives up its memory."""
+    ours, plain = threading.get_ident(), Tensor.set_
+
+    def given_up(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kept = threading.get_ident() == ours and not (args or kwargs)
+        return tensor if kept else plain(tensor, *args, **kwargs)
+
+    with _Gradients(), mock.patch.object(Tensor, "set_", given_up):
+        yield

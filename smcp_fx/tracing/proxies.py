@@ -215,9 +215,20 @@ class ValueAttribute(AnsweringProxy, Attribute):
         return super().__getattr__(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Proxy:
+        if self.attr == "item" and not args and self.tracer.value(self.root.node).is_floating_point():
+            return number_in(self.root)
         if self.attr == "type":  # `x.type(torch.FloatTensor)`: the class by its name, as torch also takes it
             args = tuple(f"{a.__module__}.{a.__name__}" if _is_tensor_type(a) else a for a in args)
         return super().__call__(*args, **kwargs)
+
+
+def number_in(tensor: Any) -> Proxy:
+    """The number in a tensor of one element, as arithmetic with other tensors takes it: as precise, without gradient.
+
+    Nothing but arithmetic may ask for it: a branch or a size would depend on a tensor's values.
+    """
+    number: Proxy = tensor.detach().double().reshape(())
+    return number
 
 
 def _plain(value: Any) -> Any:

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.frames import in_library
+from smcp_fx.tracing.proxies import number_in
 from smcp_fx.tracing.random_draws import METHODS, drawing
 from smcp_fx.tracing.sentences import asking_line, express
 
@@ -178,6 +179,8 @@ class StandIns:
 
     def _float(self, proxy: Proxy) -> Any:
         value = self.tracer.value(proxy.node)
+        if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
+            return number_in(proxy)
         if type(value) is int:
             return self.tracer.create_proxy("call_function", operator.truediv, (proxy, 1), {})
         return proxy if type(value) is float else float(proxy)  # type: ignore[arg-type]

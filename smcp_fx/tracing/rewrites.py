@@ -24,11 +24,13 @@ clamp exp gelu hardsigmoid hardswish hardtanh leakyrelu neg pow relu relu6 sigmo
 #: Methods that change their tensor's shape in place, and have an out-of-place form.
 RESHAPED = {"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "swapdims_", "t_"}
 
+_OUTER = {torch.outer, torch.ger, "outer", "ger"}
+
 
 def normalise(model: nn.Module, graph: fx.Graph) -> None:
     """First arguments by position, so that rules and passes find them; `nn.Unflatten` as the function it is.
 
-    `h.unsqueeze_(1)` becomes `h = h.unsqueeze(1)`: no tensor has two shapes.
+    An outer product is the `einsum` that it is. No tensor has two shapes: `h.unsqueeze_(1)` is `h = h.unsqueeze(1)`.
     """
     _resolve_annotations(model, graph)
     place = {node: index for index, node in enumerate(graph.nodes)}
@@ -40,6 +42,8 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
     by_position(model, graph)
     for node in graph.nodes:
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if node.target in _OUTER and len(node.all_input_nodes) == len(node.args) == 2:
+            node.op, node.target, node.args = "call_function", torch.einsum, ("i,j->ij", *node.args)
         if type(module) is nn.Unflatten and isinstance(module.dim, int):
             node.op, node.target = "call_function", torch.unflatten
             node.args = (node.args[0], module.dim, tuple(module.unflattened_size))

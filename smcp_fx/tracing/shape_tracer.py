@@ -30,7 +30,7 @@ from smcp_fx.errors import TraceError
 from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors
 from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
-from smcp_fx.tracing.in_place import PLAIN, is_tensor_for_sure, settle_in_place
+from smcp_fx.tracing.in_place import PLAIN, drop_releases, is_tensor_for_sure, settle_in_place
 from smcp_fx.tracing.lengths import Sizes
 from smcp_fx.tracing.mode_reads import ModeLog, drop_marks
 from smcp_fx.tracing.proxies import ValueProxy
@@ -97,6 +97,7 @@ class ShapeTracer(AnsweringTracer):
         by_position(model, graph)
         drop_marks(graph)
         own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
+        drop_releases(graph)
         settle_in_place(graph, model, self.value)
         functional_writes(graph, model, self.value, self._adopt, self.assumptions)
         drop_constant_questions(graph)
@@ -274,6 +275,11 @@ class ShapeTracer(AnsweringTracer):
         finally:
             self._evaluating = False
         return self._values[node]
+
+    def held_or_value(self, node: fx.Node) -> Any:
+        """The model's own tensor that a node reads; else the node's value."""
+        held = self._held.get(str(node.target)) if node.op == "get_attr" else None
+        return self.value(node) if held is None else held
 
     def kind(self, obj: Proxy) -> type:
         """Return the type of the value behind a proxy."""

@@ -57,6 +57,15 @@ def read_twice(s: nn.Module, h: Tensor) -> Tensor:
     return (h + found) * (found.cumsum(1) + found.flip(1)).sin()
 
 
+def before_a_write(s: nn.Module, h: Tensor) -> Tensor:
+    """What is written into was made from sizes of features that had met such a tensor."""
+    rows, _ = torch.meshgrid(*(torch.arange(n, dtype=h.dtype) for n in h.shape[1::2]), indexing="ij")
+    h = h + rows[:, None]
+    across = torch.arange(h.shape[-1], dtype=h.dtype)
+    across.chunk(2)[0].mul_(2)
+    return h * across
+
+
 BETWEEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "added": lambda s, h: h + sines(h),
     "multiplied, in another place": lambda s, h: s.last(h * sines(h)).relu() + sines(h),
@@ -66,6 +75,10 @@ BETWEEN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "read twice": read_twice,
     "of a mesh grid": lambda s, h: h + mesh(h)[0] * mesh(h)[1],
     "typed as features": lambda s, h: h + typed(h),
+    "an outer product": lambda s, h: (
+        h + s.rates.outer(torch.arange(h.shape[-1], dtype=h.dtype)).sin()[:, None]
+    ),
+    "before a write": before_a_write,
     "by the image's size": lambda s, h: h + torch.arange(h.shape[-1], dtype=h.dtype),
 }
 
@@ -77,6 +90,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.wide, self.last = nn.Conv2d(3, 12, 3), nn.Conv2d(14, 12, 1), nn.Conv2d(12, 12, 1)
         self.head, self.between = nn.Conv2d(12, 4, 1), between
+        self.register_buffer("rates", torch.linspace(0.1, 1.0, 12))
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, 3, H, W]."""

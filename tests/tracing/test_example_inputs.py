@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from smcp_fx.errors import InputError
-from smcp_fx.tracing.example_inputs import first_convolution, image_shape, shape_of_text
+from smcp_fx.tracing.example_inputs import as_inputs, first_convolution, image_shape, shape_of_text
 
 IMAGES = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 8, 3), nn.Conv1d(1, 1, 1))
 VIDEOS, SERIES, LINEAR = nn.Conv3d(2, 8, 3), nn.Conv1d(5, 8, 3), nn.Linear(7, 2)
@@ -45,3 +48,13 @@ def test_a_side_says_nothing_without_a_convolution() -> None:
 
 def test_videos_of_small_sides_have_as_few_frames() -> None:
     assert image_shape(VIDEOS, 8) == (2, 2, 8, 8, 8)
+
+
+class ByName(nn.Module):
+    def forward(self, **inputs: Tensor) -> Any:
+        return inputs["image"]
+
+
+def test_arguments_without_a_place_are_refused() -> None:
+    with pytest.raises(InputError, match="takes image by name only"):
+        as_inputs({"image": torch.zeros(1)}, ByName())

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import between, check_slicing
 from torch import Tensor, nn
+from tracing_oracle import check_traced
 
 import smcp_fx
 
@@ -133,9 +135,90 @@ def test_what_has_another_backward_keeps_it_and_is_free_value_by_value(wiring: A
     assert any("_apply" in node.name for node in prepared.graph.nodes)
 
 
+class _Reversible(torch.autograd.Function):
+    """Its backward computes the inputs anew from the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, f: nn.Module, g: nn.Module, *weights: Tensor) -> Tensor:
+        with torch.no_grad():
+            a, b = x.chunk(2, 1)
+            c = a + f(b)
+            d = b + g(c)
+            y = torch.cat((c, d), 1)
+            c.set_()
+        ctx.save_for_backward(y)
+        ctx.parts = f, g
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:  # type: ignore[override]
+        (y,), (f, g) = ctx.saved_tensors, ctx.parts
+        with torch.no_grad():
+            c, d = y.chunk(2, 1)
+            b = d - g(c)
+            a = c - f(b)
+        with torch.enable_grad():
+            a, b = a.requires_grad_(), b.requires_grad_()
+            c = a + f(b)
+            y = torch.cat((c, b + g(c)), 1)
+            found = torch.autograd.grad(y, (a, b, *f.parameters(), *g.parameters()), slope)
+        return torch.cat(found[:2], 1), None, None, *found[2:]
+
+
+class _Damped(_Reversible):
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:  # type: ignore[override]
+        return _Reversible.backward(ctx, slope / 2)
+
+
+class _Block(nn.Module):
+    """A reversible block; it gives up its input's memory, too."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.f, self.g = (nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)) for _ in range(2))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 8, H, W]."""
+        x = x + 0
+        y: Tensor = self.function.apply(x, self.f, self.g, *self.f.parameters(), *self.g.parameters())
+        x.data.set_()
+        return y
+
+
+def test_reversible_blocks_are_traced_through() -> None:
+    prepared = check_traced(between(lambda s, h: s.part(h), part=_Block(_Reversible)))
+    assert prepared.channels.free_share == 1.0 and not prepared.regions
+    prepared = check_slicing(between(lambda s, h: s.part(h), part=_Block(_Damped)), (IMAGE,))
+    assert prepared.channels.free_share < 1.0  # another backward: it stays Python
+
+
 @pytest.mark.parametrize("function", [_ByWidth, _ByMean])
 def test_what_has_another_backward_and_reads_all_channels_stays(function: Any) -> None:
     prepared = smcp_fx.prepare(between(lambda s, h: function.apply(h)).eval(), IMAGE)
     assert prepared.channels.free_share == 0.0
     reason = f"operation '{function.__name__}_apply' has no channel rule"
     assert any(reason in group.pinned for group in prepared.channels.groups)
+
+
+class _Drawn(_ByWidth):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x + torch.rand_like(x)).round()
+
+
+@pytest.mark.parametrize("function", [_ByWidth, _ByMean])
+def test_weights_that_one_makes_are_computed(function: Any) -> None:
+    """Binary weights scaled by their number, say: masked, they are what they were."""
+    model = between(lambda s, h: F.conv2d(h, function.apply(s.mid.weight)), mid=nn.Conv2d(8, 8, 1))
+    assert check_slicing(model, (IMAGE,)).channels.free_share == 1.0
+
+
+def test_weights_that_one_draws_are_drawn_once_converted_too() -> None:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        return F.conv2d(h, _Drawn.apply(s.mid.weight)) if s.training else h
+
+    converted = smcp_fx.convert(check_slicing(between(wiring, mid=nn.Conv2d(8, 8, 1)), (IMAGE,))).train()
+    one, other = (converted(IMAGE.double()) for _ in range(2))
+    assert not torch.equal(one, other)

@@ -117,6 +117,25 @@ def test_what_is_random_is_drawn_anew_in_each_call(between: Made) -> None:
         same(model, prepared, image(batch))
 
 
+def scaled_by_a_draw(net: nn.Module, f: Tensor) -> Tensor:
+    if not net.training:
+        return f * float(net.scale)  # type: ignore[arg-type]
+    alive = torch.bernoulli(torch.full((1,), 0.8, dtype=f.dtype))
+    return float(alive) / 0.8 * f * (1 + torch.rand(()).item())
+
+
+def test_numbers_taken_out_of_tensors_stay_arithmetic() -> None:
+    """Whether a branch lives, drawn as a tensor of one element and read as a number."""
+    model = Net(scaled_by_a_draw)
+    model.register_buffer("scale", torch.full((1,), 0.7))
+    prepared = smcp_fx.prepare(model, image())
+    assert not prepared.regions and prepared.channels.free_share == 1
+    same(model, prepared, image(3))
+    for one in (model, prepared):
+        one.get_buffer("scale").fill_(0.3)
+    torch.testing.assert_close(prepared.eval()(image()), model.eval()(image()))
+
+
 def test_a_draw_of_python_is_no_difference() -> None:
     for seed in range(
         8

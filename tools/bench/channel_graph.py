@@ -1,4 +1,4 @@
-"""Time and memory of the channel graph and of pruning with it, compared with torch-pruning if installed.
+"""Time and memory of the channel graph and of pruning with it, compared with torch-pruning; needs ultralytics, too.
 
     python tools/bench/channel_graph.py [--models resnet50] [--repeats 3] [--page docs/results/channel_graph.md]
 
@@ -33,7 +33,7 @@ from channel_graph_tables import CHAINS, NETWORKS, OURS, PEER, STAGES, render, s
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent.parent / "docs" / "records"
-PACKAGES = ["torch", "torchvision", OURS, PEER]
+PACKAGES = ["torch", "torchvision", "ultralytics", OURS, PEER]
 MIB = 1 << 20
 
 
@@ -55,8 +55,7 @@ def measure(tool: str, stage: str, network: str) -> dict[str, Any]:
     }[tool, stage]
     work(*build("chain_2"))
     model, inputs = build(network)
-    with torch.no_grad():
-        shape = model(inputs).shape
+    shapes = output_shapes(model, inputs)
     parameters = sum(p.numel() for p in model.parameters())
     gc.collect()
     before = resident_memory()
@@ -67,14 +66,23 @@ def measure(tool: str, stage: str, network: str) -> dict[str, Any]:
     if smaller is not None:
         row["kept"] = sum(p.numel() for p in smaller.parameters()) / parameters
         try:
-            with torch.no_grad():
-                found = smaller.eval()(inputs).shape
+            found = output_shapes(smaller.eval(), inputs)
         except Exception as error:
             row.update(status="failed", why=f"pruned, but does not run: {describe(error)}")
         else:
-            if found != shape:
-                row.update(status="failed", why=f"output of {tuple(found)}, not {tuple(shape)}")
+            if found != shapes:
+                row.update(status="failed", why=f"outputs of {found}, not {shapes}")
     return row
+
+
+def output_shapes(model: Any, inputs: Any) -> list[tuple[int, ...]]:
+    """The shapes of all tensors that come out."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    with torch.no_grad():
+        outputs = model(inputs)
+    return [tuple(value.shape) for value in pytree.tree_leaves(outputs) if isinstance(value, torch.Tensor)]
 
 
 def describe(error: Exception) -> str:
@@ -90,6 +98,15 @@ def build(network: str) -> tuple[Any, Any]:
         blocks = [residual_block(8) for _ in range(int(network.removeprefix("chain_")))]
         stem, head = torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Conv2d(8, 4, 1)
         return torch.nn.Sequential(stem, *blocks, head).eval(), torch.randn(1, 3, 8, 8)
+    if network.startswith("yolo"):
+        from ultralytics import YOLO
+
+        from smcp_fx.integrations.ultralytics import NarrowYolo
+
+        yolo = NarrowYolo(
+            YOLO(f"{network}.yaml", verbose=False).model.float()
+        )  # as the integration prepares it
+        return yolo.eval(), torch.randn(1, 3, 224, 224)
     import torchvision
 
     return torchvision.models.get_model(network, weights=None).eval(), torch.randn(1, 3, 224, 224)

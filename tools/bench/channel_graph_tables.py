@@ -6,7 +6,10 @@ import statistics
 import sys
 from typing import Any
 
-NETWORKS = ["resnet50", "densenet201", "swin_t", "efficientnet_v2_l", "vit_b_16", "shufflenet_v2_x1_0"]
+NETWORKS = [
+    "resnet50", "densenet201", "efficientnet_v2_l", "shufflenet_v2_x1_0", "convnext_tiny", "swin_t", "vit_b_16",
+    "yolo11n",
+]  # fmt: skip
 CHAINS = ["chain_100", "chain_1000", "chain_5000"]
 OURS, PEER = "smcp_fx", "torch-pruning"
 STAGES = ["graph", "prune"]
