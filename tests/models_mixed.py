@@ -113,6 +113,44 @@ def weights_of_all_images_together() -> nn.Module:
     return between(wiring, 8, 6, hyper=nn.Linear(8, 6 * 8 * 9))
 
 
+@awkward(1.0)
+def linear_of_mixed_rows() -> nn.Module:
+    """One mixture for all images, turned before a linear reads it, with a plain bias."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        routing = torch.softmax(s.routing(h.mean((0, 2, 3))), 0)
+        weight = torch.einsum("e,eio->io", routing, s.weight).t()
+        return F.linear(h.permute(0, 2, 3, 1), weight, s.bias).relu().permute(0, 3, 1, 2)
+
+    parts = {"weight": free_parameter(3, 8, 6), "bias": free_parameter(6)}
+    return between(wiring, 8, 6, routing=nn.Linear(8, 3), **parts)
+
+
+@awkward(1.0)
+def transposed_mixture() -> nn.Module:
+    """One mixture for all images, of kernels whose inputs come first."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        routing = torch.sigmoid(s.routing(h.mean((0, 2, 3))))
+        weight = (routing @ s.weight.view(3, -1)).view(8, 6, 3, 3)
+        return F.conv_transpose2d(h, weight, s.bias, stride=2, padding=1)
+
+    parts = {"weight": free_parameter(3, 8, 6, 3, 3), "bias": free_parameter(6)}
+    return between(wiring, 8, 6, routing=nn.Linear(8, 3), **parts)
+
+
+@awkward(0.0)
+def transposed_mixture_in_groups() -> nn.Module:
+    """The inputs of all groups (or images) lie in one dimension, and stay."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        routing = torch.sigmoid(s.routing(h.mean((0, 2, 3))))
+        weight = (routing @ s.weight.view(3, -1)).view(8, 3, 3, 3)
+        return F.conv_transpose2d(h, weight, None, padding=1, groups=2)
+
+    return between(wiring, 8, 6, routing=nn.Linear(8, 3), weight=free_parameter(3, 8, 3, 3, 3))
+
+
 @awkward(3 / 19)
 def a_mixture_that_is_sorted() -> nn.Module:
     """What reorders kernels has no dimensions to follow: only the experts are free."""

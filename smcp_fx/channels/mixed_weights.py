@@ -85,7 +85,7 @@ def mixed_weights(
     found: dict[fx.Node, MixedWeight] = {}
     for use in module.graph.nodes:
         name = operation_of(module, use) or ""
-        if use.op != "call_function" or not (name.startswith("conv") and "transpose" not in name):
+        if use.op != "call_function" or not (name.startswith("conv") or name == "linear"):
             continue
         weight = weight_and_bias(use)[0]
         if (
@@ -95,14 +95,10 @@ def mixed_weights(
         ):
             continue
         try:
-            images = _images(module, use, values)
-            shape = _shape(weight, values)
-            if shape[0] % images or shape[1] == 1:
-                continue
-            kernel = tuple((Part("", size),) for size in shape[2:])
-            outputs = (Part("", images), Part("out", shape[0] // images))
-            parts: Parts = (outputs if images > 1 else outputs[1:], (Part("in", shape[1]),), *kernel)
-            found[use] = _followed(module, values, computed, MixedWeight(use, weight, images), parts)
+            images, shape = _images(module, use, values), _shape(weight, values)
+            parts = _parts(name, use, images, shape)
+            if parts is not None:
+                found[use] = _followed(module, values, computed, MixedWeight(use, weight, images), parts)
         except (
             _UnknownError,
             LookupError,
@@ -113,6 +109,19 @@ def mixed_weights(
         ):  # an unknown form
             continue
     return found
+
+
+def _parts(name: str, use: fx.Node, images: int, shape: tuple[int, ...]) -> Parts | None:
+    """What the dimensions of a layer's weight are made of; None for a form that has no rule."""
+    kernel = tuple((Part("", size),) for size in shape[2:])
+    if "transpose" in name:  # of one weight for all images, whose inputs come first
+        groups = use.args[6] if len(use.args) > 6 else use.kwargs.get("groups", 1)
+        ends = ((Part("in", shape[0]),), (Part("out", shape[1]),))
+        return None if images > 1 or groups != 1 or 1 in shape[:2] else (*ends, *kernel)
+    if shape[0] % images or shape[1] == 1:
+        return None
+    outputs = (Part("", images), Part("out", shape[0] // images))
+    return (outputs if images > 1 else outputs[1:], (Part("in", shape[1]),), *kernel)
 
 
 def fold(module: fx.GraphModule, use: fx.Node, values: Mapping[str, Any]) -> list[fx.Node]:
@@ -129,6 +138,8 @@ def fold(module: fx.GraphModule, use: fx.Node, values: Mapping[str, Any]) -> lis
 
 def _images(module: fx.GraphModule, use: fx.Node, values: Mapping[str, Any]) -> int:
     """How many images lie among the channels of a convolution's input."""
+    if operation_of(module, use) == "linear":
+        return 1
     path = fold(module, use, values)
     images = _shape(path[-1].args[0], values)[0] if path else 1
     return images if _shape(use.args[0], values)[1] % images == 0 else 1
@@ -326,11 +337,12 @@ def _factors(
         inputs, _, out = str(node.args[0]).replace(" ", "").partition("->")
         names = [list(one) for one in inputs.split(",")]
     else:
-        batch = [f"b{d}" for d in range(len(parts) - 2)]
-        names = [[*batch, "n", "k"], ["m", "k"] if name == "linear" else [*batch, "k", "m"]]
+        rows = [] if len(shapes[0]) == 1 else ["n"]  # a vector has none
+        batch = [f"b{d}" for d in range(len(parts) - 1 - len(rows))]
+        names = [[*batch, *rows, "k"], ["m", "k"] if name == "linear" else [*batch, "k", "m"]]
         names = [one[len(one) - len(shape) :] for one, shape in zip(names, shapes, strict=True)]
-        out = [*batch, "n", "m"]  # type: ignore[assignment]
-        if len(names[0]) < 2 or len(names[1]) < 2:
+        out = [*batch, *rows, "m"]  # type: ignore[assignment]
+        if len(names[1]) < 2:
             raise _UnknownError
     made = dict(zip(out, parts, strict=False))
     if len(made) != len(parts) or "." in made:

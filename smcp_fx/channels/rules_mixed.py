@@ -1,4 +1,4 @@
-"""Channel rule of convolutions whose weight is computed from the input: see `channels.mixed_weights`."""
+"""Channel rule of layers whose weight is computed from the input: see `channels.mixed_weights`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def convolution(run: Propagation, call: Call) -> Any:
     return mixture(run, call, found, int(call.option(6, "groups", 1)))
 
 
+def linear(run: Propagation, call: Call) -> Any:
+    """The same."""
+    found = run.mixed.get(call.node)
+    if found is None:
+        return rules_layers.linear(run, call)
+    return mixture(run, call, found, 1)
+
+
 def pin_read_otherwise(run: Propagation) -> None:
     """Keep the channels of mixed parameters that something else reads, too."""
     trail = run.trail
@@ -36,7 +44,9 @@ def pin_read_otherwise(run: Propagation) -> None:
 def mixture(run: Propagation, call: Call, found: MixedWeight, groups: int) -> Any:
     """Consumes and produces, as with a weight that is a parameter; what computes the weight loses these channels."""
     labels = run.of(call.argument(0, "input"))
-    axis, shape = labels.dim() - len(call.shape) + 1, run.values[found.result.name].shape
+    shape = run.values[found.result.name].shape
+    axis = labels.dim() - len(shape) + 1
+    transposed = "transpose" in (call.name or "")
     rows = channel_labels(run, labels, axis).reshape(found.images, -1)
     run.tie(rows, rows[:1].expand_as(rows))
     inputs = own_inputs(run, call, rows[0])
@@ -56,14 +66,16 @@ def mixture(run: Propagation, call: Call, found: MixedWeight, groups: int) -> An
     record(
         run,
         call,
-        ParameterRef(sources[0], (outputs.numel(), *shape[1:])),
+        ParameterRef(sources[0], shape if found.images == 1 else (outputs.numel(), *shape[1:])),
         None,
         "dense",
-        (1, 0),
+        (0, 1) if transposed else (1, 0),
         groups // found.images,
         (slots["in"], outputs),
         (inputs, outputs),
-        (found.images * labels.shape[0], inputs.numel(), *labels.shape[axis + 1 :]),
+        tuple(labels.shape)
+        if found.images == 1
+        else (found.images * labels.shape[0], inputs.numel(), *labels.shape[axis + 1 :]),
         (axis, axis),
         source=run.trail.computed[sources[0]].source if sources[0] in run.trail.computed else sources[0],
     )
@@ -135,4 +147,7 @@ def _plane(parts: Parts, slots: dict[str, Tensor], kind: str) -> Tensor:
     return slots[kind].reshape(where).expand(sizes).reshape([math.prod(p.size for p in dim) for dim in parts])
 
 
-RULES: dict[str, Rule] = {f"conv{rank}d": convolution for rank in (1, 2, 3)}
+RULES: dict[str, Rule] = {
+    **{f"conv{form}{rank}d": convolution for form in ("", "transpose") for rank in (1, 2, 3)},
+    "linear": linear,
+}

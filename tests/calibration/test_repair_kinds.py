@@ -9,7 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import chain, random_masks, randomise
-from models_mixed import mixture_of_flat_kernels, weights_of_all_images_together
+from models_mixed import (
+    linear_of_mixed_rows,
+    mixture_of_flat_kernels,
+    transposed_mixture,
+    weights_of_all_images_together,
+)
 from tolerances import assert_close
 from torch import Tensor, nn
 
@@ -257,7 +262,10 @@ def test_what_was_not_made_of_this_model_is_refused() -> None:
         smcp_fx.repair(smaller, prepared, [x])
 
 
-@pytest.mark.parametrize("made", [weights_of_all_images_together, mixture_of_flat_kernels])
+@pytest.mark.parametrize(
+    "made",
+    [weights_of_all_images_together, mixture_of_flat_kernels, linear_of_mixed_rows, transposed_mixture],
+)
 def test_layers_that_make_a_weight_are_left_as_they_were(made: Callable[[], nn.Module]) -> None:
     model, batches = made().eval(), [torch.randn(8, 3, 8, 8) for _ in range(4)]
     prepared = smcp_fx.prepare(model, batches[0], target=0.6, config=SMALL)
