@@ -100,3 +100,17 @@ def scattered_slices() -> nn.Module:
         return torch.slice_scatter(h, h[..., :4].relu(), dim=3, start=4)
 
     return between(wiring, mid=conv(4, 4, 1))
+
+
+@awkward(1.0)
+def zeros_filled_row_by_row() -> nn.Module:
+    """Up to the last row, each from a reduction (NetVLAD's loop over clusters)."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        rows = torch.zeros([len(h), 3, h.shape[1]], dtype=h.dtype, device=h.device)
+        shares = s.shares(h).softmax(1).flatten(2)
+        for k in range(3):
+            rows[:, k : k + 1, :] = (h.flatten(2).unsqueeze(1) * shares[:, k : k + 1].unsqueeze(2)).sum(-1)
+        return h * s.read(rows.flatten(1)).sigmoid()[..., None, None]
+
+    return between(wiring, shares=conv(8, 3, 1), read=nn.Linear(24, 8))

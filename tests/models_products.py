@@ -390,3 +390,17 @@ def energies_among_channels_beside_a_table() -> nn.Module:
         return h + (((energy + s.table) / energy.shape[-1]) @ x).view_as(h)
 
     return between(wiring, table=free_parameter(8, 8))
+
+
+@awkward(1.0, TOKENS)
+def einsum_of_three() -> nn.Module:
+    """Linear attention by a kernel: the sums over keys divide each query's result."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (4, 2)) for layer in (s.q, s.k, s.v))
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        weights = torch.einsum("nshd,nshm->nhmd", k, v)
+        scale = 1 / torch.einsum("nlhd,nhd->nlh", q, k.sum(1))
+        return s.out(torch.einsum("nlhd,nhmd,nlh->nlhm", q, weights, scale).flatten(2))  # type: ignore[no-any-return]
+
+    return Net(wiring, q=nn.Linear(6, 8), k=nn.Linear(6, 8), v=nn.Linear(6, 8), out=nn.Linear(8, 4))

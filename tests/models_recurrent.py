@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from models import awkward, between
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 
 def lines(h: Tensor) -> Tensor:
@@ -59,6 +60,19 @@ def recurrent_cells() -> nn.Module:
         return h * s.back(second).sigmoid()[..., None, None]
 
     return between(wiring, gru=nn.GRUCell(8, 5), lstm=nn.LSTMCell(5, 6), back=nn.Linear(6, 8))
+
+
+@awkward(1.0)
+def lstm_from_zeros() -> nn.Module:
+    """As tutorials write it: as large as the batch, moved to the input's device."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        state = torch.zeros(s.rnn.num_layers, h.size(0), s.rnn.hidden_size, dtype=h.dtype).requires_grad_()
+        cell = Variable(torch.zeros(2, h.size(0), 6)).to(h)
+        y, _ = s.rnn(lines(h), (state.to(h.device), cell))
+        return h + s.back(y).transpose(1, 2).unsqueeze(2)
+
+    return between(wiring, rnn=nn.LSTM(8, 6, 2, batch_first=True), back=nn.Linear(6, 8))
 
 
 @awkward(0.0)

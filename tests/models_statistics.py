@@ -371,3 +371,27 @@ def distances() -> nn.Module:
         )
 
     return between(wiring, queries=conv(8, 8, 1), learned=free_parameter(5, 8))
+
+
+@awkward(1.0)
+def maximum_over_channels_with_its_place_unread() -> nn.Module:
+    """As CBAM takes it; what the spatial attention reads of all channels stays."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        most, _ = torch.max(h, dim=1, keepdim=True)
+        return h * most.sigmoid()
+
+    return between(wiring)
+
+
+@awkward(1.0)
+def softmax_over_branches_of_groups() -> nn.Module:
+    """ResNeSt's split attention of two branches and two groups: [batch, branch, group, channel] is no image."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        parts = torch.split(s.branches(h), 8, dim=1)
+        gates = s.gates(sum(parts).mean((2, 3), keepdim=True)).view(len(h), 2, 2, 4).transpose(1, 2)
+        gates = torch.softmax(gates, dim=1).reshape(len(h), -1, 1, 1)
+        return sum(part * gate for part, gate in zip(parts, torch.split(gates, 8, dim=1), strict=True))
+
+    return between(wiring, branches=conv(8, 16, groups=4), gates=conv(8, 16, 1, groups=2))

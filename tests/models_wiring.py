@@ -212,3 +212,14 @@ def strided_slice_of_an_alias_written_in_place() -> nn.Module:
         return h
 
     return between(wiring, drop=nn.Dropout(0.5))
+
+
+@awkward(1.0, IMAGE, IMAGE)
+def two_images_in_one_batch() -> nn.Module:
+    """Stereo and optical flow: one encoder, called once."""
+
+    def wiring(s: Any, x: Tensor, y: Tensor) -> Tensor:
+        left, right = s.encoder(torch.cat([2 * x - 1, 2 * y - 1])).split([len(x), len(y)])
+        return s.out(torch.abs(left - right))  # type: ignore[no-any-return]
+
+    return Net2(wiring, encoder=nn.Sequential(conv(3, 8), nn.ReLU(), conv(8, 6)), out=conv(6, 4))

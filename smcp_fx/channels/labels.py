@@ -54,3 +54,8 @@ def along(labels: Tensor, shape: Sequence[int], dim: int) -> Tensor:
 def place(labels: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
     """1-D channel labels laid along ``dim`` of a tensor of the shape."""
     return compact(along(labels, shape, dim % len(shape)))
+
+
+def stays(labels: Tensor) -> bool:
+    """Whether one source whose elements always stay wrote all of it."""
+    return labels.numel() > 0 and not varied_dims(labels) and int(labels.flatten()[0]) < 0

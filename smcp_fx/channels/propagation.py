@@ -35,7 +35,7 @@ from smcp_fx.channels.trail import (
 )
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.channels.written_views import written_views
-from smcp_fx.tracing.operations import operation_name, readable_name
+from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, canonical_names, held
 
@@ -292,7 +292,8 @@ class Propagation:
         if not any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value)):
             if call.name not in _QUESTIONS and tensor_leaves((args, kwargs)):
                 # A number computed from a tensor's values, or an object that holds tensors out of our sight.
-                self.unknown(call)
+                returned = bool(node.users) and all(user.op == "output" for user in node.users)
+                self.unknown(call, "reaches the network's output" if returned else None)
             return value  # sizes and other numbers: as recorded
         self._pin_written_views(call)
         result = self._ruled(call)
@@ -305,7 +306,7 @@ class Propagation:
         rule = self.rules.get(call.name or "")
         if rule is None:
             return self.unknown(call)
-        if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or call.name == "bymode"):
+        if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or call.name in ("bymode", "recurrent")):
             args, kwargs = pytree.tree_map(self._labelled, (call.args, call.kwargs))
             call = replace(call, args=args, kwargs=kwargs)
         try:
@@ -361,7 +362,7 @@ class Propagation:
 
     def unknown(self, call: Call, why: str | None = None) -> Any:
         """Pin everything the call touches; its output always stays."""
-        why = why or f"operation {readable_name(call.node)!r} has no channel rule"
+        why = why or call.unknown
         for leaf in tensor_leaves((call.args, call.kwargs)):
             if isinstance(leaf, ParameterRef):
                 self.fix_parameter(leaf, call.node.name, why)

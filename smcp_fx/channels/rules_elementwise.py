@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.labels import compact, uniform, varied_dims
+from smcp_fx.channels.labels import compact, stays, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.trail import Call, ParameterRef, Spread, tensor_leaves
 from smcp_fx.tracing.traits import Trait, operations_with
@@ -43,8 +43,8 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
     dimensions, and stays where they lie along those of size 1.
     """
     padded = [labels.reshape((1,) * (len(shape) - labels.dim()) + labels.shape) for labels in operands]
-    stay = [labels for labels in padded if _stays(labels)]
-    if stay and all(_stays(labels) or run.is_alone(labels) for labels in padded):
+    stay = [labels for labels in padded if stays(labels)]
+    if stay and all(stays(labels) or run.is_alone(labels) for labels in padded):
         # Positions' biases on scores of attention: the elements of such a parameter are no channels.
         for labels in padded:
             run.pin(labels, call.node.name, f"meets values that stay in {call.node.name!r}")
@@ -147,11 +147,6 @@ def glu(run: Propagation, call: Call) -> Any:
 def like(call: Call, labels: Tensor) -> Any:
     """The labels for every output tensor of the call, each in its own shape."""
     return pytree.tree_map(lambda v: labels.expand(v.shape) if isinstance(v, TensorInfo) else v, call.value)
-
-
-def _stays(labels: Tensor) -> bool:
-    """Whether one source whose elements always stay wrote all of it."""
-    return labels.numel() > 0 and not varied_dims(labels) and int(labels.flatten()[0]) < 0
 
 
 def _core(labels: Tensor, varied: set[int]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.execution import execute, known_values
-from smcp_fx.channels.labels import along, compact, narrow_uniform, uniform, varied_dims
+from smcp_fx.channels.labels import along, compact, narrow_uniform, stays, uniform, varied_dims
 from smcp_fx.channels.places import at_any_place, is_index, looks_up
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.shuffles import _CHAIN, find_shuffle
@@ -185,6 +185,8 @@ def join(run: Propagation, call: Call) -> Any:
         tensors = [t.unsqueeze(dim) for t in tensors]
     tensors = [t for t in tensors if t.numel()]
     dim %= len(full)
+    if tensors and dim == 0 < len(full) - 1 and all(stays(t) for t in tensors):
+        return tensors[0][(slice(1),) * len(full)].expand(full)  # two images in one batch: no channel differs
     across = {d for t in tensors for d in varied_dims(t)}
     if len(across) == 1 and dim not in across:
         # Pieces of space or of tokens, each with the same channels: these go together, and the result is uniform

@@ -41,7 +41,7 @@ def recurrent(run: Propagation, call: Call) -> Any:
     known = run.trail.slots.get(states, {}).get(1)
     hidden = run.fresh(call.node.name, run.module.get_parameter(states).shape[1]) if known is None else known
     for held in tensor_leaves(call.args[3]):
-        given = run.of(held)
+        given = run.of(held, {-1})
         run.tie(channel_labels(run, given, given.dim() - 1), hidden)
     ways = 2 if isinstance(module, nn.RNNBase) and module.bidirectional else 1
     for name, read in zip(names, reads, strict=True):

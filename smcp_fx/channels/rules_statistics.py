@@ -7,6 +7,7 @@ noted (`Mix`), for masks to be given to it. Where channels can also be told apar
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -51,11 +52,17 @@ def mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor 
     return labels
 
 
-def as_image(run: Propagation, labels: Tensor, dims: set[int]) -> Tensor:
-    """Of images whose channels lie in space, too (pixel shuffle): those of one channel, where channels are mixed."""
+def as_image(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor:
+    """Of images whose channels lie in space, too (pixel shuffle): those of one channel, where channels are mixed.
+
+    What has one size for all images is no space: branches times groups times channels (ResNeSt).
+    """
     if labels.dim() == 4 and dims in ({1}, {3}) and run.varied(labels) == [1, 2, 3]:
-        for dim in {1, 2, 3} - dims:
-            labels = run.tie_along(labels, dim)
+        space, source = {1, 2, 3} - dims, call.node.args[0]
+        fixed = (isinstance(source, fx.Node) and not run.follows_input(source, dim) for dim in space)
+        if not (run.other and all(fixed)):
+            for dim in space:
+                labels = run.tie_along(labels, dim)
     return labels
 
 
@@ -98,7 +105,7 @@ def reduction(run: Propagation, call: Call) -> Any:
     reduced = {
         int(dim) % max(labels.dim(), 1) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])
     }
-    labels = as_image(run, labels, reduced)
+    labels = as_image(run, call, labels, reduced)
     reduced_labels = mix(run, call, labels, reduced)
     if reduced_labels is None:
         form = form_of(call)
@@ -136,7 +143,10 @@ def form_of(call: Call) -> str | None:
 def _reads_values_alone(call: Call) -> bool:
     """Of a maximum and its place: is the maximum all that is read?"""
     return all(
-        (user.op == "call_function" and user.args[1:] in ((0,), ("values",))) for user in call.node.users
+        user.op == "call_function" and user.args[1:] in ((0,), ("values",))
+        for user in call.node.users
+        if user.users
+        or user.target is not operator.getitem  # `values, _ = x.max(1)` takes both, and reads one
     )
 
 
@@ -193,7 +203,7 @@ def softmax(run: Propagation, call: Call) -> Any:
     else:
         told = True
     axis = int(dim) % labels.dim()
-    labels = as_image(run, labels, {axis})
+    labels = as_image(run, call, labels, {axis})
     mixed = mix(run, call, labels, {axis})
     if mixed is not None:
         return like(call, mixed)
@@ -249,7 +259,7 @@ def layer_norm(run: Propagation, call: Call) -> Any:
     first = labels.dim() - len(shape)
     dims = set(range(first, labels.dim()))
     names = {2: "weight"} if call.name == "rmsnorm" else {2: "weight", 3: "bias"}
-    labels = as_image(run, labels, dims)
+    labels = as_image(run, call, labels, dims)
     tied = mix(run, call, labels, dims)
     if tied is not None:
         # Channels that can be told apart elsewhere, too (heads), go with all that is normalised.

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.weight_views import Dims
+from smcp_fx.tracing.operations import readable_name
 from smcp_fx.tracing.values import TensorInfo, held
 
 
@@ -83,6 +85,13 @@ class Call:
     def shape(self) -> tuple[int, ...]:
         """Shape of the (first) output tensor."""
         return next(v.shape for v in pytree.tree_leaves(self.value) if isinstance(v, TensorInfo))
+
+    @property
+    def unknown(self) -> str:
+        """Why its channels stay if nothing is known about it."""
+        if isinstance(self.module, torch.jit.ScriptModule):
+            return f"{self.node.name!r} is compiled by torch.jit: prepare the model before it is compiled"
+        return f"operation {readable_name(self.node)!r} has no channel rule"
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument given by position or by name."""

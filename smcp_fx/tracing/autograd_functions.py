@@ -4,6 +4,9 @@
 
 What such a call does with channels is unknown, and what it reads and returns is pinned, unless its forward works on
 each value alone.
+
+Functions that `torch.jit.script` compiled are traced through: they keep the Python they were made of.
+`Variable(x)` is x.
 """
 
 from __future__ import annotations
@@ -65,13 +68,25 @@ def functions_kept(tracer: Any) -> Iterator[None]:
 
         return forward
 
+    def scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
+        written = getattr(function, "_torchdynamo_inline", None)  # the Python function that was compiled
+        if written is not None and _any_proxy(args, kwargs):
+            return written(*args, **kwargs)
+        return _run_scripted(function, *args, **kwargs)
+
+    def variable(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if _any_proxy(args) else type.__call__(cls, *args, **kwargs)
+
     with (
+        mock.patch.object(type(torch.autograd.Variable), "__call__", variable, create=True),
+        mock.patch.object(torch.jit.ScriptFunction, "__call__", scripted),
         mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
         mock.patch.object(FunctionMeta, "__getattribute__", looked_up),
     ):
         yield
 
 
+_run_scripted: Any = torch.jit.ScriptFunction.__call__
 _plain_apply = vars(torch.autograd.Function)["apply"]
 _NO_SETUP = torch.autograd.Function.setup_context
 

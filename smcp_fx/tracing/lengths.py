@@ -7,7 +7,7 @@ for tile in x.split(8, dim=3)                                             as man
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -35,12 +35,18 @@ _CONVOLUTIONS = {f"conv{rank}d" for rank in (1, 2, 3)} | {f"convtranspose{rank}d
 class Sizes:
     """Which sizes of a traced graph are in the model's code or parameters, so that no input changes them.
 
-    ``value`` tells nodes' values on the example.
+    ``value`` tells nodes' values on the example; ``written`` what nodes were written into, and are as large as.
     """
 
-    def __init__(self, model: nn.Module, value: Callable[[fx.Node], Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        value: Callable[[fx.Node], Any],
+        written: Mapping[fx.Node, fx.Node] | None = None,
+    ) -> None:
         self.model = model
         self.value = value
+        self.written = written or {}
         self._known: dict[tuple[fx.Node, int], bool] = {}
 
     # ---- parts ------------------------------------------------------------------------------------------
@@ -92,6 +98,8 @@ class Sizes:
         """The answer, or the node and dimension of which it is the same."""
         if node.op == "get_attr":
             return True
+        if node in self.written:
+            return self.written[node], dim
         name, source = self._name(node), _source(node)
         if name in _CONVOLUTIONS:
             return bool(dim == self.value(node).dim() - int(name[-2]) - 1)

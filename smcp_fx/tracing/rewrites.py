@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from smcp_fx.tracing.operations import operation_name, writes_in_place
+from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import TensorInfo
 
 _EXPANSIONS = {"expand", "expandas", "broadcastto", "cat", "repeat", "repeatinterleave", "tile"}
@@ -40,6 +41,12 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
             for user in [user for user in node.args[0].users if place[user] > place[node]]:
                 user.replace_input_with(node.args[0], node)
     by_position(model, graph)
+    for node in list(graph.nodes):
+        _two_at_a_time(graph, node)
+        source = node.args[0] if node.op == "call_method" and node.target == "requires_grad_" else None
+        if isinstance(source, fx.Node) and has(operation_name(source, None), Trait.FILLS):
+            node.replace_all_uses_with(source)  # zero states that ask for gradients, which nobody takes
+            graph.erase_node(node)
     for node in graph.nodes:
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
         if node.target in _OUTER and len(node.all_input_nodes) == len(node.args) == 2:
@@ -47,6 +54,29 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
         if type(module) is nn.Unflatten and isinstance(module.dim, int):
             node.op, node.target = "call_function", torch.unflatten
             node.args = (node.args[0], module.dim, tuple(module.unflattened_size))
+
+
+def _two_at_a_time(graph: fx.Graph, node: fx.Node) -> None:
+    """An einsum of several operands as products of two, from left to right, as PyTorch computes it.
+
+    before   einsum("nld,nmd,nl->nlm", q, k, z)      after   einsum("nlm,nl->nlm", einsum("nld,nmd->nlm", q, k), z)
+    """
+    if node.target not in (torch.einsum, torch.functional.einsum) or not isinstance(node.args[0], str):
+        return
+    given = node.args[1] if len(node.args) == 2 else node.args[1:]
+    equation, arrow, out = node.args[0].replace(" ", "").partition("->")
+    terms = equation.split(",")
+    if len(terms) < 3 or not arrow or "." in equation or not isinstance(given, (tuple, list)):
+        return
+    operands = list(given)
+    with graph.inserting_before(node):
+        while len(terms) > 2:
+            left = "".join([*terms[2:], out])
+            made = "".join(dict.fromkeys(letter for letter in terms[0] + terms[1] if letter in left))
+            first = graph.call_function(node.target, (f"{terms[0]},{terms[1]}->{made}", *operands[:2]))
+            first.meta = dict(node.meta)
+            terms, operands = [made, *terms[2:]], [first, *operands[2:]]
+    node.args = (f"{','.join(terms)}->{out}", *operands)
 
 
 def _resolve_annotations(model: nn.Module, graph: fx.Graph) -> None:

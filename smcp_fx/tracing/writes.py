@@ -45,13 +45,14 @@ def functional_writes(
     ``value`` gives a traced node's value on the example; ``adopt`` makes a new node known to it. What a rewrite
     assumes about inputs is added to ``assumed``, and checked in every call.
     """
+    written: dict[fx.Node, fx.Node] = {}  # new tensors, and what each is in the place of
     for node in list(graph.nodes):
         parts = parts_of(node)
         if parts is None:
             continue
         if node.target is operator.setitem:
             _once(node)
-        write = _Write(graph, model, value, node, parts, assumed)
+        write = _Write(graph, model, value, node, parts, assumed, written)
         last = node.prev
         result = write.rewritten()
         while last.next is not node:
@@ -59,6 +60,7 @@ def functional_writes(
             last.meta = dict(node.meta)
             adopt(last)
         if result is not None:
+            written[result] = write.target
             write.put(result)
 
 
@@ -111,10 +113,11 @@ class _Write:
         node: fx.Node,
         parts: tuple[Any, Any, Any],
         assumed: list[str],
+        written: dict[fx.Node, fx.Node],
     ) -> None:
         self.graph, self.model, self.node = graph, model, node
         self.value, self.assumed = value, assumed
-        self.sizes = Sizes(model, value)
+        self.sizes = Sizes(model, value, written)
         self.place = {other: index for index, other in enumerate(graph.nodes)}
         self.target, self.index, self.source = parts
         self.fixed = False  # are the dimensions that the index cuts of one size for every input?

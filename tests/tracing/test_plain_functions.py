@@ -202,6 +202,27 @@ def test_what_has_another_backward_and_reads_all_channels_stays(function: Any) -
     assert any(reason in group.pinned for group in prepared.channels.groups)
 
 
+def _written(x: Tensor, slope: float = 0.1) -> Tensor:
+    if slope > 0:
+        x = torch.where(x > 0, x, slope * x)
+    return x.reshape(x.shape[0], x.shape[1], -1).reshape(x.shape)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_functions_of_torchscript_are_traced_through() -> None:
+    scripted = torch.jit.script(_written)
+    prepared = check_slicing(between(lambda s, h: scripted(h)), (torch.randn(2, 3, 8, 8),))
+    assert prepared.channels.free_share == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_modules_of_torchscript_stay_and_the_reason_says_so() -> None:
+    compiled = torch.jit.script(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU()))
+    prepared = smcp_fx.prepare(between(lambda s, h: s.mid(h), mid=compiled), (torch.randn(2, 3, 8, 8),))
+    (why,) = {why for _, why in prepared.channels.units.why.texts if "compiled" in why}
+    assert why == "'mid' is compiled by torch.jit: prepare the model before it is compiled"
+
+
 class _Drawn(_ByWidth):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
