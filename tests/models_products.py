@@ -77,12 +77,15 @@ class RelativeBias(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[2, 5, 4]."""
         q, k, v = (heads(layer(x), 4) for layer in (self.q, self.k, self.v))
-        bias = self.table[self.index[:5, :5].flatten()].view(5, 5, -1).permute(2, 0, 1).unsqueeze(0)
+        index = self.index[:5, :5]
+        if self.outside:
+            index = torch.as_tensor(index).clone().to(x.device).long()
+        bias = self.table[index.flatten()].view(5, 5, -1).permute(2, 0, 1).unsqueeze(0)
         if self.outside:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         else:
             y = (q @ k.transpose(-2, -1) + bias).softmax(-1) @ v
-        return self.out(y.transpose(1, 2).reshape(x.shape[0], 5, -1))  # type: ignore[no-any-return]
+        return self.out(torch.as_tensor(y).transpose(1, 2).reshape(x.shape[0], 5, -1))  # type: ignore[no-any-return]
 
 
 @awkward(1.0, TOKENS)
