@@ -31,6 +31,16 @@ def masked_mixes(channels: ChannelGraph) -> list[Mix]:
     return [mix for mix in channels.trail.mixes if channels.has_choice(mix.labels)]
 
 
+def scored_mixes(channels: ChannelGraph) -> list[Mix]:
+    """Those whose masks take gradients, which tell what channels are worth that no layer reads: queries and keys."""
+    unread = channels.free_units & ~channels.read
+    return [
+        mix
+        for mix in masked_mixes(channels)
+        if mix.scores and bool(unread[channels.units.among([mix.labels])].any())
+    ]
+
+
 class InsertKeptStatistics(GraphPass):
     """Gives every operation that mixes channels with a choice the mask of these channels."""
 

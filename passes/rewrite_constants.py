@@ -22,7 +22,7 @@ from smcp_fx.errors import PassError
 from smcp_fx.passes.label_runs import LabelRuns, repeat
 from smcp_fx.passes.movement_rewrites import REWRITES, SIZES, fitted
 from smcp_fx.passes.original_numbers import OriginalNumbers, recomputed
-from smcp_fx.passes.size_rewrites import fill, pad, set_argument
+from smcp_fx.passes.size_rewrites import fill, keep_scale, pad, set_argument
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name, writes_in_place
@@ -122,6 +122,9 @@ class _Rewriter:
             self._resize_norm(node, target)
         elif operation == "groupnorm":
             self._regroup(node, target)
+        elif operation == "scaleddotproductattention":
+            self._freeze_numbers(node)
+            self.report += keep_scale(self, node)
         elif name in self.trail.kernels:
             self._count_kernels(node)
         else:

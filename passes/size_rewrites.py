@@ -1,4 +1,4 @@
-"""New sizes for channels that the graph adds: padding, tensors of one value."""
+"""Sizes that operations hold or work out for themselves: of padding, of tensors of one value, attention's scale."""
 
 from __future__ import annotations
 
@@ -36,6 +36,16 @@ def pad(run: Rewriter, node: fx.Node) -> list[str]:
         return []
     set_argument(node, 1, "pad", tuple(new))
     return [f"{node.name}: pads by {new[place]}, {new[place + 1]} channels"]
+
+
+def keep_scale(run: Rewriter, node: fx.Node) -> list[str]:
+    """Attention goes on being scaled by the width that its queries had."""
+    query: Any = node.args[0] if node.args else node.kwargs["query"]
+    before, after = (labels[query.name].shape[-1] for labels in (run.old, run.new))
+    if before == after or node.kwargs.get("scale") is not None:
+        return []
+    node.kwargs = {**node.kwargs, "scale": before**-0.5}
+    return [f"{node.name}: scaled as with {before} channels"]
 
 
 def fill(run: Rewriter, node: fx.Node, labels: Tensor) -> str:

@@ -19,13 +19,25 @@ def heads(x: Tensor, count: int) -> Tensor:
 
 @awkward(1.0, TOKENS)
 def attention_of_one_head() -> nn.Module:
-    """Queries and keys stay, being summed over; the values' channels may go."""
+    """Queries and keys go together; no layer reads them. The width that they had scales them."""
 
     def wiring(s: Any, x: Tensor) -> Tensor:
         q, k, v = s.q(x), s.k(x), s.v(x)
-        return s.out(torch.softmax(q @ k.transpose(1, 2), -1) @ v)  # type: ignore[no-any-return]
+        return s.out(torch.softmax(q @ k.transpose(1, 2) * q.shape[-1] ** -0.5, -1) @ v)  # type: ignore[no-any-return]
 
-    return Net(wiring, q=nn.Linear(6, 8), k=nn.Linear(6, 8), v=nn.Linear(6, 8), out=nn.Linear(8, 4))
+    return Net(wiring, q=nn.Linear(6, 8), k=nn.Linear(6, 8), v=nn.Linear(6, 10), out=nn.Linear(10, 4))
+
+
+@awkward(1.0, TOKENS)
+def attention_of_torch_with_one_head() -> nn.Module:
+    """Scaled by the width of the queries unless it is told otherwise."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (heads(layer(x), 1) for layer in (s.q, s.k, s.v))
+        y = F.scaled_dot_product_attention(q, k, v) + F.scaled_dot_product_attention(k, q, v, scale=0.5)
+        return s.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    return Net(wiring, q=nn.Linear(6, 8), k=nn.Linear(6, 8), v=nn.Linear(6, 10), out=nn.Linear(10, 4))
 
 
 @awkward(1.0, TOKENS)
@@ -65,12 +77,15 @@ class RelativeBias(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[2, 5, 4]."""
         q, k, v = (heads(layer(x), 4) for layer in (self.q, self.k, self.v))
-        bias = self.table[self.index[:5, :5].flatten()].view(5, 5, -1).permute(2, 0, 1).unsqueeze(0)
+        index = self.index[:5, :5]
+        if self.outside:
+            index = torch.as_tensor(index).clone().to(x.device).long()
+        bias = self.table[index.flatten()].view(5, 5, -1).permute(2, 0, 1).unsqueeze(0)
         if self.outside:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         else:
             y = (q @ k.transpose(-2, -1) + bias).softmax(-1) @ v
-        return self.out(y.transpose(1, 2).reshape(x.shape[0], 5, -1))  # type: ignore[no-any-return]
+        return self.out(torch.as_tensor(y).transpose(1, 2).reshape(x.shape[0], 5, -1))  # type: ignore[no-any-return]
 
 
 @awkward(1.0, TOKENS)
@@ -270,6 +285,20 @@ def attention_where_the_scores_of_another_allow_it() -> nn.Module:
         attention=nn.MultiheadAttention(8, 4, batch_first=True),
         out=nn.Linear(8, 4),
     )
+
+
+@awkward(1.0)
+def heads_of_which_keys_alone_lie_in_the_batch() -> nn.Module:
+    """As in MViT: a convolution of each head reads keys and values, so that equal places in all heads go."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        q, k, v = s.qkv(h).reshape(h.shape[0], 3, 2, 4, *h.shape[2:]).unbind(1)
+        k, v = (s.pool(t.flatten(0, 1)).unflatten(0, (-1, 2)).flatten(3) for t in (k, v))
+        scores = (q.flatten(3).mT @ k).softmax(-1)
+        return (scores @ v.mT).mT.reshape(h.shape)
+
+    pool = nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=4)
+    return between(wiring, qkv=conv(8, 24), pool=pool)
 
 
 @awkward(1.0, TOKENS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import traceback
 import warnings
@@ -27,6 +28,11 @@ def work(entry: Entry, gigabytes: int, onnx: bool, strength: float | None, sende
 
         if row["stage"] == "prepare" and isinstance(error, SmcpError):
             row["status"] = "refused"
-        row["why"] = f"{row['stage']}: {type(error).__name__}: {str(error)[:600]}"
-        row["where"] = traceback.format_exc(limit=-4)[-1500:]
+        row["why"] = f"{row['stage']}: {type(error).__name__}: {_anywhere(str(error))[:600]}"
+        row["where"] = _anywhere(traceback.format_exc(limit=-4))[-1500:]
     sender.send(row)
+
+
+def _anywhere(text: str) -> str:
+    """The text with a file's name and its folder's in the place of its path on this machine."""
+    return re.sub(r"/\S*/(?=[\w.-]+/[\w.-]+\.py)", "", text)

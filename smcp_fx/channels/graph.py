@@ -73,6 +73,8 @@ class ChannelGraph:
             self.place_in_group[group.units] = torch.arange(group.size)
             self.free_units[group.units] = group.free
         self._free_group = torch.where(self.free_units, self.group_of_unit, -1)
+        #: Units that dense layers read; the others' worth is told by what mixes them.
+        self.read = _read(trail, self.units)
         #: With layer pruning: which groups may keep nothing, and what they take with them.
         self.branches: Branches | None = None
 
@@ -236,10 +238,10 @@ def build(
     fruitless = 0
     while where and where not in mixed_up and _regroups(module, where) and fruitless < _TRIES:
         mixed_up += (where,)
-        *found, where = _steady(module, values, exclude, keep_first_layer, other, mixed_up)
+        newer, found, where = _steady(module, values, exclude, keep_first_layer, other, mixed_up)
         fruitless += 1  # another one may tie the same channels
-        if _pinned(*found) < _pinned(trail, units):
-            (trail, units), fruitless = found, 0
+        if _pinned(newer, found) < _pinned(trail, units):
+            trail, units, fruitless = newer, found, 0
     return ChannelGraph(trail, units, multiple)
 
 
@@ -352,17 +354,16 @@ def _pinned(trail: Trail, units: Units) -> int:
     return sum(int(pinned[known[known >= 0]].sum()) for known in map(units.of, sides))
 
 
+def _read(trail: Trail, units: Units) -> Tensor:
+    """A bool for each unit: does a dense layer read it?"""
+    return units.among(layer.in_labels for layer in trail.layers if layer.kind == "dense")
+
+
 def _keep_unread(trail: Trail, units: Units) -> Units:
-    """Pin channels that only a statistic reads: no weight that reads them says what they are worth."""
-    read = torch.zeros(units.count, dtype=torch.bool)
-    mixed = read.clone()
-    for found, labels in (
-        *((read, layer.in_labels) for layer in trail.layers if layer.kind == "dense"),
-        *((mixed, mix.labels) for mix in trail.mixes),
-    ):
-        known = units.of(labels).reshape(-1)
-        found[known[known >= 0]] = True
-    kept = (mixed & ~read & ~units.why.pinned(units.count)).nonzero().flatten()
+    """Pin channels that only such a statistic reads whose mask has no gradient: nothing says what they are worth."""
+    scored = units.among(mix.labels for mix in trail.mixes if mix.scores) | _read(trail, units)
+    mixed = units.among(mix.labels for mix in trail.mixes)
+    kept = (mixed & ~scored & ~units.why.pinned(units.count)).nonzero().flatten()
     if not kept.numel():
         return units
     where = next(mix.node for mix in trail.mixes if bool(torch.isin(units.of(mix.labels), kept).any()))

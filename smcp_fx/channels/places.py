@@ -17,13 +17,19 @@ from smcp_fx.tracing.values import TensorInfo
 
 
 def is_index(node: fx.Node) -> bool:
-    """Is what the node makes read as an index alone, moved or not? (Its values are known then, and stay.)"""
+    """Is what the node makes read as an index alone, moved, copied or not? (Its values are known then, and stay.)"""
     return all(
         user.target in (operator.getitem, torch.index_select, "index_select")
         if user.args[0] is not node
-        else has(operation_name(user, None), Trait.MOVES) and is_index(user)
+        else (has(operation_name(user, None), Trait.MOVES) or keeps_values(operation_name(user, None)))
+        and is_index(user)
         for user in node.users
     )
+
+
+def keeps_values(name: str | None) -> bool:
+    """Does the operation return the values that it is given, in another tensor or of another type?"""
+    return name == "clone" or has(name, Trait.SAME)
 
 
 def looks_up(table: ParameterRef, index: ConstantRef) -> bool:

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compact, stays, uniform, varied_dims
+from smcp_fx.channels.places import is_index, keeps_values
 from smcp_fx.channels.propagation import Propagation, Rule
-from smcp_fx.channels.trail import Call, ParameterRef, Spread, tensor_leaves
+from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Spread, tensor_leaves
 from smcp_fx.tracing.traits import Trait, operations_with
 from smcp_fx.tracing.values import TensorInfo
 
@@ -22,6 +23,9 @@ def elementwise(run: Propagation, call: Call) -> Any:
     An operand of size 1 where another varies is read by all of those channels: see `bring_together`.
     """
     shape = call.shape
+    given = call.args[0] if call.args else None
+    if isinstance(given, ConstantRef) and keeps_values(call.name) and is_index(call.node):
+        return ConstantRef(f"{given.name} of {call.node.name}", shape, given.value.to(call.value.dtype))
     leaves = tensor_leaves((call.args, call.kwargs))
     if call.name in ("typeas", "to"):  # another tensor says which type, no more
         leaves = leaves[:1]

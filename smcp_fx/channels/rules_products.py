@@ -196,6 +196,22 @@ def _contracted(
     if known is not None:
         return known
     dims = [{d for d, name in enumerate(own) if name not in out} for own in names]
+    sides = [
+        run.settled(labels, {d - labels.dim() for d in summed})
+        for labels, summed in zip(sides, dims, strict=True)
+    ]
+    across = [set(run.varied(labels)) for labels in sides]
+    for this, other in ((0, 1), (1, 0)):
+        if (
+            across[this]
+            and across[this] <= dims[this]
+            and across[other] & dims[other]
+            and not run.is_alone(sides[this])
+        ):
+            # Heads that the one operand cannot tell apart, as a layer of each head has read it: nor can the other.
+            for d in across[other] - dims[other]:
+                if names[other][d] in names[this]:
+                    sides[other] = run.tie_along(sides[other], d)
     mixed = [mix(run, call, labels, summed) for labels, summed in zip(sides, dims, strict=True)]
     if mixed == [None, None] and len(dims[0]) == len(dims[1]) == 1 and _is_apart(call, first):
         (left,), (right,) = dims
@@ -213,10 +229,10 @@ def _contracted(
 
 
 def _is_apart(call: Call, first: int) -> bool:
-    """Are the operands arguments of their own, and tensors? (Attention scales by how many channels it sums over.)"""
+    """Are the operands arguments of their own, and tensors?"""
     given = call.node.args[first : first + 2]
     apart = len(given) == 2 and all(isinstance(operand, fx.Node) for operand in given)
-    return apart and call.name != "scaleddotproductattention" and isinstance(call.args[first], Tensor)
+    return apart and isinstance(call.args[first], Tensor)
 
 
 def _aligned(labels: Tensor, names: list[str], out: list[str]) -> Tensor:

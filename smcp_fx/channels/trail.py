@@ -178,6 +178,11 @@ class Mix:
     form: str
     options: tuple[Any, ...] = ()
 
+    @property
+    def scores(self) -> bool:
+        """Does the gradient of its mask tell what each channel is worth to it?"""
+        return self.form in ("zero", "mean", "spread")
+
 
 @dataclass(frozen=True)
 class Shuffle:

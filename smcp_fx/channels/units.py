@@ -78,6 +78,14 @@ class Units:
         known = torch.where(core > 0, self.unit[core.clamp(min=0)], -1)
         return compact(known.expand(labels.shape))
 
+    def among(self, several: Iterable[Tensor]) -> Tensor:
+        """A bool for each unit: do any of these labels belong to it?"""
+        found = torch.zeros(self.count, dtype=torch.bool)
+        for labels in several:
+            known = self.of(narrow_uniform(labels)).reshape(-1)
+            found[known[known >= 0]] = True
+        return found
+
     def narrowed(self, labels: Tensor) -> Tensor:
         """The labels with each dimension along which their units are the same at size 1."""
         varied = varied_dims(self.of(labels))
@@ -118,7 +126,9 @@ def close(trail: Trail) -> Units:
             if int(unit) >= 0:
                 kept.append(unit.reshape(1))
                 reasons.append(len(texts))
-                texts.append((name, f"{EMPTY} {name!r} empty"))
+                together = torch.unique(narrow_uniform(labels)).numel()
+                all_of_it = f": all its {together} channels go together" if together > 1 else ""
+                texts.append((name, f"{EMPTY} {name!r} empty{all_of_it}"))
     return Units(units.unit, Why(kept, reasons, texts))
 
 

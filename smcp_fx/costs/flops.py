@@ -93,7 +93,7 @@ def _products(
         if name in channels.trail.full:
             yield name, count, (), 1
             continue
-        lines = [summed[name]] if name in summed else []
+        lines = [summed[name]] if name in summed and count == traced.work[name] else []
         lines += [channels.trail.columns[name][1]] if name in channels.trail.columns else []
         width, of = _left(channels, name)
         widths = (width, *(channels.width(line) for line in lines))

@@ -11,6 +11,7 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Layer
 from smcp_fx.config import ImportanceRule
 from smcp_fx.errors import TrainingError
+from smcp_fx.passes.insert_kept_statistics import scored_mixes
 from smcp_fx.passes.insert_soft_masks import masked_layers
 from smcp_fx.pruning import ranks
 from smcp_fx.pruning.state import PruningState
@@ -26,15 +27,18 @@ class TaylorImportance:
     sum over the consumers of each one's absolute value.
 
     A weight that is frozen, or computed from parameters, has no gradient; its mask takes one instead, whose elements
-    are the same sums.
+    are the same sums. So do the masks of products and statistics over channels that no layer reads (the queries and
+    keys of one head): sum x * dL/dx.
     """
 
     def __init__(self, channels: ChannelGraph, state: PruningState, rule: ImportanceRule) -> None:
         self.rule = rule
         self.layers = masked_layers(channels)
+        self._mixes = scored_mixes(channels)
         self._free = [group for group in channels.groups if group.free]
         self._state = state
         places = [state.layer_places(layer) for layer in self.layers]
+        places += [state.unread_places(mix) for mix in self._mixes]
         every = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
         layer_index = torch.cat([torch.full_like(p, i) for i, p in enumerate(places)]) if places else every
         count = state.keep.numel()
@@ -50,7 +54,7 @@ class TaylorImportance:
 
     def require_layers(self) -> None:
         """Raise `TrainingError` where no channel can have an importance."""
-        if self.layers:
+        if self.layers or self._mixes:
             return
         unread = ", ".join(repr(group.name) for group in self._free[:4])
         if unread:
@@ -63,6 +67,12 @@ class TaylorImportance:
             "what pins each group"
         )
 
+    @property
+    def masks(self) -> list[Tensor]:
+        """The masks of all that reads free channels."""
+        state = self._state
+        return [*map(state.layer_mask, self.layers), *map(state.mix_mask, self._mixes)]
+
     def __call__(self, module: nn.Module, scale: float | Tensor = 1.0) -> Tensor:
         """Return importances [units], float32, of the gradients now in ``module``, divided by ``scale``.
 
@@ -72,7 +82,8 @@ class TaylorImportance:
         weights = [layer.tensor(module) for layer in self.layers]
         signed = self._slots(weights)
         if signed is None:
-            read = ", ".join(repr(layer.path) for layer in self.layers[:3])
+            reading = [*(layer.path for layer in self.layers), *(mix.node for mix in self._mixes)]
+            read = ", ".join(map(repr, reading[:3]))
             raise TrainingError(
                 "no weight has a gradient: call prepared.pruner.step() after loss.backward() and before "
                 f"optimizer.step() and zero_grad(), of a loss that depends on the masked layers ({read}, ...)"
@@ -88,7 +99,10 @@ class TaylorImportance:
         return units.abs()
 
     def _slots(self, weights: list[Tensor]) -> Tensor | None:
-        """Sum of W * dL/dW for each input slot of each layer, [all slots] float32; None without any gradient."""
+        """Sum of W * dL/dW for each input slot of each layer, [all slots] float32; None without any gradient.
+
+        Behind them those of x * dL/dx for what only products and statistics read.
+        """
         sums: dict[int, Tensor] = {}
         frozen: list[int] = []
         learning: list[int] = []
@@ -105,32 +119,35 @@ class TaylorImportance:
             elif weight.grad is not None:
                 learning.append(index)
         masks = [self._state.layer_mask(self.layers[i]) for i in frozen]
+        others = [_others(self.layers[i], mask) for i, mask in zip(frozen, masks, strict=True)]
+        masks += [self._state.mix_mask(mix) for mix in self._mixes]
         if not learning and not switched and all(mask.grad is None for mask in masks):
             return None
         pairs = [(weights[i].detach(), weights[i].grad) for i in learning]
-        reduce: Callable[..., list[Tensor]] = _on_cpu if weights[0].device.type == "cpu" else _on_device
+        keep = self._state.keep
+        reduce: Callable[..., list[Tensor]] = _on_cpu if keep.device.type == "cpu" else _on_device
         sums.update(zip(learning, reduce(pairs, [self.layers[i] for i in learning]), strict=True))
-        for index, found in zip(frozen, self._of_masks(frozen), strict=True):
-            sums[index] = found
+        of_masks = _gathered_by(masks, others + [[]] * len(self._mixes))
+        sums.update(zip(frozen, of_masks, strict=False))
         for index, layer in enumerate(self.layers):
             if index not in sums:
-                sums[index] = weights[0].new_zeros(layer.in_labels.numel())
-        return torch.cat([sums[index].float() for index in range(len(self.layers))])
+                sums[index] = torch.zeros(layer.in_labels.numel(), device=keep.device)
+        found = [sums[index].float() for index in range(len(self.layers))]
+        return torch.cat([*found, *of_masks[len(frozen) :]])
 
-    def _of_masks(self, frozen: list[int]) -> list[Tensor]:
-        """What the masks of frozen weights have gathered since the last step: the mean over all ranks."""
-        if not frozen:
-            return []
-        found = []
-        for index in frozen:
-            layer = self.layers[index]
-            mask = self._state.layer_mask(layer)
-            gradient = torch.zeros_like(mask) if mask.grad is None else mask.grad
-            found.append(gradient.sum(_others(layer, gradient), dtype=_wide(gradient)).float())
-            mask.grad = None
-        # These gradients are none that DistributedDataParallel averages.
-        together = ranks.mean_over_ranks(torch.cat(found))
-        return list(torch.split(together, [part.numel() for part in found]))
+
+def _gathered_by(masks: list[Tensor], others: list[list[int]]) -> list[Tensor]:
+    """What masks have gathered since the last step, over ``others``' dimensions, flat: the mean over all ranks."""
+    if not masks:
+        return []
+    found = []
+    for mask, dims in zip(masks, others, strict=True):
+        gradient = torch.zeros_like(mask) if mask.grad is None else mask.grad
+        found.append((gradient.sum(dims, dtype=_wide(gradient)) if dims else gradient).flatten().float())
+        mask.grad = None
+    # These gradients are none that DistributedDataParallel averages.
+    together = ranks.mean_over_ranks(torch.cat(found))
+    return list(torch.split(together, [part.numel() for part in found]))
 
 
 def _others(layer: Layer, tensor: Tensor) -> list[int]:

@@ -309,7 +309,7 @@ class Pruner:
         state.refresh()
         if self.config.mask == "permanent":
             self._zero_pruned()
-        masks = ranks.digest([state.layer_mask(layer) for layer in self._importance.layers])
+        masks = ranks.digest(self._importance.masks)
         ranks.check_same(masks, "masks", state.keep.device)
         total = float(importance.sum())
         changed = before != state.keep

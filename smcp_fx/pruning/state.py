@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from smcp_fx.channels import ChannelGraph
-from smcp_fx.channels.trail import Layer
+from smcp_fx.channels.trail import Layer, Mix
 from smcp_fx.errors import InputError
 from smcp_fx.passes.insert_batch_norm_scalers import norm_sources, scale_name, scaled_norms
-from smcp_fx.passes.insert_kept_statistics import kept_name, masked_mixes
+from smcp_fx.passes.insert_kept_statistics import kept_name, masked_mixes, scored_mixes
 from smcp_fx.passes.insert_soft_masks import mask_name, masked_layers
 
 #: What stays as it is when the model becomes half precision: sums over many steps, times.
@@ -98,9 +98,11 @@ class PruningState(nn.Module):
             self._masked.append((mask_name(layer), places, line))
             weight = None if module is None else layer.tensor(module)
             self.register_buffer(mask_name(layer), _ones(layer, line, weight), persistent=False)
+        scored = [kept_name(mix) for mix in scored_mixes(channels)]
         for mix in masked_mixes(channels):
-            self._masked.append((kept_name(mix), self.places(mix.labels.flatten()), [*mix.labels.shape]))
-            self.register_buffer(kept_name(mix), torch.ones(mix.labels.shape), persistent=False)
+            name, shape = kept_name(mix), [*mix.labels.shape]
+            self._masked.append((name, self.places(mix.labels.flatten()), shape))
+            self.register_buffer(name, torch.ones(shape, requires_grad=name in scored), persistent=False)
         self._scaled = []
         for norm in scaled_norms(channels):
             layers, source = norm_sources(channels, norm)
@@ -209,6 +211,18 @@ class PruningState(nn.Module):
         mask = getattr(self, mask_name(layer))
         assert isinstance(mask, Tensor)
         return mask
+
+    def mix_mask(self, mix: Mix) -> Tensor:
+        """Return the mask that multiplies what a statistic or product reads."""
+        mask = getattr(self, kept_name(mix))
+        assert isinstance(mask, Tensor)
+        return mask
+
+    def unread_places(self, mix: Mix) -> Tensor:
+        """Return the `places` of what a statistic or product reads; -1 also for units that layers read."""
+        units = self._channels.units.of(mix.labels.flatten())
+        read = (units < 0) | self._channels.read[units.clamp(min=0)]
+        return torch.where(read, -1, self.places(mix.labels.flatten()))
 
     @property
     def scales(self) -> dict[str, Tensor]:

@@ -65,6 +65,11 @@ class AnsweringProxy(Proxy):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(Tensor, name) and not in_library(sys._getframe(1)):
+            if name == "data" and self.node.op == "get_attr":
+                raise TraceError(
+                    f"{self.node.target!r} is overwritten in forward, which a graph does not do: fuse weights once, "
+                    "and prepare the model that reads the fused ones; or hand them to a function (F.conv2d)"
+                )
             raise TraceError(
                 f"{express(self.node)}.{name} is assigned, which a graph does not do; write into the tensor "
                 "(`x.copy_(...)`), or use another name"

@@ -48,7 +48,8 @@ _NAMES = {
         replicationpad1d replicationpad2d replicationpad3d zeropad1d zeropad2d zeropad3d
     """,
     Trait.ELEMENTWISE: """
-        abs acos acosh add addcdiv addcmul alphadropout angle asin asinh atan atan2 atanh bernoulli bfloat16
+        abs acos acosh add addcdiv addcmul alphadropout angle asarray asin asinh astensor atan atan2 atanh bernoulli
+        bfloat16
         bitwiseand bitwisenot bitwiseor bool byte ceil celu clamp clone complex conj conjphysical copysign cos
         cosh detach div double dropblock2d dropblock3d dropout dropout1d dropout2d dropout3d elu emptylike eq
         equal erf erfc exp exp2 expm1 featurealphadropout fill float floor floordiv floordivide fmax fmin fmod
@@ -63,8 +64,9 @@ _NAMES = {
     Trait.FILLS: "empty full newempty newfull newones newzeros ones zeros",
     Trait.DRAWN: "bernoulli emptylike randlike randnlike rrelu",
     Trait.SAME: """
-        alphadropout bfloat16 bool byte detach double dropblock2d dropblock3d dropout dropout1d dropout2d dropout3d
-        featurealphadropout float half identity int long pos positive short stochasticdepth to type typeas
+        alphadropout asarray astensor bfloat16 bool byte detach double dropblock2d dropblock3d dropout dropout1d
+        dropout2d dropout3d featurealphadropout float half identity int long pos positive short stochasticdepth
+        to type typeas
     """,
 }
 

@@ -11,7 +11,9 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from models_products import TOKENS, attention_of_torch_with_one_head
 from onnx import TensorProto, helper
+from tolerances import assert_close
 from torch import fx, nn
 
 import smcp_fx
@@ -204,6 +206,18 @@ def test_attention_of_other_dimensions_is_written_on_four(tmp_path):
     for model in (Windows().eval(), HeadsInTheBatch().eval()):
         (found,) = run_file(export_onnx(model, x, tmp_path / "a.onnx"), torch.cat([x, x]).numpy())
         assert np.allclose(found, model(torch.cat([x, x])).detach().numpy(), atol=1e-6)
+
+
+def test_attention_of_fewer_queries_keeps_its_scale(tmp_path):
+    x = torch.randn(TOKENS)
+    prepared = smcp_fx.prepare(
+        attention_of_torch_with_one_head(), x, config=smcp_fx.PruningConfig(multiple=1)
+    )
+    prepared.set_masks({"q": torch.arange(8) % 3 == 0})
+    model = smcp_fx.convert(prepared).eval()
+    (found,) = run_file(export_onnx(model, x, tmp_path / "n.onnx"), x.numpy())
+    with torch.no_grad():
+        assert_close(torch.from_numpy(found), prepared.eval()(x), "slicing")
 
 
 def shifted(x: torch.Tensor, by: list[int]) -> torch.Tensor:

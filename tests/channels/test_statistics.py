@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import models_statistics
 import pytest
 import torch
-from models import Net, conv
-from torch import nn
+from models import Net, check_slicing, conv
+from models_products import TOKENS, attention_of_one_head, attention_of_torch_with_one_head
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import smcp_fx
@@ -19,9 +22,25 @@ def graph_of(model: nn.Module) -> ChannelGraph:
 
 
 def test_channels_that_only_a_statistic_reads_stay() -> None:
-    """No weight behind them tells what they are worth."""
-    model = Net(lambda s, x: s.out(x) * s.stem(x).mean(1, keepdim=True), stem=conv(3, 8), out=conv(3, 4))
-    assert graph_of(model)["stem"].pinned == ("no layer reads it, but 'mean', which is made of all channels",)
+    """Neither a weight behind them nor the gradient of their mask tells what they are worth."""
+    model = Net(lambda s, x: s.out(x) * s.stem(x).amax(1, keepdim=True), stem=conv(3, 8), out=conv(3, 4))
+    assert graph_of(model)["stem"].pinned == ("no layer reads it, but 'amax', which is made of all channels",)
+
+
+@pytest.mark.parametrize("statistic", [torch.sum, torch.mean, torch.std], ids=["sum", "mean", "std"])
+def test_channels_whose_mask_takes_gradients_may_go(statistic: Callable[..., Tensor]) -> None:
+    model = Net(
+        lambda s, x: s.out(x) * statistic(s.stem(x), 1, keepdim=True), stem=conv(3, 8), out=conv(3, 4)
+    )
+    assert check_slicing(model, (torch.randn(2, 3, 8, 8),), seeds=(0, 1)).channels["stem"].free
+
+
+@pytest.mark.parametrize("made", [attention_of_one_head, attention_of_torch_with_one_head])
+def test_queries_and_keys_of_one_head_go_together(made: Callable[[], nn.Module]) -> None:
+    config = smcp_fx.PruningConfig(multiple=1)
+    group = smcp_fx.prepare(made(), torch.randn(TOKENS), config=config).channels["q"]
+    assert group.free and group.size == 8
+    assert group.producers == ("q", "k") and not group.consumers
 
 
 @pytest.mark.parametrize(

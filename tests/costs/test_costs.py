@@ -9,8 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Net, Residual, between, chain, conv, conv_bn, free_parameter, random_masks, size_of
-from models_products import channels_attend_to_channels, channels_attend_to_fewer
+from models_products import (
+    TOKENS,
+    attention_of_one_head,
+    attention_of_torch_with_one_head,
+    channels_attend_to_channels,
+    channels_attend_to_fewer,
+)
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
@@ -92,15 +99,23 @@ def check(model: nn.Module, x: Tensor, cost: str, seeds: range) -> None:
         assert pruner.cost.cost(pruner.counts) == counted
 
 
-@pytest.mark.parametrize("made", [channels_attend_to_channels, channels_attend_to_fewer])
-def test_products_of_rows_and_columns(made: Callable[[], nn.Module]) -> None:
-    """As torch counts them in the deployed network, by the rows and by the columns that are left."""
-    x = torch.randn(2, 3, 8, 8)
+@pytest.mark.parametrize(
+    ("made", "shape"),
+    [
+        (channels_attend_to_channels, (2, 3, 8, 8)),
+        (channels_attend_to_fewer, (2, 3, 8, 8)),
+        (attention_of_one_head, TOKENS),
+        (attention_of_torch_with_one_head, TOKENS),
+    ],
+)
+def test_products(made: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    """As torch counts them in the deployed network, by the rows and columns that are left, and what they sum over."""
+    x = torch.randn(shape)
     prepared = smcp_fx.prepare(made().eval(), x, cost="flops", config=smcp_fx.PruningConfig(multiple=1))
     for seed in range(3):
         prepared.set_masks(random_masks(prepared, seed))
         sliced = smcp_fx.convert(prepared)
-        with FlopCounterMode(display=False) as counted:
+        with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
             sliced(x)
         total = counted.get_total_flops() / 2 / x.shape[0]
         assert prepared.pruner.cost.cost(prepared.pruner.counts) == total

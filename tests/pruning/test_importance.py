@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Net, Residual, chain, conv, randomise
+from models_products import TOKENS, attention_of_one_head, attention_of_torch_with_one_head
 from tolerances import assert_close
 from torch import Tensor, nn
 
@@ -67,6 +69,24 @@ def test_slots_in_several_consumers() -> None:
     check(prepared, "stem.0", *parts)
     # The two rules differ where the consumers disagree, or the test above would prove nothing.
     assert bool((torch.stack(parts).sign().sum(0).abs() < 3).any())
+
+
+@pytest.mark.parametrize("made", [attention_of_one_head, attention_of_torch_with_one_head])
+def test_queries_and_keys_that_no_layer_reads(made: Callable[[], nn.Module]) -> None:
+    """Sum of q * dL/dq, and of k * dL/dk, as the layers that write them tell it."""
+    model, x = randomise(made()).double(), torch.randn(TOKENS, dtype=torch.float64)
+    prepared = smcp_fx.prepare(model, x, config=smcp_fx.PruningConfig(multiple=1))
+    prepared.train()
+    for _ in range(2):  # the second time is no sum of both
+        prepared.zero_grad()
+        step(prepared, x)
+        found = importance(prepared, "abs_of_sum", "q")
+        for path in ("q", "k"):
+            written = [prepared.get_parameter(f"{path}.{name}") for name in ("weight", "bias")]
+            told = sum((p.detach() * p.grad).reshape(8, -1).sum(1) for p in written if p.grad is not None)
+            assert isinstance(told, Tensor)
+            assert_close(found, told.abs().float(), "importance", path)
+    assert float(importance(prepared, "abs_of_sum", "v").min()) > 0
 
 
 def test_flatten_into_a_linear() -> None:
