@@ -287,20 +287,6 @@ def attention_where_the_scores_of_another_allow_it() -> nn.Module:
     )
 
 
-@awkward(1.0)
-def heads_of_which_keys_alone_lie_in_the_batch() -> nn.Module:
-    """As in MViT: a convolution of each head reads keys and values, so that equal places in all heads go."""
-
-    def wiring(s: Any, h: Tensor) -> Tensor:
-        q, k, v = s.qkv(h).reshape(h.shape[0], 3, 2, 4, *h.shape[2:]).unbind(1)
-        k, v = (s.pool(t.flatten(0, 1)).unflatten(0, (-1, 2)).flatten(3) for t in (k, v))
-        scores = (q.flatten(3).mT @ k).softmax(-1)
-        return (scores @ v.mT).mT.reshape(h.shape)
-
-    pool = nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=4)
-    return between(wiring, qkv=conv(8, 24), pool=pool)
-
-
 @awkward(1.0, TOKENS)
 def heads_that_share_keys() -> nn.Module:
     """Two heads of queries a head of keys and values."""

@@ -154,7 +154,7 @@ class ChannelGraph:
         """The number of channels kept among these 1-D labels, as a function of the groups' counts."""
         units = self.units.of(labels)
         group = torch.where(units >= 0, self._free_group[units.clamp(min=0)], -1)
-        found, counts = (values.tolist() for values in group.unique(return_counts=True))
+        found, counts = (values.tolist() for values in torch.unique(group, return_counts=True))
         always = counts[0] if found and found[0] < 0 else 0
         per_group = ((self.groups[i], n) for i, n in zip(found, counts, strict=True) if i >= 0)
         return Width(always, tuple((group.name, n // group.size) for group, n in per_group))
