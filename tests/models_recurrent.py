@@ -68,8 +68,9 @@ def lstm_from_zeros() -> nn.Module:
 
     def wiring(s: Any, h: Tensor) -> Tensor:
         state = torch.zeros(s.rnn.num_layers, h.size(0), s.rnn.hidden_size, dtype=h.dtype).requires_grad_()
-        cell = Variable(torch.zeros(2, h.size(0), 6)).to(h)
-        y, _ = s.rnn(lines(h), (state.to(h.device), cell))
+        y, _ = s.rnn(lines(h), (state, Variable(torch.zeros_like(state))))
+        zeros = torch.zeros(2, h.size(0), 6).to(h)
+        y = y + s.rnn(lines(h), (zeros, zeros))[0]
         return h + s.back(y).transpose(1, 2).unsqueeze(2)
 
     return between(wiring, rnn=nn.LSTM(8, 6, 2, batch_first=True), back=nn.Linear(6, 8))

@@ -20,7 +20,8 @@ from smcp_fx.tracing.values import OPAQUE, TensorInfo
 def made_tensors(
     module: fx.GraphModule, values: Mapping[str, Any], unread: Collection[str]
 ) -> dict[str, set[str] | None]:
-    """Return the nodes of such computations by name, but for tensors of one value, which are made as wide as needed.
+    """Return the nodes of such computations by name, but for tensors of one value, which are made as wide as needed
+    unless others are computed from them (`zeros_like(state)`).
 
     A node of real numbers that other nodes read comes with those of its users that are of the computation, the rest
     with None. ``unread``: nodes that do not count as users.
@@ -39,7 +40,8 @@ def made_tensors(
             touched.update(_made_from(node, values))
     found: dict[str, set[str] | None] = {}
     for node, here in made.items():
-        if not here or node in touched or has(operation_name(node, None), Trait.FILLS):
+        alone = has(operation_name(node, None), Trait.FILLS) and not any(made[user] for user in node.users)
+        if not here or node in touched or alone:
             continue
         value = values[node.name]
         real = isinstance(value, TensorInfo) and value.dtype.is_floating_point
