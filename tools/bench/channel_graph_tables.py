@@ -97,8 +97,8 @@ def render(rows: list[dict[str, Any]]) -> str:
         "timed. Images of 224x224, batch 1, one thread, random weights. Each measurement has a process",
         f"of its own; medians of up to {repeats} interleaved repeats, their range in brackets. *Parts*: the two",
         "steps that the table's title names. *CPU s*: processor time, which other work on the machine disturbs less.",
-        "*MiB*: peak memory above the model's. `prepare` also runs the network before and after, and compares outputs",
-        "and gradients: most of its time (`check=False` leaves it out).",
+        "*MiB*: peak memory above the model's. `prepare` also runs the network before and after, and compares",
+        "outputs and gradients: most of its time (`check=False` leaves it out).",
         "",
         f"{last['machine']}; {versions}. Load average while measuring (median): {load:.1f}.",
     ]
