@@ -172,6 +172,17 @@ class Propagation:
             and here.shape[dim] != there.shape[dim]
         )
 
+    @property
+    def knows_other_sides(self) -> bool:
+        """Whether the other values are those of larger or smaller images, not only of more."""
+        given = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        return any(
+            self.follows_input(node, dim)
+            for node in given
+            if isinstance(self.values[node.name], TensorInfo)
+            for dim in range(2, len(self.values[node.name].shape))
+        )
+
     def of(self, value: Any, along: Collection[int] | None = None) -> Tensor:
         """Return the labels of a tensor argument, giving a parameter's elements labels on first use.
 

@@ -60,7 +60,7 @@ def as_image(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Te
     if labels.dim() == 4 and dims in ({1}, {3}) and run.varied(labels) == [1, 2, 3]:
         space, source = {1, 2, 3} - dims, call.node.args[0]
         fixed = (isinstance(source, fx.Node) and not run.follows_input(source, dim) for dim in space)
-        if not (run.other and all(fixed)):
+        if not (run.knows_other_sides and all(fixed)):
             for dim in space:
                 labels = run.tie_along(labels, dim)
     return labels
