@@ -9,13 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from models import Net, between, check_slicing, conv, random_masks, randomise, run
+from models import IMAGE, Net, between, check_slicing, conv, random_masks, randomise, run
 from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
+from smcp_fx.channels.graph import RULES
+from smcp_fx.channels.propagation import Propagation
 from smcp_fx.prepare import trace_parts
 from smcp_fx.tracing.other_sizes import at_another_size
+from smcp_fx.tracing.tracer import trace
 
 Wiring = Callable[[Any, Tensor], Tensor]
 REASON = "depends on the size of the images, or on how many there are"
@@ -241,3 +244,15 @@ def test_what_lies_before_a_written_end_stays() -> None:
     )
     prepared = smcp_fx.prepare(net.eval(), torch.randn(2, 3, 4, 4), config=smcp_fx.PruningConfig(multiple=1))
     assert any(REASON in why for why in prepared.channels["stem"].pinned)
+
+
+@pytest.mark.parametrize("one_size", [False, True])
+def test_more_images_are_known_from_other_sides(one_size: bool) -> None:
+    """A network that takes one size is seen with more images alone: its positions look like branches or groups."""
+    places = torch.randn(8, 8, 8) if one_size else torch.tensor(0.0)
+    net = between(lambda s, h: (h + places).flatten(2).unflatten(2, h.shape[2:]))
+    traced = trace(net.eval(), (torch.randn(IMAGE),))
+    other = at_another_size(traced)
+    assert other is not None and other["x"].shape[0] == 4
+    propagation = Propagation(traced.module, traced.values, RULES, other=other)
+    assert propagation.knows_other_sides is not one_size
