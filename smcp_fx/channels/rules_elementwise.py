@@ -13,7 +13,7 @@ from smcp_fx.channels.labels import compact, stays, uniform, varied_dims
 from smcp_fx.channels.places import is_index, keeps_values
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Spread, tensor_leaves
-from smcp_fx.tracing.traits import Trait, operations_with
+from smcp_fx.tracing.traits import Trait, has, operations_with
 from smcp_fx.tracing.values import TensorInfo
 
 
@@ -26,6 +26,8 @@ def elementwise(run: Propagation, call: Call) -> Any:
     given = call.args[0] if call.args else None
     if isinstance(given, ConstantRef) and keeps_values(call.name) and is_index(call.node):
         return ConstantRef(f"{given.name} of {call.node.name}", shape, given.value.to(call.value.dtype))
+    if has(call.name, Trait.SAME) and _gives_places(call):
+        return run.unknown(call, f"{call.node.name!r} says where to look, and is not a channel's value")
     leaves = tensor_leaves((call.args, call.kwargs))
     if call.name in ("typeas", "to"):  # another tensor says which type, no more
         leaves = leaves[:1]
@@ -36,6 +38,12 @@ def elementwise(run: Propagation, call: Call) -> Any:
     if not operands:
         return run.filled(call.value, run.fixed(call.node.name, "made of constants"))
     return like(call, bring_together(run, call, operands, shape))
+
+
+def _gives_places(call: Call) -> bool:
+    """Are these integers that are read as an index alone?"""
+    integers = isinstance(call.value, TensorInfo) and call.value.dtype in (torch.int64, torch.int32)
+    return integers and bool(call.node.users) and is_index(call.node)
 
 
 def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: tuple[int, ...]) -> Tensor:
