@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,9 +47,19 @@ _ROOMS = (
     rules_recurrent,
     rules_mixed,  # after those of plain convolutions
 )
-#: How many movements that take positions for channels are tried before any channel is free for it.
-_TRIES = 8
 RULES: dict[str, Rule] = {name: following(rule) for room in _ROOMS for name, rule in room.RULES.items()}
+#: How many reshapes that take positions for channels are tried in a row without one more channel being free.
+_TRIES = 8
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a graph is built of: ``mixed_up`` are reshapes that take positions for channels."""
+
+    module: fx.GraphModule
+    exclude: tuple[str, ...]
+    keep_first_layer: bool
+    mixed_up: tuple[str, ...] = ()
 
 
 class ChannelGraph:
@@ -233,35 +243,24 @@ def build(
     whose output channels stay; with ``keep_first_layer``, those of the first layer stay too. ``other``: the values at
     another size of the images, if any: channels that are tied to different ones there must stay.
     """
-    mixed_up: tuple[str, ...] = ()
-    trail, units, where = _steady(module, values, exclude, keep_first_layer, other, mixed_up)
+    asked = _Asked(module, exclude, keep_first_layer)
+    trail, units, where = _steady(asked, values, other)
     fruitless = 0
-    while where and where not in mixed_up and _regroups(module, where) and fruitless < _TRIES:
-        mixed_up += (where,)
-        newer, found, where = _steady(module, values, exclude, keep_first_layer, other, mixed_up)
+    while where and where not in asked.mixed_up and _regroups(module, where) and fruitless < _TRIES:
+        asked = replace(asked, mixed_up=(*asked.mixed_up, where))
+        newer, found, where = _steady(asked, values, other)
         fruitless += 1  # another one may tie the same channels
         if _pinned(newer, found) < _pinned(trail, units):
             trail, units, fruitless = newer, found, 0
     return ChannelGraph(trail, units, multiple)
 
 
-def _steady(
-    module: fx.GraphModule,
-    values: dict[str, Any],
-    exclude: tuple[str, ...],
-    keep_first_layer: bool,
-    other: dict[str, Any] | None,
-    mixed_up: tuple[str, ...],
-) -> tuple[Trail, Units, str]:
+def _steady(asked: _Asked, values: dict[str, Any], other: dict[str, Any] | None) -> tuple[Trail, Units, str]:
     """Trail and units, with those pinned that are others at the ``other`` size, and the node at which they are."""
-
-    def run(here: dict[str, Any], there: dict[str, Any] | None) -> tuple[Trail, Units]:
-        return _propagated(module, here, exclude, keep_first_layer, there, mixed_up)
-
-    trail, units = run(values, other)
+    trail, units = _propagated(asked, values, other)
     if other is None:
         return trail, units, ""
-    return (trail, *keep_unsteady((trail, units), run(other, values)))
+    return (trail, *keep_unsteady((trail, units), _propagated(asked, other, values)))
 
 
 def _regroups(module: fx.GraphModule, name: str) -> bool:
@@ -270,16 +269,9 @@ def _regroups(module: fx.GraphModule, name: str) -> bool:
     return operation_of(module, node) in ("view", "reshape", "flatten", "unflatten")
 
 
-def _propagated(
-    module: fx.GraphModule,
-    values: dict[str, Any],
-    exclude: tuple[str, ...],
-    keep_first_layer: bool,
-    other: dict[str, Any] | None,
-    mixed_up: tuple[str, ...],
-) -> tuple[Trail, Units]:
+def _propagated(asked: _Asked, values: dict[str, Any], other: dict[str, Any] | None) -> tuple[Trail, Units]:
     def run(turned: set[str]) -> tuple[Trail, Units]:
-        return _closed(module, values, exclude, keep_first_layer, other, turned, mixed_up)
+        return _closed(asked, values, other, turned)
 
     turned: set[str] = set()
     trail, units = run(turned)
@@ -298,22 +290,16 @@ def _propagated(
 
 
 def _closed(
-    module: fx.GraphModule,
-    values: dict[str, Any],
-    exclude: tuple[str, ...],
-    keep_first_layer: bool,
-    other: dict[str, Any] | None,
-    turned: set[str],
-    mixed_up: tuple[str, ...],
+    asked: _Asked, values: dict[str, Any], other: dict[str, Any] | None, turned: set[str]
 ) -> tuple[Trail, Units]:
     """Propagate, close the ties, and propagate again where a rule may see more once all ties are known."""
     earlier = None
     while True:
-        run = Propagation(module, values, RULES, earlier, other, turned, mixed_up)
+        run = Propagation(asked.module, values, RULES, earlier, other, turned, asked.mixed_up)
         trail = run.run()
         pin_unfollowed(run)
         rules_mixed.pin_read_otherwise(run)
-        _exclude(run, exclude, keep_first_layer)
+        _exclude(run, asked.exclude, asked.keep_first_layer)
         units = close(trail)
         if earlier is not None or not run.blind:
             return trail, units

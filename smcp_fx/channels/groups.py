@@ -77,10 +77,10 @@ def _slots_of(trail: Trail, units: Units) -> tuple[_Slots, Tensor]:
         outputs = table.add((layer.path, "out"), units.of(layer.output_channels))
         produced[outputs] = True
     in_layers = table.present.clone()
-    standing = [
-        trail.elements[name] for name in trail.free_standing
-    ]  # learned queries, zeros beside channels
-    for labels in (*standing, *(trail.labels[name] for name in trail.selected)):
+    # Learned queries, zeros beside channels, and what is selected where positions are taken for channels.
+    standing = [trail.elements[name] for name in trail.free_standing]
+    standing += [trail.labels[name] for name in trail.selected]
+    for labels in standing:
         known = torch.unique(units.of(narrow_uniform(labels)))
         produced[known[known >= 0]] = True
     layered = {name for layer in trail.layers for name in (layer.weight, layer.bias)}

@@ -20,11 +20,11 @@ from smcp_fx.tracing.values import OPAQUE, TensorInfo
 def made_tensors(
     module: fx.GraphModule, values: Mapping[str, Any], unread: Collection[str]
 ) -> dict[str, set[str] | None]:
-    """Return the nodes of such computations by name, but for tensors of one value, which are made as wide as needed
-    unless others are computed from them (`zeros_like(state)`).
+    """Return the nodes of such computations by name.
 
-    A node of real numbers that other nodes read comes with those of its users that are of the computation, the rest
-    with None. ``unread``: nodes that do not count as users.
+    Not those of tensors of one value, which are made as wide as needed, unless others are computed from them
+    (`zeros_like(state)`). A node of real numbers that other nodes read comes with those of its users that are of the
+    computation, the rest with None. ``unread``: nodes that do not count as users.
     """
     made: dict[fx.Node, bool] = {}
     touched: set[fx.Node] = set()  # a write into a tensor may show in all tensors that it was made from

@@ -68,8 +68,7 @@ class Propagation:
         self.module = module
         self.values = values
         self.other = other or {}  # the values at another size of the images
-        self.rules = rules
-        self.turned = turned
+        self.rules, self.turned = rules, turned
         self.mixed_up = mixed_up  # movements that take positions for channels
         self.trail = Trail(turned=frozenset(turned))
         self.blind = False  # whether a rule pinned something because it could not see ties found later
@@ -170,17 +169,6 @@ class Propagation:
             and isinstance(there, TensorInfo)
             and len(here.shape) == len(there.shape)
             and here.shape[dim] != there.shape[dim]
-        )
-
-    @property
-    def knows_other_sides(self) -> bool:
-        """Whether the other values are those of larger or smaller images, not only of more."""
-        given = [node for node in self.module.graph.nodes if node.op == "placeholder"]
-        return any(
-            self.follows_input(node, dim)
-            for node in given
-            if isinstance(self.values[node.name], TensorInfo)
-            for dim in range(2, len(self.values[node.name].shape))
         )
 
     def of(self, value: Any, along: Collection[int] | None = None) -> Tensor:

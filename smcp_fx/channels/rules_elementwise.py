@@ -27,7 +27,7 @@ def elementwise(run: Propagation, call: Call) -> Any:
     if isinstance(given, ConstantRef) and keeps_values(call.name) and is_index(call.node):
         return ConstantRef(f"{given.name} of {call.node.name}", shape, given.value.to(call.value.dtype))
     if has(call.name, Trait.SAME) and _gives_places(call):
-        return run.unknown(call, f"{call.node.name!r} says where to look, and is not a channel's value")
+        return run.unknown(call, f"{call.node.name!r} is read as an index")
     leaves = tensor_leaves((call.args, call.kwargs))
     if call.name in ("typeas", "to"):  # another tensor says which type, no more
         leaves = leaves[:1]

@@ -52,6 +52,16 @@ def mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor 
     return labels
 
 
+def knows_other_sides(run: Propagation) -> bool:
+    """Whether the other values are those of larger or smaller images, not only of more."""
+    return any(
+        run.follows_input(node, dim)
+        for node in run.module.graph.nodes
+        if node.op == "placeholder" and isinstance(run.values[node.name], TensorInfo)
+        for dim in range(2, len(run.values[node.name].shape))
+    )
+
+
 def as_image(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor:
     """Of images whose channels lie in space, too (pixel shuffle): those of one channel, where channels are mixed.
 
@@ -60,7 +70,7 @@ def as_image(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Te
     if labels.dim() == 4 and dims in ({1}, {3}) and run.varied(labels) == [1, 2, 3]:
         space, source = {1, 2, 3} - dims, call.node.args[0]
         fixed = (isinstance(source, fx.Node) and not run.follows_input(source, dim) for dim in space)
-        if not (run.knows_other_sides and all(fixed)):
+        if not (knows_other_sides(run) and all(fixed)):
             for dim in space:
                 labels = run.tie_along(labels, dim)
     return labels
@@ -142,12 +152,9 @@ def form_of(call: Call) -> str | None:
 
 def _reads_values_alone(call: Call) -> bool:
     """Of a maximum and its place: is the maximum all that is read?"""
-    return all(
-        user.op == "call_function" and user.args[1:] in ((0,), ("values",))
-        for user in call.node.users
-        if user.users
-        or user.target is not operator.getitem  # `values, _ = x.max(1)` takes both, and reads one
-    )
+    # `values, _ = x.max(1)` takes both, and reads one.
+    users = [user for user in call.node.users if user.users or user.target is not operator.getitem]
+    return all(user.op == "call_function" and user.args[1:] in ((0,), ("values",)) for user in users)
 
 
 def _correction(call: Call) -> int:

@@ -63,7 +63,7 @@ class Contexts:
         self.path = ""  # of the module whose forward runs
         self.autocast: set[str] = set()
         self._entered: list[tuple[str, bool]] = []
-        self._plain = False
+        self._plain = False  # are gradients switched off to no effect?
         self._thread = threading.get_ident()
 
     @property

@@ -90,9 +90,9 @@ _ANSWERS: WeakKeyDictionary[Any, dict[Any, bool]] = WeakKeyDictionary()
 
 def _answered(cls: Any, args: tuple[Any, ...], question: str, ask: Callable[[], bool]) -> bool:
     leaves, structure = pytree.tree_flatten(args)
-    known = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    if not all(isinstance(leaf, (tuple, int, float, str, bool, type(None))) for leaf in known):
+    if not all(isinstance(leaf, (Tensor, int, float, str, bool, type(None))) for leaf in leaves):
         return _apart(ask)
+    known = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
     answers, key = _ANSWERS.setdefault(cls, {}), (question, repr(structure), *known)
     if key not in answers:
         answers[key] = _apart(ask)

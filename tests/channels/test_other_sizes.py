@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import smcp_fx
 from smcp_fx.channels.graph import RULES
 from smcp_fx.channels.propagation import Propagation
+from smcp_fx.channels.rules_statistics import knows_other_sides
 from smcp_fx.prepare import trace_parts
 from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.tracing.tracer import trace
@@ -255,4 +256,4 @@ def test_more_images_are_known_from_other_sides(one_size: bool) -> None:
     other = at_another_size(traced)
     assert other is not None and other["x"].shape[0] == 4
     propagation = Propagation(traced.module, traced.values, RULES, other=other)
-    assert propagation.knows_other_sides is not one_size
+    assert knows_other_sides(propagation) is not one_size
