@@ -237,7 +237,7 @@ class _Rewriter:
         """Does anything go in the chain of movements that this node belongs to?"""
         for end, shuffle in self.trail.shuffles.items():
             if node.name == end or node.name in shuffle.through:
-                return self.sliced.axis(self.old[end]) is not None
+                return self.sliced.axis(self.old[shuffle.root]) is not None
         return False
 
     def _shuffle(self, node: fx.Node) -> None:
@@ -245,8 +245,9 @@ class _Rewriter:
         root = next(n for n in self.module.graph.nodes if n.name == shuffle.root)
         kept_in = self.sliced.axis(self.old[root.name])
         kept_out = self.sliced.axis(self.old[node.name])
-        assert kept_in is not None and kept_out is not None
-        self._select(node, root, shuffle.axis, kept_in[1], shuffle.order[kept_out[1]])
+        assert kept_in is not None
+        wanted = shuffle.order if kept_out is None else shuffle.order[kept_out[1]]
+        self._select(node, root, shuffle.axis, kept_in[1], wanted)
 
     def _select(self, node: fx.Node, source: fx.Node, dim: int, kept: Tensor, wanted: Tensor) -> None:
         """Turn the node into ``index_select(source, dim, ...)`` that fetches old positions ``wanted``."""

@@ -104,3 +104,17 @@ def heads_of_which_keys_alone_lie_in_the_batch() -> nn.Module:
 
     pool = nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=4)
     return between(wiring, qkv=conv(8, 24), pool=pool)
+
+
+@awkward(1.0)
+def shuffle_by_way_of_the_batch() -> nn.Module:
+    """ShuffleNetV2+: the channels at even places, and those at odd ones."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        b, c, height, width = h.shape
+        pairs = (
+            h.reshape(b * c // 2, 2, height * width).permute(1, 0, 2).reshape(2, -1, c // 2, height, width)
+        )
+        return torch.cat((pairs[0], s.mid(pairs[1])), 1)
+
+    return between(wiring, 12, mid=conv(6, 6))

@@ -114,7 +114,10 @@ def channel_attention_that_slides() -> nn.Module:
 
 @awkward(24 / 26)
 def attention_to_pairs_of_dimensions() -> nn.Module:
-    """Triplet attention: a map of channels and rows, one of channels and columns, one of rows and columns."""
+    """Triplet attention: a map of channels and rows, one of channels and columns, one of rows and columns.
+
+    Their batch norms gather statistics of the kept channels.
+    """
 
     def both(h: Tensor) -> Tensor:
         return torch.cat([h.amax(1, keepdim=True), h.mean(1, keepdim=True)], 1)
@@ -122,11 +125,12 @@ def attention_to_pairs_of_dimensions() -> nn.Module:
     def wiring(s: Any, h: Tensor) -> Tensor:
         rows, columns = h.permute(0, 2, 1, 3), h.permute(0, 3, 2, 1)
         rows = (rows * s.rows(both(rows)).sigmoid()).permute(0, 2, 1, 3)
-        columns = (columns * s.columns(both(columns)).sigmoid()).permute(0, 3, 2, 1)
+        gate = F.batch_norm(s.columns(both(columns)), None, None, training=True).sigmoid()
+        columns = (columns * gate).permute(0, 3, 2, 1)
         return s.mid(rows + columns) + s.last(h * s.space(both(h)).sigmoid())
 
-    maps = {name: conv(2, 1) for name in ("rows", "columns", "space")}
-    return between(wiring, mid=conv(8, 8), last=conv(8, 8), **maps)
+    maps = {name: nn.Sequential(conv(2, 1), nn.BatchNorm2d(1)) for name in ("rows", "space")}
+    return between(wiring, mid=conv(8, 8), last=conv(8, 8), columns=conv(2, 1), **maps)
 
 
 @awkward(1.0)

@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 from smcp_fx.calibration.batches import device_of, each_batch, run_batch
 from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
+from smcp_fx.tracing.kept_statistics import batch_norm_over_kept
 from smcp_fx.tracing.wrapping import unwrapped
 
-_SIGNATURE = inspect.signature(F.batch_norm)
+_SIGNATURES = {norm: inspect.signature(norm) for norm in (F.batch_norm, batch_norm_over_kept)}
 
 
 def recalibrate(model: nn.Module, batches: Any) -> None:
@@ -107,14 +108,18 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.batch_norm:
+        if func not in _SIGNATURES:
             return func(*args, **kwargs)
-        given = _SIGNATURE.bind(*args, **kwargs)
+        given = _SIGNATURES[func].bind(*args, **kwargs)
         given.apply_defaults()
         named = given.arguments
-        mean, variance = named["running_mean"], named["running_var"]
+        mean, variance, x = named["running_mean"], named["running_var"], named["input"]
         if not isinstance(mean, Tensor):
             return func(*args, **kwargs)
-        self.found.setdefault(id(mean), (mean, variance, Moments()))[2].add(named["input"])
+        if "mask" in named:  # channels that lie among the positions
+            mask = named["mask"]
+            dim = max(range(mask.dim()), key=lambda d: mask.shape[d])
+            x = x.index_select(dim, mask.flatten().nonzero().flatten())
+        self.found.setdefault(id(mean), (mean, variance, Moments()))[2].add(x)
         named.update(running_mean=None, running_var=None, training=True)
         return func(*given.args, **given.kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -332,6 +333,16 @@ def carry_parameters(run: Propagation, call: Call, channels: Tensor, names: dict
         elif value is not None:
             return False
     return True
+
+
+def fix_own(run: Propagation, call: Call, names: Sequence[str], why: str) -> None:
+    """Keep a norm's parameters whole; ``names``: in the order of the function's arguments."""
+    for position, name in enumerate(names, 1):
+        value = own_parameter(run, call, name) if call.module is not None else call.argument(position, name)
+        if isinstance(value, ParameterRef):
+            run.fix_parameter(value, call.node.name, why)
+        elif isinstance(value, Tensor):
+            run.pin(value, call.node.name, why)
 
 
 def affine_of(run: Propagation, call: Call, names: dict[int, str]) -> list[Any]:

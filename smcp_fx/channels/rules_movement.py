@@ -14,7 +14,7 @@ from smcp_fx.channels.execution import execute, known_values
 from smcp_fx.channels.labels import along, compact, narrow_uniform, stays, uniform, varied_dims
 from smcp_fx.channels.places import at_any_place, is_index, looks_up
 from smcp_fx.channels.propagation import Propagation, Rule
-from smcp_fx.channels.shuffles import _CHAIN, find_shuffle
+from smcp_fx.channels.shuffles import _CHAIN, find_pieces, find_shuffle
 from smcp_fx.channels.steadiness import DEPENDS
 from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef, tensor_leaves
 from smcp_fx.channels.weight_views import weight_of
@@ -84,8 +84,10 @@ def move(run: Propagation, call: Call) -> Any:
         run.trail.parts.append(call.node.name)
     if call.name in _PARTS or call.name == "roll":
         _refuse_parts(run, call, source)
-    if call.name in _CHAIN:
+    if call.name in _CHAIN and call.node.name not in run.trail.virtual:
         find_shuffle(run, call)
+    if call.node.name in run.trail.virtual:
+        return result
     if call.name in ("view", "reshape", "flatten", "unflatten"):
         result = _folded_into_batch(run, call, source, result)
     else:  # the numbers of a view follow from the tensor's own size: another size tells whether they matter
@@ -269,6 +271,10 @@ def _folded_into_batch(run: Propagation, call: Call, source: Tensor, result: Any
     if result.dim() < 2 or source.dim() < 2 or 0 not in varied_dims(result) or 0 in varied_dims(source):
         return result
     varied = run.varied(result)
+    if varied_dims(result) != [0]:
+        find_pieces(run, call)
+        if call.node.name in run.trail.virtual:
+            return result
     if varied != [0]:
         run.blind = True
         if result.shape[1] > 1:

@@ -11,13 +11,15 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from smcp_fx.channels import rules_layers
 from smcp_fx.channels.labels import compact, narrow_uniform, place, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together, elementwise, like
-from smcp_fx.channels.rules_layers import affine_of, at_full_width, go_with, renamed
+from smcp_fx.channels.rules_layers import affine_of, at_full_width, fix_own, go_with, renamed
 from smcp_fx.channels.trail import Call, Mix, ParameterRef, tensor_leaves
 from smcp_fx.tracing.values import TensorInfo
 
@@ -306,6 +308,26 @@ def group_norm(run: Propagation, call: Call) -> Any:
     return place(renamed(run, call, channels), call.shape, 1)
 
 
+def batch_norm(run: Propagation, call: Call) -> Any:
+    """Carries, or normalises over channels that lie among its positions, as the gates of triplet attention do.
+
+    In training the kept positions give the statistics; in evaluation each value is normalised on its own.
+    """
+    labels = run.of(call.argument(0, "input"))
+    varied = run.varied(labels)
+    own = (
+        type(call.module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+        or call.node.target is F.batch_norm
+    )
+    if not own or len(varied) != 1 or 1 in varied:
+        return rules_layers.batch_norm(run, call)
+    run.blind = True
+    fix_own(run, call, ("running_mean", "running_var", "weight", "bias"), "batch norm over channels")
+    channels = channel_labels(run, labels, varied[0])
+    mixes(run, call, place(channels, call.shape, varied[0]), "instead")
+    return place(renamed(run, call, channels), call.shape, varied[0])
+
+
 def _shape_of(run: Propagation, call: Call, shape: tuple[int, ...]) -> ParameterRef | None:
     """What a module says of its shape, which all its calls share, as if it were a weight."""
     return None if call.module is None else ParameterRef(f"{call.node.target}.normalized_shape", shape)
@@ -331,4 +353,5 @@ RULES: dict[str, Rule] = {
     "layernorm": layer_norm,
     "rmsnorm": layer_norm,
     "groupnorm": group_norm,
+    "batchnorm": batch_norm,
 }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.channels.execution import execute
-from smcp_fx.channels.labels import compact, varied_dims
+from smcp_fx.channels.labels import along, compact, varied_dims
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.trail import Call, Shuffle
 from smcp_fx.tracing.operations import operation_name
@@ -40,39 +40,68 @@ def find_shuffle(run: Propagation, call: Call) -> None:
         root = root.args[0]
 
 
+def find_pieces(run: Propagation, call: Call) -> None:
+    """Recognise a chain that folds channels into the batch and ends in pieces, each some channels of its root.
+
+    ``x.reshape(b * c // 2, 2, h * w).permute(1, 0, 2).reshape(2, b, c // 2, h, w)``, of which ``[0]`` and ``[1]`` are
+    read (ShuffleNetV2+). Asked at its first movement, before channels are tied in the batch.
+    """
+    chain, root = [call.node], call.node.args[0]
+    assert isinstance(root, fx.Node)
+    while len(chain[-1].users) == 1 and _moves_only(run, next(iter(chain[-1].users))):
+        chain.append(next(iter(chain[-1].users)))
+    labels, ends = run.trail.labels[root.name], [*chain[-1].users]
+    if len(chain) < 2 or not all(_picks(run, end) for end in ends):
+        return
+    orders = [order for end in ends if (order := _order(run, [*chain, end], labels)) is not None]
+    dims = {dim for dim, _ in orders}
+    if len(orders) < len(ends) or dims != set(varied_dims(labels)) or run.follows_input(root, min(dims)):
+        return
+    for end, (dim, line) in zip(ends, orders, strict=True):
+        run.trail.shuffles[end.name] = Shuffle(root.name, dim, line, tuple(n.name for n in chain))
+    run.trail.virtual.update(node.name for node in chain)
+
+
+def _picks(run: Propagation, node: fx.Node) -> bool:
+    return _named(run, node) in ("getitem", "select") and all(type(part) is int for part in node.args[1:])
+
+
 def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tensor) -> bool:
-    order: tuple[int, Tensor] | None = None
-    for dim, size in enumerate(labels.shape):
-        view = [1] * labels.dim()
-        view[dim] = size
-        moved = torch.arange(size).reshape(view).expand(labels.shape)
-        for node in chain:
-            moved = _apply(run, node, moved)
-        moved = compact(moved)
-        if any(d != dim for d in varied_dims(moved)):
-            return False
-        line = moved[tuple(slice(None) if d == dim else 0 for d in range(moved.dim()))]
-        if not torch.equal(line, torch.arange(size)):
-            if order is not None:
-                return False
-            order = (dim, line.clone())
-    if order is None:  # the movements cancel out
-        varied = varied_dims(labels)
-        if len(varied) != 1:
-            return False
-        order = (varied[0], torch.arange(labels.shape[varied[0]]))
-    if order[0] not in varied_dims(labels) or run.follows_input(root, order[0]):
+    found = _order(run, chain, labels)
+    if found is None or found[0] not in varied_dims(labels) or run.follows_input(root, found[0]):
         return False  # what is shuffled are no channels, or as many as the input says
-    run.trail.shuffles[chain[-1].name] = Shuffle(root.name, *order, tuple(n.name for n in chain[:-1]))
+    run.trail.shuffles[chain[-1].name] = Shuffle(root.name, *found, tuple(n.name for n in chain[:-1]))
     run.trail.virtual.update(node.name for node in chain[:-1])
     return True
 
 
+def _order(run: Propagation, chain: list[fx.Node], labels: Tensor) -> tuple[int, Tensor] | None:
+    """The one dimension of the root along which the chain selects or permutes, and the places that it fetches."""
+    order: tuple[int, Tensor] | None = None
+    for dim, size in enumerate(labels.shape):
+        moved = along(torch.arange(size), labels.shape, dim)
+        for node in chain:
+            moved = _apply(run, node, moved)
+        moved = compact(moved)
+        if moved.dim() != labels.dim() or any(d != dim for d in varied_dims(moved)):
+            return None
+        line = moved[tuple(slice(None) if d == dim else 0 for d in range(moved.dim()))]
+        if not torch.equal(line, torch.arange(size)):
+            if order is not None:
+                return None
+            order = (dim, line.clone())
+    if order is None:  # the movements cancel out
+        varied = varied_dims(labels)
+        if len(varied) != 1:
+            return None
+        order = (varied[0], torch.arange(labels.shape[varied[0]]))
+    return order
+
+
 def _apply(run: Propagation, node: fx.Node, moved: Tensor) -> Tensor:
     first = node.args[0]
-    environment = run.trail.labels
     args, kwargs = fx.node.map_arg(
-        (node.args, node.kwargs), lambda n: moved if n is first else environment[n.name]
+        (node.args, node.kwargs), lambda n: moved if n is first else run.values[n.name]
     )
     module = run.module.get_submodule(str(node.target)) if node.op == "call_module" else None
     call = Call(node, None, tuple(args), dict(kwargs), module, None)

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from smcp_fx.errors import TrainingError
 
 # ---- before a plain operation: channels that are not kept become values that do not affect it -----------------
 
@@ -222,8 +225,63 @@ def log_softmax_over_kept(mask: Tensor, input: Tensor, dim: int, *options: Any, 
     return _typed(y, given, lambda one: F.log_softmax(one, 1))
 
 
+def batch_norm_over_kept(
+    mask: Tensor,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.batch_norm` of an input whose channels lie among the positions: the kept ones give the statistics.
+
+    In evaluation there is nothing to gather. Modes of torch's functions see the call, as they see the plain one.
+    """
+    if has_torch_function_unary(input):
+        named = (running_mean, running_var, weight, bias, training, momentum, eps)
+        out: Tensor = handle_torch_function(batch_norm_over_kept, (input,), mask, input, *named)
+        return out
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    dims = (0, *range(2, input.dim()))
+    affine = [None if t is None else t.reshape(-1, *[1] * (input.dim() - 2)) for t in (weight, bias)]
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            x = input.to(running_mean.dtype)
+            kept = mask.to(x.dtype)
+            count = kept.sum() * (x.numel() // x.shape[1] // kept.numel())
+            mean = (x * kept).sum(dims, keepdim=True) / count
+            var = ((x - mean).square() * kept).sum(dims, keepdim=True) / (count - 1).clamp(min=1)
+            running_mean.lerp_(mean.flatten(), momentum)
+            running_var.lerp_(var.flatten(), momentum)
+    return _normalised(mask, input, dims, (affine[0], affine[1]), eps).to(input.dtype)
+
+
+def _batch_norm_module(module: Any, mask: Tensor, input: Tensor) -> Tensor:
+    """As `nn.BatchNorm2d` calls the function."""
+    if isinstance(module, nn.SyncBatchNorm) and module.training:
+        raise TrainingError(
+            "a SyncBatchNorm over positions that are channels cannot gather statistics of those that are kept: "
+            "convert batch norms to SyncBatchNorm before smcp_fx.prepare"
+        )
+    momentum = module.momentum or 0.0
+    if module.training and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:
+            momentum = 1.0 / float(module.num_batches_tracked)
+    statistics = module.running_mean, module.running_var
+    training = module.training or module.running_mean is None
+    affine = module.weight, module.bias
+    return batch_norm_over_kept(mask, input, *statistics, *affine, training, momentum, module.eps)
+
+
 def module_over_kept(module: Any, mask: Tensor, input: Tensor) -> Tensor:
     """Call a norm's or softmax's module with the statistics of the kept channels."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return _batch_norm_module(module, mask, input)
     if isinstance(module, nn.LayerNorm):
         return layer_norm_over_kept(
             mask, input, module.normalized_shape, module.weight, module.bias, module.eps
@@ -250,6 +308,7 @@ IN_PLACE_OF: dict[str, Callable[..., Tensor]] = {
     "layernorm": layer_norm_over_kept,
     "rmsnorm": rms_norm_over_kept,
     "groupnorm": group_norm_over_kept,
+    "batchnorm": batch_norm_over_kept,
     "normalize": normalize_over_kept,
     "softmax": softmax_over_kept,
     "logsoftmax": log_softmax_over_kept,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import models_statistics
+import models_windows
 import pytest
 import torch
 from models import Net, check_slicing, conv
 from models_products import TOKENS, attention_of_one_head, attention_of_torch_with_one_head
+from tolerances import assert_close
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -63,3 +65,20 @@ def test_products_that_sum_over_channels_cost_what_is_left_of_these() -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         smcp_fx.convert(prepared, check=False).eval()(image)
     assert told == counter.get_total_flops() / 2
+
+
+def test_batch_norms_over_channels_gather_what_they_will_when_sliced() -> None:
+    """In training, by the batch and in their running statistics; and when these are estimated again."""
+    image = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    prepared = check_slicing(models_windows.attention_to_pairs_of_dimensions(), (image,))
+    sliced = smcp_fx.convert(prepared)
+    outputs = [model.train()(image) for model in (prepared, sliced)]
+    assert_close(outputs[1], outputs[0], "slicing")
+    statistics = {name: tensor for name, tensor in sliced.named_buffers() if "running" in name}
+    assert len(statistics) == 4
+    for name, tensor in statistics.items():
+        assert_close(tensor, prepared.get_buffer(name), "slicing", name)
+    for model in (prepared, sliced):
+        smcp_fx.recalibrate(model, [image, 2 * image])
+    for name, tensor in statistics.items():
+        assert_close(tensor, prepared.get_buffer(name), "slicing", name)
