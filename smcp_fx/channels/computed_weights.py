@@ -21,7 +21,7 @@ from smcp_fx.tracing.autograd_functions import Applied
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.own_weights import own_weight, owner_of
 from smcp_fx.tracing.traits import Trait, has
-from smcp_fx.tracing.values import held
+from smcp_fx.tracing.values import held, is_continuous
 
 Shape = tuple[int, ...]
 #: What is drawn anew each time is no value that can be kept.
@@ -156,7 +156,7 @@ def _described(module: fx.GraphModule, results: dict[fx.Node, Shape]) -> list[Co
     for result, shape in results.items():
         ordered = tuple(node for node in reversed(every) if node in ways[result])
         sources = dict.fromkeys(name for node in ordered for name in reads.of(node))
-        floating = [name for name in sources if held(module, name).is_floating_point()]
+        floating = [name for name in sources if is_continuous(held(module, name))]
         unread = frozenset(name for name in sources if not reads.outside(name, alone))
         parameters = [name for name in floating if isinstance(held(module, name), nn.Parameter)]
         if known[result] not in names:  # what is computed twice is one weight
