@@ -33,10 +33,12 @@ def varied_dims(labels: Tensor) -> list[int]:
 
 def narrow_uniform(labels: Tensor, keep: Sequence[int] = ()) -> Tensor:
     """Return the labels with each uniform dimension at size 1, the dimensions in ``keep`` left alone."""
-    for dim in range(labels.dim()):
-        if dim not in keep and labels.shape[dim] > 1 and labels.stride(dim) == 0:
-            labels = labels.narrow(dim, 0, 1)
-    return labels
+    strides = labels.stride()
+    sizes = [
+        min(size, 1) if stride == 0 and dim not in keep else size
+        for dim, (size, stride) in enumerate(zip(labels.shape, strides, strict=True))
+    ]
+    return labels.as_strided(sizes, strides, labels.storage_offset())
 
 
 def uniform(label: int, shape: Sequence[int]) -> Tensor:

@@ -26,18 +26,19 @@ def made_tensors(
     (`zeros_like(state)`). A node of real or complex numbers that other nodes read comes with those of its users that
     are of the computation, the rest with None. ``unread``: nodes that do not count as users.
     """
+    tensors = {name for name, value in values.items() if _tensors(value)}
     made: dict[fx.Node, bool] = {}
     touched: set[fx.Node] = set()  # a write into a tensor may show in all tensors that it was made from
     for node in module.graph.nodes:
-        inputs = [n for n in _read(node) if _tensors(values.get(n.name))]
+        inputs = [n for n in _read(node) if n.name in tensors]
         made[node] = (
             node.op in ("call_function", "call_method")
             and OPAQUE not in node.meta
-            and bool(_tensors(values.get(node.name)))
+            and node.name in tensors
             and all(made[n] for n in inputs)
         )
         if writes_in_place(node, module):
-            touched.update(_made_from(node, values))
+            _touch(node, tensors, touched)
     found: dict[str, set[str] | None] = {}
     for node, here in made.items():
         alone = has(operation_name(node, None), Trait.FILLS) and not any(made[user] for user in node.users)
@@ -60,16 +61,15 @@ def _read(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes
 
 
-def _made_from(node: fx.Node, values: Mapping[str, Any]) -> set[fx.Node]:
-    """The node, and the tensors that it is computed from, but not by way of numbers: those hold no memory."""
-    known, todo = {node}, [node]
+def _touch(node: fx.Node, tensors: Collection[str], touched: set[fx.Node]) -> None:
+    """Add the node, and the tensors that it is computed from, but not by way of numbers: those hold no memory."""
+    todo = [node]
+    touched.add(node)
     while todo:
         for source in todo.pop().all_input_nodes:
-            numbers = source.name in values and not _tensors(values[source.name])
-            if source not in known and not numbers:
-                known.add(source)
+            if source not in touched and source.name in tensors:
+                touched.add(source)
                 todo.append(source)
-    return known
 
 
 def _tensors(value: Any) -> list[TensorInfo]:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from smcp_fx.channels.computed_weights import ancestors
 from smcp_fx.channels.weight_views import is_question, weight_and_bias
+from smcp_fx.tracing.constant_values import ancestors
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import TensorInfo

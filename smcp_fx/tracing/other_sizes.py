@@ -7,7 +7,7 @@ graph is run once more, on the example repeated or cut to other sizes, if the ne
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ _STEP = 32
 def at_another_size(traced: Traced) -> dict[str, Any] | None:
     """The values of all nodes, as `Traced.values` holds them, at the first other size that the network takes.
 
-    First come twice as many images that are somewhat larger, then one of both alone. None where it takes neither, and
-    where no operation makes the sizes matter.
+    First come twice as many images that are somewhat larger, then more images alone, then other sides, one image at
+    first, which tells soonest what is not taken. None where it takes nothing else, and where no operation makes the
+    sizes matter.
     """
     if not _sizes_may_matter(traced):
         return None
@@ -44,9 +45,13 @@ def at_another_size(traced: Traced) -> dict[str, Any] | None:
     only_images = _values(traced, 2, {})
     if only_images is None:
         others = [more, *others]
-    times = 1 if only_images is None else 2
-    tried: Iterator[dict[str, Any] | None] = (_values(traced, times, new) for new in others if new)
-    return next((values for values in tried if values is not None), only_images)
+    for new in others:
+        found = _values(traced, 1, new) if new else None
+        if found is not None and only_images is not None:
+            found = _values(traced, 2, new)
+        if found is not None:
+            return found
+    return only_images
 
 
 def _sizes_may_matter(traced: Traced) -> bool:

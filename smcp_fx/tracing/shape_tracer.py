@@ -33,6 +33,7 @@ from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
 from smcp_fx.tracing.in_place import PLAIN, drop_releases, is_tensor_for_sure, settle_in_place
 from smcp_fx.tracing.lengths import Sizes
 from smcp_fx.tracing.mode_reads import ModeLog, drop_marks
+from smcp_fx.tracing.parameter_writes import settle_parameter_writes
 from smcp_fx.tracing.proxies import ValueProxy
 from smcp_fx.tracing.python_builtins import StandIns
 from smcp_fx.tracing.questions import asks_if_finite, drop_constant_questions, reads_values
@@ -98,6 +99,7 @@ class ShapeTracer(AnsweringTracer):
         drop_marks(graph)
         own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
         drop_releases(graph)
+        settle_parameter_writes(graph, model, self._adopt)
         settle_in_place(graph, model, self.value)
         functional_writes(graph, model, self.value, self._adopt, self.assumptions)
         drop_constant_questions(graph)
@@ -320,8 +322,8 @@ class ShapeTracer(AnsweringTracer):
         try:
             if node.op == "call_module":
                 module = self.root.get_submodule(str(node.target))
-                if isinstance(module, _BatchNorm) and len(args) == 1 and isinstance(args[0], Tensor):
-                    return torch.empty_like(args[0])  # a fake one is decomposed, which is slow
+                if len(args) == 1 and (made := _known_shape(module, args[0])) is not None:
+                    return made
                 return self.run_module(module, args, kwargs)
             if node.op == "call_method":
                 result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -354,6 +356,24 @@ class ShapeTracer(AnsweringTracer):
         message = f"{TAKEN}{sentence} ({asking_line()})"
         self.assumptions.append(message)
         self.create_proxy("call_function", torch._assert, (condition, message + AGAIN), {})
+
+
+def _known_shape(module: nn.Module, given: Any) -> Tensor | None:
+    """What modules give that fake tensors decompose, which is slow; None of others, and where they would fail."""
+    if not isinstance(given, Tensor) or given.dim() < 1:
+        return None
+    if isinstance(module, _BatchNorm):
+        return torch.empty_like(given)
+    if any(own.dtype != given.dtype for own in module.parameters(recurse=False)):
+        return None
+    if type(module).forward not in (nn.LayerNorm.forward, nn.Linear.forward):
+        return None
+    if isinstance(module, nn.LayerNorm):
+        sizes = module.normalized_shape
+        return torch.empty_like(given) if given.shape[-len(sizes) :] == sizes else None
+    if isinstance(module, nn.Linear) and given.shape[-1] == module.in_features:
+        return given.new_empty((*given.shape[:-1], module.out_features))
+    return None
 
 
 def _refuse_state(module: nn.Module) -> None:
