@@ -17,7 +17,7 @@ from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.tracing.constant_values import ancestors, computed_value
 from smcp_fx.tracing.masking import MASKS, SCALES
 from smcp_fx.tracing.own_weights import settle
-from smcp_fx.tracing.values import held
+from smcp_fx.tracing.values import held, is_continuous
 
 
 class FoldComputedWeights(GraphPass):
@@ -31,7 +31,7 @@ class FoldComputedWeights(GraphPass):
             way = ancestors(node)
             with torch.no_grad():
                 value = computed_value(module, tuple(one for one in module.graph.nodes if one in way))
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            if not isinstance(value, torch.Tensor) or not is_continuous(value):
                 return None
             values[node] = value
             return tuple(value.shape)

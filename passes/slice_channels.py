@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.labels import varied_dims
+from smcp_fx.channels.weight_views import is_layer
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.rewrite_constants import rewrite_graph
@@ -128,7 +129,7 @@ class SliceChannels(GraphPass):
                     report.append(f"{nodes[name].target}: {left} channels")
         for layer in self.channels.layers:
             node = nodes.get(layer.node)
-            if layer.kind == "depthwise" and node is not None and node.op != "call_module":
+            if layer.kind == "depthwise" and node is not None and is_layer(node):
                 left = sliced.positions(layer.input_channels).numel()
                 groups = layer.groups * left // layer.input_channels.numel()
                 if groups != layer.groups:

@@ -23,7 +23,7 @@ from smcp_fx.tracing.masking import STATE
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.own_weights import own_weight, owner_of
 from smcp_fx.tracing.traits import Trait, has
-from smcp_fx.tracing.values import held
+from smcp_fx.tracing.values import held, is_continuous
 
 Shape = tuple[int, ...]
 #: What is drawn anew each time is no value that can be kept.
@@ -144,7 +144,7 @@ def _described(module: fx.GraphModule, results: dict[fx.Node, Shape]) -> list[Co
         ordered = tuple(node for node in reversed(every) if node in ways[result])
         every_source = (name for node in ordered for name in reads.of(node))
         sources = dict.fromkeys(name for name in every_source if not name.startswith(f"{STATE}."))  # no masks
-        floating = [name for name in sources if held(module, name).is_floating_point()]
+        floating = [name for name in sources if is_continuous(held(module, name))]
         unread = frozenset(name for name in sources if not reads.outside(name, alone))
         parameters = [name for name in floating if isinstance(held(module, name), nn.Parameter)]
         if known[result] not in names:  # what is computed twice is one weight

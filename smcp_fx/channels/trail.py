@@ -135,6 +135,7 @@ class Layer:
     axis: int  # of the output's channels
     source: str  # the parameter that the weight is, or is computed from
     computed: bool  # is it computed, so that its gradients are those of its mask?
+    beside: tuple[int, ...] = ()  # the weight's dimensions that are neither channels nor summed over
 
     def tensor(self, module: nn.Module) -> Tensor:
         """The parameter that the weight is, or one that it is computed from."""
@@ -243,6 +244,8 @@ class Trail:
     selected: set[str] = field(default_factory=set)
     #: Depthwise convolutions whose kernels are computed: the channels' dimension.
     kernels: dict[str, int] = field(default_factory=dict)
+    #: Products with stacks of matrices: the names of the dimensions whose channels the weight reads and makes.
+    stacks: dict[str, tuple[str, str]] = field(default_factory=dict)
     #: Matrices of channels by channels: the dimension of the columns, and their labels.
     columns: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     followed: set[tuple[str, str]] = field(default_factory=set)  # (matrix, node that reads it)

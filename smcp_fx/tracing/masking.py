@@ -61,7 +61,8 @@ class _StraightThrough(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return to_weight, None
         weight, mask = ctx.saved_tensors
-        return to_weight, (weight * gradient).sum_to_size(mask.shape).to(mask.dtype)
+        product = (weight.conj() * gradient).real if weight.is_complex() else weight * gradient
+        return to_weight, product.sum_to_size(mask.shape).to(mask.dtype)
 
 
 class _DirectScale(torch.autograd.Function):

@@ -15,6 +15,7 @@ import models_products  # noqa: F401
 import models_recurrent  # noqa: F401
 import models_shapes  # noqa: F401
 import models_spectra  # noqa: F401
+import models_stacks  # noqa: F401
 import models_statistics  # noqa: F401
 import models_weights  # noqa: F401
 import models_windows  # noqa: F401
