@@ -22,6 +22,7 @@ from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.rewrite_constants import rewrite_graph
 from smcp_fx.passes.size_rewrites import set_argument
 from smcp_fx.passes.sliced_labels import Sliced, size_of
+from smcp_fx.passes.weight_products import kept_factor
 from smcp_fx.tracing.masking import META, Constant, Masked, mark_of
 from smcp_fx.tracing.values import canonical_names, held
 
@@ -99,7 +100,7 @@ class SliceChannels(GraphPass):
                     found[str(node.target)] = dict([axis])
             elif isinstance(mark, Masked):
                 layer = next(one for one in self.channels.layers if one.node == mark.layer)
-                found[str(node.args[1].target)] = {layer.in_dim: sliced.positions(layer.in_labels)}
+                found[str(kept_factor(node).target)] = {layer.in_dim: sliced.positions(layer.in_labels)}
         return found
 
     def _goes(self, name: str, dims: dict[int, Tensor]) -> bool:
@@ -141,11 +142,15 @@ def _drop_products_with_ones(module: fx.GraphModule) -> None:
     """Drop masks of weights that are computed from the input, once all that they leave is kept."""
     for node in list(module.graph.nodes):
         if isinstance(node.meta.get(META), Masked):
-            weight, kept = node.all_input_nodes
+            weight, kept = node.all_input_nodes[0], kept_factor(node)
             if bool(held(module, str(kept.target)).all()):
                 node.replace_all_uses_with(weight)
-                for dead in (node, kept):
-                    module.graph.erase_node(dead)
+                todo = [node]
+                while todo:
+                    dead = todo.pop()
+                    todo += [one for one in dead.all_input_nodes if one is not weight]
+                    if not (dead.users or dead._erased):
+                        module.graph.erase_node(dead)
                 delattr(module, str(kept.target))
 
 

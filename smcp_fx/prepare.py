@@ -34,6 +34,7 @@ from smcp_fx.tracing.masking import META, STATE
 from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.tracing.output_types import keep_output_types
 from smcp_fx.tracing.own_modes import own_modes
+from smcp_fx.tracing.scripts import without_scripts
 from smcp_fx.tracing.tracer import Traced, trace
 from smcp_fx.tracing.wrapping import unwrapped
 
@@ -102,7 +103,7 @@ def _prepared(
     config: PruningConfig,
     leaves: Sequence[str],
 ) -> PreparedModel:
-    own = deep_copy(model)
+    own = without_scripts(deep_copy(model), inputs, leaves)
     _check_names(model)
     traced, joined = trace_parts(own, inputs, leaves)
     channels = build(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
+from types import MethodDescriptorType
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ class _Write:
             if operation is _with_part:
                 made = self.graph.call_method("clone", (read,))
                 self.graph.call_function(operator.setitem, (made, *args[1:]))
-            elif getattr(Tensor, operation.__name__, None) is operation:
+            elif isinstance(operation, MethodDescriptorType):
                 made = self.graph.call_method(operation.__name__, args, dict(self.node.kwargs))
             else:
                 made = self.graph.call_function(operation, args)

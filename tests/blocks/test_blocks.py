@@ -11,7 +11,12 @@ import torch
 import torchvision
 from models import AWKWARD, Net, free_parameter
 from models_layers import groups_that_are_heads, one_output_a_group, transposed_one_output_a_group
-from models_mixed import mixture_behind_a_turn, mixture_by_four_attentions, mixture_of_flat_kernels
+from models_mixed import (
+    mixture_behind_a_turn,
+    mixture_by_four_attentions,
+    mixture_of_flat_kernels,
+    modulated_demodulated_and_transposed,
+)
 from models_products import (
     channels_attend_to_channels,
     channels_attend_to_fewer,
@@ -116,12 +121,20 @@ def test_attention_among_channels_is_one_block(made: Callable[[], nn.Module]) ->
 
 
 @pytest.mark.parametrize("images", [1, 2])
-@pytest.mark.parametrize("made", [mixture_of_flat_kernels, mixture_by_four_attentions, mixture_behind_a_turn])
+@pytest.mark.parametrize(
+    "made",
+    [
+        mixture_of_flat_kernels,
+        mixture_by_four_attentions,
+        mixture_behind_a_turn,
+        modulated_demodulated_and_transposed,
+    ],
+)
 def test_a_mixture_of_kernels_is_one_block(made: Callable[[], nn.Module], images: int) -> None:
     """The images that are written as one, and the mixing, run with the convolution; only channels are widths."""
     traced = trace(made().eval(), (torch.randn(images, 3, 8, 8),))
     blocks = cut(traced, build(traced.module, traced.values, multiple=1))
-    (block,) = (block for block in blocks if "conv2d" in block.nodes)
+    (block,) = (block for block in blocks if {"conv2d", "conv_transpose2d"} & {*block.nodes})
     assert len(block.widths) == 2
     for share in (0.0, 0.5, 1.0):
         widths = tuple(grid[int(share * (len(grid) - 1))] for grid in block.grids)
