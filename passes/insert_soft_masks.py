@@ -18,7 +18,7 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Layer
 from smcp_fx.config import MaskMode
 from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.passes.weight_products import insert_product, require_buffer
+from smcp_fx.passes.weight_products import insert_product, require_buffer, show_other_mode
 from smcp_fx.tracing.masking import MASKS
 
 
@@ -62,5 +62,6 @@ class InsertSoftMasks(GraphPass):
         for layer in masked_layers(self.channels):
             readers = uses[layer.weight, layer.in_dim]
             if insert_product(module.graph, readers, layer.weight, mask_name(layer), self.mask, "mask"):
+                show_other_mode(module, readers, layer.weight, mask_name(layer), self.mask)
                 report.append(f"{layer.path}: {layer.in_labels.numel()} input channels masked")
         return PassResult(module, bool(report), tuple(report))

@@ -10,10 +10,12 @@ import models_folded  # noqa: F401
 import models_layers  # noqa: F401
 import models_mixed  # noqa: F401
 import models_movement  # noqa: F401
+import models_overwritten  # noqa: F401
 import models_products  # noqa: F401
 import models_recurrent  # noqa: F401
 import models_shapes  # noqa: F401
 import models_spectra  # noqa: F401
+import models_stacks  # noqa: F401
 import models_statistics  # noqa: F401
 import models_weights  # noqa: F401
 import models_windows  # noqa: F401
@@ -28,6 +30,7 @@ from tolerances import assert_close
 import smcp_fx
 
 
+@pytest.mark.filterwarnings("ignore:.* fuses weights in one mode alone")
 @pytest.mark.parametrize("case", AWKWARD, ids=lambda case: case.name)
 def test_awkward_network(case: Case) -> None:
     prepared = check_slicing(case.build(), case.inputs(), seeds=(0, 1))
