@@ -12,11 +12,12 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from smcp_fx.channels.computed_weights import ComputedWeight, ancestors, computed_value, computed_weights
+from smcp_fx.channels.computed_weights import ComputedWeight, computed_weights
 from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.tracing.masking import MASKS
+from smcp_fx.tracing.constant_values import ancestors, computed_value
+from smcp_fx.tracing.masking import MASKS, SCALES
 from smcp_fx.tracing.own_weights import settle
-from smcp_fx.tracing.values import held
+from smcp_fx.tracing.values import held, is_continuous
 
 
 class FoldComputedWeights(GraphPass):
@@ -30,12 +31,12 @@ class FoldComputedWeights(GraphPass):
             way = ancestors(node)
             with torch.no_grad():
                 value = computed_value(module, tuple(one for one in module.graph.nodes if one in way))
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            if not isinstance(value, torch.Tensor) or not is_continuous(value):
                 return None
             values[node] = value
             return tuple(value.shape)
 
-        every = computed_weights(module, shape_of, tuple(MASKS.values()))
+        every = computed_weights(module, shape_of, (*MASKS.values(), *SCALES.values()))
         learning = {
             found.name: any(held(module, name).requires_grad for name in found.sources) for found in every
         }

@@ -16,11 +16,13 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.labels import varied_dims
+from smcp_fx.channels.weight_views import is_layer
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.rewrite_constants import rewrite_graph
 from smcp_fx.passes.size_rewrites import set_argument
 from smcp_fx.passes.sliced_labels import Sliced, size_of
+from smcp_fx.passes.weight_products import kept_factor
 from smcp_fx.tracing.masking import META, Constant, Masked, mark_of
 from smcp_fx.tracing.values import canonical_names, held
 
@@ -98,7 +100,7 @@ class SliceChannels(GraphPass):
                     found[str(node.target)] = dict([axis])
             elif isinstance(mark, Masked):
                 layer = next(one for one in self.channels.layers if one.node == mark.layer)
-                found[str(node.args[1].target)] = {layer.in_dim: sliced.positions(layer.in_labels)}
+                found[str(kept_factor(node).target)] = {layer.in_dim: sliced.positions(layer.in_labels)}
         return found
 
     def _goes(self, name: str, dims: dict[int, Tensor]) -> bool:
@@ -128,7 +130,7 @@ class SliceChannels(GraphPass):
                     report.append(f"{nodes[name].target}: {left} channels")
         for layer in self.channels.layers:
             node = nodes.get(layer.node)
-            if layer.kind == "depthwise" and node is not None and node.op != "call_module":
+            if layer.kind == "depthwise" and node is not None and is_layer(node):
                 left = sliced.positions(layer.input_channels).numel()
                 groups = layer.groups * left // layer.input_channels.numel()
                 if groups != layer.groups:
@@ -140,11 +142,15 @@ def _drop_products_with_ones(module: fx.GraphModule) -> None:
     """Drop masks of weights that are computed from the input, once all that they leave is kept."""
     for node in list(module.graph.nodes):
         if isinstance(node.meta.get(META), Masked):
-            weight, kept = node.all_input_nodes
+            weight, kept = node.all_input_nodes[0], kept_factor(node)
             if bool(held(module, str(kept.target)).all()):
                 node.replace_all_uses_with(weight)
-                for dead in (node, kept):
-                    module.graph.erase_node(dead)
+                todo = [node]
+                while todo:
+                    dead = todo.pop()
+                    todo += [one for one in dead.all_input_nodes if one is not weight]
+                    if not (dead.users or dead._erased):
+                        module.graph.erase_node(dead)
                 delattr(module, str(kept.target))
 
 

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from smcp_fx.channels.computed_weights import ancestors
 from smcp_fx.channels.weight_views import factors, weight_of, weight_view
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
+from smcp_fx.tracing.constant_values import ancestors
 from smcp_fx.tracing.masking import META, STATE, Mark, Masked, forward_with_weight, mark_of
 from smcp_fx.tracing.values import held
 
@@ -144,11 +144,27 @@ def _keep_product(module: fx.GraphModule, node: fx.Node) -> None:
     module.register_buffer(name, held_tensor(module, factor).detach().clone())
     with module.graph.inserting_before(node):
         kept = module.graph.create_node("get_attr", name)
+        if "transpose" in str(
+            getattr(uses[0].target, "__name__", "")
+        ):  # its rows are the inputs of all images
+            sizes = [module.graph.call_method("size", (one, 0)) for one in (weight, kept)]
+            images = module.graph.call_function(operator.floordiv, tuple(sizes))
+            ones = (1,) * (held_tensor(module, factor).dim() - 1)
+            kept = module.graph.call_method("repeat", (kept, images, *ones))
     node.target, node.args, node.meta[META] = operator.mul, (weight, kept), Masked(uses[0].name)
     if not factor.users:
         module.graph.erase_node(factor)
     for use in uses:
         del use.meta[META]
+
+
+def kept_factor(product: fx.Node) -> fx.Node:
+    """The node that reads the constant of such a product."""
+    factor = product.args[1]
+    assert isinstance(factor, fx.Node)
+    while factor.op != "get_attr":
+        factor = factor.all_input_nodes[0]
+    return factor
 
 
 def held_tensor(module: nn.Module, node: fx.Node) -> Tensor:

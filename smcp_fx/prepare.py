@@ -18,6 +18,7 @@ from smcp_fx.outcomes import in_mode
 from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning
+from smcp_fx.passes.other_mode import fuses_in_one_mode
 from smcp_fx.passes.pipelines import convert_pipeline, fold_pipeline, prepare_pipeline
 from smcp_fx.prepared import Preparation, PreparedGraph, PreparedModel, PreparedRegions, Tracing, copy_modes
 from smcp_fx.proof import check_converted, check_prepared
@@ -34,6 +35,7 @@ from smcp_fx.tracing.masking import META, STATE
 from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.tracing.output_types import keep_output_types
 from smcp_fx.tracing.own_modes import own_modes
+from smcp_fx.tracing.scripts import without_scripts
 from smcp_fx.tracing.tracer import Traced, trace
 from smcp_fx.tracing.wrapping import unwrapped
 
@@ -102,7 +104,7 @@ def _prepared(
     config: PruningConfig,
     leaves: Sequence[str],
 ) -> PreparedModel:
-    own = deep_copy(model)
+    own = without_scripts(deep_copy(model), inputs, leaves)
     _check_names(model)
     traced, joined = trace_parts(own, inputs, leaves)
     channels = build(
@@ -245,6 +247,13 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
             f"{type(prepared).__name__} has a train() of its own; the converted model is a plain graph, whose "
             f"train() sets every module. Call eval() on what is to stay frozen{': ' * bool(frozen)}"
             f"{', '.join(map(repr, frozen[:4]))}.",
+            TrainingWarning,
+            stacklevel=2,
+        )
+    if fuses_in_one_mode(prepared.graph):
+        warnings.warn(
+            f"{type(prepared).__name__} fuses weights in one mode alone; the converted model holds the fused ones as "
+            "they are now, and training it on would not change them: train the prepared model instead.",
             TrainingWarning,
             stacklevel=2,
         )

@@ -139,16 +139,53 @@ def transposed_mixture() -> nn.Module:
     return between(wiring, 8, 6, routing=nn.Linear(8, 3), **parts)
 
 
-@awkward(0.0)
+@awkward(1.0)
 def transposed_mixture_in_groups() -> nn.Module:
-    """The inputs of all groups (or images) lie in one dimension, and stay."""
-
     def wiring(s: Any, h: Tensor) -> Tensor:
         routing = torch.sigmoid(s.routing(h.mean((0, 2, 3))))
         weight = (routing @ s.weight.view(3, -1)).view(8, 3, 3, 3)
         return F.conv_transpose2d(h, weight, None, padding=1, groups=2)
 
     return between(wiring, 8, 6, routing=nn.Linear(8, 3), weight=free_parameter(3, 8, 3, 3, 3))
+
+
+def _folded_up(h: Tensor, weight: Tensor, groups: int = 1) -> Tensor:
+    """A transposed convolution of each image by its own weight [images * inputs, outputs / groups, 3, 3]."""
+    line = h.reshape(1, -1, *h.shape[2:])
+    y = F.conv_transpose2d(line, weight, None, stride=2, padding=1, groups=h.shape[0] * groups)
+    return y.view(h.shape[0], -1, *y.shape[2:])
+
+
+@awkward(1.0)
+def transposed_mixture_of_each_image() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        routing = torch.softmax(s.routing(h.mean((2, 3))), 1)
+        return _folded_up(h, (routing @ s.weight.view(3, -1)).view(-1, 6, 3, 3))
+
+    return between(wiring, 8, 6, routing=nn.Linear(8, 3), weight=free_parameter(3, 8, 6, 3, 3))
+
+
+@awkward(1.0)
+def transposed_mixture_of_each_image_in_groups() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        routing = torch.softmax(s.routing(h.mean((2, 3))), 1)
+        return _folded_up(h, (routing @ s.weight.view(3, -1)).view(-1, 3, 3, 3), 2)
+
+    return between(wiring, 8, 6, routing=nn.Linear(8, 3), weight=free_parameter(3, 8, 3, 3, 3))
+
+
+@awkward(1.0)
+def modulated_demodulated_and_transposed() -> nn.Module:
+    """StyleGAN2 as it doubles the resolution: the modulated weight has its inputs first."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        images, channels = h.shape[:2]
+        style = s.style(h.mean((2, 3))).view(images, 1, channels, 1, 1)
+        weight = s.weight * 0.3 * style
+        weight = weight * torch.rsqrt(weight.pow(2).sum([2, 3, 4]) + 1e-3).view(images, 6, 1, 1, 1)
+        return _folded_up(h, weight.transpose(1, 2).reshape(images * channels, 6, 3, 3))
+
+    return between(wiring, 8, 6, style=nn.Linear(8, 8), weight=free_parameter(1, 6, 8, 3, 3))
 
 
 @awkward(3 / 19)

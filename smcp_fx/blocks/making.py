@@ -129,7 +129,8 @@ def _free_widths(
 class _BlockPropagation(Propagation):
     """Labels for a block on its own: its inputs' channels are free, and its outputs pin nothing.
 
-    ``network``: if given, channels of one of its units stay together. ``turned``: as in `Trail`, as in the network.
+    ``network``: if given, channels of one of its units stay together. ``turned``, ``stacks``: as in `Trail`, of the
+    network.
     """
 
     def __init__(
@@ -139,8 +140,10 @@ class _BlockPropagation(Propagation):
         axes: dict[str, int | None],
         network: ChannelGraph | None,
         turned: Collection[str],
+        stacks: Mapping[str, tuple[str, str]],
     ) -> None:
         super().__init__(module, values, RULES, turned=turned)
+        self.trail.stacks.update(stacks)
         self._axes = axes
         self._network = network
 
@@ -164,7 +167,8 @@ def _own_channels(
     axes: dict[str, int | None],
 ) -> ChannelGraph:
     for network in (None, channels):
-        trail = _BlockPropagation(module, values, axes, network, channels.trail.turned).run()
+        decided = channels.trail.turned, channels.trail.stacks
+        trail = _BlockPropagation(module, values, axes, network, *decided).run()
         own = ChannelGraph(trail, close(trail), 1)
         own.free_units = torch.ones_like(own.free_units)
         # If a tensor holds heads and each head's channels, the network says which of the two may go.

@@ -54,8 +54,7 @@ def signature(
             step["module"] = _fields(traced.module.get_submodule(str(node.target)), bool(whole))
         elif node.target is recurrent:
             step["module"] = _fields(traced.module.get_submodule(str(node.args[0].target)))  # type: ignore[union-attr]
-        weight = weight_of(node) if is_layer(node) else None
-        if weight is not None and (kernel := list(traced.values[weight.name].shape[2:])):
+        if kernel := _kernel(traced, channels, node):
             step["kernel"] = kernel
         arguments = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: place.get(n, n.op)))
         step["arguments"] = arguments
@@ -86,6 +85,17 @@ def signature(
     if fed_by:
         parts["fed by"] = fed_by
     return json.dumps(parts, sort_keys=True, separators=(",", ":"))
+
+
+def _kernel(traced: Traced, channels: ChannelGraph, node: fx.Node) -> list[int]:
+    """What a weight that is no module's holds beside its channels: a convolution's kernel, a stack's matrices."""
+    if is_layer(node):
+        weight = weight_of(node)
+        return [] if weight is None else list(traced.values[weight.name].shape[2:])
+    layer = next((layer for layer in channels.layers if layer.node == node.name), None)
+    if layer is None or node.op == "call_module" or node.target is recurrent:
+        return []
+    return [n for dim, n in enumerate(layer.weight_shape) if dim not in (layer.in_dim, layer.out_dim)]
 
 
 def _whole_groups(channels: ChannelGraph, node: str, operation: str) -> list[int]:

@@ -18,10 +18,12 @@ from torch import fx, nn
 
 from smcp_fx.channels.weight_views import factors, is_layer, is_question, weight_and_bias, weight_view
 from smcp_fx.tracing.autograd_functions import Applied
+from smcp_fx.tracing.constant_values import ancestors, computed_value
+from smcp_fx.tracing.masking import STATE
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.own_weights import own_weight, owner_of
 from smcp_fx.tracing.traits import Trait, has
-from smcp_fx.tracing.values import held
+from smcp_fx.tracing.values import held, is_continuous
 
 Shape = tuple[int, ...]
 #: What is drawn anew each time is no value that can be kept.
@@ -52,10 +54,12 @@ def computed_weights(
     transparent: tuple[Callable[..., object], ...] = (),
 ) -> list[ComputedWeight]:
     """Find them. ``transparent``: functions that may stand between a weight and its layer (masks)."""
-    constants = _constants(module)
+    constants = _constants(module, transparent)
     found: dict[fx.Node, Shape] = {}
     refused: set[fx.Node] = set()
     for use in module.graph.nodes:
+        if use in constants:  # kernels that are fused with kernels
+            continue
         for result in _weights_of(use, constants, transparent):
             if result in found or result in refused:
                 continue
@@ -72,28 +76,10 @@ def computed_weights(
     return _described(module, found) if found else []
 
 
-def computed_value(module: fx.GraphModule, nodes: tuple[fx.Node, ...]) -> Any:
-    """The value of the last of these nodes, which read nothing but parameters."""
-    values: dict[fx.Node, Any] = {}
-    for node in nodes:
-        if node.op == "get_attr":
-            values[node] = held(module, str(node.target))
-            continue
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        if node.op == "call_method":
-            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        elif node.op == "call_module":
-            values[node] = module.get_submodule(str(node.target))(*args, **kwargs)
-        else:
-            assert callable(node.target)
-            values[node] = node.target(*args, **kwargs)
-    return values[nodes[-1]]
-
-
 # ---- what is computed from parameters alone -----------------------------------------------------------------
 
 
-def _constants(module: fx.GraphModule) -> set[fx.Node]:
+def _constants(module: fx.GraphModule, transparent: tuple[Callable[..., object], ...]) -> set[fx.Node]:
     """The nodes that follow from parameters and buffers alone, and are drawn or written into by none."""
     found: set[fx.Node] = set()
     for node in module.graph.nodes:
@@ -108,7 +94,8 @@ def _constants(module: fx.GraphModule) -> set[fx.Node]:
             name = operation_name(node, None)
             drawn = any(word in (name or "") for word in _DRAWS) or has(name, Trait.DRAWN)
             drawn |= (name or "").endswith("normal")  # not `normalize`
-            known = name is not None or isinstance(node.target, Applied) or node.target is own_weight
+            known = name is not None or isinstance(node.target, Applied)
+            known |= node.target in (own_weight, *transparent)
             if known and not drawn and found.issuperset(node.all_input_nodes) and _is_steady(module, node):
                 found.add(node)
     return found
@@ -156,8 +143,9 @@ def _described(module: fx.GraphModule, results: dict[fx.Node, Shape]) -> list[Co
     known = _expressions(reversed(every))
     for result, shape in results.items():
         ordered = tuple(node for node in reversed(every) if node in ways[result])
-        sources = dict.fromkeys(name for node in ordered for name in reads.of(node))
-        floating = [name for name in sources if held(module, name).is_floating_point()]
+        every_source = (name for node in ordered for name in reads.of(node))
+        sources = dict.fromkeys(name for name in every_source if not name.startswith(f"{STATE}."))  # no masks
+        floating = [name for name in sources if is_continuous(held(module, name))]
         unread = frozenset(name for name in sources if not reads.outside(name, alone))
         parameters = [name for name in floating if isinstance(held(module, name), nn.Parameter)]
         if known[result] not in names:  # what is computed twice is one weight
@@ -180,17 +168,6 @@ def _expressions(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
         said = f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)} {args} {kwargs}"
         known[node] = numbers.setdefault(said, len(numbers))
     return known
-
-
-def ancestors(node: fx.Node) -> frozenset[fx.Node]:
-    """The node, and all that it is computed from."""
-    known, todo = {node}, [node]
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            if source not in known:
-                known.add(source)
-                todo.append(source)
-    return frozenset(known)
 
 
 def _name(

@@ -23,8 +23,8 @@ def made_tensors(
     """Return the nodes of such computations by name.
 
     Not those of tensors of one value, which are made as wide as needed, unless others are computed from them
-    (`zeros_like(state)`). A node of real numbers that other nodes read comes with those of its users that are of the
-    computation, the rest with None. ``unread``: nodes that do not count as users.
+    (`zeros_like(state)`). A node of real or complex numbers that other nodes read comes with those of its users that
+    are of the computation, the rest with None. ``unread``: nodes that do not count as users.
     """
     tensors = {name for name, value in values.items() if _tensors(value)}
     made: dict[fx.Node, bool] = {}
@@ -45,9 +45,9 @@ def made_tensors(
         if not here or node in touched or alone:
             continue
         value = values[node.name]
-        real = isinstance(value, TensorInfo) and value.dtype.is_floating_point
+        numbers = isinstance(value, TensorInfo) and value.is_continuous
         readers = {user.name for user in node.users if not made[user] and user.name not in unread}
-        found[node.name] = {user.name for user in node.users if made[user]} if real and readers else None
+        found[node.name] = {user.name for user in node.users if made[user]} if numbers and readers else None
     return found
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from smcp_fx.channels.computed_weights import ancestors
 from smcp_fx.channels.weight_views import is_question, weight_and_bias
+from smcp_fx.tracing.constant_values import ancestors
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import TensorInfo
@@ -114,14 +114,11 @@ def mixed_weights(
 def _parts(name: str, use: fx.Node, images: int, shape: tuple[int, ...]) -> Parts | None:
     """What the dimensions of a layer's weight are made of; None for a form that has no rule."""
     kernel = tuple((Part("", size),) for size in shape[2:])
-    if "transpose" in name:  # of one weight for all images, whose inputs come first
-        groups = use.args[6] if len(use.args) > 6 else use.kwargs.get("groups", 1)
-        ends = ((Part("in", shape[0]),), (Part("out", shape[1]),))
-        return None if images > 1 or groups != 1 or 1 in shape[:2] else (*ends, *kernel)
     if shape[0] % images or shape[1] == 1:
         return None
-    outputs = (Part("", images), Part("out", shape[0] // images))
-    return (outputs if images > 1 else outputs[1:], (Part("in", shape[1]),), *kernel)
+    first, second = ("in", "out") if "transpose" in name else ("out", "in")
+    rows = (Part("", images), Part(first, shape[0] // images))
+    return (rows if images > 1 else rows[1:], (Part(second, shape[1]),), *kernel)
 
 
 def fold(module: fx.GraphModule, use: fx.Node, values: Mapping[str, Any]) -> list[fx.Node]:

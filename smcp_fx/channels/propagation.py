@@ -74,12 +74,12 @@ class Propagation:
         self.blind = False  # whether a rule pinned something because it could not see ties found later
         self._asked: Counter[str] = Counter()
         self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer
-        self._seen: Tensor | None = None
+        self.seen: Tensor | None = None
         if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still hold
             self.trail.ties = list(earlier[0].ties)
             self.trail.origins = dict(earlier[0].origins)
             self.trail.count = earlier[0].count
-            self._seen = earlier[1]
+            self.seen = earlier[1]
         self._names = canonical_names(module)
         self._learned = {name for name, _ in module.named_parameters()}
         self._views: dict[str, tuple[str, Dims]] = {}  # nodes that move a weight's dimensions
@@ -150,11 +150,11 @@ class Propagation:
 
     def units(self, labels: Tensor) -> Tensor:
         """Labels merged by the ties of the earlier run (for uniformity tests only)."""
-        if self._seen is None:
+        if self.seen is None:
             return labels
         core = narrow_uniform(labels)
-        count = self._seen.numel()  # labels from there on are new in this run, and larger than any unit
-        known = self._seen[core.clamp(min=0, max=count - 1)]
+        count = self.seen.numel()  # labels from there on are new in this run, and larger than any unit
+        known = self.seen[core.clamp(min=0, max=count - 1)]
         return compact(torch.where((core > 0) & (core < count), known, core).expand(labels.shape))
 
     def varied(self, labels: Tensor) -> list[int]:
@@ -325,7 +325,7 @@ class Propagation:
 
     def _shape(self, node: fx.Node) -> tuple[int, ...] | None:
         value = self.values.get(node.name)
-        return value.shape if isinstance(value, TensorInfo) and value.dtype.is_floating_point else None
+        return value.shape if isinstance(value, TensorInfo) and value.is_continuous else None
 
     def _called(self, node: fx.Node) -> nn.Module | None:
         return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -350,7 +350,7 @@ class Propagation:
     def _attribute(self, target: str, value: Any) -> Any:
         if not isinstance(value, TensorInfo):
             return value
-        if not value.dtype.is_floating_point and not value.dtype.is_complex:
+        if not value.is_continuous:
             known = held(self.module, target).detach().cpu().clone()
             return ConstantRef(self.parameter(target), value.shape, known)
         return ParameterRef(self.parameter(target), value.shape)

@@ -63,6 +63,13 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
         for labels in padded:
             run.pin(labels, call.node.name, f"meets values that stay in {call.node.name!r}")
         return uniform(int(stay[0].flatten()[0]), shape)
+    whole = [labels for labels in stay if all(labels.shape[dim] == shape[dim] for dim in varied)]
+    if (
+        whole and varied
+    ):  # all that it meets stays, too, and tells nothing apart: positions' biases that a layer made
+        for labels in padded:
+            run.tie(_core(labels, varied), _core(whole[0], varied))
+        return uniform(int(whole[0].flatten()[0]), shape)
     why = f"one value read by every channel in {call.node.name!r}"
     full, spread = [], []
     for labels in padded:

@@ -217,10 +217,11 @@ def record(
     shape: tuple[int, ...],
     axes: tuple[int, int],
     source: str | None = None,
+    beside: tuple[int, ...] = (),
 ) -> None:
     """Note a layer. ``dims``, ``slots``, ``channels``, ``axes``: (input, output); ``shape``: of the input.
 
-    ``source``: a parameter of which the weight is computed, also from the input.
+    ``source``: a parameter of which the weight is computed, also from the input; ``beside``: see `Layer`.
     """
     computed = run.trail.computed.get(weight.name)
     run.trail.layers.append(
@@ -245,6 +246,7 @@ def record(
             axis=axes[1],
             source=source or (weight.name if computed is None else computed.source),
             computed=source is not None or computed is not None,
+            beside=beside,
         )
     )
 

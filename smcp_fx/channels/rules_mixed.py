@@ -56,7 +56,7 @@ def mixture(run: Propagation, call: Call, found: MixedWeight, groups: int) -> An
         for kind, side in (("in", inputs), ("out", outputs)):
             own = side.reshape(groups // found.images, -1)
             run.tie(own, own[:1].expand_as(own))
-            slots[kind] = own[0] if kind == "in" else side
+            slots[kind] = own[0] if kind == ("out" if transposed else "in") else side
     sources = _record_parts(run, call, found, slots)
     bias = call.argument(2, "bias")
     if bias is not None:
@@ -66,12 +66,12 @@ def mixture(run: Propagation, call: Call, found: MixedWeight, groups: int) -> An
     record(
         run,
         call,
-        ParameterRef(sources[0], shape if found.images == 1 else (outputs.numel(), *shape[1:])),
+        ParameterRef(sources[0], (shape[0] // found.images, *shape[1:])),
         None,
         "dense",
         (0, 1) if transposed else (1, 0),
         groups // found.images,
-        (slots["in"], outputs),
+        (slots["in"], slots["out"]),
         (inputs, outputs),
         tuple(labels.shape)
         if found.images == 1

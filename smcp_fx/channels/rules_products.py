@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, fx
 
-from smcp_fx.channels import columns
+from smcp_fx.channels import columns, stacked_weights
 from smcp_fx.channels.labels import uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together
@@ -160,6 +160,9 @@ def _product(
     shape: tuple[int, ...],
 ) -> Tensor:
     """Labels of a product whose operands' and result's dimensions are named."""
+    stacked = stacked_weights.product(run, call, operands, names, out)
+    if stacked is not None:
+        return stacked
     sides = _contracted(run, call, [run.of(operand) for operand in operands], names, out)
     shared = {name for name in names[0] if name in names[1] and name in out}
     for this, other in ((0, 1), (1, 0)):

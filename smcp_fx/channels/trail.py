@@ -90,7 +90,8 @@ class Call:
     def unknown(self) -> str:
         """Why its channels stay if nothing is known about it."""
         if isinstance(self.module, torch.jit.ScriptModule):
-            return f"{self.node.name!r} is compiled by torch.jit: prepare the model before it is compiled"
+            why = "is compiled by torch.jit, and its script cannot be written as Python"
+            return f"{self.node.name!r} {why}: prepare the model before it is compiled"
         return f"operation {readable_name(self.node)!r} has no channel rule"
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
@@ -134,6 +135,7 @@ class Layer:
     axis: int  # of the output's channels
     source: str  # the parameter that the weight is, or is computed from
     computed: bool  # is it computed, so that its gradients are those of its mask?
+    beside: tuple[int, ...] = ()  # the weight's dimensions that are neither channels nor summed over
 
     def tensor(self, module: nn.Module) -> Tensor:
         """The parameter that the weight is, or one that it is computed from."""
@@ -242,6 +244,8 @@ class Trail:
     selected: set[str] = field(default_factory=set)
     #: Depthwise convolutions whose kernels are computed: the channels' dimension.
     kernels: dict[str, int] = field(default_factory=dict)
+    #: Products with stacks of matrices: the names of the dimensions whose channels the weight reads and makes.
+    stacks: dict[str, tuple[str, str]] = field(default_factory=dict)
     #: Matrices of channels by channels: the dimension of the columns, and their labels.
     columns: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     followed: set[tuple[str, str]] = field(default_factory=set)  # (matrix, node that reads it)

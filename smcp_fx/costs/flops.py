@@ -121,7 +121,8 @@ def _left(channels: ChannelGraph, node: str) -> tuple[Width, int]:
 def _positions(layer: Layer, images: int) -> float:
     """Return the multiply-adds of one image for each pair of channels (each channel, if depthwise)."""
     dims = {layer.out_dim} if layer.kind == "depthwise" else {layer.in_dim, layer.out_dim}
-    kernel = prod(size for dim, size in enumerate(layer.weight_shape) if dim not in dims)
+    others = dims.union(layer.beside)
+    kernel = prod(size for dim, size in enumerate(layer.weight_shape) if dim not in others)
     shape = layer.in_shape if layer.transposed else layer.out_shape
     channels = layer.input_channels if layer.transposed else layer.output_channels
     return kernel * prod(shape) / (images * max(channels.numel(), 1))  # a layer may have none

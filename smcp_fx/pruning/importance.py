@@ -123,7 +123,7 @@ class TaylorImportance:
         masks += [self._state.mix_mask(mix) for mix in self._mixes]
         if not learning and not switched and all(mask.grad is None for mask in masks):
             return None
-        pairs = [(weights[i].detach(), weights[i].grad) for i in learning]
+        pairs = [(_real(weights[i].detach()), _real(weights[i].grad)) for i in learning]
         keep = self._state.keep
         reduce: Callable[..., list[Tensor]] = _on_cpu if keep.device.type == "cpu" else _on_device
         sums.update(zip(learning, reduce(pairs, [self.layers[i] for i in learning]), strict=True))
@@ -148,6 +148,12 @@ def _gathered_by(masks: list[Tensor], others: list[list[int]]) -> list[Tensor]:
     # These gradients are none that DistributedDataParallel averages.
     together = ranks.mean_over_ranks(torch.cat(found))
     return list(torch.split(together, [part.numel() for part in found]))
+
+
+def _real(tensor: Tensor | None) -> Tensor:
+    """Of a complex tensor both parts, which learn as two numbers."""
+    assert tensor is not None
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _others(layer: Layer, tensor: Tensor) -> list[int]:

@@ -309,7 +309,7 @@ def _ones(layer: Layer, line: list[int], weight: Tensor | None) -> Tensor:
     shape = [*line[: layer.in_dim + 1], *layer.weight_shape[layer.in_dim + 1 :]] if layer.in_dim else line
     if weight is None:
         return torch.ones(shape)
-    mask = torch.ones(shape, dtype=weight.dtype, device=weight.device)
+    mask = torch.ones(shape, dtype=weight.dtype.to_real(), device=weight.device)
     if layer.computed:
         return mask.requires_grad_(True)
     channels_last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)

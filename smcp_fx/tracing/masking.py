@@ -61,7 +61,8 @@ class _StraightThrough(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return to_weight, None
         weight, mask = ctx.saved_tensors
-        return to_weight, (weight * gradient).sum_to_size(mask.shape).to(mask.dtype)
+        product = (weight.conj() * gradient).real if weight.is_complex() else weight * gradient
+        return to_weight, product.sum_to_size(mask.shape).to(mask.dtype)
 
 
 class _DirectScale(torch.autograd.Function):
@@ -84,13 +85,23 @@ def soft_mask(weight: Tensor, mask: Tensor) -> Tensor:
     Masks of frozen weights take gradients instead: the sum of ``weight * gradient`` over each of their elements. It
     is what the importance would get from the weight's own gradient.
     """
-    return _StraightThrough.apply(weight, mask)  # type: ignore[no-any-return]
+    return _StraightThrough.apply(weight, _for_each_image(mask, weight))  # type: ignore[no-any-return]
 
 
 def hard_mask(weight: Tensor, mask: Tensor) -> Tensor:
     """Return ``weight * mask``; masked weights get no gradient, and neither do their masks."""
-    masked = weight * mask.detach().to(weight.dtype)
+    masked = weight * _for_each_image(mask, weight).detach().to(weight.dtype)
     return soft_mask(masked, mask) if mask.requires_grad else masked
+
+
+def _for_each_image(mask: Tensor, weight: Tensor) -> Tensor:
+    """The mask, repeated where all images' inputs are rows of one weight (a transposed convolution's)."""
+    rows = mask.shape[0]
+    return (
+        mask
+        if rows in (1, weight.shape[0])
+        else mask.repeat(weight.shape[0] // rows, *(1,) * (mask.dim() - 1))
+    )
 
 
 def scale_gamma(gamma: Tensor, scale: Tensor) -> Tensor:

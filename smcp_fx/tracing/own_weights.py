@@ -17,7 +17,9 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-_LAYERS = (
+from smcp_fx.tracing.constant_values import overwritten
+
+LAYERS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
 )  # fmt: skip
 _LISTS = ".parametrizations."
@@ -41,7 +43,7 @@ def computed_by_hooks(module: nn.Module) -> list[str]:
     held = all(
         name not in module._parameters and isinstance(vars(module).get(name), Tensor) for name in names
     )
-    return names if known and held and isinstance(module, _LAYERS) else []
+    return names if known and held and isinstance(module, LAYERS) else []
 
 
 def _name(hook: Any) -> str:
@@ -54,14 +56,16 @@ def _name(hook: Any) -> str:
 def is_parametrised_layer(module: nn.Module) -> bool:
     """Is it a layer whose weight or bias has parametrisations, without hooks?"""
     hooked = module._forward_hooks or module._forward_pre_hooks
-    return isinstance(module, _LAYERS) and parametrize.is_parametrized(module) and not hooked
+    return isinstance(module, LAYERS) and parametrize.is_parametrized(module) and not hooked
 
 
 def owner_of(node: fx.Node) -> str | None:
     """The name of the weight that the node computes, where it is one that a layer computes of its own."""
     if node.op == "call_module" and _LISTS in str(node.target):
         return str(node.target).replace(_LISTS, ".")
-    owner: Any = node.args[0] if node.target is own_weight else None
+    owner: Any = node.args[0] if node.target in (own_weight, overwritten) else None
+    if node.target is overwritten:
+        return str(owner.target)
     return f"{owner.target}.{node.args[1]}" if isinstance(owner, fx.Node) else None
 
 

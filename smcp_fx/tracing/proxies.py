@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import TraceError
 from smcp_fx.tracing.answering import AnsweringTracer
+from smcp_fx.tracing.constant_values import overwritten
 from smcp_fx.tracing.frames import asks_for_type, in_library, instruction_of, looks_up
 from smcp_fx.tracing.sentences import express
 
@@ -65,15 +66,16 @@ class AnsweringProxy(Proxy):
             kind = self.tracer.kind(self)
             if not hasattr(self.tracer.value(self.node), name):
                 raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
-        return ValueAttribute(self, name)
+        attribute = ValueAttribute(self, name)
+        if name == "data":
+            attribute.node  # noqa: B018 (made now: another tensor may be assigned before it is read)
+        return attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(Tensor, name) and not in_library(sys._getframe(1)):
             if name == "data" and self.node.op == "get_attr":
-                raise TraceError(
-                    f"{self.node.target!r} is overwritten in forward, which a graph does not do: fuse weights once, "
-                    "and prepare the model that reads the fused ones; or hand them to a function (F.conv2d)"
-                )
+                self.tracer.create_proxy("call_function", overwritten, (self, value), {})
+                return
             raise TraceError(
                 f"{express(self.node)}.{name} is assigned, which a graph does not do; write into the tensor "
                 "(`x.copy_(...)`), or use another name"

@@ -33,6 +33,7 @@ from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
 from smcp_fx.tracing.in_place import PLAIN, drop_releases, is_tensor_for_sure, settle_in_place
 from smcp_fx.tracing.lengths import Sizes, write_out_kernels
 from smcp_fx.tracing.mode_reads import ModeLog, drop_marks
+from smcp_fx.tracing.parameter_writes import settle_parameter_writes
 from smcp_fx.tracing.proxies import ValueProxy
 from smcp_fx.tracing.python_builtins import StandIns
 from smcp_fx.tracing.questions import asks_if_finite, drop_constant_questions, reads_values
@@ -98,6 +99,7 @@ class ShapeTracer(AnsweringTracer):
         drop_marks(graph)
         own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
         drop_releases(graph)
+        settle_parameter_writes(graph, model, self._adopt)
         settle_in_place(graph, model, self.value)
         functional_writes(graph, model, self.value, self._adopt, self.assumptions)
         drop_constant_questions(graph)

@@ -24,7 +24,8 @@ from smcp_fx.tracing.example_runs import first_line, unchanged
 from smcp_fx.tracing.mode_paths import Modes, ModeTrace
 from smcp_fx.tracing.mode_reads import ReadsOfTraining
 from smcp_fx.tracing.mode_steps import alike
-from smcp_fx.tracing.own_weights import computed_by_hooks, is_parametrised_layer, own_weight
+from smcp_fx.tracing.own_weights import LAYERS, computed_by_hooks, is_parametrised_layer, own_weight
+from smcp_fx.tracing.parameter_writes import written_parameter
 from smcp_fx.tracing.plain_attention import forward_of, is_plain_attention, slow_path
 from smcp_fx.tracing.sentences import is_ours
 from smcp_fx.tracing.shape_tracer import KeptOutsideError, ShapeTracer
@@ -62,6 +63,7 @@ class _Tracer(ShapeTracer):
         self._looked_into: set[nn.Module] = set()  # modules of torch that are being looked into
         self.proxy_buffer_attributes = proxy_buffers
         self._tensors: dict[int, tuple[str, Tensor]] = {}  # parameters and buffers by their ids
+        self._overwritten: set[int] = set()  # the ids of those that forward has written into
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace, knowing the paths of the model's modules."""
@@ -89,7 +91,9 @@ class _Tracer(ShapeTracer):
         try:
             if not self._evaluating and is_plain_attention(m, args, kwargs):
                 return self._call_plainly(m, forward_of(m, forward, self._seen), args, kwargs)
-            if not self._evaluating and (is_parametrised_layer(m) or computed_by_hooks(m)):
+            if not self._evaluating and (
+                is_parametrised_layer(m) or computed_by_hooks(m) or self._is_overwritten(m)
+            ):
                 return self._call_computing(m, forward, args, kwargs)
             output = super().call_module(m, forward, args, kwargs)
             path = self._paths.get(m, "")
@@ -141,6 +145,11 @@ class _Tracer(ShapeTracer):
     def _seen(self, given: Any) -> Any:
         return self.value(given.node) if isinstance(given, fx.Proxy) else given
 
+    def _is_overwritten(self, m: nn.Module) -> bool:
+        """Has the forward written into a parameter of this layer?"""
+        own = m._parameters.values() if self._overwritten and type(m) in LAYERS else ()
+        return any(id(parameter) in self._overwritten for parameter in own)
+
     def _call_computing(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record a layer that computes its weight as a function of that computation."""
         names, hooks, held = computed_by_hooks(m), dict(m._forward_pre_hooks), dict(vars(m))
@@ -180,6 +189,9 @@ class _Tracer(ShapeTracer):
         if node.name == "self":  # a module's name, which the generated code means itself by
             node._rename("self_module")
         self.contexts.note(node)
+        written = written_parameter(node, self.root) if node.op in ("call_function", "call_method") else None
+        if written is not None:
+            self._overwritten.add(id(_registered(self.root, str(written.target))))
         return node
 
 

@@ -116,11 +116,12 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
 
 def _require_traceable(model: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Raise `InputError` for compiled models, which have no Python to trace, and for empty inputs."""
-    compiler = "torch.jit" if isinstance(model, torch.jit.ScriptModule) else "torch.compile"
-    if compiler == "torch.jit" or isinstance(getattr(model, "_orig_mod", None), nn.Module):
+    scripted = isinstance(model, torch.jit.ScriptModule)
+    if scripted or isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        why = "torch.jit, and its script cannot be written as Python" if scripted else "torch.compile"
         raise InputError(
-            f"the model is compiled by {compiler}, and has no Python to trace: prepare the model that it was "
-            "made from, and compile what convert returns."
+            f"the model is compiled by {why}: prepare the model that it was made from, and compile what convert "
+            "returns."
         )
     for given in inputs:
         if isinstance(given, Tensor) and not given.numel():

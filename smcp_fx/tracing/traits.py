@@ -55,8 +55,8 @@ _NAMES = {
         floordivide fmax fmin fmod frac fulllike ge gelu gt half hardshrink hardsigmoid hardswish hardtanh
         heaviside hypot identity imag int invert isfinite isinf isnan le leakyrelu lerp log log10 log1p log2
         logaddexp logicaland logicalnot logicalor logicalxor logit logsigmoid long lt maskedfill maximum minimum
-        mish mod mul nantonum ne neg oneslike polar pos positive ownelementwise pow randlike randnlike real
-        reciprocal relu relu6 remainder resolveconj round rrelu rsqrt selu sgn short sigmoid sign silu sin sinc
+        mish mod mul nantonum ne neg oneslike overwritten polar pos positive ownelementwise pow randlike randnlike
+        real reciprocal relu relu6 remainder resolveconj round rrelu rsqrt selu sgn short sigmoid sign silu sin sinc
         sinh softplus softshrink softsign sqrt square stochasticdepth sub swish tan tanh tanhshrink threshold to
         trunc type typeas where xlogy zero zeroslike
     """,

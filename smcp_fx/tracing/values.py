@@ -25,6 +25,16 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def is_continuous(self) -> bool:
+        """See `is_continuous`."""
+        return is_continuous(self)
+
+
+def is_continuous(value: torch.Tensor | TensorInfo) -> bool:
+    """Does it hold real or complex numbers, no integers or truth values?"""
+    return value.dtype.is_floating_point or value.dtype.is_complex
+
 
 def held(module: nn.Module, target: str) -> Any:
     """Return what a `get_attr` node of this target reads."""

@@ -51,7 +51,7 @@ def functional_writes(
         if parts is None:
             continue
         if node.target is operator.setitem:
-            _once(node)
+            write_once(node)
         write = _Write(graph, model, value, node, parts, assumed, written)
         last = node.prev
         result = write.rewritten()
@@ -64,7 +64,7 @@ def functional_writes(
             write.put(result)
 
 
-def _once(node: fx.Node) -> None:
+def write_once(node: fx.Node) -> None:
     """`x[i] += y`, which Python takes for `v = x[i]; v += y; x[i] = v`: the last step alone writes."""
     target, index, source = node.args
     if not isinstance(source, fx.Node) or source.target not in PLAIN or len(source.users) > 1:

@@ -9,13 +9,20 @@ from collections.abc import Callable
 import pytest
 import torch
 import torchvision
+from models import AWKWARD, Net, free_parameter
 from models_layers import groups_that_are_heads, one_output_a_group, transposed_one_output_a_group
-from models_mixed import mixture_behind_a_turn, mixture_by_four_attentions, mixture_of_flat_kernels
+from models_mixed import (
+    mixture_behind_a_turn,
+    mixture_by_four_attentions,
+    mixture_of_flat_kernels,
+    modulated_demodulated_and_transposed,
+)
 from models_products import (
     channels_attend_to_channels,
     channels_attend_to_fewer,
     channels_attend_to_those_of_other_layers,
 )
+from models_stacks import heads_from_one_parameter, heads_with_matrices_of_their_own, linears_in_groups
 from torch import nn
 
 from smcp_fx.blocks.cutting import cut
@@ -114,12 +121,20 @@ def test_attention_among_channels_is_one_block(made: Callable[[], nn.Module]) ->
 
 
 @pytest.mark.parametrize("images", [1, 2])
-@pytest.mark.parametrize("made", [mixture_of_flat_kernels, mixture_by_four_attentions, mixture_behind_a_turn])
+@pytest.mark.parametrize(
+    "made",
+    [
+        mixture_of_flat_kernels,
+        mixture_by_four_attentions,
+        mixture_behind_a_turn,
+        modulated_demodulated_and_transposed,
+    ],
+)
 def test_a_mixture_of_kernels_is_one_block(made: Callable[[], nn.Module], images: int) -> None:
     """The images that are written as one, and the mixing, run with the convolution; only channels are widths."""
     traced = trace(made().eval(), (torch.randn(images, 3, 8, 8),))
     blocks = cut(traced, build(traced.module, traced.values, multiple=1))
-    (block,) = (block for block in blocks if "conv2d" in block.nodes)
+    (block,) = (block for block in blocks if {"conv2d", "conv_transpose2d"} & {*block.nodes})
     assert len(block.widths) == 2
     for share in (0.0, 0.5, 1.0):
         widths = tuple(grid[int(share * (len(grid) - 1))] for grid in block.grids)
@@ -252,6 +267,35 @@ def test_functional_convolutions_are_told_apart_by_their_kernels() -> None:
     traced = trace(Two(), (torch.randn(2, 3, 8, 8),))
     signatures = {b.nodes[0]: b.signature for b in cut(traced, build(traced.module, traced.values))}
     assert signatures["conv2d"] != signatures["conv2d_1"]
+
+
+@pytest.mark.parametrize(
+    "made", [linears_in_groups, heads_from_one_parameter, heads_with_matrices_of_their_own]
+)
+def test_blocks_of_stacks_are_built_at_any_width(made: Callable[[], nn.Module]) -> None:
+    (case,) = (case for case in AWKWARD if case.name == made.__name__)
+    traced = trace(made().eval(), case.inputs())
+    for block in cut(traced, build(traced.module, traced.values, multiple=1)):
+        for widths in ([grid[0] for grid in block.grids], [grid[-1] for grid in block.grids]):
+            module, inputs = block.build(tuple(widths))
+            with torch.no_grad():
+                module(*inputs)
+
+
+def test_stacks_are_told_apart_by_their_number_of_matrices() -> None:
+    traced = trace(
+        Net(
+            lambda s, x: s.out((s.stem(x)[:, None] @ s.two).sum(1) + (s.stem(x)[:, None] @ s.three).sum(1)),
+            stem=nn.Linear(6, 8),
+            two=free_parameter(2, 8, 8),
+            three=free_parameter(3, 8, 8),
+            out=nn.Linear(8, 4),
+        ),
+        (torch.randn(2, 5, 6),),
+    )
+    blocks = cut(traced, build(traced.module, traced.values, multiple=1))
+    signatures = [block.signature for block in blocks if "matmul" in block.signature]
+    assert len(signatures) == len(set(signatures)) == 2
 
 
 def test_blocks_know_how_many_bytes_their_weights_are() -> None:

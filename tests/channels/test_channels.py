@@ -10,10 +10,12 @@ import models_folded  # noqa: F401
 import models_layers  # noqa: F401
 import models_mixed  # noqa: F401
 import models_movement  # noqa: F401
+import models_overwritten  # noqa: F401
 import models_products  # noqa: F401
 import models_recurrent  # noqa: F401
 import models_shapes  # noqa: F401
 import models_spectra  # noqa: F401
+import models_stacks  # noqa: F401
 import models_statistics  # noqa: F401
 import models_weights  # noqa: F401
 import models_windows  # noqa: F401
@@ -21,16 +23,23 @@ import models_wiring  # noqa: F401
 import pytest
 import torch
 import torch.nn.functional as F
+from free_channels_page import line, lines
 from models import AWKWARD, IMAGE, Case, between, check_slicing, randomise, run
 from tolerances import assert_close
 
 import smcp_fx
 
 
+@pytest.mark.filterwarnings("ignore:.* fuses weights in one mode alone")
 @pytest.mark.parametrize("case", AWKWARD, ids=lambda case: case.name)
 def test_awkward_network(case: Case) -> None:
     prepared = check_slicing(case.build(), case.inputs(), seeds=(0, 1))
     assert prepared.channels.free_share == pytest.approx(case.free)
+    assert line(case, prepared.channels) in lines(), "run tests/free_channels_page.py"
+
+
+def test_the_page_tells_of_each_network_once() -> None:
+    assert len(lines()) == len(AWKWARD)
 
 
 @pytest.mark.parametrize("amount", [1, 6, 7])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from models import between, check_slicing
 from torch import Tensor, nn
 from tracing_oracle import check_traced
@@ -213,33 +212,3 @@ def test_functions_of_torchscript_are_traced_through() -> None:
     scripted = torch.jit.script(_written)
     prepared = check_slicing(between(lambda s, h: scripted(h)), (torch.randn(2, 3, 8, 8),))
     assert prepared.channels.free_share == 1.0
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_modules_of_torchscript_stay_and_the_reason_says_so() -> None:
-    compiled = torch.jit.script(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU()))
-    prepared = smcp_fx.prepare(between(lambda s, h: s.mid(h), mid=compiled), (torch.randn(2, 3, 8, 8),))
-    (why,) = {why for _, why in prepared.channels.units.why.texts if "compiled" in why}
-    assert why == "'mid' is compiled by torch.jit: prepare the model before it is compiled"
-
-
-class _Drawn(_ByWidth):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return (x + torch.rand_like(x)).round()
-
-
-@pytest.mark.parametrize("function", [_ByWidth, _ByMean])
-def test_weights_that_one_makes_are_computed(function: Any) -> None:
-    """Binary weights scaled by their number, say: masked, they are what they were."""
-    model = between(lambda s, h: F.conv2d(h, function.apply(s.mid.weight)), mid=nn.Conv2d(8, 8, 1))
-    assert check_slicing(model, (IMAGE,)).channels.free_share == 1.0
-
-
-def test_weights_that_one_draws_are_drawn_once_converted_too() -> None:
-    def wiring(s: Any, h: Tensor) -> Tensor:
-        return F.conv2d(h, _Drawn.apply(s.mid.weight)) if s.training else h
-
-    converted = smcp_fx.convert(check_slicing(between(wiring, mid=nn.Conv2d(8, 8, 1)), (IMAGE,))).train()
-    one, other = (converted(IMAGE.double()) for _ in range(2))
-    assert not torch.equal(one, other)

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.errors import TraceError
-from smcp_fx.tracing.tracer import trace
 
 Made = Callable[[nn.Module, Tensor], Tensor]
 
@@ -136,16 +134,6 @@ def test_numbers_taken_out_of_tensors_stay_arithmetic() -> None:
     for one in (model, prepared):
         one.get_buffer("scale").fill_(0.3)
     torch.testing.assert_close(prepared.eval()(image()), model.eval()(image()))
-
-
-def overwritten(net: nn.Module, f: Tensor) -> Tensor:
-    net.a[0].weight.data = net.a[0].weight.data * 2  # type: ignore[index, union-attr]
-    return f
-
-
-def test_a_weight_that_forward_overwrites_is_refused_by_name() -> None:
-    with pytest.raises(TraceError, match=r"'a\.0\.weight' is overwritten in forward, .*fuse weights once"):
-        trace(Net(overwritten).eval(), (image(),))
 
 
 def test_a_draw_of_python_is_no_difference() -> None:

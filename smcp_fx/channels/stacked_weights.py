@@ -1,0 +1,171 @@
+"""Products of a tensor with a stack of matrices that is one parameter: grouped linears, experts, spectral layers.
+
+    bmm(x, weight)                          x [groups, b, i], weight [groups, i, o]
+    einsum("bnd,thde->tbhne", x, weight)    queries, keys and values of all heads
+    einsum("bixy,ioxy->boxy", x, weight)    a matrix for each frequency
+
+Each dimension of the weight is summed over, made, or shared by operand and result. One that is summed over holds the
+input channels, one that is made the output channels, of all matrices alike. Where the operand's channels lie along a
+shared one, whole matrices go.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from smcp_fx.channels.labels import place
+from smcp_fx.channels.propagation import Propagation, channel_labels
+from smcp_fx.channels.rules_layers import own_inputs, record, renamed
+from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """A product's weight. By name: where its dimensions (``held``) and the operand's (``there``) stand."""
+
+    weight: ParameterRef
+    held: dict[str, int]
+    there: dict[str, int]
+    out: list[str]
+
+    @property
+    def summed(self) -> list[str]:
+        return [name for name in self.held if name in self.there and name not in self.out]
+
+    @property
+    def shared(self) -> list[str]:
+        return [name for name in self.held if name in self.there and name in self.out]
+
+    @property
+    def made(self) -> list[str]:
+        """In the order of the result."""
+        return [name for name in self.out if name in self.held and name not in self.there]
+
+    def dim(self, name: str) -> int:
+        """The dimension of the parameter itself."""
+        found = self.weight.place(self.held[name])
+        assert found is not None, "a weight that lacks a dimension for its channels"
+        return found
+
+    def beside(self, *channels: str) -> tuple[int, ...]:
+        """The parameter's dimensions that are neither these channels nor summed over."""
+        return tuple(self.dim(name) for name in self.held if name not in (*channels, *self.summed))
+
+
+def product(
+    run: Propagation,
+    call: Call,
+    operands: tuple[Any, Any],
+    names: tuple[list[str], list[str]],
+    out: list[str],
+) -> Tensor | None:
+    """Labels of the product where one operand is such a parameter, and the other a tensor whose channels it reads."""
+    for this, other in ((1, 0), (0, 1)):
+        weight, tensor = operands[this], operands[other]
+        if not _is_stack(weight, run) or not isinstance(tensor, Tensor):
+            continue
+        held = {n: d for d, n in enumerate(names[this]) if weight.shape[d] > 1}
+        there = {n: d for d, n in enumerate(names[other]) if tensor.shape[d] > 1 or n not in held}
+        stack = _Stack(weight, held, there, out)
+        if stack.made and stack.held.keys() ^ stack.there.keys() <= set(out):
+            return _layer(run, call, tensor, stack)
+    return None
+
+
+def _is_stack(value: Any, run: Propagation) -> TypeGuard[ParameterRef]:
+    parameter = isinstance(value, ParameterRef) and not isinstance(value, (ConstantRef, MadeRef))
+    return parameter and len(value.shape) > 2 and value.name not in run.trail.elements
+
+
+def _layer(run: Propagation, call: Call, labels: Tensor, stack: _Stack) -> Tensor | None:
+    read, at = run.trail.stacks.get(call.node.name, ("", ""))
+    known = bool(read)
+    varied = {name for name, dim in stack.there.items() if dim in run.varied(labels)}
+    shared = varied.intersection(stack.shared)
+    if not known:
+        whole = bool(shared) and (call.node.name in run.turned or varied.isdisjoint(stack.summed))
+        told = shared if whole else varied - shared
+        read = max(sorted(told), key=lambda name: _apart(run, labels, stack.there[name]), default="")
+        at = read if whole else ""
+        known = whole or run.seen is not None or (len(told) == 1 and len(stack.made) == 1)
+    if read not in stack.held:  # no channels, or ones that pass beside the weight
+        return None
+    if read == at:
+        return _whole_matrices(run, call, labels, stack, read)
+    for name in shared:  # of all matrices alike, as grouped convolutions tie them
+        labels = run.tie_along(labels, stack.there[name])
+    sizes = [stack.weight.shape[stack.held[name]] for name in stack.made]
+    made = run.fresh(call.node.name, math.prod(sizes)).reshape(sizes)
+    told_apart = [stack.made[dim] for dim in run.varied(made)] or stack.made
+    at = at or max(told_apart, key=lambda name: _apart(run, made, stack.made.index(name)))
+    if not known:
+        # One dimension of each will tell channels apart: which one is known once all ties are.
+        run.blind = True
+        inputs, outputs = _line(labels, stack.there[read]), _line(made, stack.made.index(at))
+        _record(run, call, labels, stack, (read, at), (inputs, outputs))
+        spread = [made.shape[stack.made.index(name)] if name in stack.made else 1 for name in stack.out]
+        return made.reshape(spread).expand(call.shape)
+    inputs = own_inputs(run, call, channel_labels(run, labels, stack.there[read]))
+    outputs = channel_labels(run, made, stack.made.index(at))
+    dims = stack.dim(read), stack.dim(at)
+    if run.trail.slots.get(stack.weight.name, dict.fromkeys(dims)).keys() != set(dims):
+        why = f"{stack.weight.name!r} is read along other dimensions elsewhere"
+        return run.unknown(call, why)  # type: ignore[no-any-return]
+    for dim, line in zip(dims, (inputs, outputs), strict=True):
+        run.slot(stack.weight.name, dim, line)
+    _record(run, call, labels, stack, (read, at), (inputs, outputs))
+    run.trail.stacks[call.node.name] = read, at
+    if shared:
+        groups = math.prod(labels.shape[stack.there[name]] for name in shared)
+        run.trail.within[call.node.name] = groups, (inputs, outputs)
+    return place(outputs, call.shape, stack.out.index(at))
+
+
+def _whole_matrices(run: Propagation, call: Call, labels: Tensor, stack: _Stack, name: str) -> Tensor:
+    """Each channel, or head, is read by a matrix of its own, which goes with it."""
+    inputs = own_inputs(run, call, channel_labels(run, labels, stack.there[name]))
+    outputs = run.slot(stack.weight.name, stack.dim(name), renamed(run, call, inputs))
+    _record(run, call, labels, stack, (name, name), (inputs, outputs))
+    run.trail.stacks[call.node.name] = name, name
+    return place(outputs, call.shape, stack.out.index(name))
+
+
+def _record(
+    run: Propagation,
+    call: Call,
+    labels: Tensor,
+    stack: _Stack,
+    names: tuple[str, str],
+    channels: tuple[Tensor, Tensor],
+) -> None:
+    read, made = names
+    whole = read == made
+    record(
+        run,
+        call,
+        stack.weight,
+        None,
+        "depthwise" if whole else "dense",
+        (stack.dim(read), stack.dim(made)),
+        channels[0].numel() if whole else 1,
+        (channels[1], channels[1]) if whole else channels,
+        channels,
+        tuple(labels.shape),
+        (stack.there[read], stack.out.index(made)),
+        beside=stack.beside(read, made),
+    )
+
+
+def _line(labels: Tensor, dim: int) -> Tensor:
+    """The labels along one dimension, at index 0 of the others."""
+    return labels[tuple(slice(None) if d == dim else 0 for d in range(labels.dim()))]
+
+
+def _apart(run: Propagation, labels: Tensor, dim: int) -> int:
+    """How many channels the dimension tells apart."""
+    return int(torch.unique(_line(run.units(labels), dim)).numel())

@@ -1,0 +1,55 @@
+"""Values of nodes that read nothing but what the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from smcp_fx.tracing.values import held
+
+
+def overwritten(parameter: Tensor, value: Tensor) -> Tensor:
+    """Write the value into the parameter's memory, and return the parameter, which gets the gradient."""
+    parameter.data.copy_(value.detach())
+    return parameter
+
+
+def ancestors(node: fx.Node) -> frozenset[fx.Node]:
+    """The node, and all that it is computed from."""
+    known, todo = {node}, [node]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source not in known:
+                known.add(source)
+                todo.append(source)
+    return frozenset(known)
+
+
+def computed_value(
+    module: nn.Module, nodes: tuple[fx.Node, ...], given: Mapping[fx.Node, Tensor] | None = None
+) -> Any:
+    """The value of the last of these nodes, which read nothing but parameters; nothing is written into these.
+
+    ``given``: values to take in the place of what some of the nodes read.
+    """
+    values: dict[fx.Node, Any] = {}
+    for node in nodes:
+        if node in (given or {}):
+            values[node] = given[node]  # type: ignore[index]
+            continue
+        if node.op == "get_attr":
+            values[node] = held(module, str(node.target))
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.target is overwritten:
+            values[node] = args[1]
+        elif node.op == "call_method":
+            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        elif node.op == "call_module":
+            values[node] = module.get_submodule(str(node.target))(*args, **kwargs)
+        else:
+            assert callable(node.target)
+            values[node] = node.target(*args, **kwargs)
+    return values[nodes[-1]]
