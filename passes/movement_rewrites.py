@@ -49,8 +49,8 @@ def _sizes(run: Rewriter, node: fx.Node, before: Tensor, outputs: list[Tensor]) 
     else:
         base, sizes = 0, list(node.args[1:])
     if len(sizes) == 1 and isinstance(sizes[0], fx.Node) and isinstance(run.old[sizes[0].name], tuple):
-        sizes = run.parts_of(sizes[0], node)  # `y.view(x.shape)`
-        as_tuple = False
+        sizes = run.parts_of(sizes[0], node)  # `y.view(x.shape)`, `torch.reshape(y, x.shape)`
+        as_tuple = node.op == "call_function"
     shape = run.sliced.slice(outputs[0]).shape[base : base + len(sizes)]
     if len(shape) != len(sizes) or not 0 <= dim - base < len(sizes):
         return False

@@ -20,7 +20,7 @@ from smcp_fx.channels.weight_views import factors, weight_of, weight_view
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.tracing.constant_values import ancestors
-from smcp_fx.tracing.masking import META, STATE, Mark, Masked, forward_with_weight, mark_of
+from smcp_fx.tracing.masking import MASKS, META, SCALES, STATE, Mark, Masked, forward_with_weight, mark_of
 from smcp_fx.tracing.modes import Condition, conditions
 from smcp_fx.tracing.values import canonical_names, held
 
@@ -85,6 +85,15 @@ def show_other_mode(
             product = module.graph.call_function(function, (read, other))
         for user in others:
             user.replace_input_with(read, product)
+
+
+def fuses_in_one_mode(graph: fx.Graph) -> bool:
+    """Does one mode compute weights of what layers read in the other (`show_other_mode`)?"""
+    functions = (*MASKS.values(), *SCALES.values())
+    products = [node for node in graph.nodes if node.target in functions]
+    return any(
+        mark_of(user) is None and user.target not in functions for node in products for user in node.users
+    )
 
 
 def _never_together(one: Condition, other: Condition) -> bool:

@@ -19,6 +19,7 @@ from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning
 from smcp_fx.passes.pipelines import convert_pipeline, fold_pipeline, prepare_pipeline
+from smcp_fx.passes.weight_products import fuses_in_one_mode
 from smcp_fx.prepared import Preparation, PreparedGraph, PreparedModel, PreparedRegions, Tracing, copy_modes
 from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
@@ -246,6 +247,13 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
             f"{type(prepared).__name__} has a train() of its own; the converted model is a plain graph, whose "
             f"train() sets every module. Call eval() on what is to stay frozen{': ' * bool(frozen)}"
             f"{', '.join(map(repr, frozen[:4]))}.",
+            TrainingWarning,
+            stacklevel=2,
+        )
+    if fuses_in_one_mode(prepared.graph):
+        warnings.warn(
+            f"{type(prepared).__name__} fuses weights in one mode alone; the converted model holds the fused ones as "
+            "they are now, and training it on would not change them: train the prepared model instead.",
             TrainingWarning,
             stacklevel=2,
         )

@@ -172,3 +172,9 @@ def channel_count_in_the_output() -> nn.Module:
 def reshaped_like_a_tensor_of_other_channels() -> nn.Module:
     """The two have as many channels as each other, though nothing adds them up."""
     return between(lambda s, h: s.mid(h).flatten(2).reshape_as(h), mid=conv(8, 8))
+
+
+@awkward(1.0)
+def function_reshaped_to_the_shape_of_a_tensor_of_other_channels() -> nn.Module:
+    """A function takes the shape as one argument, which its parts then are."""
+    return between(lambda s, h: torch.reshape(s.mid(h).flatten(2), h.shape), mid=conv(8, 8))

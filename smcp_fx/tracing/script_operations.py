@@ -184,33 +184,43 @@ def _interpolated(mode: str, x: Any, size: Any, *how: Any) -> Any:
     return F.interpolate(x, None if factors else size, factors, mode, align)
 
 
+#: Of lists, whatever they hold.
+_OF_LISTS: dict[str, Callable[..., Any]] = {
+    "len": len,
+    "list": list,
+    "copy": list,
+    "append": lambda items, item: items.append(item) or items,
+    "extend": lambda items, others: items.extend(others),
+    "insert": lambda items, place, item: items.insert(place, item),
+    "__getitem__": operator.getitem,
+    "_set_item": operator.setitem,
+    "__is__": operator.is_,
+    "__isnot__": operator.is_not,
+    "_unwrap_optional": lambda x: x,
+}
+
 _OF_TENSORS: dict[str, Callable[..., Any]] = {
+    **_OF_LISTS,
     "slice": _sliced,
     "index": _indexed,
     "_convolution": _convolution,
     "batch_norm": _batch_norm,
     "embedding": lambda weight, indices, *_: F.embedding(indices, weight),
     "size": lambda x, *dim: x.size(*dim),
-    "len": len,
     "dim": lambda x: x.dim(),
     "numel": lambda x: x.numel(),
     "layer_norm": lambda *given: F.layer_norm(*given[:5]),
     "group_norm": lambda *given: F.group_norm(*given[:5]),
-    "append": lambda items, item: items.append(item) or items,
-    "__getitem__": operator.getitem,
     "Int": int,
     "Float": float,
     "Bool": bool,
-    "__is__": operator.is_,
-    "__isnot__": operator.is_not,
     "upsample_nearest2d": functools.partial(_interpolated, "nearest"),
     "upsample_bilinear2d": functools.partial(_interpolated, "bilinear"),
     "upsample_bicubic2d": functools.partial(_interpolated, "bicubic"),
-    "_set_item": operator.setitem,
-    "_unwrap_optional": lambda x: x,
 }
 
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
+    **_OF_LISTS,
     **{
         name: getattr(operator, name)
         for name in ("add", "sub", "mul", "neg", "eq", "ne", "lt", "le", "gt", "ge", "pow")
@@ -218,16 +228,11 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "div": operator.truediv,
     "floordiv": operator.floordiv,
     "remainder": operator.mod,
-    "__getitem__": operator.getitem,
     "__contains__": operator.contains,
-    "__is__": operator.is_,
-    "__isnot__": operator.is_not,
     "__not__": operator.not_,
     "__and__": lambda a, b: a and b,
     "__or__": lambda a, b: a or b,
-    "len": len,
-    "append": lambda items, item: items.append(item) or items,
-    "list": list,
+    "sum": sum,
     "slice": lambda items, start, end, step: items[slice(start, None if end == _END else end, step)],
     "Int": lambda x: x if type(x) is not float else int(x),
     "Float": lambda x: x * 1.0,
@@ -236,7 +241,6 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "ceil": math.ceil,
     "floor": math.floor,
     "sqrt": math.sqrt,
-    "_unwrap_optional": lambda x: x,
     "warn": lambda *_: None,
     "__range_length": lambda low, high, step: len(range(low, high, step)),
     "__derive_index": lambda index, start, step: start + index * step,
@@ -259,6 +263,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "prim::device": lambda x: x.device,
     "prim::data": lambda x: x.data,
     "prim::requires_grad": lambda x: x.requires_grad,
+    "prim::is_nested": lambda _: False,
     "prim::min": lambda *given: min(*given),
     "prim::max": lambda *given: max(*given),
 }

@@ -10,6 +10,7 @@ loops. A graph that holds something else stays what it is: a call of unknown eff
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -26,12 +27,30 @@ from smcp_fx.tracing.script_operations import (
     plain_operation,
 )
 
+#: One of several methods of a name, by the types of what they are given.
+_OVERLOAD = re.compile(r"__\d+$")
 _LAYERS = "torch.nn.modules."
 _CONTAINERS = "torch.nn.modules.container."
 #: What layers of torch.nn hold beside their constants, where they do.
 _OPTIONAL = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 #: What others hold that their `__constants__` do not name.
 _UNNAMED = ("transposed", "_reversed_padding_repeated_twice", "num_parameters", "elementwise_affine", "name")
+
+_RECURRENT = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
+#: What the constructors of others take, by the names of their attributes.
+_ARGUMENTS = {
+    "MultiheadAttention": (
+        "embed_dim",
+        "num_heads",
+        "dropout",
+        "add_zero_attn",
+        "kdim",
+        "vdim",
+        "batch_first",
+    ),
+    "LSTM": (*_RECURRENT, "proj_size"),
+    "GRU": _RECURRENT,
+}
 
 
 def without_scripts(model: nn.Module, inputs: tuple[Any, ...], leaves: Collection[str] = ()) -> nn.Module:
@@ -90,7 +109,11 @@ def _written(script: Any) -> nn.Module | None:
 
 def _module(script: Any) -> nn.Module:
     kind = plain_name(script._c._type().qualified_name())
-    plain = _layer(script, kind) if kind.startswith(_LAYERS) and not kind.startswith(_CONTAINERS) else None
+    plain: nn.Module | None = None
+    if kind.rpartition(".")[2] in _ARGUMENTS and kind.startswith(_LAYERS):
+        plain = _constructed(script, kind.rpartition(".")[2])
+    elif kind.startswith(_LAYERS) and not kind.startswith(_CONTAINERS):
+        plain = _layer(script, kind)
     return _class_of(script)(script) if plain is None else plain
 
 
@@ -134,6 +157,27 @@ def _layer(script: Any, kind: str) -> nn.Module | None:
     for name in _OPTIONAL:
         if name not in (*layer._parameters, *layer._buffers) and getattr(script, name, 0) is None:
             (layer.register_parameter if name in _OPTIONAL[:2] else layer.register_buffer)(name, None)
+    return layer
+
+
+def _constructed(script: Any, kind: str) -> nn.Module | None:
+    """A layer whose constructor prepares more than it holds; None where the script lacks what it takes."""
+    if not all(hasattr(script, name) for name in _ARGUMENTS[kind]):  # a trace has none
+        return None
+    held = dict(script.named_parameters())
+    options = {name: getattr(script, name) for name in _ARGUMENTS[kind]}
+    if kind == "MultiheadAttention":
+        options |= {"bias": "in_proj_bias" in held, "add_bias_kv": "bias_k" in held}
+    layer: nn.Module = getattr(nn, kind)(**options)
+    if held.keys() != dict(layer.named_parameters()).keys():
+        return None
+    for name, parameter in held.items():
+        home, _, attribute = name.rpartition(".")
+        setattr(
+            layer.get_submodule(home), attribute, nn.Parameter(parameter.detach(), parameter.requires_grad)
+        )
+    for path, part in script.named_modules():
+        layer.get_submodule(path).training = part.training
     return layer
 
 
@@ -246,7 +290,7 @@ class _Run:
         return plain_operation(node)(*given)
 
     def _method(self, owner: Any, name: str, args: list[Any]) -> Any:
-        if name == "forward":
+        if _OVERLOAD.sub("", name) == "forward":
             return owner(*args)
         return owner.call(name, tuple(args)) if isinstance(owner, Written) else getattr(owner, name)(*args)
 

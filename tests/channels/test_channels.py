@@ -30,6 +30,7 @@ from tolerances import assert_close
 import smcp_fx
 
 
+@pytest.mark.filterwarnings("ignore:.* fuses weights in one mode alone")
 @pytest.mark.parametrize("case", AWKWARD, ids=lambda case: case.name)
 def test_awkward_network(case: Case) -> None:
     prepared = check_slicing(case.build(), case.inputs(), seeds=(0, 1))

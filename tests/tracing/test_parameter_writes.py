@@ -47,14 +47,43 @@ def test_training_leaves_what_the_original_leaves(build: Callable[[], nn.Module]
         assert_close(held[name], value, "identity", name)
 
 
-def test_what_fuses_in_eval_mode_leaves_out_the_channels_that_training_leaves_out() -> None:
-    """Masks of the branches are in the fused kernel, too, before and after slicing."""
-    model = randomise(models_overwritten.fused_in_eval_mode()).double().eval()
-    prepared = smcp_fx.prepare(model, image(), config=smcp_fx.PruningConfig(multiple=1))
+class FusedNorms(nn.Module):
+    """RepVGG: two branches with batch norms in training, one kernel in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.one = conv(8, 8, bias=False), conv(8, 8, 1, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same in both modes, while statistics stay."""
+        branches = list(zip((self.wide, self.one), self.norms, strict=True))
+        if self.training:
+            return sum(norm(part(x)) for part, norm in branches)  # type: ignore[return-value]
+        slopes: list[Any] = [norm.weight / (norm.running_var + norm.eps).sqrt() for _, norm in branches]
+        bias = sum(
+            norm.bias - norm.running_mean * slope for (_, norm), slope in zip(branches, slopes, strict=True)
+        )
+        wide, one = (
+            part.weight * slope.view(-1, 1, 1, 1) for (part, _), slope in zip(branches, slopes, strict=True)
+        )
+        return F.conv2d(x, wide + F.pad(one, (1, 1, 1, 1)), bias, padding=1)
+
+
+@pytest.mark.parametrize("build", [models_overwritten.FusedInEval, FusedNorms])
+def test_what_fuses_in_eval_mode_leaves_out_what_training_leaves_out(build: Callable[[], nn.Module]) -> None:
+    """Masks and scales of the branches are in the fused kernel, too, before and after slicing; `convert` warns."""
+    model = randomise(models_overwritten.through(nn.Sequential(build(), nn.ReLU(), build()))).double().eval()
+    config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)
+    prepared = smcp_fx.prepare(model, image(), config=config)
     prepared.set_masks(random_masks(prepared, 3))
-    sliced = smcp_fx.convert(prepared)
+    with pytest.warns(smcp_fx.TrainingWarning, match="fuses weights in one mode alone"):
+        sliced = smcp_fx.convert(prepared)
     expected = run(prepared.eval(), (image(),))
     for one in (prepared.train(), sliced.train(), sliced.eval()):
+        for part in one.modules():
+            if isinstance(part, nn.BatchNorm2d):
+                part.eval()
         assert_close(run(one, (image(),)), expected, "slicing", type(one).__name__)
 
 

@@ -60,6 +60,24 @@ class Body(nn.Module):
         return F.relu(self.added(y))
 
 
+class Sequences(nn.Module):
+    """Layers whose constructors prepare more than they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.LSTM(8, 8, batch_first=True, bidirectional=True)
+        self.columns, self.norm = nn.GRU(16, 8, batch_first=True), nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Positions one after the other."""
+        y = x.flatten(2).transpose(1, 2)
+        y, _ = self.rows(y)
+        y, _ = self.columns(y)
+        y = self.norm(y + self.attention(y, y, y)[0])
+        return y.transpose(1, 2).reshape(x.shape)
+
+
 def loaded(script: Any) -> Any:
     file = io.BytesIO()
     torch.jit.save(script, file)
@@ -80,6 +98,7 @@ def plain() -> nn.Module:
 FORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
     "scripted": (Body, torch.jit.script),
     "loaded": (Body, lambda module: loaded(torch.jit.script(module))),
+    "of sequences": (Sequences, lambda module: loaded(torch.jit.script(module))),
     "traced": (plain, traced),
     "traced and loaded": (plain, lambda module: loaded(traced(module))),
 }
