@@ -18,7 +18,8 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Layer, Norm
 from smcp_fx.config import GammaGradient
 from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.passes.weight_products import insert_product, require_buffer, show_other_mode
+from smcp_fx.passes.other_mode import OtherMode
+from smcp_fx.passes.weight_products import insert_product, require_buffer
 from smcp_fx.tracing.masking import SCALES
 
 
@@ -70,7 +71,7 @@ class InsertBatchNormScalers(GraphPass):
         uses: dict[str, list[fx.Node]] = defaultdict(list)
         for use in self.channels.norms:
             uses[use.path].append(nodes[use.node])
-        report = []
+        report, other = [], OtherMode(module)
         modified = False
         for norm in scaled_norms(self.channels):
             weight = f"{norm.path}.weight"
@@ -78,6 +79,6 @@ class InsertBatchNormScalers(GraphPass):
                 report.append(f"{norm.path}: has no weight to scale")
             elif insert_product(module.graph, uses[norm.path], weight, scale_name(norm), self.scale, "scale"):
                 modified = True
-                show_other_mode(module, uses[norm.path], weight, scale_name(norm), self.scale)
+                other.show(uses[norm.path], weight, scale_name(norm), self.scale)
                 report.append(f"{norm.path}: {norm.labels.numel()} channels scaled")
         return PassResult(module, modified, tuple(report))

@@ -18,7 +18,8 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Layer
 from smcp_fx.config import MaskMode
 from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.passes.weight_products import insert_product, require_buffer, show_other_mode
+from smcp_fx.passes.other_mode import OtherMode
+from smcp_fx.passes.weight_products import insert_product, require_buffer
 from smcp_fx.tracing.masking import MASKS
 
 
@@ -58,10 +59,10 @@ class InsertSoftMasks(GraphPass):
         uses: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
         for use in self.channels.layers:
             uses[use.weight, use.in_dim].append(nodes[use.node])
-        report = []
+        report, other = [], OtherMode(module)
         for layer in masked_layers(self.channels):
             readers = uses[layer.weight, layer.in_dim]
             if insert_product(module.graph, readers, layer.weight, mask_name(layer), self.mask, "mask"):
-                show_other_mode(module, readers, layer.weight, mask_name(layer), self.mask)
+                other.show(readers, layer.weight, mask_name(layer), self.mask)
                 report.append(f"{layer.path}: {layer.in_labels.numel()} input channels masked")
         return PassResult(module, bool(report), tuple(report))

@@ -20,9 +20,8 @@ from smcp_fx.channels.weight_views import factors, weight_of, weight_view
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.tracing.constant_values import ancestors
-from smcp_fx.tracing.masking import MASKS, META, SCALES, STATE, Mark, Masked, forward_with_weight, mark_of
-from smcp_fx.tracing.modes import Condition, conditions
-from smcp_fx.tracing.values import canonical_names, held
+from smcp_fx.tracing.masking import META, STATE, Mark, Masked, forward_with_weight, mark_of
+from smcp_fx.tracing.values import held
 
 
 def require_buffer(module: fx.GraphModule, name: str, asking: GraphPass) -> None:
@@ -58,46 +57,6 @@ def insert_product(
                 products[computed] = graph.call_function(function, (source, other))
         _redirect(graph, reader, original, products[computed], kind)
     return True
-
-
-def show_other_mode(
-    module: fx.GraphModule, uses: list[fx.Node], weight: str, factor: str, function: Callable[..., Tensor]
-) -> None:
-    """Let weights that one mode computes of what layers read in the other see the product, too.
-
-    The two modes are two ways to compute one network (`self.training` decides whether kernels are fused): what one
-    does without, the other does without.
-    """
-    when = conditions(module.graph.nodes)
-    names = canonical_names(module)
-    reads = [n for n in module.graph.nodes if n.op == "get_attr" and names.get(str(n.target)) == weight]
-    for read in reads:
-        others = [
-            user
-            for user in read.users
-            if user.target is not function and all(_never_together(when[user], when[use]) for use in uses)
-        ]
-        if not others:
-            continue
-        with module.graph.inserting_after(read):
-            other = module.graph.create_node("get_attr", f"{STATE}.{factor}")
-        with module.graph.inserting_after(other):
-            product = module.graph.call_function(function, (read, other))
-        for user in others:
-            user.replace_input_with(read, product)
-
-
-def fuses_in_one_mode(graph: fx.Graph) -> bool:
-    """Does one mode compute weights of what layers read in the other (`show_other_mode`)?"""
-    functions = (*MASKS.values(), *SCALES.values())
-    products = [node for node in graph.nodes if node.target in functions]
-    return any(
-        mark_of(user) is None and user.target not in functions for node in products for user in node.users
-    )
-
-
-def _never_together(one: Condition, other: Condition) -> bool:
-    return all(any((flag, not side) in case for flag, side in another) for case in one for another in other)
 
 
 def _read(use: fx.Node) -> tuple[fx.Node, fx.Node | None]:

@@ -18,8 +18,8 @@ from smcp_fx.outcomes import in_mode
 from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning
+from smcp_fx.passes.other_mode import fuses_in_one_mode
 from smcp_fx.passes.pipelines import convert_pipeline, fold_pipeline, prepare_pipeline
-from smcp_fx.passes.weight_products import fuses_in_one_mode
 from smcp_fx.prepared import Preparation, PreparedGraph, PreparedModel, PreparedRegions, Tracing, copy_modes
 from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
