@@ -66,7 +66,7 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
     whole = [labels for labels in stay if all(labels.shape[dim] == shape[dim] for dim in varied)]
     if (
         whole and varied
-    ):  # all that it meets stays, too, and tells nothing apart: positions' biases that a layer made
+    ):  # what meets it stays, too, and tells nothing apart: positions' biases that a layer made
         for labels in padded:
             run.tie(_core(labels, varied), _core(whole[0], varied))
         return uniform(int(whole[0].flatten()[0]), shape)
