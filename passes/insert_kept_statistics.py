@@ -58,14 +58,19 @@ class InsertKeptStatistics(GraphPass):
         report = []
         for mix in masked_mixes(self.channels):
             node = nodes[mix.node]
-            if mark_of(node) is not None or _is_before(node.args[mix.operand]):
+            mark, operand = mark_of(node), mix.operand
+            if mark is not None and mark.kind == "mask":
+                operand += 2 * (mark.path is not None)  # behind the module, and its masked weight
+            elif mark is not None:
+                continue
+            if _is_before(node.args[operand]):
                 continue
             with module.graph.inserting_before(node):
                 mask = module.graph.create_node("get_attr", f"{STATE}.{kept_name(mix)}")
             if mix.form == "instead":
                 _put_instead(module, node, mask)
             else:
-                _put_before(module.graph, node, mask, mix)
+                _put_before(module.graph, node, mask, mix, operand)
             report.append(f"{mix.node}: {mix.labels.numel()} channels masked")
         return PassResult(module, bool(report), tuple(report))
 
@@ -74,10 +79,10 @@ def _is_before(operand: object) -> bool:
     return isinstance(operand, fx.Node) and operand.target in BEFORE.values()
 
 
-def _put_before(graph: fx.Graph, node: fx.Node, mask: fx.Node, mix: Mix) -> None:
+def _put_before(graph: fx.Graph, node: fx.Node, mask: fx.Node, mix: Mix, operand: int) -> None:
     with graph.inserting_before(node):
-        told = graph.call_function(BEFORE[mix.form], (node.args[mix.operand], mask, *mix.options))
-    node.update_arg(mix.operand, told)
+        told = graph.call_function(BEFORE[mix.form], (node.args[operand], mask, *mix.options))
+    node.update_arg(operand, told)
 
 
 def _put_instead(module: fx.GraphModule, node: fx.Node, mask: fx.Node) -> None:

@@ -214,6 +214,8 @@ def resize_fields(module: nn.Module, whole: bool = False) -> None:
             module.out_channels, module.in_channels = first, second * module.groups
     elif isinstance(module, nn.Linear) and isinstance(weight, Tensor):
         module.out_features, module.in_features = weight.shape
+    elif isinstance(module, nn.Bilinear):
+        module.out_features, module.in1_features, module.in2_features = module.weight.shape
     elif isinstance(module, nn.modules.batchnorm._NormBase):
         size = next((t.shape[0] for t in (weight, module.running_mean) if isinstance(t, Tensor)), None)
         module.num_features = module.num_features if size is None else size

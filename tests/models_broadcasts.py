@@ -173,14 +173,14 @@ def one_value_spread_for_a_layer() -> nn.Module:
     return between(wiring, gate=conv(8, 1), mid=conv(8, 8), other=conv(8, 8))
 
 
-@awkward(1.0, (2, 9, 6))
+@awkward(1.0, (2, 3, 3, 3))
 def biases_of_more_positions_than_channels() -> nn.Module:
     """Made of the queries, as halo and bottleneck attention have them: a number a pair of positions is no channel."""
 
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        q, k, v = s.q(x), s.k(x), s.v(x)
-        biases = (q @ s.relative.mT).reshape(-1, 1, 9, 9).permute(0, 1, 3, 2).squeeze(1)
-        return s.out((q @ k.mT + biases).softmax(-1) @ v)  # type: ignore[no-any-return]
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        q, k, v = (layer(h).reshape(2 * h.shape[0], 4, 9).mT for layer in (s.q, s.k, s.v))
+        scores = q @ k.mT + (q @ s.relative.mT).mT
+        return (scores.softmax(-1) @ v).mT.reshape(h.shape)
 
-    parts = {"q": nn.Linear(6, 8), "k": nn.Linear(6, 8), "v": nn.Linear(6, 5), "out": nn.Linear(5, 4)}
-    return Net(wiring, relative=free_parameter(9, 8), **parts)
+    layers = {name: conv(8, 8, 1) for name in "qkv"}
+    return between(wiring, relative=free_parameter(9, 4), **layers)

@@ -107,3 +107,15 @@ def channels_beside_a_stack() -> nn.Module:
         return torch.einsum("nkctv,kvw->nctw", parts, s.joints)
 
     return between(wiring, 12, 4, joints=free_parameter(3, 7, 7))
+
+
+@awkward(1.0, TOKENS)
+def bilinear_layers() -> nn.Module:
+    """Of two tensors, and of one tensor twice."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        pair = s.pair(torch.relu(s.one(x)), torch.tanh(s.two(x)))
+        return s.out(torch.relu(s.twice(pair, pair)))  # type: ignore[no-any-return]
+
+    layers = {"pair": nn.Bilinear(7, 5, 6), "twice": nn.Bilinear(6, 6, 8, bias=False)}
+    return Net(wiring, one=nn.Linear(6, 7), two=nn.Linear(6, 5), out=nn.Linear(8, 4), **layers)

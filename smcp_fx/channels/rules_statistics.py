@@ -19,7 +19,16 @@ from smcp_fx.channels import rules_layers
 from smcp_fx.channels.labels import compact, narrow_uniform, place, uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together, elementwise, like
-from smcp_fx.channels.rules_layers import affine_of, at_full_width, fix_own, go_with, renamed
+from smcp_fx.channels.rules_layers import (
+    affine_of,
+    at_full_width,
+    fix_own,
+    go_with,
+    own_inputs,
+    own_parameter,
+    record,
+    renamed,
+)
 from smcp_fx.channels.trail import Call, Mix, ParameterRef, tensor_leaves
 from smcp_fx.tracing.values import TensorInfo
 
@@ -93,6 +102,25 @@ def pin_in_batch(run: Propagation, call: Call, labels: Tensor, operand: int = 0)
         run.pin(
             labels, call.node.name, f"channels that {call.name!r} mixes lie along the batch, or along space"
         )
+
+
+def bilinear(run: Propagation, call: Call) -> Any:
+    """A layer of two inputs: its weight has the second's mask, and the first's channels are masked before it."""
+    if call.module is None:
+        return run.unknown(call, "a bilinear layer that is no module")
+    first, second = (run.of(call.argument(place, f"input{place + 1}")) for place in (0, 1))
+    weight, bias = (own_parameter(run, call, name) for name in ("weight", "bias"))
+    assert weight is not None
+    inputs = [own_inputs(run, call, channel_labels(run, side, side.dim() - 1)) for side in (first, second)]
+    outputs = run.fresh(call.node.name, call.shape[-1])
+    for dim, labels in enumerate((outputs, *inputs)):
+        run.slot(weight.name, dim, labels)
+    if bias is not None:
+        run.slot(bias.name, 0, outputs)
+    mixes(run, call, place(inputs[0], tuple(first.shape), -1), "zero")
+    sides, shape, axis = (inputs[1], outputs), tuple(second.shape), second.dim() - 1
+    record(run, call, weight, bias, "dense", (2, 0), 1, sides, sides, shape, (axis, axis), beside=(1,))
+    return place(outputs, call.shape, -1)
 
 
 def neighbours(run: Propagation, call: Call) -> Any:
@@ -346,6 +374,7 @@ RULES: dict[str, Rule] = {
         ("softmax", "logsoftmax", "softmin", "normalize", "cumsum", "cumprod", "logcumsumexp"), softmax
     ),
     "localresponsenorm": neighbours,
+    "bilinear": bilinear,
     "cosinesimilarity": cosine_similarity,
     "cdist": cdist,
     **dict.fromkeys(("topk", "sort", "argsort", "msort"), ranked),

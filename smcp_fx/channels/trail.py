@@ -135,7 +135,9 @@ class Layer:
     axis: int  # of the output's channels
     source: str  # the parameter that the weight is, or is computed from
     computed: bool  # is it computed, so that its gradients are those of its mask?
-    beside: tuple[int, ...] = ()  # the weight's dimensions that are neither channels nor summed over
+    #: Other dimensions of the weight that are not summed over for a pair of channels: the matrices of a stack, a
+    #: bilinear layer's other input.
+    beside: tuple[int, ...] = ()
 
     def tensor(self, module: nn.Module) -> Tensor:
         """The parameter that the weight is, or one that it is computed from."""

@@ -58,7 +58,9 @@ def _weight_widths(channels: ChannelGraph, layer: Layer) -> tuple[Width, ...]:
     """Return the kept slots of the weight's channel dimensions; times the kernel they give the kept weight."""
     if layer.kind == "depthwise":
         return (channels.width(layer.out_labels),)
-    return channels.width(layer.in_labels), channels.width(layer.out_labels)
+    slots = channels.trail.slots.get(layer.weight, {})
+    others = (channels.width(slots[dim]) for dim in layer.beside if dim in slots)
+    return channels.width(layer.in_labels), channels.width(layer.out_labels), *others
 
 
 def _images(traced: Traced, channels: ChannelGraph) -> int:
@@ -124,5 +126,5 @@ def _positions(layer: Layer, images: int) -> float:
     others = dims.union(layer.beside)
     kernel = prod(size for dim, size in enumerate(layer.weight_shape) if dim not in others)
     shape = layer.in_shape if layer.transposed else layer.out_shape
-    channels = layer.input_channels if layer.transposed else layer.output_channels
-    return kernel * prod(shape) / (images * max(channels.numel(), 1))  # a layer may have none
+    width = layer.input_channels if layer.transposed else layer.output_channels
+    return kernel * prod(shape) / (images * max(width.numel(), 1))  # a layer may have none

@@ -16,7 +16,12 @@ import smcp_fx
 
 
 @pytest.mark.parametrize(
-    "made", [models_stacks.linears_in_groups, models_stacks.heads_from_one_parameter, models_stacks.experts]
+    "made",
+    [
+        models_stacks.linears_in_groups,
+        models_stacks.heads_from_one_parameter,
+        models_stacks.experts,
+    ],
 )
 def test_stacks_cost_what_is_left_of_them(made: Callable[[], nn.Module]) -> None:
     """Held against torch's own counter, on the sliced network."""
@@ -28,6 +33,19 @@ def test_stacks_cost_what_is_left_of_them(made: Callable[[], nn.Module]) -> None
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         smcp_fx.convert(prepared, check=False).eval()(x)
     assert told == counter.get_total_flops() / 2
+
+
+def test_bilinear_layers_cost_their_weight_at_each_position() -> None:
+    model, x = models_stacks.bilinear_layers().eval(), torch.randn(1, 5, 6)
+    prepared = smcp_fx.prepare(model, x, config=smcp_fx.PruningConfig(multiple=1))
+    masks = random_masks(prepared, 0)
+    prepared.set_masks(masks)
+    told = prepared.plan.flops.cost({name: int(mask.sum()) for name, mask in masks.items()})
+    sliced = smcp_fx.convert(prepared)
+    assert told == 5 * sum(
+        parameter.numel() for name, parameter in sliced.named_parameters() if "weight" in name
+    )
+    assert sliced.get_submodule("pair").in1_features == sliced.get_submodule("one").out_features
 
 
 def test_complex_weights_are_sliced_and_scored_by_both_parts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import models_broadcasts
 import models_statistics
 import models_windows
 import pytest
@@ -43,6 +44,14 @@ def test_queries_and_keys_of_one_head_go_together(made: Callable[[], nn.Module])
     group = smcp_fx.prepare(made(), torch.randn(TOKENS), config=config).channels["q"]
     assert group.free and group.size == 8
     assert group.producers == ("q", "k") and not group.consumers
+
+
+def test_positions_with_biases_are_no_channels() -> None:
+    """There are more of them than channels of a head; the values' channels go all the same."""
+    model = models_broadcasts.biases_of_more_positions_than_channels().eval()
+    config = smcp_fx.PruningConfig(multiple=1)
+    values = smcp_fx.prepare(model, torch.randn(2, 3, 3, 3), config=config).channels["v"]
+    assert values.free and values.consumers == ("out",)
 
 
 @pytest.mark.parametrize(
