@@ -81,6 +81,21 @@ def filled_by_steps() -> nn.Module:
     return between(wiring, after=12, a=conv(8, 4, 1), b=conv(8, 4, 1), wide=conv(8, 12, 1))
 
 
+@awkward(1.0)
+def filled_by_steps_in_space() -> nn.Module:
+    """An inverse wavelet transform: twice as large as the input, whatever that is."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        b, c, height, width = h.shape
+        filled = torch.zeros([b, c // 4, height * 2, 2 * width], dtype=h.dtype)
+        parts = h.chunk(4, 1)
+        filled[:, :, 0::2, 0::2], filled[:, :, 1::2, 0::2] = parts[0], parts[1]
+        filled[:, :, 0::2, 1::2], filled[:, :, 1::2, 1::2] = parts[2], parts[3]
+        return filled
+
+    return between(wiring, 16, 4)
+
+
 @awkward(0.0)
 def filled_by_steps_that_do_not_divide() -> nn.Module:
     def wiring(s: Any, h: Tensor) -> Tensor:

@@ -192,6 +192,17 @@ def matmul_over_space() -> nn.Module:
 
 
 @awkward(1.0)
+def einsum_of_one() -> nn.Module:
+    """It moves dimensions, and sums over others."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h = s.mid(torch.einsum("nchw->nhwc", h)).movedim(-1, 1)
+        return h + torch.einsum("nchw->nc", h)[..., None, None]  # type: ignore[no-any-return]
+
+    return between(wiring, mid=nn.Linear(8, 8))
+
+
+@awkward(1.0)
 def einsum_over_space() -> nn.Module:
     def wiring(s: Any, h: Tensor) -> Tensor:
         scores = torch.einsum("bchw,bdhw->bd", s.where(h), h)

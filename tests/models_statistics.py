@@ -20,6 +20,18 @@ class LayerNorm2d(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
 
 
+@awkward(1.0)
+def parameters_times_one_value_of_all_channels() -> nn.Module:
+    """Gated channel transformation, with the parameter first: the value is one for all of its channels."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        size = h.square().sum((2, 3), keepdim=True).sqrt() * s.scale
+        norm = s.gain / (size.square().mean(1, keepdim=True) + 1e-5).sqrt()
+        return h * (1 + torch.tanh(size * norm))
+
+    return between(wiring, scale=free_parameter(1, 8, 1, 1), gain=free_parameter(1, 8, 1, 1))
+
+
 # ---- norms ----------------------------------------------------------------------------------------------------
 
 
@@ -238,11 +250,15 @@ def multihead_attention() -> nn.Module:
 
 @awkward(1.0, TOKENS)
 def encoder_of_torch() -> nn.Module:
+    """Under a mask of the input's length, and one of the tokens."""
+
+    def wiring(s: Any, x: Tensor) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return s.out(s.encoder(s.stem(x), causal, torch.zeros_like(x[:, :, 0])))  # type: ignore[no-any-return]
+
     layer = nn.TransformerEncoderLayer(8, 4, 12, 0.1, norm_first=True, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
-    return Net(
-        lambda s, x: s.out(s.encoder(s.stem(x))), stem=nn.Linear(6, 8), encoder=encoder, out=nn.Linear(8, 4)
-    )
+    return Net(wiring, stem=nn.Linear(6, 8), encoder=encoder, out=nn.Linear(8, 4))
 
 
 @awkward(1.0, TOKENS)

@@ -166,6 +166,30 @@ def slimmable() -> nn.Module:
 
 
 @awkward(1.0)
+def normalised_prototypes() -> nn.Module:
+    """The cosine of what is read and of each row of a matrix, times a number."""
+    return between(
+        lambda s, h: F.linear(F.normalize(h.movedim(1, -1), dim=-1), F.normalize(s.rows)).movedim(-1, 1) * 9,
+        8,
+        6,
+        rows=free_parameter(6, 8),
+    )
+
+
+@awkward(1.0)
+def kernels_of_wavelets() -> nn.Module:
+    """Four fixed kernels for each channel, as many times as there are channels; and back."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        _, channels = h.shape[:2]
+        h = F.conv2d(h, s.kernels.repeat(channels, 1, 1, 1), stride=2, groups=channels)
+        h = s.mid(h)
+        return F.conv_transpose2d(h, s.kernels.repeat(channels, 1, 1, 1), stride=2, groups=channels)
+
+    return between(wiring, mid=conv(32, 32, 1), kernels=nn.Buffer(torch.randn(4, 1, 2, 2)))
+
+
+@awkward(1.0)
 def factors_of_a_weight() -> nn.Module:
     """No parameter has the weight's shape. One factor is read by another layer's weight, too."""
 

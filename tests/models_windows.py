@@ -70,7 +70,7 @@ def unpooled() -> nn.Module:
 
 @awkward(1.0)
 def moved_points() -> nn.Module:
-    """With a weight for each point, and with groups of channels that move together."""
+    """With a weight for each point, and with groups of channels that move together; without a bias."""
 
     def wiring(s: Any, h: Tensor) -> Tensor:
         h = s.one(h, s.where(h), s.mask(h).sigmoid())
@@ -79,7 +79,12 @@ def moved_points() -> nn.Module:
     layer = torchvision.ops.DeformConv2d
     parts = {"where": conv(8, 18), "mask": conv(8, 9), "two_where": conv(6, 36)}
     return between(
-        wiring, 8, 4, one=layer(8, 6, 3, padding=1), two=layer(6, 4, 3, padding=1, groups=2), **parts
+        wiring,
+        8,
+        4,
+        one=layer(8, 6, 3, padding=1),
+        two=layer(6, 4, 3, padding=1, groups=2, bias=False),
+        **parts,
     )
 
 

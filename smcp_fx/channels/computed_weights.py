@@ -27,7 +27,7 @@ from smcp_fx.tracing.values import held, is_continuous
 
 Shape = tuple[int, ...]
 #: What is drawn anew each time is no value that can be kept.
-_DRAWS = ("dropout", "rand", "bernoulli", "normal", "multinomial", "poisson", "stochasticdepth")
+_DRAWS = ("dropout", "rand", "bernoulli", "multinomial", "poisson", "stochasticdepth")
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ def _constants(module: fx.GraphModule, transparent: tuple[Callable[..., object],
         elif node.op in ("call_function", "call_method") and node.all_input_nodes:
             name = operation_name(node, None)
             drawn = any(word in (name or "") for word in _DRAWS) or has(name, Trait.DRAWN)
+            drawn |= (name or "").endswith("normal")  # not `normalize`
             known = name is not None or isinstance(node.target, Applied)
             known |= node.target in (own_weight, *transparent)
             if known and not drawn and found.issuperset(node.all_input_nodes) and _is_steady(module, node):

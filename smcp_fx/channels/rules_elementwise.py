@@ -56,12 +56,13 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
     """
     padded = [labels.reshape((1,) * (len(shape) - labels.dim()) + labels.shape) for labels in operands]
     stay = [labels for labels in padded if stays(labels)]
-    if stay and all(stays(labels) or run.is_alone(labels) for labels in padded):
+    varied = {dim for labels in padded for dim in varied_dims(labels)}
+    wide = not varied or any(labels.shape[dim] > 1 for labels in stay for dim in varied)
+    if stay and wide and all(stays(labels) or run.is_alone(labels) for labels in padded):
         # Positions' biases on scores of attention: the elements of such a parameter are no channels.
         for labels in padded:
             run.pin(labels, call.node.name, f"meets values that stay in {call.node.name!r}")
         return uniform(int(stay[0].flatten()[0]), shape)
-    varied = {dim for labels in padded for dim in varied_dims(labels)}
     whole = [labels for labels in stay if all(labels.shape[dim] == shape[dim] for dim in varied)]
     if (
         whole and varied

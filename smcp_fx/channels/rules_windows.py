@@ -11,7 +11,7 @@ from smcp_fx.channels.labels import compact, place
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together, like
 from smcp_fx.channels.rules_layers import dense_convolution, renamed
-from smcp_fx.channels.trail import Call, tensor_leaves
+from smcp_fx.channels.trail import Call, MadeRef, ParameterRef, tensor_leaves
 
 
 def unfold(run: Propagation, call: Call) -> Any:
@@ -81,7 +81,13 @@ def deformable(run: Propagation, call: Call) -> Any:
     inputs = channel_labels(run, labels, 1)
     rows = inputs.reshape(run.of(offset).shape[1] // (2 * math.prod(weight.shape[2:])), -1)
     run.tie(rows, rows[:1].expand_as(rows))
-    return dense_convolution(run, call, labels, inputs, (weight, bias), inputs.numel() // weight.shape[1])
+    # Where there is no bias, torchvision makes zeros in its place.
+    made = not isinstance(bias, ParameterRef) or isinstance(bias, MadeRef)
+    weights = (weight, None if made else bias)
+    found = dense_convolution(run, call, labels, inputs, weights, inputs.numel() // weight.shape[1])
+    if made and bias is not None:
+        run.tie(run.of(bias), channel_labels(run, found, 1))
+    return found
 
 
 RULES: dict[str, Rule] = {

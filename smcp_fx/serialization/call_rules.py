@@ -34,7 +34,8 @@ def check_calls(graph: fx.Graph, root: nn.Module, names: dict[fx.Node, str]) -> 
 
 def _kind(node: fx.Node, function: str, root: nn.Module, kinds: dict[fx.Node, str]) -> str:
     if node.op == "placeholder":
-        return "plain" if node.args and isinstance(node.args[0], (str, tuple, list, dict)) else "input"
+        default = node.args[0] if node.args else None
+        return "plain" if default and isinstance(default, (str, tuple, list, dict)) else "input"
     if node.op == "get_attr":
         return "tensor" if isinstance(_value(root, str(node.target)), Tensor) else "plain"
     first = node.args[0] if node.args else None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverloadPacket
 
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.serialization.call_rules import place_of
@@ -24,6 +25,8 @@ from smcp_fx.tracing.values import NO_AUTOCAST
 _OPERATIONS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
 _MOST_NODES = 200_000
 _OWN = "own."
+_OPERATORS = "torch.ops."
+_ALWAYS_LEAVES = (Applied, OpOverloadPacket)
 #: Autograd functions of the user's own, by the names under which they are saved.
 Own = Mapping[str, Applied]
 
@@ -59,6 +62,8 @@ def saved_name(function: Any, where: str) -> str:
         return name
     module = str(getattr(function, "__module__", None))
     attribute = str(getattr(function, "__qualname__", function))
+    if isinstance(function, OpOverloadPacket):  # its qualified name is that of the C++ binding
+        module, attribute = module.replace("torch._ops.", "torch.ops."), function.__name__
     if attribute in LEAF_FUNCTIONS.get(module, "").split():
         return f"{module}.{attribute}"
     raise CheckpointError(
@@ -81,9 +86,9 @@ def find_function(name: Any, where: str, own: Own | None = None) -> Callable[...
         )
     if attribute and attribute in LEAF_FUNCTIONS.get(module, "").split():
         try:
-            return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+            return getattr(_imported(module), attribute)  # type: ignore[no-any-return]
         except (ImportError, AttributeError) as error:
-            package = module.partition(".")[0]
+            package = module.removeprefix(_OPERATORS).partition(".")[0]
             raise CheckpointError(
                 f"{where}: {name} cannot be imported ({error}). The model calls into {package}: install it, in the "
                 "version that the manifest names under 'libraries'."
@@ -92,6 +97,15 @@ def find_function(name: Any, where: str, own: Own | None = None) -> Callable[...
         f"{where}: the function {str(name)[:120]!a} is not one that a saved model may call. The manifest was made by "
         "another version of a library, or was tampered with: save the model again with the versions here."
     )
+
+
+def _imported(module: str) -> Any:
+    """The module of a leaf function, or the namespace of a library's operators, which its import fills."""
+    if not module.startswith(_OPERATORS):
+        return importlib.import_module(module)
+    library = module.removeprefix(_OPERATORS)
+    importlib.import_module(library)
+    return getattr(torch.ops, library)
 
 
 def encode_graph(graph: fx.Graph) -> list[dict[str, Any]]:
@@ -178,7 +192,7 @@ def decode_graph(nodes: list[dict[str, Any]], device: torch.device, own: Own | N
             raise CheckpointError(f"{where}: the name stands for something else in generated code")
         if called is by_mode and not _is_choice(node):
             raise CheckpointError(f"{where}: it does not choose between two values by a module's mode")
-        if op == "call_function" and target not in functions() and not isinstance(called, Applied):
+        if op == "call_function" and target not in functions() and not isinstance(called, _ALWAYS_LEAVES):
             node.meta["is_wrapped"] = True  # so that it stays a leaf when the loaded model is traced again
         if data.get("autocast", True) is not True:
             if data["autocast"] is not False:

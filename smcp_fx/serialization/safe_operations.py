@@ -176,8 +176,9 @@ ATTRIBUTES = {
 #: Methods of other values than tensors: `torch.Size`, and dicts that the model is called with.
 SIZE_METHODS = frozenset(("count", "index", "numel"))
 DICT_METHODS = frozenset(("get", "items", "keys", "values"))
-#: Functions that libraries declare as leaves of tracing, by the module that defines them.
+#: Functions that libraries declare as leaves of tracing, and operators, by the module that defines them.
 LEAF_FUNCTIONS = {
+    "torch.ops.torchvision": "deform_conv2d nms ps_roi_align ps_roi_pool roi_align roi_pool",
     "timm.layers.attention": "maybe_add_mask resolve_self_attn_mask",
     "timm.layers.pos_embed": "resample_abs_pos_embed resample_abs_pos_embed_nhwc",
     "timm.layers.pos_embed_sincos": (

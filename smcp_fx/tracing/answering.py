@@ -47,6 +47,10 @@ class AnsweringTracer(fx.Tracer):
         """Return the length of a tensor, tuple or list."""
 
     @abstractmethod
+    def nothing(self, obj: Proxy) -> None:
+        """Assume that an input, or a part of one, is None as in the example. (`x is None` would see the proxy.)"""
+
+    @abstractmethod
     def check_parts(self, obj: Proxy) -> None:
         """Assume that a split gives as many parts as are unpacked from it."""
 

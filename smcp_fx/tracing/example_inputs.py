@@ -41,10 +41,11 @@ def as_inputs(example_inputs: Any, model: nn.Module) -> tuple[Any, ...]:
             f"the example inputs {', '.join(map(str, example_inputs))} do not fit "
             f"{type(model).__name__}.forward{signature}: {error}"
         ) from error
+    named = bound.kwargs
     bound.apply_defaults()
-    if bound.kwargs:
+    if named:
         raise InputError(
-            f"{type(model).__name__}.forward takes {', '.join(bound.kwargs)} by name only, which cannot be traced: "
+            f"{type(model).__name__}.forward takes {', '.join(named)} by name only, which cannot be traced: "
             "wrap the model in one that takes them by position"
         )
     names = list(signature.parameters)

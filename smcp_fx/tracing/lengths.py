@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from smcp_fx.tracing.operations import operation_name
@@ -29,6 +30,7 @@ _SIZED = _FACTORIES | {"view", "reshape", "newzeros", "newones", "newempty"}
 _SPATIAL = {
     f"{kind}pool{rank}d" for kind in ("max", "avg", "adaptiveavg", "adaptivemax") for rank in (1, 2, 3)
 }
+_WITH_KERNELS = {getattr(F, f"conv{form}{rank}d") for form in ("", "_transpose") for rank in (1, 2, 3)}
 _CONVOLUTIONS = {f"conv{rank}d" for rank in (1, 2, 3)} | {f"convtranspose{rank}d" for rank in (1, 2, 3)}
 
 
@@ -162,7 +164,10 @@ class Sizes:
             if here.op == "call_function" and here.target is operator.getitem and isinstance(source, fx.Node):
                 asked = source.target is getattr and source.args[1] == "shape"
                 asked |= source.target == "size" and len(source.args) == 1
-                source = source.args[0] if asked else None
+                if asked:
+                    source = source.args[0]
+                else:
+                    source, dim = self._part_of_shape(source, dim)
             elif here.op == "call_function" and getattr(here.target, "__module__", "") in (
                 "_operator",
                 "math",
@@ -178,6 +183,31 @@ class Sizes:
                 return False
         return True
 
+    def is_multiple(self, node: fx.Node, dim: int, step: Any) -> bool:
+        """Is the tensor made so large (`zeros(b, c, 2 * h, w)`) that the step divides its size at any input?"""
+        while node in self.written:
+            node = self.written[node]
+        if type(step) is not int or self._name(node) not in _SIZED - {"view", "reshape"}:
+            return False
+        given = node.args[1:] if self._name(node).startswith("new") else node.args
+        sizes = _flat(given)
+        size = sizes[dim] if dim < len(sizes) else None
+        times = size.args if isinstance(size, fx.Node) and size.target is operator.mul else ()
+        return any(type(factor) is int and factor % step == 0 for factor in times)
+
+    def _part_of_shape(self, part: fx.Node, place: Any) -> tuple[Any, Any]:
+        """The tensor and the dimension that `x.shape[1:][place]` asks for; two times None of another node."""
+        shape, index = (*part.args, None, None)[:2]
+        if part.target is not operator.getitem or not isinstance(shape, fx.Node) or type(place) is not int:
+            return None, None
+        asks = (shape.target is getattr and shape.args[1] == "shape") or (
+            shape.target == "size" and len(shape.args) == 1
+        )
+        if not asks or not isinstance(index, slice) or not _slices(index):
+            return None, None
+        dims = range(len(self.value(shape)))[index]
+        return (shape.args[0], dims[place]) if -len(dims) <= place < len(dims) else (None, None)
+
     def _is_written(self, sizes: list[Any], dim: int) -> bool:
         """Is the size of the dimension a known number in the arguments of `view`, `zeros` and their like?"""
         size = sizes[dim] if dim < len(sizes) else None
@@ -190,6 +220,24 @@ class Sizes:
             return ""
         module = self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
         return operation_name(node, module) or ""
+
+
+def write_out_kernels(graph: fx.Graph, sizes: Sizes) -> None:
+    """The model's own kernels, repeated for as many channels as there are: as many as the model has, at any input.
+
+    before   conv2d(x, kernel.repeat(x.shape[1], 1, 1, 1))      after   conv2d(x, kernel.repeat(16, 1, 1, 1))
+    """
+
+    def number(node: fx.Node) -> Any:
+        told = type(sizes.value(node)) is int and sizes.is_fixed_number(node)
+        return sizes.value(node) if told else node
+
+    for node in graph.nodes:
+        source = node.args[0] if node.args and operation_name(node, None) == "repeat" else None
+        if not isinstance(source, fx.Node) or source.op != "get_attr" or not node.users:
+            continue
+        if all(user.target in _WITH_KERNELS and user.args[1:2] == (node,) for user in node.users):
+            node.args = (source, *fx.node.map_arg(node.args[1:], number))
 
 
 def _slices(index: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,25 +17,20 @@ import torch.nn.functional as F
 from torch import nn
 
 _NAMES = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
-#: Torch's layers around attention, and where each takes a mask that it may compare with a causal one, value by value.
-_LAYERS: dict[type[nn.Module], tuple[tuple[int, str, str], ...]] = {
+#: Torch's layers around attention, and the masks that each may compare with a causal one, with what spares it.
+_LAYERS: dict[type[nn.Module], tuple[tuple[str, str], ...]] = {
     nn.TransformerEncoderLayer: (),
     nn.TransformerDecoderLayer: (),
-    nn.TransformerEncoder: ((1, "mask", "is_causal"),),
-    nn.TransformerDecoder: ((2, "tgt_mask", "tgt_is_causal"),),
-    nn.Transformer: ((2, "src_mask", "src_is_causal"), (3, "tgt_mask", "tgt_is_causal")),
+    nn.TransformerEncoder: (("mask", "is_causal"),),
+    nn.TransformerDecoder: (("tgt_mask", "tgt_is_causal"),),
+    nn.Transformer: (("src_mask", "src_is_causal"), ("tgt_mask", "tgt_is_causal")),
 }
 
 
 def is_plain_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Is this a call of attention, or of torch's layers around it?"""
-    compared = _LAYERS.get(type(module))
-    if compared is not None:
-        return not any(
-            isinstance(args[place] if len(args) > place else kwargs.get(name), torch.fx.Proxy)
-            and kwargs.get(told) is None
-            for place, name, told in compared
-        )
+    if type(module) in _LAYERS:
+        return True
     return type(module) is nn.MultiheadAttention and not module.add_zero_attn and module.bias_k is None
 
 
@@ -42,7 +38,18 @@ def forward_of(
     module: Any, forward: Callable[..., Any], value: Callable[[Any], torch.Tensor]
 ) -> Callable[..., Any]:
     """What to trace in the place of its forward; ``value``: what a traced tensor is on the example."""
-    return functools.partial(attend, module, value) if type(module) is nn.MultiheadAttention else forward
+    if type(module) is nn.MultiheadAttention:
+        return functools.partial(attend, module, value)
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        """The forward, which compares no mask with a causal one: the mask that it is given is added all the same."""
+        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        for name, hint in _LAYERS[type(module)]:
+            if isinstance(given.arguments.get(name), torch.fx.Proxy) and given.arguments.get(hint) is None:
+                given.arguments[hint] = False
+        return forward(*given.args[1:], **given.kwargs)
+
+    return told
 
 
 def attend(
@@ -130,10 +137,15 @@ def _masks(
 
 @contextlib.contextmanager
 def slow_path() -> Iterator[None]:
-    """While it is entered, transformer layers call their parts instead of one fused function."""
-    before = torch.backends.mha.get_fastpath_enabled()
+    """While it is entered, transformer layers call their parts instead of one fused function.
+
+    They do not ask either whether two masks are of one type.
+    """
+    before, asked = torch.backends.mha.get_fastpath_enabled(), F._none_or_dtype
     torch.backends.mha.set_fastpath_enabled(False)
+    F._none_or_dtype = lambda input: None if isinstance(input, torch.fx.Proxy) else asked(input)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+        F._none_or_dtype = asked

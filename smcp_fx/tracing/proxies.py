@@ -32,6 +32,8 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "less": operator.lt, "less_equal": operator.le, "greater": operator.gt, "greater_equal": operator.ge,
     "equal": operator.eq, "not_equal": operator.ne,
 }  # fmt: skip
+#: What no tensor is that a network is traced with.
+_NEVER = {"is_mkldnn", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr"}
 _FLOATS = {"ceil", "floor", "trunc"}
 _PRODUCT = math.prod  # taken here, as those above: while torch.fx traces, `math` holds other functions
 
@@ -56,6 +58,8 @@ class AnsweringProxy(Proxy):
     def __getattr__(self, name: str) -> Any:
         if name == "_is_param":  # asked by `isinstance(x, nn.Parameter)`
             return issubclass(self.tracer.kind(self), nn.Parameter)
+        if name in _NEVER and self.tracer.is_tensor(self):
+            return False
         if not hasattr(Tensor, name):  # `hasattr(x, "tensors")` is False of a tensor
             if name.startswith("__"):
                 raise AttributeError(name)
@@ -77,6 +81,14 @@ class AnsweringProxy(Proxy):
                 "(`x.copy_(...)`), or use another name"
             )
         super().__setattr__(name, value)
+
+    def __getitem__(self, index: Any) -> Any:
+        part = super().__getitem__(index)  # type: ignore[misc]
+        of_inputs = self.node.op == "placeholder" and not self.tracer.is_tensor(self)
+        if of_inputs and self.tracer.value(part.node) is None:
+            self.tracer.nothing(part)
+            return None
+        return part
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
@@ -151,7 +163,7 @@ class AnsweringProxy(Proxy):
         if instruction is None or instruction.opname != "UNPACK_SEQUENCE":
             return self.tracer.iter(self)
         self.tracer.check_parts(self)
-        return iter([self[place] for place in range(instruction.argval)])  # type: ignore[index]
+        return iter([self[place] for place in range(instruction.argval)])
 
     def __str__(self) -> str:
         return repr(self) if in_library(sys._getframe(1)) else self._text()
@@ -221,9 +233,14 @@ class ValueAttribute(AnsweringProxy, Attribute):
             return self.tracer.value(self.node).type  # a string that contexts such as autocast want
         return super().__getattr__(name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Proxy:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.attr == "item" and not args and self.tracer.value(self.root.node).is_floating_point():
             return number_in(self.root)
+        if self.attr in ("items", "keys", "values") and not args:
+            held = self.tracer.value(self.root.node)
+            if isinstance(held, dict):  # an input's; what has other keys is another kind of input
+                pairs = [(key, self.root[key]) for key in held]  # type: ignore[index]
+                return pairs if self.attr == "items" else [pair[self.attr == "values"] for pair in pairs]
         if self.attr == "type":  # `x.type(torch.FloatTensor)`: the class by its name, as torch also takes it
             args = tuple(f"{a.__module__}.{a.__name__}" if _is_tensor_type(a) else a for a in args)
         return super().__call__(*args, **kwargs)

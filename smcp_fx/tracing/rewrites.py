@@ -43,6 +43,8 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
     by_position(model, graph)
     for node in list(graph.nodes):
         _two_at_a_time(graph, node)
+        _of_one(graph, node)
+        _without_addend(graph, node)
         source = node.args[0] if node.op == "call_method" and node.target == "requires_grad_" else None
         if isinstance(source, fx.Node) and has(operation_name(source, None), Trait.FILLS):
             node.replace_all_uses_with(source)  # zero states that ask for gradients, which nobody takes
@@ -77,6 +79,45 @@ def _two_at_a_time(graph: fx.Graph, node: fx.Node) -> None:
             first.meta = dict(node.meta)
             terms, operands = [made, *terms[2:]], [first, *operands[2:]]
     node.args = (f"{','.join(terms)}->{out}", *operands)
+
+
+def _of_one(graph: fx.Graph, node: fx.Node) -> None:
+    """An einsum of one operand as what it is: `einsum("nchw->nhc", x)` permutes and sums."""
+    if node.target not in (torch.einsum, torch.functional.einsum) or len(node.args) != 2:
+        return
+    given = node.args[1][0] if isinstance(node.args[1], (tuple, list)) else node.args[1]
+    term, arrow, out = str(node.args[0]).replace(" ", "").partition("->")
+    if (
+        "," in term
+        or "." in term
+        or not arrow
+        or len(set(term)) < len(term)
+        or not isinstance(given, fx.Node)
+    ):
+        return
+    order = out + "".join(letter for letter in term if letter not in out)
+    summed = tuple(range(len(out), len(order)))
+    with graph.inserting_before(node):
+        moved = graph.call_method("permute", (given, *(term.index(letter) for letter in order)))
+        found = graph.call_method("sum", (moved, summed)) if summed else moved
+    for made in {moved, found}:
+        made.meta = dict(node.meta)
+    node.replace_all_uses_with(found)
+    graph.erase_node(node)
+
+
+def _without_addend(graph: fx.Graph, node: fx.Node) -> None:
+    """`baddbmm(empty, a, b, beta=0, alpha=scale)` as `bmm(a, b) * scale`: what beta = 0 multiplies is not read."""
+    if node.target not in (torch.baddbmm, torch.addmm) or len(node.args) != 3 or node.kwargs.get("beta") != 0:
+        return
+    product = torch.bmm if node.target is torch.baddbmm else torch.mm
+    with graph.inserting_before(node):
+        found = graph.call_function(product, node.args[1:])
+        scaled = graph.call_function(operator.mul, (found, node.kwargs.get("alpha", 1)))
+    for made in (found, scaled):
+        made.meta = dict(node.meta)
+    node.replace_all_uses_with(scaled)
+    graph.erase_node(node)
 
 
 def _resolve_annotations(model: nn.Module, graph: fx.Graph) -> None:

@@ -31,7 +31,7 @@ from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors
 from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
 from smcp_fx.tracing.in_place import PLAIN, drop_releases, is_tensor_for_sure, settle_in_place
-from smcp_fx.tracing.lengths import Sizes
+from smcp_fx.tracing.lengths import Sizes, write_out_kernels
 from smcp_fx.tracing.mode_reads import ModeLog, drop_marks
 from smcp_fx.tracing.parameter_writes import settle_parameter_writes
 from smcp_fx.tracing.proxies import ValueProxy
@@ -103,6 +103,7 @@ class ShapeTracer(AnsweringTracer):
         settle_in_place(graph, model, self.value)
         functional_writes(graph, model, self.value, self._adopt, self.assumptions)
         drop_constant_questions(graph)
+        write_out_kernels(graph, self._sizes)
         return graph
 
     def _constants(self) -> dict[str, Tensor]:
@@ -125,7 +126,12 @@ class ShapeTracer(AnsweringTracer):
             return root_fn, self._arguments_of_decorated(root_fn)
         function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
         for index, argument in enumerate(arguments[1:], start=1):
-            if index <= len(self.inputs) or not isinstance(argument, Proxy):
+            if not isinstance(argument, Proxy):
+                continue
+            if index <= len(self.inputs):
+                if self.inputs[index - 1] is None:
+                    self.nothing(argument)
+                    arguments[index] = None
                 continue
             node = argument.node
             stars = len(str(node.target)) - len(str(node.target).lstrip("*"))
@@ -133,6 +139,11 @@ class ShapeTracer(AnsweringTracer):
                 arguments[index] = ((), {})[stars - 1] if stars else node.args[0]
                 self.graph.erase_node(node)
         return function, arguments
+
+    def nothing(self, obj: Proxy) -> None:
+        """Assume that an input, or a part of one, is None as in the example. (`x is None` would see the proxy.)"""
+        none = self.create_proxy("call_function", operator.is_, (obj, None), {})
+        self._assume(obj, none, f"{express(obj.node)} is None")
 
     def _arguments_of_decorated(self, root_fn: Any) -> list[Any]:
         """The model and its inputs. (What fx makes of a decorated function takes its code for the one inside.)"""

@@ -214,7 +214,7 @@ class _Write:
             if isinstance(part, Span) and not fixed:
                 edges = self._edges_of_span(part, dim, tensor.shape[dim])
             else:
-                edges = self._edges(part, tensor.shape[dim], fixed)
+                edges = self._edges(part, dim, tensor.shape[dim], fixed)
             if edges is None:
                 return None
             cut.append((dim, *edges))
@@ -222,7 +222,7 @@ class _Write:
         gone = [dim for dim, part in enumerate(index) if isinstance(part, int)]
         return self._within(self.target, cut, gone, tensor)
 
-    def _edges(self, part: Any, size: int, fixed: bool) -> tuple[Any, Any] | None:
+    def _edges(self, part: Any, dim: int, size: int, fixed: bool) -> tuple[Any, Any] | None:
         """Where a part starts and stops; None where that is not told, or may be another order at another size."""
         if isinstance(part, Span):
             length = self._number(part.length)
@@ -230,7 +230,8 @@ class _Write:
                 return None
             part = slice(part.start, part.start + length)
         if isinstance(part, slice) and part.step not in (None, 1):
-            every = every_index(part, size) if fixed else None
+            divides = fixed or (part.stop is None and self.sizes.is_multiple(self.target, dim, part.step))
+            every = every_index(part, size) if divides else None
             return None if every is None else (every, None)
         start, stop = (part.start, part.stop) if isinstance(part, slice) else (part, next_place(part))
         start, stop = (self._number(edge) for edge in (start, stop))

@@ -25,8 +25,10 @@ from saved_models import (
     prune_and_convert,
     round_trip,
 )
+from tolerances import assert_close
 from torch import fx, nn
 
+import smcp_fx
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.serialization.saving import load, read_metadata, save
 
@@ -214,6 +216,31 @@ print(float((found - expected["outputs"]).abs().max() / expected["outputs"].abs(
     )
     assert run.returncode == 0, run.stderr
     assert float(run.stdout) < 1e-5  # another number of threads may sum in another order
+
+
+class Moved(nn.Module):
+    """Operators of torchvision, and layers of torch that ask whether tensors are nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+        self.where, self.moved = (
+            nn.Conv2d(3, 18, 3, padding=1),
+            torchvision.ops.DeformConv2d(3, 8, 3, padding=1),
+        )
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, x: Any) -> Any:
+        box = torch.tensor([[0.0, 1.0, 1.0, 6.0, 6.0]])
+        cut = torchvision.ops.roi_align(self.moved(x, self.where(x)), box, 2)
+        return self.encoder(cut.flatten(2).mT)
+
+
+def test_operators_of_libraries_come_back_and_are_traced_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 3, 8, 8)
+    loaded = round_trip(prune_and_convert(Moved(), inputs), tmp_path)
+    assert_close(smcp_fx.prepare(loaded, inputs).eval()(inputs), loaded.eval()(inputs), "identity")
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from einops.layers.torch import Rearrange, Reduce
 from models import Net, conv
+from tolerances import assert_close
 from torch import Tensor, nn
 from tracing_oracle import check_traced
 
@@ -223,6 +224,34 @@ def test_a_compiled_model_is_refused_by_name() -> None:
         InputError, match=r"compiled by torch\.compile: prepare the model that it was made from"
     ):
         smcp_fx.prepare(model, torch.randn(2, 3, 8, 8))
+
+
+class Views(nn.Module):
+    """A dict of images by the camera's name, without a mask; a keyword of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eyes = nn.ModuleDict({"left": conv(3, 8), "right": conv(3, 8)})
+        self.out = conv(16, 4)
+
+    def forward(self, views: Any, options: Any, mask: Any = None, *, scale: float = 2.0) -> Any:
+        seen = [self.eyes[name](image) for name, image in views.items()]
+        h = torch.cat(seen, 1) * scale * len([*views.keys(), *views.values()])
+        if options["shift"] is not None:
+            h = h + options["shift"]
+        return self.out(h if mask is None else h * mask)
+
+
+def test_dicts_and_what_the_example_leaves_out() -> None:
+    image, one = torch.randn(2, 3, 8, 8), torch.ones(2, 1, 8, 8)
+    views, model = {"left": image, "right": image + 1}, Views().eval()
+    example = {"views": views, "options": {"shift": None}, "mask": None}
+    prepared = smcp_fx.prepare(model, example).eval()
+    assert prepared.channels.free_share == 1.0
+    assert_close(prepared(views, {"shift": None}, None), model(views, {"shift": None}), "identity")
+    for options, mask, told in (({"shift": one}, None, "shift"), ({"shift": None}, one, "mask")):
+        with pytest.raises(AssumptionError, match=f"{told}.* is None"):
+            prepared(views, options, mask)
 
 
 # ---- modules that are not the model's ------------------------------------------------------------------
