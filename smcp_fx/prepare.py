@@ -36,6 +36,7 @@ from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.tracing.output_types import keep_output_types
 from smcp_fx.tracing.own_modes import own_modes
 from smcp_fx.tracing.scripts import without_scripts
+from smcp_fx.tracing.sentences import listed_paths
 from smcp_fx.tracing.tracer import Traced, trace
 from smcp_fx.tracing.wrapping import unwrapped
 
@@ -118,10 +119,8 @@ def _prepared(
     if config.layer_pruning:
         allow_layer_pruning(traced, channels, config.layer_pruning_in)
     if joined is not None and not any(group.free for group in channels.groups):
-        raise TraceError(
-            f"{joined.stopped['']} In the parts that can be traced ({', '.join(r.path for r in joined.regions)}) no "
-            "channel may go."
-        )
+        parts = listed_paths([region.path for region in joined.regions])
+        raise TraceError(f"{joined.stopped['']} In the parts that can be traced ({parts}) no channel may go.")
     network_cost = bind(cost, traced, channels)
     plan = Preparation(
         channels=channels,

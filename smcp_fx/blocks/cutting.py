@@ -64,13 +64,14 @@ def _fused(traced: Traced, channels: ChannelGraph, dynamic: set[fx.Node]) -> lis
     """Return which nodes run as one, block by block."""
     blocks: list[list[fx.Node]] = []
     home: dict[fx.Node, int] = {}
-    crossed = channels.trail.columns.keys() | channels.trail.mixed.keys() | _folds(traced, channels)
+    trail = channels.trail
+    crossed = trail.columns.keys() | trail.mixed.keys() | trail.virtual | _folds(traced, channels)
     for node in traced.module.graph.nodes:
         if not computes(traced, node) or node not in dynamic or node.target is recurrent_weight:
             continue
         operation = operation_of(traced.module, node)
-        # What reads a matrix of channels by channels, as a mixture of kernels is, runs with what made it: a block's
-        # inputs have one dimension of channels.
+        # What reads a matrix of channels by channels, as a mixture of kernels is, or a tensor inside a shuffle, runs
+        # with what made it: a block's inputs have one dimension of channels.
         matrices = [source for source in node.all_input_nodes if source in home and source.name in crossed]
         target = home[matrices[0]] if matrices else None
         for other in {home[source] for source in matrices} - {target}:

@@ -56,7 +56,7 @@ def convolution(run: Propagation, call: Call) -> Any:
 
 def _kernel_a_channel(run: Propagation, call: Call, groups: int) -> Any:
     """A depthwise convolution by kernels that are computed, one a channel: these go with the channels."""
-    why = "a convolution whose weight is computed, not a parameter"
+    why = _not_plain(run, call, "convolution")
     labels, given = run.of(call.argument(0, "input")), [call.argument(1, "weight"), call.argument(2, "bias")]
     axis = labels.dim() - int((call.name or "")[-2]) - 1
     channels = labels.shape[axis]
@@ -117,7 +117,7 @@ def dense_convolution(
     """A convolution that consumes and produces; ``inputs``: its input's channels, which stand before space."""
     weight, bias = weights
     if not _is_plain(run, weight, bias):
-        return run.unknown(call, "a convolution whose weight is computed, not a parameter")
+        return run.unknown(call, _not_plain(run, call, "convolution"))
     transposed = "transpose" in (call.name or "")
     axis = labels.dim() - len(weight.shape) + 1
     places = [weight.place(dim) for dim in ((0, 1) if transposed else (1, 0))]
@@ -149,6 +149,14 @@ def dense_convolution(
     return place(outputs, call.shape, axis)
 
 
+def _not_plain(run: Propagation, call: Call, kind: str) -> str:
+    """Why a layer cannot read its weight as layers do."""
+    weight = call.argument(1, "weight")
+    if isinstance(weight, ParameterRef) and weight.name in run.trail.elements:
+        return f"{weight.name!r} is a layer's weight and is also read as a tensor"
+    return f"a {kind} whose weight is computed, not a parameter"
+
+
 def _is_plain(run: Propagation, weight: Any, bias: Any) -> bool:
     """Are they parameters, the weight of layers alone?"""
     read = isinstance(weight, ParameterRef) and (bias is None or isinstance(bias, ParameterRef))
@@ -159,7 +167,7 @@ def linear(run: Propagation, call: Call) -> Any:
     """Linears consume and produce along the last dimension, on tensors of any rank."""
     weights = _weights(run, call)
     if weights is None:
-        return run.unknown(call, "a linear whose weight is computed, not a parameter")
+        return run.unknown(call, _not_plain(run, call, "linear"))
     return dense(run, call, run.of(call.argument(0, "input")), *weights, dims=(1, 0), axes=(-1, -1))
 
 

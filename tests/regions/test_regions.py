@@ -219,7 +219,7 @@ def test_where_nothing_may_go_the_first_error_stands() -> None:
 
     with pytest.raises(TraceError, match=r"cannot trace Single.*It stopped at .*test_regions\.py") as caught:
         prepare(Single())
-    assert "In the parts that can be traced (one, two) no channel may go" in str(caught.value)
+    assert "In the parts that can be traced ('one', 'two') no channel may go" in str(caught.value)
 
 
 def test_what_the_example_gives_nothing_stays() -> None:
