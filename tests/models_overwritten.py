@@ -22,6 +22,7 @@ class Masked(nn.Conv2d):
         """Mask, then convolve."""
         if self.spelling == "assigned":
             self.weight.data *= self.mask
+            self.weight.data = self.weight.data.clamp(-0.1, 0.1)
         elif self.spelling == "copied":
             self.weight.data.copy_(self.weight * self.mask)
         elif self.spelling == "under no_grad":
@@ -31,6 +32,7 @@ class Masked(nn.Conv2d):
             self.weight.data[:, :, 2, :] = 0
         else:
             self.weight.data[:, :, 1, 2:] *= 0
+            self.weight.data[:, :, 1, 0].zero_()
         return super().forward(x)
 
 

@@ -24,6 +24,7 @@ from smcp_fx.tracing.constant_values import ancestors, computed_value, overwritt
 from smcp_fx.tracing.contexts import NO_GRAD
 from smcp_fx.tracing.in_place import PLAIN
 from smcp_fx.tracing.operations import writes_in_place
+from smcp_fx.tracing.write_places import parts_of
 from smcp_fx.tracing.writes import write_once
 
 #: Two calls may write values that differ by rounding, by this share of the largest.
@@ -43,10 +44,11 @@ def parameter_of(node: Any) -> fx.Node | None:
 
 
 def written_parameter(node: fx.Node, model: nn.Module) -> fx.Node | None:
-    """The read of the tensor that the node writes into, where it writes into all of one that the model holds."""
+    """The read of the tensor that the node writes into, all of it or a part, where it is one that the model holds."""
     if node.target is not overwritten and not (node.args and writes_in_place(node, model)):
         return None
-    return parameter_of(node.args[0])
+    parts = parts_of(node)
+    return parameter_of(node.args[0] if parts is None else parts[0])
 
 
 def settle_parameter_writes(graph: fx.Graph, model: nn.Module, adopt: Callable[[fx.Node], None]) -> None:
@@ -97,6 +99,7 @@ class _Write:
         self.place = {other: index for index, other in enumerate(graph.nodes)}
         after = self.place[node]
         views = [n for n in graph.nodes if parameter_of(n) in reads and self.place[n] < after]
+        self.own = [n for n in views if n.target is overwritten]  # what it was overwritten with before
         self.later = [
             (name, user) for name in {*reads, *views, node} for user in name.users if self.place[user] > after
         ]
@@ -106,7 +109,7 @@ class _Write:
         value = self._value()
         if value is None or not self.later:
             return "and not read afterwards"
-        known = self.reads | {self.node}
+        known = {*self.reads, *self.own, self.node}
         if self.node.target is overwritten and any(name not in known for name, _ in self.later):
             return "and what it held before is read afterwards"
         operation, args = value
@@ -120,8 +123,8 @@ class _Write:
         name = str(getattr(self.node.target, "__name__", self.node.target))
         if self.node.target is overwritten or (name == "copy_" and len(self.node.args) == 2):
             return Tensor.detach, self.node.args[1:]
-        if self.node.target is operator.setitem:
-            return _with_part, self.node.args
+        if (parts := parts_of(self.node)) is not None:
+            return _with_part, parts
         if self.node.target in PLAIN:
             return PLAIN[self.node.target], self.node.args
         operation = getattr(Tensor, name.removesuffix("_"), None) if name.endswith("_") else None
@@ -155,7 +158,7 @@ class _Write:
         read = min(self.reads, key=self.place.__getitem__)
         with self.graph.inserting_before(self.node):
             if operation is _with_part:
-                made = self.graph.call_method("clone", (read,))
+                made = self.graph.call_method("clone", (self.own[-1] if self.own else read,))
                 self.graph.call_function(operator.setitem, (made, *args[1:]))
             elif isinstance(operation, MethodDescriptorType):
                 made = self.graph.call_method(operation.__name__, args, dict(self.node.kwargs))
@@ -167,10 +170,11 @@ class _Write:
             node.meta = {key: kept for key, kept in self.node.meta.items() if key != NO_GRAD}
             adopt(node)
         for name, user in self.later:
-            user.replace_input_with(name, own if name in self.reads else plain)
-        self.graph.erase_node(self.node)
-        if not plain.users:
-            self.graph.erase_node(plain)
+            user.replace_input_with(name, own if name in (*self.reads, *self.own) else plain)
+        view: Any = self.node.args[0]
+        for idle in (self.node, plain, view):
+            if idle.op != "get_attr" and not idle.users:
+                self.graph.erase_node(idle)
 
 
 def _with_part(tensor: Tensor, index: Any, part: Any) -> Tensor:
