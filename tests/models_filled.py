@@ -96,6 +96,21 @@ def filled_by_steps_in_space() -> nn.Module:
     return between(wiring, 16, 4)
 
 
+@awkward(1.0)
+def written_at_places_of_space() -> nn.Module:
+    """A mask of every other pixel, a canvas filled at a few places, and messages that are added up."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        images, channels = h.shape[:2]
+        odd, canvas = torch.ones_like(h), torch.zeros(images, channels, 9, dtype=h.dtype)
+        odd[:, :, ::2, 1::2] = 0
+        canvas[:, :, torch.arange(4) * 2] = s.mid(h)[:, :, 1, :4]
+        added = torch.zeros_like(h).index_add(3, torch.arange(8) // 2, s.mid(h))
+        return h * odd + added + canvas.view(images, channels, 3, 3).mean((2, 3), keepdim=True)
+
+    return between(wiring, mid=conv(8, 8, 1))
+
+
 @awkward(0.0)
 def filled_by_steps_that_do_not_divide() -> nn.Module:
     def wiring(s: Any, h: Tensor) -> Tensor:

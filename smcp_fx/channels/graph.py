@@ -20,6 +20,7 @@ from smcp_fx.channels import (
     rules_spectra,
     rules_statistics,
     rules_windows,
+    rules_writes,
 )
 from smcp_fx.channels.branches import Branches, bits
 from smcp_fx.channels.columns import following, pin_unfollowed
@@ -43,6 +44,7 @@ _ROOMS = (
     rules_statistics,
     rules_products,
     rules_windows,
+    rules_writes,
     rules_spectra,
     rules_recurrent,
     rules_mixed,  # after those of plain convolutions

@@ -6,6 +6,7 @@ channels that are kept are selected.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -39,6 +40,11 @@ def made_tensors(
         )
         if writes_in_place(node, module):
             _touch(node, tensors, touched)
+        if node.target is operator.setitem and not all(made[n] for n in inputs):
+            filled: set[fx.Node] = set()  # with features, from here on
+            _touch(node.args[0], tensors, filled)
+            made.update(dict.fromkeys(filled, False))
+            touched |= filled
     found: dict[str, set[str] | None] = {}
     for node, here in made.items():
         alone = has(operation_name(node, None), Trait.FILLS) and not any(made[user] for user in node.users)

@@ -43,6 +43,8 @@ Rule = Callable[["Propagation", Call], Any]
 
 #: Start of the reason when an operation is used in a form that its rule does not handle.
 UNFIT = "no channel rule fits this form of"
+#: Rules that label tensors of one value themselves, by what these meet.
+_LABELLING = ("bymode", "indexadd", "indexcopy", "indexfill", "recurrent", "scatter", "setitem")
 #: Operations that read only what masks do not change: a tensor's sizes and type.
 _QUESTIONS = frozenset(
     """
@@ -288,7 +290,7 @@ class Propagation:
             return None
         module = self._called(node)
         call = Call(node, operation_name(node, module), tuple(args), dict(kwargs), module, value)
-        if not any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value)):
+        if call.name != "setitem" and not any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value)):
             if call.name not in _QUESTIONS and tensor_leaves((args, kwargs)):
                 # A number computed from a tensor's values, or an object that holds tensors out of our sight.
                 returned = bool(node.users) and all(user.op == "output" for user in node.users)
@@ -305,8 +307,9 @@ class Propagation:
         rule = self.rules.get(call.name or "")
         if rule is None:
             return self.unknown(call)
-        if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or call.name in ("bymode", "recurrent")):
-            args, kwargs = pytree.tree_map(self._labelled, (call.args, call.kwargs))
+        if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or str(call.name).startswith(_LABELLING)):
+            given = (call.args, call.kwargs)
+            args, kwargs = pytree.tree_map(lambda v: self.of(v) if isinstance(v, MadeRef) else v, given)
             call = replace(call, args=args, kwargs=kwargs)
         try:
             result = rule(self, call)
@@ -319,9 +322,6 @@ class Propagation:
         if shapes != expected:
             return self.unknown(call, f"{UNFIT} {call.name!r} (labels of shapes {shapes}, not {expected})")
         return result
-
-    def _labelled(self, value: Any) -> Any:
-        return self.of(value) if isinstance(value, MadeRef) else value
 
     def _shape(self, node: fx.Node) -> tuple[int, ...] | None:
         value = self.values.get(node.name)

@@ -1,0 +1,116 @@
+"""Channel rules of writes at places that are the same for all channels: by index, by scatter.
+
+    canvas[:, :, rows] = y      m[:, :, ::2, 1::2] = 0      zeros.index_add(1, nodes, messages)
+
+What is written goes with the channels that it is written into.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from smcp_fx.channels.labels import varied_dims
+from smcp_fx.channels.propagation import Propagation, Rule
+from smcp_fx.channels.rules_elementwise import bring_together, like
+from smcp_fx.channels.rules_statistics import mix
+from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef
+
+_EVERYWHERE = slice(None)
+_APART = "writes to some of the channels, or in a form without a rule"
+
+
+def written(run: Propagation, call: Call) -> Any:
+    """`x[index] = y`: free where the index takes all channels."""
+    target, index, source = call.args
+    parts = _parts(index, len(target.shape)) if isinstance(target, (Tensor, MadeRef)) else None
+    if parts is None:
+        return run.unknown(call, f"{call.node.name!r} {_APART}")
+    given = _beside(run, source, parts)
+    dims = set() if given is None else set(varied_dims(given))
+    told = {dim - len(parts) for dim in dims}
+    labels = None
+    if not isinstance(target, MadeRef):
+        labels = run.settled(run.of(target), told or {1 - len(parts)})
+        dims |= set(varied_dims(labels))
+    elif told:
+        labels = run.of(target, told)
+    else:
+        dims = set(target.told)  # nothing says yet which of them hold channels
+    if any(parts[dim] != _EVERYWHERE for dim in dims):
+        return run.unknown(call, f"{call.node.name!r} {_APART}")
+    for part in parts:
+        if isinstance(part, (Tensor, ParameterRef)):
+            run.pin(run.of(part), call.node.name, f"tells {call.node.name!r} where all channels are written")
+    if labels is not None and given is not None:
+        shape = tuple(size if dim in dims else 1 for dim, size in enumerate(labels.shape))
+        bring_together(run, call, [_narrowed(labels, dims), _narrowed(given, dims)], shape)
+    return None
+
+
+def _parts(index: Any, rank: int) -> list[Any] | None:
+    """One entry a dimension: slices, numbers, and at most one tensor of places; None for another index."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    places = [part for part in parts if isinstance(part, (Tensor, ParameterRef))]
+    plain = all(isinstance(part, (int, slice)) or part is ... for part in parts if part not in places[:1])
+    if isinstance(index, list) or not plain or any(len(part.shape) != 1 for part in places):
+        return None
+    if places and any(isinstance(part, int) for part in parts):  # would move the dimension of the places
+        return None
+    if any(part is ... for part in parts):
+        at = next(i for i, part in enumerate(parts) if part is ...)
+        parts[at : at + 1] = [_EVERYWHERE] * (rank - len(parts) + 1)
+    return parts + [_EVERYWHERE] * (rank - len(parts)) if len(parts) <= rank else None
+
+
+def _beside(run: Propagation, source: Any, parts: list[Any]) -> Tensor | None:
+    """Labels of what is written, with the dimensions of what it is written into; None of a number."""
+    if not isinstance(source, (Tensor, ParameterRef)):
+        return None
+    labels = run.of(source)
+    gone = [dim for dim, part in enumerate(parts) if isinstance(part, int)]
+    ahead = len(parts) - len(gone) - labels.dim()
+    labels = labels.reshape((1,) * max(ahead, 0) + tuple(labels.shape))
+    for dim in gone:
+        labels = labels.unsqueeze(dim)
+    return labels
+
+
+def _narrowed(labels: Tensor, dims: set[int]) -> Tensor:
+    for dim in range(labels.dim()):
+        if dim not in dims:
+            labels = labels.narrow(dim, 0, 1)
+    return labels
+
+
+def scattered(run: Propagation, call: Call) -> Any:
+    """Writes or adds values at places along one dimension, which tells no channels apart."""
+    target, dim, index = call.argument(0, "input"), call.argument(1, "dim"), call.argument(2, "index")
+    source = call.argument(3, "source", call.argument(3, "src", call.argument(3, "value")))
+    rank = len(call.shape)
+    dim = int(dim) % rank
+    known = run.of(source) if isinstance(source, (Tensor, ParameterRef)) else None
+    along = {d - rank for d in varied_dims(known)} if known is not None and known.dim() == rank else None
+    labels = mix(run, call, run.of(target, along), {dim})
+    if labels is None:
+        return run.unknown(call, f"{call.node.name!r} {_APART}")
+    operands = [labels] + ([known] if known is not None and known.dim() == rank else [])
+    if len(index.shape) == rank and not isinstance(index, ConstantRef):
+        operands.append(run.of(index))
+    else:
+        run.pin(run.of(index), call.node.name, f"tells {call.node.name!r} where all channels are written")
+    dims = {d for one in operands for d in varied_dims(one)}
+    if dim in dims or any(one.shape[d] not in (1, call.shape[d]) for one in operands for d in dims):
+        return run.unknown(call, f"{call.node.name!r} {_APART}")
+    shape = tuple(size if d in dims else 1 for d, size in enumerate(call.shape))
+    merged = bring_together(run, call, [_narrowed(one, dims) for one in operands], shape)
+    return like(call, merged.expand(call.shape))
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        ("scatter", "scatteradd", "scatterreduce", "indexadd", "indexcopy", "indexfill"), scattered
+    ),
+    "setitem": written,
+}
