@@ -38,12 +38,18 @@ def mean_kept(x: Tensor, mask: Tensor) -> Tensor:
 
 def lowest_kept(x: Tensor, mask: Tensor) -> Tensor:
     """Return ``x`` with -inf in the channels that are not kept: for maxima, and sums of exponentials."""
-    return x.masked_fill(mask == 0, -math.inf)
+    return _filled(x, mask, -math.inf)
 
 
 def highest_kept(x: Tensor, mask: Tensor) -> Tensor:
     """Return ``x`` with inf in the channels that are not kept: for minima."""
-    return x.masked_fill(mask == 0, math.inf)
+    return _filled(x, mask, math.inf)
+
+
+def _filled(x: Tensor, mask: Tensor, value: float) -> Tensor:
+    """With 0 where no channel is kept: what a branch computes that is switched off must be finite."""
+    gone = mask == 0
+    return x.masked_fill(gone, torch.where(gone.all(), 0.0, value).to(x.dtype))
 
 
 def one_kept(x: Tensor, mask: Tensor) -> Tensor:
@@ -58,7 +64,8 @@ def spread_kept(x: Tensor, mask: Tensor, dims: Sequence[int], correction: int) -
     """
     mask = mask.to(x.dtype)
     total = math.prod([x.shape[dim] for dim in dims])
-    count = (mask.sum() * (total / mask.numel())).clamp(min=1)
+    count = mask.sum() * (total / mask.numel())
+    count = torch.where(count == 0, 1 + correction, count)  # a branch that is switched off must be finite
     mean = (x * mask).sum(tuple(dims), keepdim=True) / count
     return mean + (x - mean) * mask * ((total - correction) / (count - correction)).sqrt()
 
@@ -252,7 +259,7 @@ def batch_norm_over_kept(
         with torch.no_grad():
             x = input.to(running_mean.dtype)
             kept = mask.to(x.dtype)
-            count = kept.sum() * (x.numel() // x.shape[1] // kept.numel())
+            count = (kept.sum() * (x.numel() // x.shape[1] // kept.numel())).clamp(min=1)
             mean = (x * kept).sum(dims, keepdim=True) / count
             var = ((x - mean).square() * kept).sum(dims, keepdim=True) / (count - 1).clamp(min=1)
             running_mean.lerp_(mean.flatten(), momentum)

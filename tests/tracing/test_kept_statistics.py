@@ -122,3 +122,13 @@ def test_prepared_norms_compile_and_cast() -> None:
     compiled.sum().backward()
     torch._dynamo.reset()
     assert_close(prepared.bfloat16()(image.bfloat16()), expected.bfloat16(), "identity")
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_branch_that_keeps_nothing_is_finite(name: str) -> None:
+    """Layer pruning may switch all channels off; what they make is then times zero, which infinities survive."""
+    x = torch.randn(2, 8, 3, 4, dtype=torch.float64, requires_grad=True)
+    found = OPERATIONS[name][0](mask(torch.zeros(8)), x)
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert found.isfinite().all()
+    assert gradient.isfinite().all()
