@@ -8,9 +8,13 @@ Buffers of integers (counters) are not worth this: only their values are restore
 
 from __future__ import annotations
 
-from torch import fx, nn
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, fx, nn
 
 from smcp_fx.errors import TraceError
+from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.tracing.operations import writes_in_place
 
 
@@ -60,6 +64,35 @@ class Buffers:
             if isinstance(first, fx.Node) and first.op == "get_attr" and writes_in_place(node, model):
                 found |= {owners[str(first.target)]} if first.target in owners else set()
         return found
+
+
+def fill_caches(model: nn.Module, inputs: tuple[Any, ...], paths: Collection[str]) -> bool:
+    """Let modules fill what they fill in their first call for a size, and keep outside the state dict; did any?
+
+    What another call fills again is no cache, and stays as it was.
+    """
+    caches = [
+        (module, name)
+        for module in map(model.get_submodule, paths)
+        for name in module._non_persistent_buffers_set & module._buffers.keys()
+    ]
+
+    def run(*given: Any) -> list[Tensor | None]:
+        model(*given)
+        return [module._buffers[name] for module, name in caches]
+
+    def put(values: list[Tensor | None]) -> None:
+        for (module, name), value in zip(caches, values, strict=True):
+            module._buffers[name] = value
+
+    before = [module._buffers[name] for module, name in caches]
+    first: list[Tensor | None] = run_eager(model, inputs, run)
+    put(first)
+    again = run_eager(model, inputs, run)
+    steady = all(one is other for one, other in zip(first, again, strict=True))
+    if not steady:
+        put(before)
+    return steady and any(one is not other for one, other in zip(first, before, strict=True))
 
 
 def keep_in_state(model: nn.Module, traced: nn.Module) -> None:

@@ -15,21 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.tracing.attributes import Attributes
 from smcp_fx.tracing.example_runs import run_eager, same_values
 
 
 @contextmanager
 def forgotten(model: nn.Module, inputs: tuple[Any, ...], expected: Any) -> Iterator[None]:
     """Forget what the forward itself fills in again, to the same outputs; remembered at the end."""
-    before = Attributes(model)
+    kept = [(module, name, vars(module)[name]) for module in model.modules() for name in _caches(module)]
     try:
-        for module in model.modules():
-            for name in _caches(module):
-                _forget_if_refilled(model, module, name, inputs, expected)
+        for module, name, _ in kept:
+            _forget_if_refilled(model, module, name, inputs, expected)
         yield
     finally:
-        before.restore()
+        for module, name, value in kept:
+            vars(module)[name] = value
 
 
 def _caches(module: nn.Module) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.errors import InputError, TraceError
-from smcp_fx.tracing.buffers import WritesBuffersError
+from smcp_fx.tracing.buffers import WritesBuffersError, fill_caches
 from smcp_fx.tracing.contexts import (
     AutocastError,
     detach_frozen,
@@ -163,6 +163,8 @@ def _with_leaves(
                 raise
             hooks = True
         except WritesBuffersError as error:
+            if fill_caches(model, inputs, error.paths):
+                continue
             if "" in error.paths or error.paths & why.keys():
                 raise
             why |= {path: f"{path!r} writes into its own buffers" for path in error.paths}

@@ -269,3 +269,31 @@ def test_scripted_parts_are_called_as_they_are_and_can_be_trained() -> None:
     torch.testing.assert_close(prepared(image()), model(image()), atol=1e-5, rtol=1e-4)
     prepared.train()(image()).sum().backward()
     assert all(p.grad is not None for p in prepared.parameters())
+
+
+class Offsets(nn.Module):
+    """Keeps the places of an image's positions outside the state dict, filled in the first call for a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.places.shape[0] != x.shape[3]:
+            places = torch.zeros(x.shape[3])
+            places[:] = torch.arange(x.shape[3], dtype=torch.float32)
+            self.places = places.to(x)
+        return x + self.places
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_buffer_that_is_filled_in_the_first_call_is_a_cache(ran: bool) -> None:
+    """A network that never ran is as free as one that did."""
+    model = Net(lambda s, h: s.offsets(h)).eval()
+    model.offsets = Offsets()
+    expected = copy.deepcopy(model)(image())
+    if ran:
+        model(image())
+    prepared = smcp_fx.prepare(model, image(), config=smcp_fx.PruningConfig(multiple=1))
+    assert prepared.channels.free_share == 1
+    assert torch.equal(prepared(image()), expected)
