@@ -9,7 +9,7 @@ from torch import fx
 
 from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
-from smcp_fx.tracing.kept_statistics import BEFORE
+from smcp_fx.tracing.kept_statistics import BEFORE, as_it_was
 from smcp_fx.tracing.masking import META, mark_of
 
 
@@ -24,9 +24,10 @@ class FoldKeptStatistics(GraphPass):
             mark = mark_of(node)
             if node.op == "call_function" and node.target in BEFORE.values():
                 source, mask = node.args[:2]
-                node.replace_all_uses_with(source)
+                copied = isinstance(source, fx.Node) and source.target is as_it_was
+                node.replace_all_uses_with(source.args[0] if copied else source)
                 graph.erase_node(node)
-                dropped = [mask]
+                dropped = [mask, source] if copied else [mask]
             elif mark is not None and mark.kind == "kept":
                 first = int(mark.path is not None)  # a module's call reads the module, too
                 dropped = list(node.args[: first + 1])

@@ -16,9 +16,10 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Mix
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.weight_products import require_buffer
-from smcp_fx.tracing.kept_statistics import BEFORE, IN_PLACE_OF, module_over_kept
+from smcp_fx.tracing.kept_statistics import BEFORE, IN_PLACE_OF, as_it_was, module_over_kept
 from smcp_fx.tracing.masking import META, STATE, Mark, mark_of
-from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.operations import may_be_operand, operation_name, operation_of, writes_in_place
+from smcp_fx.tracing.traits import Trait, has
 
 
 def kept_name(mix: Mix) -> str:
@@ -55,6 +56,7 @@ class InsertKeptStatistics(GraphPass):
     def apply(self, module: fx.GraphModule) -> PassResult:
         """Insert the nodes."""
         nodes = {node.name: node for node in module.graph.nodes}
+        scored = {kept_name(mix) for mix in scored_mixes(self.channels)}
         report = []
         for mix in masked_mixes(self.channels):
             node = nodes[mix.node]
@@ -70,6 +72,9 @@ class InsertKeptStatistics(GraphPass):
             if mix.form == "instead":
                 _put_instead(module, node, mask)
             else:
+                if kept_name(mix) in scored and _is_overwritten(module, node, node.args[operand]):
+                    with module.graph.inserting_before(node):
+                        node.update_arg(operand, module.graph.call_function(as_it_was, (node.args[operand],)))
                 _put_before(module.graph, node, mask, mix, operand)
             report.append(f"{mix.node}: {mix.labels.numel()} channels masked")
         return PassResult(module, bool(report), tuple(report))
@@ -77,6 +82,25 @@ class InsertKeptStatistics(GraphPass):
 
 def _is_before(operand: object) -> bool:
     return isinstance(operand, fx.Node) and operand.target in BEFORE.values()
+
+
+def _is_overwritten(module: fx.GraphModule, reader: fx.Node, operand: object) -> bool:
+    """Does a later operation write into the operand's memory, which the gradient of a mask needs as it was?"""
+    memory, later = _memory(module, operand), False
+    for node in module.graph.nodes:
+        if later and writes_in_place(node, module) and _memory(module, node.args[0]) is memory:
+            return True
+        later |= node is reader
+    return False
+
+
+def _memory(module: fx.GraphModule, node: object) -> object:
+    """The first of the tensors that a view, or what an operation in place returns, may share memory with."""
+    while isinstance(node, fx.Node) and node.args and isinstance(node.args[0], fx.Node):
+        if not (has(operation_of(module, node), Trait.MOVES) or may_be_operand(node, module)):
+            break
+        node = node.args[0]
+    return node
 
 
 def _put_before(graph: fx.Graph, node: fx.Node, mask: fx.Node, mix: Mix, operand: int) -> None:

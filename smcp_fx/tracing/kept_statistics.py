@@ -70,6 +70,11 @@ def spread_kept(x: Tensor, mask: Tensor, dims: Sequence[int], correction: int) -
     return mean + (x - mean) * mask * ((total - correction) / (count - correction)).sqrt()
 
 
+def as_it_was(x: Tensor) -> Tensor:
+    """A copy of what is written into later, for the gradient of a mask."""
+    return x.clone()
+
+
 # ---- in place of a plain operation: all channels, by the statistics of the kept ones --------------------------
 
 

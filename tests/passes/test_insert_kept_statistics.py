@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import between, chain
+from models import between, chain, check_slicing, randomise
 from pass_models import IMAGE, change, kinds, traced
 from tolerances import assert_close
 from torch import fx, nn
 
+import smcp_fx
 from smcp_fx.errors import PassError
 from smcp_fx.passes.insert_kept_statistics import InsertKeptStatistics
 from smcp_fx.pruning.state import PruningState
-from smcp_fx.tracing.kept_statistics import IN_PLACE_OF, module_over_kept
+from smcp_fx.tracing.kept_statistics import IN_PLACE_OF, as_it_was, module_over_kept
 
 
 def mixing() -> nn.Module:
@@ -79,3 +80,20 @@ def test_statistics_are_those_of_the_kept_channels() -> None:
 
     Reader(module).run(IMAGE)
     assert_close(found["mean"], found["stem"][:, kept].mean(1, keepdim=True), "identity")
+
+
+def test_what_is_written_into_later_is_copied_for_the_gradient_of_its_mask() -> None:
+    """A mean that no layer's weights score keeps its operand, the other half of which is then written into."""
+
+    def wiring(s: Any, h: torch.Tensor) -> torch.Tensor:
+        own = h * 1.0
+        one, other = own[:, :4], own[:, 4:]
+        other.sub_(one.mean(1, keepdim=True))
+        return other
+
+    model = randomise(between(wiring, 8, 4)).double()
+    image = IMAGE.double()
+    prepared = check_slicing(model, (image,))
+    prepared.train()(image).sum().backward()
+    assert prepared.channels.free_share == 1
+    assert not [node for node in smcp_fx.convert(prepared).graph.nodes if node.target is as_it_was]
