@@ -161,7 +161,8 @@ def introduction() -> list[str]:
         "*error*: max |masked - sliced| over the output's largest magnitude, float32 (in brackets float64, where",
         "float32 exceeds 1e-5). Networks of 150 batch norms or more had them at 0.3 strength (`--strength 1` for",
         "all of it). *ONNX*: the same between PyTorch and ONNX Runtime, empty where not run; in brackets the batch",
-        "norms' strength where a network at full strength amplifies rounding beyond the limit of 1e-4. A sweep",
+        "norms' strength where a network at full strength amplifies rounding beyond the limit of 1e-4, then",
+        "PyTorch's own difference between float32 and float64 where it still does (four times that passes). A sweep",
         "without `--onnx` keeps what one before it found there. *trace*:",
         "tracing and channel graph. *memory*: peak above the model, in GiB.",
         "",
@@ -240,6 +241,8 @@ def _line(name: str, row: dict[str, Any]) -> str:
     exported = f"{row['onnx_error']:.1e}" if "onnx_error" in row else ""
     if "onnx_strength" in row:
         exported += f" (at {row['onnx_strength']:g})"
+    if "onnx_rounding" in row:
+        exported += f" (own rounding {row['onnx_rounding']:.0e})"
     if "onnx_batch" in row:
         exported += " (fixed batch)"
     size = "x".join(map(str, row["input"]))
