@@ -77,8 +77,11 @@ def _slots_of(trail: Trail, units: Units) -> tuple[_Slots, Tensor]:
         outputs = table.add((layer.path, "out"), units.of(layer.output_channels))
         produced[outputs] = True
     in_layers = table.present.clone()
-    # Learned queries, zeros beside channels, and what is selected where positions are taken for channels.
-    standing = [trail.elements[name] for name in trail.free_standing]
+    # Learned queries, embeddings, zeros beside channels, and what is selected where positions are taken for channels.
+    standing = [
+        trail.elements[name] if name in trail.elements else trail.slots[name][1]
+        for name in trail.free_standing
+    ]
     standing += [trail.labels[name] for name in trail.selected]
     for labels in standing:
         known = torch.unique(units.of(narrow_uniform(labels)))

@@ -293,9 +293,12 @@ def embedding(run: Propagation, call: Call) -> Any:
     weight = own_parameter(run, call, "weight") if call.module is not None else call.argument(1, "weight")
     if not isinstance(weight, ParameterRef):
         return run.unknown(call, "an embedding whose table is computed, not a parameter")
+    if call.option(3, "max_norm", None) is not None:
+        return run.unknown(call, "max_norm scales each row of the embedding by all of its columns")
     fresh = run.trail.slots.get(weight.name, {}).get(1)
     channels = run.fresh(call.node.name, call.shape[-1]) if fresh is None else fresh
     run.slot(weight.name, 1, channels)
+    run.trail.free_standing.add(weight.name)
     return place(channels, call.shape, -1)
 
 

@@ -225,7 +225,7 @@ class Trail:
     spread: list[Spread] = field(default_factory=list)
     slots: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # parameter -> dim -> labels
     elements: dict[str, Tensor] = field(default_factory=dict)  # parameter -> labels of its shape
-    #: Of these, the ones that need no layer to write them: learned, or made.
+    #: Parameters that need no layer to write them (learned tokens, embeddings), and what is made.
     free_standing: set[str] = field(default_factory=set)
     layers: list[Layer] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)

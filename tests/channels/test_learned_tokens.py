@@ -64,3 +64,27 @@ def test_they_go_with_the_channels_that_they_meet(ways: str) -> None:
     for name in ("tokens", "positions"):
         if any(name == n for n, _ in sliced.named_parameters()):
             assert sliced.get_parameter(name).shape[-1] == kept
+
+
+class Words(nn.Module):
+    """An embedding that nothing but a convolution reads."""
+
+    def __init__(self, max_norm: float | None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 12, max_norm=max_norm)
+        self.layer, self.head = nn.Conv1d(12, 5, 3), nn.Linear(5, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        y: Tensor = self.head(self.layer(self.embedding(words).mT).relu().mean(2))
+        return y
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_an_embedding_makes_channels_unless_its_rows_are_scaled_by_them(max_norm: float | None) -> None:
+    torch.manual_seed(0)
+    model = Words(max_norm).double().eval()
+    prepared = smcp_fx.prepare(model, torch.tensor([[0, 1, 2, 1]]))
+    assert prepared.channels.free_share == (1 if max_norm is None else 5 / 17)
+    prepared.set_masks(random_masks(prepared, 0))
+    words = torch.tensor([[3, 4, 5, 6, 7, 8]])  # rows that no call has scaled yet
+    assert_close(smcp_fx.convert(prepared)(words), prepared(words), "slicing", "words")
