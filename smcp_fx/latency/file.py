@@ -247,7 +247,7 @@ class TableFile:
 
     def _create(self) -> None:
         """Create the tables if there are none."""
-        self.run("PRAGMA journal_mode = WAL")
+        self._keep_a_log()
         self.run("PRAGMA synchronous = NORMAL")
         if _seen(self._database).objects:
             return
@@ -264,6 +264,18 @@ class TableFile:
             if self._database.in_transaction:
                 self.run("ROLLBACK")
             raise
+
+    def _keep_a_log(self) -> None:
+        """Switch to a write-ahead log; SQLite does not wait where two processes do so at the same moment."""
+        until = time.monotonic() + _BUSY_SECONDS
+        while True:
+            try:
+                self.run("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > until:
+                    raise
+            time.sleep(0.01)
 
 
 def _connect(path: Path, how: str) -> sqlite3.Connection:

@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import signal
 import sqlite3
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 from fake_latencies import FakeBackend, conv, dense
 
 from smcp_fx.errors import TableError
+from smcp_fx.latency.file import TableFile
 from smcp_fx.latency.store import LatencyStore
 from smcp_fx.latency.table import LatencyTable
 
@@ -177,3 +180,16 @@ def test_two_processes_share_a_table_without_double_work(tmp_path):
     with LatencyTable(tmp_path / "alone.sqlite") as table:
         table.measure([conv()], alone)
     assert sorted(widths for _, widths in lines) == sorted(json.dumps(widths) for _, widths in alone.log)
+
+
+def test_a_new_file_may_be_opened_by_many_at_the_same_moment(tmp_path):
+    """As ranks do: SQLite itself gives up where two switch a new file to a write-ahead log."""
+    for number in range(30):
+        path, together = tmp_path / f"{number}.sqlite", threading.Barrier(8)
+
+        def opened(_: int, path: Path = path, together: threading.Barrier = together) -> None:
+            together.wait()
+            TableFile(path).close()
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(opened, range(8)))
