@@ -59,10 +59,13 @@ class InsertSoftMasks(GraphPass):
         uses: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
         for use in self.channels.layers:
             uses[use.weight, use.in_dim].append(nodes[use.node])
+        computed = {nodes[la.node]: nodes[la.read] for la in self.channels.layers if la.read}
         report, other = [], OtherMode(module)
         for layer in masked_layers(self.channels):
             readers = uses[layer.weight, layer.in_dim]
-            if insert_product(module.graph, readers, layer.weight, mask_name(layer), self.mask, "mask"):
+            if insert_product(
+                module.graph, readers, layer.weight, mask_name(layer), self.mask, "mask", computed
+            ):
                 other.show(readers, layer.weight, mask_name(layer), self.mask)
                 report.append(f"{layer.path}: {layer.in_labels.numel()} input channels masked")
         return PassResult(module, bool(report), tuple(report))

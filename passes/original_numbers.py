@@ -18,7 +18,6 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import PassError
-from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.operations import readable_name
 from smcp_fx.tracing.values import plain_lists
 
@@ -54,9 +53,8 @@ def recomputed(node: fx.Node, recorded: Any, new: dict[str, Any]) -> Any:
 class OriginalNumbers:
     """``old`` and ``new`` map names of nodes to their values (labels, numbers) before and after slicing."""
 
-    def __init__(self, graph: fx.Graph, sliced: Sliced, old: dict[str, Any], new: dict[str, Any]) -> None:
+    def __init__(self, graph: fx.Graph, old: dict[str, Any], new: dict[str, Any]) -> None:
         self.graph = graph
-        self.sliced = sliced
         self.old = old
         self.new = new
         self._known: dict[fx.Node, Any] = {}
@@ -95,13 +93,11 @@ class OriginalNumbers:
         old, new = self.old[number.name], self.new[number.name]
         source = number.args[0] if number.args else None
         if isinstance(source, fx.Node) and isinstance(self.old[source.name], Tensor):
-            labels = self.old[source.name]
             if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):  # the shape
                 pairs = enumerate(zip(old, new, strict=True))
                 made = operator.getitem
                 return tuple(a if a != b else self._made(number, made, (number, i), a) for i, (a, b) in pairs)
-            found = self.sliced.axis(labels)
-            if found is None or number.target not in ("numel", "nelement", torch.numel):
+            if number.target not in ("numel", "nelement", torch.numel):
                 return old
             return self.in_proportion(number, new, old)
         target = math.prod if number.op == "call_method" and number.target == "numel" else number.target

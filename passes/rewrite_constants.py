@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from smcp_fx.passes.label_runs import LabelRuns, repeat
 from smcp_fx.passes.movement_rewrites import REWRITES, SIZES, fitted
 from smcp_fx.passes.original_numbers import OriginalNumbers, recomputed
 from smcp_fx.passes.size_rewrites import fill, keep_scale, pad, set_argument
-from smcp_fx.passes.sliced_labels import Sliced
+from smcp_fx.passes.sliced_labels import Sliced, size_of
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
@@ -50,7 +51,7 @@ class _Rewriter:
         self.trail = sliced.channels.trail
         self.old: dict[str, Any] = dict(self.trail.labels)
         self.new: dict[str, Any] = {}
-        self.originals = OriginalNumbers(module.graph, sliced, self.old, self.new)
+        self.originals = OriginalNumbers(module.graph, self.old, self.new)
         self.runs = LabelRuns(module, self.old, self.new)
         self.dead: list[fx.Node] = []
         self.report: list[str] = []
@@ -66,6 +67,9 @@ class _Rewriter:
                 lambda v: self.sliced.slice(v) if isinstance(v, Tensor) else v, old
             )
             return
+        if name in self.trail.mixed:
+            self._mixed_weight(node)
+            return
         if node.op == "get_attr":
             labels = self.trail.elements.get(old.name) if isinstance(old, ParameterRef) else old
             if isinstance(labels, Tensor):
@@ -75,9 +79,6 @@ class _Rewriter:
             return
         if isinstance(old, ParameterView):
             self._weight_view(node, old)
-            return
-        if name in self.trail.mixed:
-            self._mixed_weight(node)
             return
         if name in self.trail.virtual and self._is_thinned(node):
             self.new[name] = None  # unseen by anyone once its chain is replaced
@@ -153,11 +154,15 @@ class _Rewriter:
 
     def _mixed_weight(self, node: fx.Node) -> None:
         """Sizes written into what computes a weight from the input become those it has now."""
-        self.new[node.name] = None
+        parts = self.trail.mixed[node.name]
+        shape = [self.sliced.of_parts(dim).numel() for dim in parts]
+        nothing = torch.zeros((), dtype=torch.int64)  # what has the shapes, and no labels
+        self.old[node.name] = nothing.expand([prod(map(size_of, dim)) for dim in parts])
+        self.new[node.name] = nothing.expand(shape)
         start = 1 + (operation_name(node, None) == "unflatten")
         if operation_name(node, None) not in SIZES or node.op == "call_module":
+            self._freeze_numbers(node)
             return
-        shape = [self.sliced.of_parts(parts).numel() for parts in self.trail.mixed[node.name]]
         given: Any = node.args[start:]
         as_tuple = len(given) == 1 and isinstance(given[0], (tuple, list))
         sizes = list(given[0]) if as_tuple else list(given)

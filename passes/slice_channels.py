@@ -100,7 +100,10 @@ class SliceChannels(GraphPass):
                     found[str(node.target)] = dict([axis])
             elif isinstance(mark, Masked):
                 layer = next(one for one in self.channels.layers if one.node == mark.layer)
-                found[str(kept_factor(node).target)] = {layer.in_dim: sliced.positions(layer.in_labels)}
+                mask = str(kept_factor(node).target)
+                sides = ((layer.in_dim, layer.in_labels), (layer.out_dim, layer.out_labels))
+                wide = [dim for dim, size in enumerate(held(module, mask).shape) if size > 1]
+                found[mask] = {dim: sliced.positions(labels) for dim, labels in sides if dim in wide}
         return found
 
     def _goes(self, name: str, dims: dict[int, Tensor]) -> bool:

@@ -10,7 +10,7 @@ Folding goes back, with the product in the weight's place.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -37,9 +37,15 @@ def insert_product(
     factor: str,
     function: Callable[..., Tensor],
     kind: Literal["mask", "scale"],
+    computed: Mapping[fx.Node, fx.Node] | None = None,
 ) -> bool:
-    """Let ``uses``, in order, take function(weight, buffer ``factor`` of the state); False if they do already."""
-    reads = dict(_read(use) for use in uses)  # calls that read one view of the weight read it together
+    """Let ``uses``, in order, take function(weight, buffer ``factor`` of the state); False if they do already.
+
+    ``computed``: the weights of those whose weight is computed from the input.
+    """
+    known = computed or {}
+    # Calls that read one view of the weight read it together.
+    reads = dict((use, known[use]) if use in known else _read(use) for use in uses)
     readers = list(reads)
     if len(readers) > 1:  # the order of all nodes takes long to ask for
         readers = [node for node in graph.nodes if node in reads]
@@ -49,13 +55,13 @@ def insert_product(
     for reader in readers:
         original = reads[reader]
         # What computes a weight runs at each call; what holds one is read once.
-        computed = original if original is not None and original.op != "get_attr" else None
-        if computed not in products:
+        by = original if original is not None and original.op != "get_attr" else None
+        if by not in products:
             with graph.inserting_before(reader):
                 source = original or graph.create_node("get_attr", weight)
                 other = graph.create_node("get_attr", f"{STATE}.{factor}")
-                products[computed] = graph.call_function(function, (source, other))
-        _redirect(graph, reader, original, products[computed], kind)
+                products[by] = graph.call_function(function, (source, other))
+        _redirect(graph, reader, original, products[by], kind)
     return True
 
 

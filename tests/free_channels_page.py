@@ -29,6 +29,7 @@ KINDS = {
     "models_weights": "Weights computed from parameters",
     "models_overwritten": "Weights that a forward writes into",
     "models_mixed": "Weights computed from the input",
+    "models_generated": "Weights that another network makes, and statistics of weights",
     "models_stacks": "Stacks of matrices that are one parameter",
     "models_windows": "Windows, sampling and unpooling",
     "models_folded": "Channels in the batch",

@@ -18,9 +18,9 @@ def _folded(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> 
     return y.view(images, -1, *y.shape[2:])
 
 
-@awkward(22 / 25)
+@awkward(1.0)
 def mixture_of_flat_kernels() -> nn.Module:
-    """CondConv: experts lie as rows; a bias is mixed as the weight is, which reads the three experts, who stay."""
+    """CondConv: experts lie as rows, and go with what routes them; a bias is mixed as the weight is."""
 
     def wiring(s: Any, h: Tensor) -> Tensor:
         images = h.shape[0]
@@ -103,9 +103,9 @@ def modulated_and_demodulated() -> nn.Module:
     return between(wiring, 8, 6, style=nn.Linear(8, 8), weight=free_parameter(1, 6, 8, 3, 3))
 
 
-@awkward(6 / 14)
+@awkward(1.0)
 def weights_of_all_images_together() -> nn.Module:
-    """A hypernetwork: one linear makes the weight, from all images. What it reads stays."""
+    """A hypernetwork: one linear makes the weight, from all images."""
 
     def wiring(s: Any, h: Tensor) -> Tensor:
         return F.conv2d(h, s.hyper(h.mean((0, 2, 3))[None]).view(6, 8, 3, 3), padding=1)

@@ -380,9 +380,9 @@ def energies_among_channels_that_a_linear_reads() -> nn.Module:
     return between(wiring, line=nn.Linear(64, 8))
 
 
-@awkward(0.0)
+@awkward(1.0)
 def energies_among_channels_beside_a_table() -> nn.Module:
-    """A number for each pair of channels, and a size that is asked."""
+    """A number for each pair of channels, whose rows and columns go, and a size that is asked."""
 
     def wiring(s: Any, h: Tensor) -> Tensor:
         x = h.flatten(2)

@@ -19,6 +19,7 @@ from smcp_fx.channels.graph import RULES
 from smcp_fx.channels.labels import along, compact, varied_dims
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.units import close
+from smcp_fx.channels.weight_views import is_question
 from smcp_fx.cost_model import Width
 from smcp_fx.tracing.modes import with_branches
 from smcp_fx.tracing.tracer import Traced
@@ -90,14 +91,30 @@ class _Border:
             and source.op != "get_attr"
             and isinstance(traced.values[source.name], TensorInfo)
         ]
-        ends = [node for node in nodes if any(user not in inside for user in node.users)] or nodes[-1:]
+        ends = [node for node in nodes if any(_reads(channels, node, u) for u in node.users.keys() - inside)]
+        ends = ends or nodes[-1:]
         axes = {source.name: _axis(channels, source.name) for source in tensors}
-        if any(node.name in channels.trail.mixed for node in nodes):  # what kernels are mixed by stays whole
+        if any(node.name in channels.trail.mixed for node in nodes):
+            whole = _mixed_by(channels, nodes)
             axes = {
-                name: axis if axis is not None and _width(channels, name, axis).groups else None
+                name: axis
+                if axis is not None and name not in whole and _width(channels, name, axis).groups
+                else None
                 for name, axis in axes.items()
             }
         return cls(tensors, ends, axes)
+
+
+def _reads(channels: ChannelGraph, node: fx.Node, user: fx.Node) -> bool:
+    """Does a node of another block read the values? Of what computes a weight only sizes are asked."""
+    return node.name not in channels.trail.mixed or not is_question(user)
+
+
+def _mixed_by(channels: ChannelGraph, nodes: list[fx.Node]) -> set[str]:
+    """What kernels are mixed or made by: it stays whole, as a block has one width of what it reads."""
+    by_name, mixed = {node.name: node for node in nodes}, channels.trail.mixed
+    mixes = (mix for mix in channels.trail.mixes if mix.node in by_name and mix.node in mixed)
+    return {str(by_name[mix.node].args[mix.operand]) for mix in mixes} - mixed.keys()
 
 
 def _free_widths(
@@ -129,8 +146,8 @@ def _free_widths(
 class _BlockPropagation(Propagation):
     """Labels for a block on its own: its inputs' channels are free, and its outputs pin nothing.
 
-    ``network``: if given, channels of one of its units stay together. ``turned``, ``stacks``: as in `Trail`, of the
-    network.
+    ``network``: if given, channels of one of its units stay together. ``turned``, ``stacks``, ``beside``: as in
+    `Trail`, of the network.
     """
 
     def __init__(
@@ -141,8 +158,9 @@ class _BlockPropagation(Propagation):
         network: ChannelGraph | None,
         turned: Collection[str],
         stacks: Mapping[str, tuple[str, str]],
+        beside: Mapping[str, tuple[int, int]],
     ) -> None:
-        super().__init__(module, values, RULES, turned=turned)
+        super().__init__(module, values, RULES, turned=turned, beside=beside)
         self.trail.stacks.update(stacks)
         self._axes = axes
         self._network = network
@@ -167,7 +185,7 @@ def _own_channels(
     axes: dict[str, int | None],
 ) -> ChannelGraph:
     for network in (None, channels):
-        decided = channels.trail.turned, channels.trail.stacks
+        decided = channels.trail.turned, channels.trail.stacks, channels.trail.beside
         trail = _BlockPropagation(module, values, axes, network, *decided).run()
         own = ChannelGraph(trail, close(trail), 1)
         own.free_units = torch.ones_like(own.free_units)

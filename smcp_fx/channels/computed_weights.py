@@ -120,7 +120,7 @@ def _weights_of(
         given: list[Any] = [*weight_and_bias(use)]
         most = 2
     else:
-        given, most = [*factors(use)], 1
+        given, most = [*factors(use)] if _is_layer_like(use) else [], 1
     found = []
     for one in given:
         while isinstance(one, fx.Node) and one.target in transparent:
@@ -128,6 +128,15 @@ def _weights_of(
         if isinstance(one, fx.Node) and one in constants:
             found.append(one)
     return [one for one in found if one.op != "get_attr"] if len(found) <= most else []
+
+
+def _is_layer_like(use: fx.Node) -> bool:
+    """Does a product sum over no dimension of one factor alone?"""
+    if operation_name(use, None) != "einsum":
+        return True
+    inputs, _, out = str(use.args[0]).replace(" ", "").partition("->")
+    names = inputs.split(",")
+    return len(names) == 2 and set(names[0]) ^ set(names[1]) <= set(out)
 
 
 def _described(module: fx.GraphModule, results: dict[fx.Node, Shape]) -> list[ComputedWeight]:

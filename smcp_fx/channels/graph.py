@@ -309,14 +309,14 @@ def _closed(
 
 
 def _chained(trail: Trail, units: Units) -> set[str]:
-    """Group norms that tie each other's groups together, so that hardly any group could go."""
+    """Group norms that tie each other's groups together, so that hardly any group could go; `Trail.passed`."""
     known = {name: torch.unique(units.of(labels)) for name, (_, labels) in trail.grouped.items()}
     stuck: set[int] = set()
     for name, (groups, labels) in trail.grouped.items():
         own, each = known[name][known[name] >= 0], labels.numel() // groups
         if each > 1 and 0 < own.numel() <= max(1, min(groups, each) // 4):
             stuck.update(own.tolist())
-    return {
+    return trail.passed | {
         name
         for name, (groups, labels) in trail.grouped.items()
         if labels.numel() > groups and not stuck.isdisjoint(known[name].tolist())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from smcp_fx.channels.assertions import only_asserted
 from smcp_fx.channels.computed_weights import computed_weights
 from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
 from smcp_fx.channels.made_tensors import made_tensors
-from smcp_fx.channels.mixed_weights import mixed_weights
 from smcp_fx.channels.trail import (
     Call,
     Computed,
@@ -33,6 +32,7 @@ from smcp_fx.channels.trail import (
     named_leaves,
     tensor_leaves,
 )
+from smcp_fx.channels.weight_statistics import followed_weights
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.channels.written_views import written_views
 from smcp_fx.tracing.operations import operation_name
@@ -66,6 +66,7 @@ class Propagation:
         other: dict[str, Any] | None = None,
         turned: Collection[str] = (),
         mixed_up: Collection[str] = (),
+        beside: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self.module = module
         self.values = values
@@ -77,7 +78,7 @@ class Propagation:
         self._asked: Counter[str] = Counter()
         self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer
         self.seen: Tensor | None = None
-        if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still hold
+        if earlier is not None:  # the same nodes get the same labels
             self.trail.ties = list(earlier[0].ties)
             self.trail.origins = dict(earlier[0].origins)
             self.trail.count = earlier[0].count
@@ -89,15 +90,14 @@ class Propagation:
             places = zip(view.chain, view.dims, strict=True)
             self._views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
         self.computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
-        # The rules see neither what only an assertion reads nor what only computes weights.
-        self._hidden = only_asserted(module.graph)
+        self._hidden = only_asserted(module.graph)  # nor do rules see what only computes weights
         self._made = made_tensors(module, values, self._hidden)
         for found in computed_weights(module, self._shape):
             name = self.computed[found.result.name] = self.parameter(found.name)
             self.trail.computed[name] = Computed(found.shape, found.source(module), found.unread)
             self._hidden.update(node.name for node in found.alone)
-        self.mixed = mixed_weights(module, values, self.computed, self._views)
-        self._hidden.update(node.name for found in self.mixed.values() for node in found.parts)
+        told = self.computed, self._views, self._hidden, turned, beside or {}
+        self.statistics, self.mixed = followed_weights(module, values, *told)
 
     # ---- labels -----------------------------------------------------------------------------------------
 
@@ -132,8 +132,8 @@ class Propagation:
         """Tie labels of equal shape element by element; what meets a fixed source is pinned."""
         a, b = (t.reshape(-1) for t in torch.broadcast_tensors(left, right))  # type: ignore[no-untyped-call]
         both = (a > 0) & (b > 0) & (a != b)
-        if bool(both.any()):
-            a_, b_ = a[both], b[both]
+        a_, b_ = a[both], b[both]
+        if a_.numel():
             if a_.numel() > 2048:  # large tensors often repeat the same pairs
                 single = torch.unique((torch.minimum(a_, b_) << 32) | torch.maximum(a_, b_))
                 a_, b_ = single >> 32, single & 0xFFFFFFFF
@@ -231,7 +231,7 @@ class Propagation:
     def is_alone(self, labels: Tensor) -> bool:
         """Whether these are elements of a parameter that belongs to no layer."""
         core = narrow_uniform(labels)
-        least, most = (int(core.min()), int(core.max())) if core.numel() else (0, 0)
+        least, most = map(int, core.aminmax()) if core.numel() else (0, 0)
         return any(first <= least and most <= last for first, last in self._alone)
 
     # ---- parameters -------------------------------------------------------------------------------------

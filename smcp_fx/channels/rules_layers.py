@@ -226,10 +226,11 @@ def record(
     axes: tuple[int, int],
     source: str | None = None,
     beside: tuple[int, ...] = (),
+    read: str = "",
 ) -> None:
     """Note a layer. ``dims``, ``slots``, ``channels``, ``axes``: (input, output); ``shape``: of the input.
 
-    ``source``: a parameter of which the weight is computed, also from the input; ``beside``: see `Layer`.
+    ``source``: a parameter of which the weight is computed, also from the input; ``beside``, ``read``: see `Layer`.
     """
     computed = run.trail.computed.get(weight.name)
     run.trail.layers.append(
@@ -255,6 +256,7 @@ def record(
             source=source or (weight.name if computed is None else computed.source),
             computed=source is not None or computed is not None,
             beside=beside,
+            read=read,
         )
     )
 

@@ -1,89 +1,128 @@
-"""Channel rule of layers whose weight is computed from the input: see `channels.mixed_weights`."""
+"""Channel rules of layers whose weight is computed from the input, and of statistics of layers' weights.
+
+See `channels.mixed_weights` and `channels.weight_statistics`.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
-from smcp_fx.channels import rules_layers
-from smcp_fx.channels.labels import narrow_uniform, place
-from smcp_fx.channels.mixed_weights import MixedWeight, Part, Parts
+from smcp_fx.channels import rules_layers, rules_products, rules_statistics
+from smcp_fx.channels.labels import narrow_uniform, place, varied_dims
+from smcp_fx.channels.mixed_weights import MixedWeight
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
+from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import own_inputs, record
+from smcp_fx.channels.rules_statistics import correction, form_of
 from smcp_fx.channels.trail import Call, Mix, Mixed, ParameterRef
+from smcp_fx.channels.weight_parts import NORMS, PRODUCTS, REDUCTIONS, Parts
+from smcp_fx.channels.weight_statistics import WeightStatistics
 from smcp_fx.tracing.operations import operation_of
 
 
-def convolution(run: Propagation, call: Call) -> Any:
-    """Of a weight that is computed from the input, where it can be followed; else as any other."""
-    found = run.mixed.get(call.node)
-    if found is None:
-        return rules_layers.convolution(run, call)
-    return mixture(run, call, found, int(call.option(6, "groups", 1)))
+def followed(rule: Rule) -> Rule:
+    """The rule, but for weights that are computed from the input, and statistics of weights, that can be followed."""
 
+    @functools.wraps(rule)
+    def ruled(run: Propagation, call: Call) -> Any:
+        if call.node in run.mixed:
+            return mixture(run, call, run.mixed[call.node])
+        if call.node in run.statistics:
+            return statistic(run, call, run.statistics[call.node])
+        return rule(run, call)
 
-def linear(run: Propagation, call: Call) -> Any:
-    """The same."""
-    found = run.mixed.get(call.node)
-    if found is None:
-        return rules_layers.linear(run, call)
-    return mixture(run, call, found, 1)
+    return ruled
 
 
 def pin_read_otherwise(run: Propagation) -> None:
     """Keep the channels of mixed parameters that something else reads, too."""
     trail = run.trail
     for name in trail.mixed_parameters.keys() & (trail.slots.keys() | trail.elements.keys()):
-        for part in (part for dim in trail.mixed_parameters[name] for part in dim):
-            if isinstance(part, Tensor):
-                run.pin(part, name, f"{name!r} is mixed into a weight and is also read otherwise")
+        _pin_parts(run, name, trail.mixed_parameters[name])
 
 
-def mixture(run: Propagation, call: Call, found: MixedWeight, groups: int) -> Any:
+def _pin_parts(run: Propagation, name: str, mixed: Mixed) -> None:
+    for part in (part for dim in mixed for part in dim):
+        if isinstance(part, Tensor):
+            run.pin(part, name, f"{name!r} is mixed into a weight and is also read otherwise")
+
+
+# ---- layers ---------------------------------------------------------------------------------------------
+
+
+def mixture(run: Propagation, call: Call, found: MixedWeight) -> Any:
     """Consumes and produces, as with a weight that is a parameter; what computes the weight loses these channels."""
-    labels = run.of(call.argument(0, "input"))
-    shape = run.values[found.result.name].shape
-    axis = labels.dim() - len(shape) + 1
+    reading = found.reading
+    product = (call.name or "") in PRODUCTS.keys() - {"linear"}
+    labels = run.of(call.args[reading.operand] if product else call.argument(0, "input"))
+    axis, out_axis = reading.axes
+    varied = run.varied(labels)
+    if product and varied and axis not in varied:
+        return _of_positions(run, call, found, labels)
+    groups, images = 1 if product else int(call.option(6, "groups", 1)), reading.images
     transposed = "transpose" in (call.name or "")
-    rows = channel_labels(run, labels, axis).reshape(found.images, -1)
+    rows = channel_labels(run, labels, axis).reshape(images, -1)
     run.tie(rows, rows[:1].expand_as(rows))
     inputs = own_inputs(run, call, rows[0])
-    outputs = run.fresh(call.node.name, call.shape[axis] // found.images)
+    outputs = run.fresh(call.node.name, call.shape[out_axis] // images)
     slots = {"out": outputs, "in": inputs}
-    if groups > found.images:
+    if groups > images:
         for kind, side in (("in", inputs), ("out", outputs)):
-            own = side.reshape(groups // found.images, -1)
+            own = side.reshape(groups // images, -1)
             run.tie(own, own[:1].expand_as(own))
             slots[kind] = own[0] if kind == ("out" if transposed else "in") else side
     sources = _record_parts(run, call, found, slots)
-    bias = call.argument(2, "bias")
+    bias = None if product else call.argument(2, "bias")
     if bias is not None:
-        run.tie(
-            channel_labels(run, run.of(bias), 0).reshape(found.images, -1), outputs.expand(found.images, -1)
-        )
+        run.tie(channel_labels(run, run.of(bias), 0).reshape(images, -1), outputs.expand(images, -1))
+    source = run.trail.computed[sources[0]].source if sources[0] in run.trail.computed else sources[0]
+    weight = ParameterRef(sources[0], reading.shape)
+    pairs = (slots["in"], slots["out"]), (inputs, outputs)
+    shape = tuple(labels.shape)
+    if images > 1:
+        shape = (images * shape[0], inputs.numel(), *shape[axis + 1 :])
+    own_dims, read = reading.dims, reading.result.name
     record(
         run,
         call,
-        ParameterRef(sources[0], (shape[0] // found.images, *shape[1:])),
+        weight,
         None,
         "dense",
-        (0, 1) if transposed else (1, 0),
-        groups // found.images,
-        (slots["in"], slots["out"]),
-        (inputs, outputs),
-        tuple(labels.shape)
-        if found.images == 1
-        else (found.images * labels.shape[0], inputs.numel(), *labels.shape[axis + 1 :]),
-        (axis, axis),
-        source=run.trail.computed[sources[0]].source if sources[0] in run.trail.computed else sources[0],
+        own_dims,
+        groups // images,
+        *pairs,
+        shape,
+        reading.axes,
+        source,
+        read=read,
     )
-    return place(outputs.repeat(found.images), call.shape, axis)
+    made = place(outputs.repeat(images), call.shape, out_axis)
+    if (call.name or "") not in ("addmm", "baddbmm"):
+        return made
+    told = [dim - made.dim() for dim in varied_dims(made)]
+    return bring_together(run, call, [run.of(call.args[0], told), made], call.shape)
+
+
+def _of_positions(run: Propagation, call: Call, found: MixedWeight, labels: Tensor) -> Tensor:
+    """A matrix that mixes positions: the channels pass, and what makes the matrix reads its own."""
+    read = {product.args[operand] for product, operand, _ in found.reads}
+    others = (run.trail.labels[leaf.name] for leaf in found.leaves.keys() - read)
+    if any(isinstance(other, Tensor) and run.varied(other) for other in others):
+        run.trail.passed.add(call.node.name)
+        run.unknown(call)  # of no consequence: all runs again, and other rules see what makes the matrix
+    _record_parts(run, call, found, {})
+    return labels.narrow(found.reading.axes[0], 0, 1).permute(found.reading.order).expand(call.shape)
 
 
 def _record_parts(run: Propagation, call: Call, found: MixedWeight, slots: dict[str, Tensor]) -> list[str]:
     """Note what the weight is computed from; returns the parameters, the largest first."""
+    for product, operand, dim in found.reads:
+        _read(run, call, product, operand, dim, slots)
     for node, parts in found.parts.items():
         run.trail.mixed[node.name] = _labelled(parts, slots)
     sources = {}
@@ -93,34 +132,77 @@ def _record_parts(run: Propagation, call: Call, found: MixedWeight, slots: dict[
         sources[name] = run.values[node.name].shape
     for node, parts in found.modules.items():
         module = run.module.get_submodule(str(node.target))
-        for attribute in ("weight", "bias"):
+        for attribute, dims in (("weight", parts), ("bias", parts[:1])):
             tensor = getattr(module, attribute)
             if tensor is not None:
-                dims = (*parts, *((Part("", size),) for size in tensor.shape[1:]))
                 name = run.parameter(f"{node.target}.{attribute}")
                 _parameter(run, name, _labelled(dims, slots))
                 sources[name] = tuple(tensor.shape)
-    why = f"mixes the kernels of {call.node.name!r}"
-    for node, parts in found.leaves.items():
+    _leaves(run, call, found.leaves, slots, f"mixes the kernels of {call.node.name!r}")
+    for node, source, over in found.mixes:
+        name = operation_of(run.module, node)
+        made = Call(node, name, node.args, node.kwargs, None, run.values[node.name])
+        _mixes(run, made, 0, found.parts[source], over, slots)
+    return sorted(sources, key=lambda name: -math.prod(sources[name]))
+
+
+def _read(
+    run: Propagation, call: Call, product: fx.Node, operand: int, dim: int, slots: dict[str, Tensor]
+) -> None:
+    """Channels that a product sums over whose result is a weight, or becomes one: the product reads the kept ones."""
+    source = product.args[operand]
+    assert isinstance(source, fx.Node)
+    value = run.trail.labels[source.name]
+    if not isinstance(value, (Tensor, ParameterRef)) or run.follows_input(source, dim):
+        return
+    labels = run.of(value, [dim - len(value.shape)])
+    if dim not in run.varied(labels):
+        return
+    inputs = slots[product.name] = own_inputs(run, call, channel_labels(run, labels, dim))
+    run.trail.mixes.append(
+        Mix(product.name, operand, narrow_uniform(place(inputs, tuple(labels.shape), dim)), "zero")
+    )
+
+
+def _leaves(
+    run: Propagation, call: Call, leaves: Mapping[fx.Node, Parts], slots: Mapping[str, Tensor], why: str
+) -> None:
+    """Tensors with channels of one kind go with these; those with none, that meet both, stay."""
+    for node, parts in leaves.items():
         value = run.trail.labels[node.name]
-        kinds = {part.kind for dim in parts for part in dim} - {""}
-        if kinds:
+        found = {part.kind for dim in parts for part in dim} & slots.keys()
+        if found:
             told = [d - len(parts) for d, dim in enumerate(parts) if any(part.kind for part in dim)]
-            run.tie(run.of(value, told), _plane(parts, slots, next(iter(kinds))))
+            run.tie(run.of(value, told), _plane(parts, slots, next(iter(found))))
         elif isinstance(value, ParameterRef):
             run.fix_parameter(value, call.node.name, why)
         elif isinstance(value, Tensor):
             run.pin(value, call.node.name, why)
-    for node, source, over in found.sums:
-        for d in over:
-            for kind in {part.kind for part in found.parts[source][d]} - {""}:
-                form = "zero" if operation_of(run.module, node) == "sum" else "mean"
-                only = tuple(dim if i == d else () for i, dim in enumerate(found.parts[source]))
-                run.trail.mixes.append(Mix(node.name, 0, narrow_uniform(_plane(only, slots, kind)), form))
-    return sorted(sources, key=lambda name: -math.prod(sources[name]))
 
 
-def _labelled(parts: Parts, slots: dict[str, Tensor]) -> Mixed:
+def _mixes(
+    run: Propagation,
+    call: Call,
+    operand: int,
+    parts: Parts,
+    over: tuple[int, ...],
+    slots: Mapping[str, Tensor],
+) -> None:
+    """Note that the operation mixes the channels that lie in the dimensions ``over`` of an operand."""
+    name = call.name or ""
+    form = "instead" if name in NORMS else "zero" if name in PRODUCTS else form_of(call)
+    options = (tuple(sorted(over)), correction(call)) if form == "spread" else ()
+    found = [(d, kind) for d in over for kind in {part.kind for part in parts[d]} & slots.keys()]
+    for d, kind in found:
+        only = tuple(dim if i == d else () for i, dim in enumerate(parts))
+        labels = narrow_uniform(_plane(only, slots, kind))
+        if form is None or len(found) > 1:
+            run.pin(labels, call.node.name, f"channels are mixed by {name!r}")
+        else:
+            run.trail.mixes.append(Mix(call.node.name, operand, labels, form, options))
+
+
+def _labelled(parts: Parts, slots: Mapping[str, Tensor]) -> Mixed:
     return tuple(tuple(slots.get(part.kind, part.size) for part in dim) for dim in parts)
 
 
@@ -132,22 +214,65 @@ def _parameter(run: Propagation, name: str, mixed: Mixed) -> None:
                 run.slot(name, d, dim[0])
         return
     known = run.trail.mixed_parameters.setdefault(name, mixed)
+    if [[_size(part) for part in dim] for dim in known] != [[_size(part) for part in dim] for dim in mixed]:
+        for one in (known, mixed):
+            _pin_parts(run, name, one)
+        return
     for one, other in zip(known, mixed, strict=True):
         for left, right in zip(one, other, strict=True):
             if isinstance(left, Tensor) and isinstance(right, Tensor):
                 run.tie(left, right)
 
 
-def _plane(parts: Parts, slots: dict[str, Tensor], kind: str) -> Tensor:
+def _size(part: Tensor | int) -> tuple[bool, int]:
+    return (True, part.numel()) if isinstance(part, Tensor) else (False, part)
+
+
+def _plane(parts: Parts, slots: Mapping[str, Tensor], kind: str) -> Tensor:
     """Labels of one kind of channels, for each element of a tensor of such dimensions."""
     sizes = [part.size for dim in parts for part in dim]
-    kinds = [part.kind for dim in parts for part in dim]
+    found = [part.kind for dim in parts for part in dim]
     where = [1] * len(sizes)
-    where[kinds.index(kind)] = sizes[kinds.index(kind)]
+    where[found.index(kind)] = sizes[found.index(kind)]
     return slots[kind].reshape(where).expand(sizes).reshape([math.prod(p.size for p in dim) for dim in parts])
 
 
+# ---- statistics of weights ------------------------------------------------------------------------------
+
+
+def statistic(run: Propagation, call: Call, found: WeightStatistics) -> Any:
+    """A tensor with the channels of one side of a weight, made of the kept ones of the other."""
+    slots = {}
+    for kind, dim in zip(("in", "out"), found.dims, strict=True):
+        known = run.trail.slots.get(found.weight, {}).get(dim)
+        if known is None:
+            known = run.slot(found.weight, dim, run.fresh(call.node.name, found.shape[dim]))
+        slots[kind] = known
+    run.trail.beside[found.weight] = found.dims
+    if call.node is list(found.ends)[-1]:  # all that is read has labels
+        for node, parts in found.parts.items():
+            run.trail.mixed[node.name] = _labelled(parts, slots)
+        _leaves(
+            run,
+            call,
+            found.leaves,
+            slots,
+            f"meets the weight {found.weight!r}, of which {call.node.name!r} is made",
+        )
+    for end, operand, parts, over in found.mixes:
+        if end is call.node:
+            _mixes(run, call, operand, parts, over, slots)
+    parts = found.ends[call.node]
+    made = run.fixed(call.node.name, f"made of all channels by {call.name!r} (at {call.node.name!r})")
+    left = {part.kind for dim in parts for part in dim} & slots.keys()
+    if not left:
+        return run.filled(call.value, made)
+    return _plane(parts, slots, next(iter(left)))
+
+
 RULES: dict[str, Rule] = {
-    **{f"conv{form}{rank}d": convolution for form in ("", "transpose") for rank in (1, 2, 3)},
-    "linear": linear,
+    name: followed(room.RULES[name])
+    for room in (rules_layers, rules_products, rules_statistics)
+    for name in room.RULES
+    if name.startswith("conv") or name in PRODUCTS or name in REDUCTIONS
 }

@@ -151,7 +151,7 @@ def reduction(run: Propagation, call: Call) -> Any:
         form = form_of(call)
         if form is None:
             return run.unknown(call, f"channels are mixed by {call.name!r}")
-        options = (tuple(sorted(reduced)), _correction(call)) if form == "spread" else ()
+        options = (tuple(sorted(reduced)), correction(call)) if form == "spread" else ()
         mixes(run, call, labels, form, options=options)
         reduced_labels = uniform(_made_of_channels(run, call), tuple(labels.shape))
     keep = len(call.shape) == labels.dim()
@@ -187,7 +187,7 @@ def _reads_values_alone(call: Call) -> bool:
     return all(user.op == "call_function" and user.args[1:] in ((0,), ("values",)) for user in users)
 
 
-def _correction(call: Call) -> int:
+def correction(call: Call) -> int:
     """What the divisor of a variance is less than the number of elements."""
     unbiased = call.argument(2, "unbiased", True)
     if len(call.args) > 1 and isinstance(call.args[1], bool):  # `x.std(False)`, over all dimensions

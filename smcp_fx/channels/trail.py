@@ -138,6 +138,7 @@ class Layer:
     #: Other dimensions of the weight that are not summed over for a pair of channels: the matrices of a stack, a
     #: bilinear layer's other input.
     beside: tuple[int, ...] = ()
+    read: str = ""  # the node of a weight that is computed from the input
 
     def tensor(self, module: nn.Module) -> Tensor:
         """The parameter that the weight is, or one that it is computed from."""
@@ -233,6 +234,10 @@ class Trail:
     #: Of tensors that compute weights from the input: what each dimension is made of.
     mixed: dict[str, Mixed] = field(default_factory=dict)  # nodes
     mixed_parameters: dict[str, Mixed] = field(default_factory=dict)
+    #: Products that turned out to mix positions by a weight computed from the input, not channels.
+    passed: set[str] = field(default_factory=set)
+    #: Parameters of which statistics are computed beside their layers: dimensions of input and output channels.
+    beside: dict[str, tuple[int, int]] = field(default_factory=dict)
     mixes: list[Mix] = field(default_factory=list)
     #: Norms whose groups go as a whole: the number of groups, and channel labels.
     grouped: dict[str, tuple[int, Tensor]] = field(default_factory=dict)

@@ -77,7 +77,8 @@ def _products(
     """Yield what computes beside ``layers``: (node, multiply-adds, widths these scale with, their product in full).
 
     A product of tensors scales with the channels kept of what it sums over, and with those of its result: rows, and
-    columns if it has some. In attention, the scores scale with what is kept of the queries.
+    columns if it has some, or both sides of a weight. In attention, the scores scale with what is kept of the
+    queries.
     """
     summed = {mix.node: mix.labels.reshape(-1) for mix in channels.trail.mixes}
     nodes = {node.name: node for node in traced.module.graph.nodes}
@@ -97,6 +98,8 @@ def _products(
             continue
         lines = [summed[name]] if name in summed and count == traced.work[name] else []
         lines += [channels.trail.columns[name][1]] if name in channels.trail.columns else []
+        parts = (part for dim in channels.trail.mixed.get(name, ()) for part in dim)
+        lines += [part for part in parts if isinstance(part, Tensor)]
         width, of = _left(channels, name)
         widths = (width, *(channels.width(line) for line in lines))
         yield name, count, widths, prod((of, *(line.numel() for line in lines)))

@@ -5,12 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torchvision
-from models import AWKWARD, Net, free_parameter
+from models import AWKWARD, Net, free_parameter, random_masks
 from models_folded import shuffle_by_way_of_the_batch
+from models_generated import (
+    demodulated_beside_the_convolution,
+    hypernetwork_of_two_layers,
+    linear_of_each_image,
+    mixed_linears_of_each_image,
+)
 from models_layers import groups_that_are_heads, one_output_a_group, transposed_one_output_a_group
 from models_mixed import (
     mixture_behind_a_turn,
@@ -30,8 +37,9 @@ from models_stacks import (
     linears_in_groups,
 )
 from models_windows import attention_to_pairs_of_dimensions
-from torch import nn
+from torch import fx, nn
 
+import smcp_fx
 from smcp_fx.blocks.cutting import cut
 from smcp_fx.blocks.fused import FusedBlock
 from smcp_fx.channels import ChannelGraph, build
@@ -150,6 +158,50 @@ def test_a_mixture_of_kernels_is_one_block(made: Callable[[], nn.Module], images
             output = module(*inputs)
         axis = output.dim() - 3
         assert output.shape[0] * output.shape[axis] == widths[1]
+
+
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize(
+    "made",
+    [
+        demodulated_beside_the_convolution,
+        hypernetwork_of_two_layers,
+        linear_of_each_image,
+        mixed_linears_of_each_image,
+        mixture_of_flat_kernels,
+    ],
+)
+def test_blocks_of_computed_weights_are_as_wide_as_what_the_network_keeps(
+    made: Callable[[], nn.Module], images: int
+) -> None:
+    """Each runs at the widths of random masks, and gives tensors of the pruned network's shapes."""
+    x = torch.randn(images, 3, 8, 8)
+    prepared = smcp_fx.prepare(made().eval(), x, config=smcp_fx.PruningConfig(multiple=1))
+    traced = trace(made().eval(), (x,))
+    blocks = cut(traced, prepared.channels)
+    prepared.set_masks(random_masks(prepared, 0))
+    counts, shapes = prepared.pruner.counts, _Shapes(smcp_fx.convert(prepared))
+    shapes.run(x)
+    for block in blocks:
+        widths = tuple(w.constant + sum(n * counts[group] for group, n in w.groups) for w in block.widths)
+        module, inputs = block.build(widths)
+        with torch.no_grad():
+            output = module(*inputs)
+        assert shapes.found.get(block.nodes[-1], output.shape) == output.shape
+
+
+class _Shapes(fx.Interpreter):
+    """The shapes of all tensors of a run, by node."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[str, torch.Size] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, torch.Tensor):
+            self.found[n.name] = value.shape
+        return value
 
 
 def _swin_v2() -> nn.Module:

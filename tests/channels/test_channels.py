@@ -7,6 +7,7 @@ import itertools
 import models_broadcasts  # noqa: F401  (these register their networks)
 import models_filled  # noqa: F401
 import models_folded  # noqa: F401
+import models_generated  # noqa: F401
 import models_layers  # noqa: F401
 import models_mixed  # noqa: F401
 import models_movement  # noqa: F401

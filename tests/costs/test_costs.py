@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Net, Residual, between, chain, conv, conv_bn, free_parameter, random_masks, size_of
+from models_generated import hypernetwork_of_two_layers, linear_of_each_image
 from models_products import (
     TOKENS,
     attention_of_one_head,
@@ -104,6 +105,8 @@ def check(model: nn.Module, x: Tensor, cost: str, seeds: range) -> None:
     [
         (channels_attend_to_channels, (2, 3, 8, 8)),
         (channels_attend_to_fewer, (2, 3, 8, 8)),
+        (hypernetwork_of_two_layers, (2, 3, 8, 8)),
+        (linear_of_each_image, (2, 3, 8, 8)),
         (attention_of_one_head, TOKENS),
         (attention_of_torch_with_one_head, TOKENS),
     ],
