@@ -35,6 +35,7 @@ from smcp_fx.channels.trail import (
 )
 from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.channels.written_views import written_views
+from smcp_fx.tracing.memory import written_buffers
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, canonical_names, held
@@ -67,10 +68,8 @@ class Propagation:
         turned: Collection[str] = (),
         mixed_up: Collection[str] = (),
     ) -> None:
-        self.module = module
-        self.values = values
+        self.module, self.values, self.rules, self.turned = module, values, rules, turned
         self.other = other or {}  # the values at another size of the images
-        self.rules, self.turned = rules, turned
         self.mixed_up = mixed_up  # movements that take positions for channels
         self.trail = Trail(turned=frozenset(turned))
         self.blind = False  # whether a rule pinned something because it could not see ties found later
@@ -83,6 +82,7 @@ class Propagation:
             self.trail.count = earlier[0].count
             self.seen = earlier[1]
         self._names = canonical_names(module)
+        self._written = written_buffers(module)
         self._learned = {name for name, _ in module.named_parameters()}
         self._views: dict[str, tuple[str, Dims]] = {}  # nodes that move a weight's dimensions
         for view in weight_views(module).values():
@@ -350,7 +350,7 @@ class Propagation:
     def _attribute(self, target: str, value: Any) -> Any:
         if not isinstance(value, TensorInfo):
             return value
-        if not value.is_continuous:
+        if not value.is_continuous and target not in self._written:
             known = held(self.module, target).detach().cpu().clone()
             return ConstantRef(self.parameter(target), value.shape, known)
         return ParameterRef(self.parameter(target), value.shape)

@@ -112,7 +112,8 @@ def _merged(run: Propagation, call: Call, cores: list[Tensor], size: list[int]) 
 def choice(run: Propagation, call: Call) -> Any:
     """What `train()` or `eval()` computed: tied, as an addition ties, and pinned where the two have other shapes."""
     evaluated, trained = (pytree.tree_flatten(_labelled(run, given)) for given in call.args[1:])
-    if not call.node.users:
+    effect = all(user.target is call.node.target for user in call.node.users)
+    if not call.node.users or (effect and [None] in (evaluated[0], trained[0])):
         return pytree.tree_unflatten(*(evaluated if evaluated[0] != [None] else trained))
     alike = evaluated[1] == trained[1] and all(
         isinstance(a, Tensor) == isinstance(b, Tensor)

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.attributes import Attributes
+from smcp_fx.tracing.first_calls import may_be_initialised
 from smcp_fx.tracing.modes import ALWAYS, ModeInterpreter
 from smcp_fx.tracing.multiply_adds import MultiplyAdds
 from smcp_fx.tracing.values import TensorInfo, plain_lists
@@ -101,15 +102,15 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
     before = Attributes(module)
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    held = [(tensor, tensor.detach().clone()) for tensor in (*module.buffers(), *may_be_initialised(module))]
     try:
         yield
     finally:
         before.restore(constants=False)
         with torch.no_grad():
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):  # a write would count as a change
-                    buffer.copy_(value)
+            for tensor, value in held:
+                if not torch.equal(tensor, value):  # a write would count as a change
+                    tensor.copy_(value)
 
 
 def images_in(inputs: tuple[Any, ...]) -> int:

@@ -90,11 +90,12 @@ class ShapeTracer(AnsweringTracer):
             torch.enable_grad(),  # whatever an earlier trace's forward has left
             seen_through(),
             StandIns(self, model),
-            Assignments(self._held, self.log.assigned),
+            Assignments(self, self._held, self.log.assigned) as assignments,
             Checkpoints(),
         ):
             graph = super().trace(root, concrete_args)
         self.log.closed = True
+        assignments.finish(graph)
         by_position(model, graph)
         drop_marks(graph)
         own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
