@@ -8,7 +8,7 @@ from pathlib import Path
 import models_running
 import pytest
 import torch
-from models import AWKWARD, Case, random_masks, randomise
+from models import AWKWARD, Case, Net, random_masks, randomise
 from tolerances import assert_close
 from torch import Tensor, nn
 
@@ -69,6 +69,28 @@ def test_buffers_after_training(case: Case, tmp_path: Path) -> None:
         sliced.requires_grad_()
         assert_close(_train(loaded), _train(sliced), "identity", "loaded, in training")
         assert_close(_buffers(loaded), _buffers(sliced), "identity", "buffers")
+
+
+def test_writes_stay_where_branches_go() -> None:
+    """A block that keeps nothing, behind a batch norm by hand that writes by an index and counts."""
+    torch.manual_seed(0)
+    stem = nn.Sequential(nn.Conv2d(3, 8, 3), models_running.BatchNorm("without gradients"))
+    block = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1))
+    model = Net(
+        lambda s, x: s.out(s.stem(x) + s.block(s.stem(x))), stem=stem, block=block, out=nn.Conv2d(8, 4, 1)
+    )
+    config = smcp_fx.PruningConfig(multiple=1, layer_pruning=True)
+    prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), config=config)
+    empty = {
+        g.name: torch.zeros(g.size, dtype=torch.bool) for g in prepared.channels.groups if 0 in g.permitted
+    }
+    assert empty
+    prepared.set_masks(empty)
+    sliced = smcp_fx.convert(prepared)
+    for network in (prepared, sliced):
+        network.train()(torch.ones(2, 3, 8, 8).cumsum(3))
+    assert_close(_buffers(sliced), _buffers(smcp_fx.convert(prepared)), "slicing", "buffers")
+    assert int(sliced.get_buffer("stem.1.seen")) == 2
 
 
 def test_a_model_that_writes_its_own_buffers() -> None:
