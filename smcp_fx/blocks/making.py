@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -90,23 +91,24 @@ def make_block(
             alone=own is not channels,
         )
 
-    usual = all(operation_of(traced.module, node) in _USUAL for node in nodes)
-    found = of(_own_channels(module, values, channels, border.axes))
+    alone = of(_own_channels(module, values, channels, border.axes))
     # Where the block alone does not show which channels meet or stay (zeros that are filled elsewhere, a channel that
     # is picked by its number), they go as in the network.
-    shown = all(_axis(found.channels, node.name) == _axis(channels, node.name) for node in every)
-    units = all(in_units(line, grid) for line, grid in zip(found.lines, found.grids, strict=True))
-    if shown and units and (usual or not _fault(found, tried)):
-        return found
-    found = of(channels)
-    if fault := _fault(found, tried):
-        _LOG.warning(
-            "the latency of block %r counts as that of its full width, as it cannot be built narrower: %s",
-            found.name,
-            fault,
-        )
-        found = of(channels, whole=True)
-    return found
+    shown = all(_axis(alone.channels, node.name) == _axis(channels, node.name) for node in every)
+    shown &= all(in_units(line, grid) for line, grid in zip(alone.lines, alone.grids, strict=True))
+    if shown and _USUAL.issuperset(operation_of(traced.module, node) for node in nodes):
+        return alone
+    for found in (alone, of(channels)) if shown else (of(channels), alone):
+        fault = _fault(found, tried)
+        if not fault:
+            return found
+    whole = of(channels, whole=True)
+    _LOG.warning(
+        "the latency of block %r counts as that of its full width, as it cannot be built narrower: %s",
+        whole.name,
+        fault,
+    )
+    return whole
 
 
 def _fault(block: FusedBlock, tried: dict[str, str]) -> str:
@@ -116,8 +118,9 @@ def _fault(block: FusedBlock, tried: dict[str, str]) -> str:
         for share in (0.0, 0.5) if block.grids else ():
             try:
                 module, inputs = block.build(tuple(grid[int(share * len(grid))] for grid in block.grids))
-                with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):  # fx prints what fails
-                    module(*inputs)
+                with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+                    warnings.simplefilter("ignore")
+                    module(*inputs)  # fx prints what fails
             except Exception as error:  # whatever the network's own operations raise
                 tried[block.signature] = str(error)
     return tried[block.signature]
