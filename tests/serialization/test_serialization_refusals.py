@@ -67,7 +67,9 @@ class OfABatch(nn.Module):
 
 def test_an_input_of_a_users_class_is_refused_with_what_to_do(tmp_path: Path) -> None:
     prepared = smcp_fx.prepare(OfABatch(), (Batch(torch.randn(2, 3, 8, 8)),))
-    with pytest.raises(CheckpointError, match=r"attribute 'image'.*let forward take tensors, tuples or dicts"):
+    with pytest.raises(
+        CheckpointError, match=r"attribute 'image'.*let forward take tensors, tuples or dicts"
+    ):
         save(smcp_fx.convert(prepared), tmp_path / "model.safetensors")
 
 
