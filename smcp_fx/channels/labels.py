@@ -7,6 +7,7 @@ which the labels do not change is kept at stride 0, so that it costs no memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -39,6 +40,21 @@ def narrow_uniform(labels: Tensor, keep: Sequence[int] = ()) -> Tensor:
         for dim, (size, stride) in enumerate(zip(labels.shape, strides, strict=True))
     ]
     return labels.as_strided(sizes, strides, labels.storage_offset())
+
+
+def reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
+    """The labels as `reshape` puts them. Uniform dimensions at either end are left out, as it would copy them."""
+    varied = varied_dims(labels)
+    if not varied or not labels.numel():
+        return uniform(int(labels.flatten()[0]), shape) if labels.numel() else labels.reshape(shape)
+    behind = [math.prod(shape[place:]) for place in range(len(shape) + 1)]  # elements from each dimension on
+    whole, rest = math.prod(labels.shape[varied[0] :]), math.prod(labels.shape[varied[-1] + 1 :])
+    first, start = (behind.index(whole), varied[0]) if whole in behind else (0, 0)
+    last, end = (behind.index(rest), varied[-1] + 1) if rest in behind else (len(shape), labels.dim())
+    for dim in (*range(start), *range(end, labels.dim())):
+        labels = labels.narrow(dim, 0, 1)
+    ones = [1] * first, [1] * (len(shape) - last)
+    return labels.reshape(*ones[0], *shape[first:last], *ones[1]).expand(tuple(shape))
 
 
 def uniform(label: int, shape: Sequence[int]) -> Tensor:
