@@ -19,7 +19,7 @@ def compact(labels: Tensor) -> Tensor:
     if labels.numel() == 0:
         return labels
     core = narrow_uniform(labels)  # first, so that as little as possible is compared below
-    for dim in range(core.dim()):
+    for dim in range(core.dim()) if core.numel() > 1 else ():
         if core.shape[dim] > 1:
             first = core.narrow(dim, 0, 1)
             if torch.equal(core, first.expand_as(core)):
@@ -35,6 +35,8 @@ def varied_dims(labels: Tensor) -> list[int]:
 def narrow_uniform(labels: Tensor, keep: Sequence[int] = ()) -> Tensor:
     """Return the labels with each uniform dimension at size 1, the dimensions in ``keep`` left alone."""
     strides = labels.stride()
+    if 0 not in strides:
+        return labels
     sizes = [
         min(size, 1) if stride == 0 and dim not in keep else size
         for dim, (size, stride) in enumerate(zip(labels.shape, strides, strict=True))

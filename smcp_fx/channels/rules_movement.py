@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.execution import execute, known_values
 from smcp_fx.channels.labels import along, compact, narrow_uniform, reshaped, stays, uniform, varied_dims
@@ -21,6 +20,7 @@ from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef, ten
 from smcp_fx.channels.weight_views import weight_of
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.traits import Trait, operations_with
+from smcp_fx.tracing.trees import leaves_of, mapped
 
 #: What may spread one value over the channels.
 SPREADS = {"expand", "expandas", "broadcastto", "repeat", "tile"}
@@ -69,10 +69,8 @@ def move(run: Propagation, call: Call) -> Any:
     source = args[0]
     if not isinstance(source, Tensor):
         return source[args[1]] if call.name == "getitem" else run.unknown(call)
-    result = pytree.tree_map(
-        lambda t: compact(t) if isinstance(t, Tensor) else t, _executed(call, args, kwargs)
-    )
-    if any(_hides_channels(call, source, part) for part in pytree.tree_leaves(result)):
+    result = mapped(lambda t: compact(t) if isinstance(t, Tensor) else t, _executed(call, args, kwargs))
+    if any(_hides_channels(call, source, part) for part in leaves_of(result)):
         return run.unknown(call, f"{call.name!r} gives a tensor without elements")
     if call.name in ("reshapeas", "viewas") and isinstance(
         result, Tensor
@@ -268,11 +266,7 @@ def _added(run: Propagation, call: Call, amount: int) -> Tensor:
 
 def labelled(run: Propagation, tree: Any) -> Any:
     """The arguments with parameters replaced by the labels of their elements."""
-    leaves, spec = pytree.tree_flatten(tree)
-    leaves = [
-        run.of(leaf) if tensor_leaves(leaf) and not isinstance(leaf, slice) else leaf for leaf in leaves
-    ]
-    return pytree.tree_unflatten(leaves, spec)
+    return mapped(lambda v: run.of(v) if isinstance(v, ParameterRef) else v, tree)
 
 
 def _folded_into_batch(run: Propagation, call: Call, source: Tensor, result: Any) -> Any:

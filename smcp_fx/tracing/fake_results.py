@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
+from smcp_fx.tracing.trees import leaves_of, mapped
 
 #: Operations that the meta device knows by itself, beside movements and joins.
-_KNOWN = frozenset("bmm matmul mm pad softmax".split())
+_KNOWN = frozenset("bmm matmul mm pad".split())
 #: Element-wise ones whose result is of the operands' type.
-_ARITHMETIC = frozenset("add div dropout gelu mul relu sigmoid silu stochasticdepth sub".split())
+_ARITHMETIC = frozenset("add div dropout gelu mul relu sigmoid silu softmax stochasticdepth sub".split())
 
 
 def known_result(node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def known_result(node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any
         return None
     if str(getattr(node.target, "__name__", node.target)).endswith("_") or "out" in kwargs:
         return None  # it changes its operand
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = leaves_of((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     first = next(iter(tensors), None)
     if first is None or any(type(t) is not type(first) or t.device != first.device for t in tensors):
@@ -45,7 +45,8 @@ def known_result(node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any
     if any(t.dtype != first.dtype for t in tensors) or not first.is_floating_point():
         return None
     if name in _ARITHMETIC:
-        return None if any(isinstance(leaf, complex) for leaf in leaves) else _combined(first, tensors)
+        typed = any(isinstance(leaf, (complex, torch.dtype)) for leaf in leaves)
+        return None if typed else _combined(first, tensors)
     return _layer(name, module, first, args)
 
 
@@ -61,7 +62,7 @@ def _moved(node: fx.Node, first: Tensor, args: Any, kwargs: Any) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
     with unset_fake_temporarily():
-        args, kwargs = pytree.tree_map(plain, (args, kwargs))
+        args, kwargs = mapped(plain, (args, kwargs))
         try:
             if node.op == "call_method":
                 result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -69,7 +70,7 @@ def _moved(node: fx.Node, first: Tensor, args: Any, kwargs: Any) -> Any:
                 result = node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception:
             return None
-    return pytree.tree_map(lambda v: FakeTensor(mode, v, device) if isinstance(v, Tensor) else v, result)
+    return mapped(lambda v: FakeTensor(mode, v, device) if isinstance(v, Tensor) else v, result)
 
 
 def _combined(first: Tensor, tensors: list[Tensor]) -> Tensor | None:

@@ -8,6 +8,8 @@ itself, since operations may be missing on that device, or differ there.
 from __future__ import annotations
 
 import copy
+import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,14 +21,39 @@ from smcp_fx.tracing.example_runs import in_all_modes
 from smcp_fx.tracing.modes import Choice, conditions, is_by_mode
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
+from smcp_fx.tracing.trees import leaves_of, mapped
 from smcp_fx.tracing.values import TensorInfo, held, info_of, plain_lists
 
-#: What another device would answer otherwise, so that it is not compared.
-_OF_DEVICES = (torch.device,)
 #: Values that say by `==` whether they are the same.
-_PLAIN = (int, float, str, type(None), torch.dtype, torch.layout, torch.memory_format, slice, range)
+_PLAIN = (
+    int,
+    float,
+    str,
+    type(None),
+    torch.device,
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    slice,
+    range,
+)
+_META = torch.device("meta")
+#: Operations that refuse no more shapes than the meta device, or `_Run._known`, does; those with traits come beside.
+_SURE = frozenset(
+    """
+adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d amax amin arange argmax assert avgpool1d avgpool2d avgpool3d
+batchnorm bmm conv1d conv2d conv3d einsum getattr groupnorm identity interpolate layernorm linear linspace
+logsoftmax matmul max maxpool1d maxpool2d maxpool3d mean meshgrid min norm normalize scaleddotproductattention setitem
+softmax std sum var vectornorm
+""".split()
+)
+_SURE_TRAITS = Trait.ELEMENTWISE | Trait.MOVES | Trait.JOINS | Trait.PADS | Trait.FILLS
+#: Comparisons, which may be of devices; elsewhere a device says where a tensor is to be made.
+_COMPARISONS = (operator.eq, operator.ne, operator.is_, operator.is_not)
+#: Layers whose steps the meta device goes through one by one.
+_RECURRENT = ("gru", "lstm", "recurrent", "rnn")
 #: Operations whose result has the first operand's shape, whatever the others have.
-_OF_ONE = ("roll", "to", "typeas")
+_OF_ONE = ("normalize", "roll", "to", "typeas")
 #: Questions about a tensor of integers that its values do not answer.
 _QUESTIONS = frozenset("getattr size dim ndimension numel nelement len type".split())
 
@@ -64,7 +91,7 @@ class ShapeRuns:
             return None
         if not sure:
             raise UntoldError
-        return {name: _with_devices(self.known[name], value) for name, value in found.items()}
+        return found
 
     def _run(self, given: tuple[Any, ...]) -> tuple[dict[str, Any], bool]:
         """The values, and whether the network would not find anything wrong with those of its tensors."""
@@ -72,7 +99,7 @@ class ShapeRuns:
 
         def run(modes: Mapping[str, bool]) -> dict[str, Any]:
             runs.append(_Run(self, modes))
-            inputs = pytree.tree_map(lambda v: _on_meta(v) if isinstance(v, Tensor) else v, given)
+            inputs = mapped(lambda v: _on_meta(v) if isinstance(v, Tensor) else v, given)
             return runs[-1].run(inputs)
 
         with torch.no_grad(), torch.device("meta"):
@@ -101,6 +128,7 @@ class _Run:
         self.runs = runs
         self.choice = Choice(runs.when, modes=modes)
         self.sure = True
+        self._devices = False  # whether there are any to be replaced
         self._results: dict[fx.Node, Any] = {}
         self._constant: set[fx.Node] = set()  # the same for all inputs
 
@@ -111,7 +139,10 @@ class _Run:
             if not self.choice.runs(node):
                 self._results[node] = None
                 continue
-            result = self._results[node] = self._result(node, inputs)
+            result = self._result(node, inputs)
+            if isinstance(result, torch.device):
+                result, self._devices = self.runs.known[node.name], True
+            self._results[node] = result
             values[node.name] = info_of(result)
             if node.op == "get_attr" or (
                 node.op not in ("placeholder", "output") and self._constant.issuperset(node.all_input_nodes)
@@ -126,7 +157,7 @@ class _Run:
             value = held(self.runs.module, str(node.target))
             if type(value) is bool:  # a module's mode, which the example run has set
                 return self.runs.known[node.name]
-            return pytree.tree_map(lambda v: self.runs.tensor(v) if isinstance(v, Tensor) else v, value)
+            return mapped(lambda v: self.runs.tensor(v) if isinstance(v, Tensor) else v, value)
         if is_by_mode(node):
             return fx.node.map_arg(self.choice.taken(node), self._results.__getitem__)
         args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), self._results.__getitem__))
@@ -134,9 +165,11 @@ class _Run:
             return args[0]
         module = self.runs.modules[str(node.target)] if node.op == "call_module" else None
         name = operation_name(node, module)
-        structure = isinstance(node.target, type) and issubclass(node.target, (tuple, dict, list))
-        if (name is None and not structure) or (name is not None and self._reads_places(node, name)):
-            self.sure = False
+        self.sure &= self._is_sure(node, name)
+        if name in _RECURRENT:
+            raise UntoldError
+        if self._devices and node.target not in _COMPARISONS:
+            args, kwargs = mapped(lambda v: _META if isinstance(v, torch.device) else v, (args, kwargs))
         made = self._known(node, name, module, args, kwargs)
         if made is not None:
             return made
@@ -148,15 +181,19 @@ class _Run:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _reads_places(self, node: fx.Node, name: str) -> bool:
-        """Does the operation read integers that may be out of a range, which shapes do not show?"""
-        if has(name, Trait.ELEMENTWISE) or name in _QUESTIONS:
+    def _is_sure(self, node: fx.Node, name: str | None) -> bool:
+        """Do shapes show whatever the operation may refuse? Not whether integers that it reads are in their range."""
+        structure = isinstance(node.target, type) and issubclass(node.target, (tuple, dict, list))
+        tensors = [given for given in node.all_input_nodes if isinstance(self._results[given], Tensor)]
+        if structure or name in _QUESTIONS or (name is not None and not tensors):
+            return True
+        if not (name in _SURE or has(name, _SURE_TRAITS)):
             return False
-        return any(
-            isinstance(value := self._results[given], Tensor)
-            and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
-            for given in node.all_input_nodes
-            if given not in self._constant
+        if has(name, Trait.ELEMENTWISE) or (len(tensors) == 1 and has(name, Trait.MOVES)):
+            return True
+        return not any(
+            not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+            for value in (self._results[given] for given in tensors if given not in self._constant)
         )
 
     def _known(self, node: fx.Node, name: str | None, module: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -166,7 +203,7 @@ class _Run:
             return None
         given = args[0] if args else None
         if has(name, Trait.ELEMENTWISE) and name not in _OF_ONE:
-            operands = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
+            operands = [v for v in leaves_of((args, kwargs)) if isinstance(v, Tensor)]
             shape = torch.broadcast_shapes(*(v.shape for v in operands))
             alike = next((v for v in operands if v.shape == shape), None)
             if not operands or (operands[0].shape != shape and writes_in_place(node, self.runs.module)):
@@ -174,10 +211,25 @@ class _Run:
             return torch.empty(shape, dtype=info.dtype) if alike is None else _like(alike, info)
         if not isinstance(given, Tensor):
             return None
+        if name in ("conv1d", "conv2d", "conv3d"):  # whose channels the meta device does not look at
+            weight = args[1] if module is None and len(args) > 1 else getattr(module, "weight", None)
+            groups = kwargs.get("groups", args[6] if len(args) > 6 else getattr(module, "groups", 1))
+            if weight is None or given.shape[1 - weight.dim()] != weight.shape[1] * groups:
+                raise ValueError("the weight is for other channels")
+        if name == "identity":
+            return given
         if name in _OF_ONE:
             return _like(given, info)
-        if name == "batchnorm" and module is not None:
-            return _like(given, info) if given.shape[1] == module.num_features else None
+        if name == "batchnorm":
+            mean = args[1] if module is None and len(args) > 1 else getattr(module, "running_mean", None)
+            fits = isinstance(mean, Tensor) and given.dim() > 1 and given.shape[1] == len(mean)
+            return _like(given, info) if fits else None
+        if name == "groupnorm":
+            groups = args[1] if module is None and len(args) > 1 else getattr(module, "num_groups", 0)
+            return _like(given, info) if groups and given.shape[1] % groups == 0 else None
+        if name == "interpolate":
+            sizes = _interpolated(given, *args[1:3], **kwargs) if module is None else None
+            return None if sizes is None else torch.empty((*given.shape[:2], *sizes), dtype=info.dtype)
         if name == "layernorm":
             sizes = tuple(
                 args[1] if module is None and len(args) > 1 else getattr(module, "normalized_shape", ())
@@ -189,12 +241,15 @@ class _Run:
             if weight is None or weight.dim() != 2 or given.shape[-1] != weight.shape[1]:
                 return None
             return torch.empty((*given.shape[:-1], weight.shape[0]), dtype=info.dtype)
-        if name == "scaleddotproductattention" and len(args) == 3 and "attn_mask" not in kwargs:
-            query, key, value = args
+        if name == "scaleddotproductattention" and len(args) >= 3:
+            query, key, value = args[:3]
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             alike = (
                 query.shape[:-2] == key.shape[:-2] == value.shape[:-2] and key.shape[-2] == value.shape[-2]
             )
-            if alike and query.shape[-1] == key.shape[-1]:
+            scores = torch.Size((*query.shape[:-1], key.shape[-2]))
+            fits = mask is None or torch.broadcast_shapes(mask.shape, scores) == scores
+            if alike and fits and query.shape[-1] == key.shape[-1]:
                 return torch.empty((*query.shape[:-1], value.shape[-1]), dtype=info.dtype)
         return None
 
@@ -205,11 +260,24 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def _like(operand: Tensor, info: TensorInfo) -> Tensor:
     """A tensor in memory as the operand is."""
+    if operand.is_contiguous():
+        return torch.empty(operand.shape, dtype=info.dtype)
     return torch.empty_like(operand, dtype=info.dtype)
 
 
+def _interpolated(given: Tensor, size: Any = None, scale_factor: Any = None, **_: Any) -> list[int] | None:
+    sides = given.shape[2:]
+    told = scale_factor if size is None else size
+    each = told if isinstance(told, (tuple, list)) else [told] * len(sides)
+    if len(each) != len(sides) or not all(type(one) in (int, float) for one in each):
+        return None
+    if size is not None:
+        return [int(one) for one in each]
+    return [math.floor(side * one) for side, one in zip(sides, each, strict=True)]
+
+
 def _alike(known: Any, found: Any) -> bool:
-    """Are two recorded values the same, but for devices?"""
+    """Are two recorded values the same?"""
     if type(known) is type(found) is TensorInfo:
         return bool(known == found)
     left, right = pytree.tree_flatten(known), pytree.tree_flatten(found)
@@ -217,19 +285,4 @@ def _alike(known: Any, found: Any) -> bool:
 
 
 def _same(known: Any, found: Any) -> bool:
-    if isinstance(known, _OF_DEVICES):
-        return isinstance(found, _OF_DEVICES)
     return type(known) is type(found) and isinstance(known, (TensorInfo, *_PLAIN)) and bool(known == found)
-
-
-def _with_devices(known: Any, found: Any) -> Any:
-    """The value, with the example's device in the place of the meta device."""
-    if isinstance(found, (TensorInfo, int)):
-        return found
-    if not any(isinstance(leaf, _OF_DEVICES) for leaf in pytree.tree_leaves(found)):
-        return found
-    left, right = pytree.tree_leaves(known), pytree.tree_flatten(found)
-    leaves = [
-        one if isinstance(other, _OF_DEVICES) else other for one, other in zip(left, right[0], strict=True)
-    ]
-    return pytree.tree_unflatten(leaves, right[1])

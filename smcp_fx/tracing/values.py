@@ -39,8 +39,10 @@ def is_continuous(value: torch.Tensor | TensorInfo) -> bool:
 
 def info_of(result: Any) -> Any:
     """What is recorded of a node's result: a `TensorInfo` in place of each tensor."""
-    if type(result) in (int, bool, torch.Size):
+    if type(result) in (int, bool):
         return result
+    if isinstance(result, torch.Size):
+        return tuple(result)
     if isinstance(result, torch.Tensor):
         return TensorInfo(tuple(result.shape), result.dtype)
     if isinstance(result, (torch.finfo, torch.iinfo)):
