@@ -25,6 +25,7 @@ from smcp_fx.channels.trail import (
     ParameterRef,
     ParameterView,
     Trail,
+    constant_made_by,
     named_leaves,
     tensor_leaves,
 )
@@ -319,7 +320,7 @@ class Propagation:
         among = self.facts.made[node.name]
         met = None if among is None else self.made(node, value.shape)
         self.trail.made[node.name] = among or set()
-        return met or self.filled(value, self.fixed(node.name, f"constant made by {node.name!r}"))
+        return met or self.filled(value, self.fixed(node.name, constant_made_by(node.name)))
 
     def made(self, node: fx.Node, shape: tuple[int, ...]) -> MadeRef | None:
         """A tensor that is labelled when it meets something; None where no dimension can hold channels."""
@@ -364,8 +365,7 @@ class Propagation:
 
 
 def _single(value: ParameterRef) -> str:
-    made = isinstance(value, MadeRef)
-    return f"constant made by {value.name!r}" if made else "a parameter of one element"
+    return constant_made_by(value.name) if isinstance(value, MadeRef) else "a parameter of one element"
 
 
 def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:

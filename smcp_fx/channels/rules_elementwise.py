@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels.labels import compact, stays, uniform, varied_dims
 from smcp_fx.channels.places import is_index, keeps_values
 from smcp_fx.channels.propagation import Propagation, Rule
-from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Spread, tensor_leaves
+from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Spread, constant_made_by, tensor_leaves
 from smcp_fx.tracing.traits import Trait, has, operations_with
 from smcp_fx.tracing.trees import mapped
 from smcp_fx.tracing.values import TensorInfo
@@ -186,7 +186,10 @@ def constant(run: Propagation, call: Call) -> Any:
     """Tensors made from nothing stay; they pin what they are added to channel by channel, no more."""
     return mapped(
         lambda v: (
-            uniform(run.fixed(call.node.name, f"constant made by {call.node.name!r}"), v.shape)
+            uniform(
+                run.fixed(call.node.name, constant_made_by(call.node.name)),
+                v.shape,
+            )
             if isinstance(v, TensorInfo)
             else v
         ),

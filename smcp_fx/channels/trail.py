@@ -71,6 +71,11 @@ class MadeRef(ParameterRef):
     told: tuple[int, ...]
 
 
+def constant_made_by(node: str) -> str:
+    """Why channels stay that meet a tensor made of numbers and sizes alone."""
+    return f"meets a constant that {node!r} makes at full width"
+
+
 @dataclass(frozen=True)
 class Call:
     """One node about to be executed on labels."""

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torchvision
-from models import AWKWARD, Net, free_parameter
-from models_folded import shuffle_by_way_of_the_batch
+from models import Net, free_parameter
 from models_layers import groups_that_are_heads, one_output_a_group, transposed_one_output_a_group
 from models_mixed import (
     mixture_behind_a_turn,
@@ -23,13 +22,6 @@ from models_products import (
     channels_attend_to_fewer,
     channels_attend_to_those_of_other_layers,
 )
-from models_stacks import (
-    bilinear_layers,
-    heads_from_one_parameter,
-    heads_with_matrices_of_their_own,
-    linears_in_groups,
-)
-from models_windows import attention_to_pairs_of_dimensions
 from torch import nn
 
 from smcp_fx.blocks.cutting import cut
@@ -274,27 +266,6 @@ def test_functional_convolutions_are_told_apart_by_their_kernels() -> None:
     traced = trace(Two(), (torch.randn(2, 3, 8, 8),))
     signatures = {b.nodes[0]: b.signature for b in cut(traced, build(traced.module, traced.values))}
     assert signatures["conv2d"] != signatures["conv2d_1"]
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        linears_in_groups,
-        heads_from_one_parameter,
-        heads_with_matrices_of_their_own,
-        bilinear_layers,
-        shuffle_by_way_of_the_batch,
-        attention_to_pairs_of_dimensions,
-    ],
-)
-def test_blocks_of_unusual_layers_are_built_at_any_width(made: Callable[[], nn.Module]) -> None:
-    (case,) = (case for case in AWKWARD if case.name == made.__name__)
-    traced = trace(made().eval(), case.inputs())
-    for block in cut(traced, build(traced.module, traced.values, multiple=1)):
-        for widths in ([grid[0] for grid in block.grids], [grid[-1] for grid in block.grids]):
-            module, inputs = block.build(tuple(widths))
-            with torch.no_grad():
-                module(*inputs)
 
 
 def test_stacks_are_told_apart_by_their_number_of_matrices() -> None:
