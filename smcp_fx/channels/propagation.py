@@ -15,16 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.assertions import only_asserted
-from smcp_fx.channels.computed_weights import computed_weights
+from smcp_fx.channels.facts import Facts
 from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
-from smcp_fx.channels.made_tensors import made_tensors
-from smcp_fx.channels.mixed_weights import mixed_weights
 from smcp_fx.channels.trail import (
     Call,
-    Computed,
     ConstantRef,
     MadeRef,
     ParameterRef,
@@ -34,12 +29,12 @@ from smcp_fx.channels.trail import (
     named_leaves,
     tensor_leaves,
 )
-from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.channels.written_views import written_views
 from smcp_fx.tracing.memory import written_buffers
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
-from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, canonical_names, held
+from smcp_fx.tracing.trees import leaves_of, mapped
+from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, held
 
 Rule = Callable[["Propagation", Call], Any]
 
@@ -68,6 +63,7 @@ class Propagation:
         other: dict[str, Any] | None = None,
         turned: Collection[str] = (),
         mixed_up: Collection[str] = (),
+        facts: Facts | None = None,
     ) -> None:
         self.module, self.values, self.rules, self.turned = module, values, rules, turned
         self.other = other or {}  # the values at another size of the images
@@ -82,23 +78,10 @@ class Propagation:
             self.trail.origins = dict(earlier[0].origins)
             self.trail.count = earlier[0].count
             self.seen = earlier[1]
-        self._names = canonical_names(module)
+        self.facts = facts or Facts(module, values)
+        self.trail.computed = dict(self.facts.described)
+        self.computed, self.mixed = self.facts.computed, self.facts.mixed
         self._written = written_buffers(module)
-        self._learned = {name for name, _ in module.named_parameters()}
-        self._views: dict[str, tuple[str, Dims]] = {}  # nodes that move a weight's dimensions
-        for view in weight_views(module).values():
-            places = zip(view.chain, view.dims, strict=True)
-            self._views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
-        self.computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
-        # The rules see neither what only an assertion reads nor what only computes weights.
-        self._hidden = only_asserted(module.graph)
-        self._made = made_tensors(module, values, self._hidden)
-        for found in computed_weights(module, self._shape):
-            name = self.computed[found.result.name] = self.parameter(found.name)
-            self.trail.computed[name] = Computed(found.shape, found.source(module), found.unread)
-            self._hidden.update(node.name for node in found.alone)
-        self.mixed = mixed_weights(module, values, self.computed, self._views)
-        self._hidden.update(node.name for found in self.mixed.values() for node in found.parts)
 
     # ---- labels -----------------------------------------------------------------------------------------
 
@@ -200,7 +183,7 @@ class Propagation:
             if labels is None:
                 labels = self.fresh(value.name, count).reshape(shape).expand(value.shape)
             self.trail.elements[value.name] = labels
-            if isinstance(value, MadeRef) or value.name in self._learned:
+            if isinstance(value, MadeRef) or value.name in self.facts.learned:
                 self.trail.free_standing.add(value.name)
                 if count > 1:
                     self._alone.append((int(labels.min()), int(labels.max())))
@@ -239,7 +222,7 @@ class Propagation:
 
     def parameter(self, path: str) -> str:
         """Return the one name of a parameter that several modules may share."""
-        return self._names.get(path, path)
+        return self.facts.names.get(path, path)
 
     def slot(self, parameter: str, dim: int, labels: Tensor) -> Tensor:
         """Record a parameter's channel slots; a parameter met again has its slots tied. Returns its labels."""
@@ -271,14 +254,14 @@ class Propagation:
             return self.filled(value, source)
         if name := self.computed.get(node.name):
             return ParameterRef(name, self.trail.computed[name].shape)
-        if node.name in self._hidden:
+        if node.name in self.facts.hidden:
             return None
-        if node.name in self._made:
+        if node.name in self.facts.made:
             return self._made_tensor(node, value)
         if node.op == "get_attr":
             return self._attribute(str(node.target), value)
-        if node.name in self._views:
-            path, dims = self._views[node.name]
+        if node.name in self.facts.views:
+            path, dims = self.facts.views[node.name]
             weight = ParameterRef(self.parameter(path), tuple(self.module.get_parameter(path).shape))
             return ParameterView(weight.name, value.shape, weight, dims)
         environment = self.trail.labels
@@ -291,7 +274,7 @@ class Propagation:
             return None
         module = self._called(node)
         call = Call(node, operation_name(node, module), tuple(args), dict(kwargs), module, value)
-        if call.name != "setitem" and not any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value)):
+        if call.name != "setitem" and not any(isinstance(v, TensorInfo) for v in leaves_of(value)):
             if call.name not in _QUESTIONS and tensor_leaves((args, kwargs)):
                 # A number computed from a tensor's values, or an object that holds tensors out of our sight.
                 returned = bool(node.users) and all(user.op == "output" for user in node.users)
@@ -299,7 +282,7 @@ class Propagation:
             return value  # sizes and other numbers: as recorded
         self._pin_written_views(call)
         result = self._ruled(call)
-        return pytree.tree_map(lambda t: compact(t) if isinstance(t, Tensor) else t, result)
+        return mapped(lambda t: compact(t) if isinstance(t, Tensor) else t, result)
 
     def _ruled(self, call: Call) -> Any:
         """What the operation's rule returns; an operation used in a form that the rule does not handle is unknown."""
@@ -310,23 +293,19 @@ class Propagation:
             return self.unknown(call)
         if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or str(call.name).startswith(_LABELLING)):
             given = (call.args, call.kwargs)
-            args, kwargs = pytree.tree_map(lambda v: self.of(v) if isinstance(v, MadeRef) else v, given)
+            args, kwargs = mapped(lambda v: self.of(v) if isinstance(v, MadeRef) else v, given)
             call = replace(call, args=args, kwargs=kwargs)
         try:
             result = rule(self, call)
         except Exception as error:  # a form that the rule was not written for, whatever it fails on
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             return self.unknown(call, f"{UNFIT} {call.name!r} ({said})")
-        leaves = pytree.tree_leaves(result)
+        leaves = leaves_of(result)
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, (Tensor, ConstantRef, MadeRef))]
-        expected = [leaf.shape for leaf in pytree.tree_leaves(call.value) if isinstance(leaf, TensorInfo)]
+        expected = [leaf.shape for leaf in leaves_of(call.value) if isinstance(leaf, TensorInfo)]
         if shapes != expected:
             return self.unknown(call, f"{UNFIT} {call.name!r} (labels of shapes {shapes}, not {expected})")
         return result
-
-    def _shape(self, node: fx.Node) -> tuple[int, ...] | None:
-        value = self.values.get(node.name)
-        return value.shape if isinstance(value, TensorInfo) and value.is_continuous else None
 
     def _called(self, node: fx.Node) -> nn.Module | None:
         return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -338,7 +317,7 @@ class Propagation:
 
     def _made_tensor(self, node: fx.Node, value: Any) -> Any:
         """Computed from sizes alone: where others read it, it has channels along what it meets."""
-        among = self._made[node.name]
+        among = self.facts.made[node.name]
         met = None if among is None else self.made(node, value.shape)
         self.trail.made[node.name] = among or set()
         return met or self.filled(value, self.fixed(node.name, constant_made_by(node.name)))
@@ -358,7 +337,7 @@ class Propagation:
 
     def filled(self, value: Any, label: int) -> Any:
         """Labels for a recorded value: ``label`` everywhere."""
-        return pytree.tree_map(lambda v: uniform(label, v.shape) if isinstance(v, TensorInfo) else v, value)
+        return mapped(lambda v: uniform(label, v.shape) if isinstance(v, TensorInfo) else v, value)
 
     def unknown(self, call: Call, why: str | None = None) -> Any:
         """Pin everything the call touches; its output always stays."""

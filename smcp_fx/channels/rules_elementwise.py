@@ -14,6 +14,7 @@ from smcp_fx.channels.places import is_index, keeps_values
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Spread, constant_made_by, tensor_leaves
 from smcp_fx.tracing.traits import Trait, has, operations_with
+from smcp_fx.tracing.trees import mapped
 from smcp_fx.tracing.values import TensorInfo
 
 
@@ -151,9 +152,7 @@ def pooling(run: Propagation, call: Call) -> Any:
             labels = run.tie_along(labels, dim)
     for dim in range(labels.dim() - spatial, labels.dim()):
         labels = labels.narrow(dim, 0, 1)
-    return pytree.tree_map(
-        lambda v: compact(labels.expand(v.shape)) if isinstance(v, TensorInfo) else v, call.value
-    )
+    return mapped(lambda v: compact(labels.expand(v.shape)) if isinstance(v, TensorInfo) else v, call.value)
 
 
 def glu(run: Propagation, call: Call) -> Any:
@@ -167,7 +166,7 @@ def glu(run: Propagation, call: Call) -> Any:
 
 def like(call: Call, labels: Tensor) -> Any:
     """The labels for every output tensor of the call, each in its own shape."""
-    return pytree.tree_map(lambda v: labels.expand(v.shape) if isinstance(v, TensorInfo) else v, call.value)
+    return mapped(lambda v: labels.expand(v.shape) if isinstance(v, TensorInfo) else v, call.value)
 
 
 def _core(labels: Tensor, varied: set[int]) -> Tensor:
@@ -186,7 +185,7 @@ def _spatial_rank(call: Call) -> int:
 
 def constant(run: Propagation, call: Call) -> Any:
     """Tensors made from nothing stay; they pin what they are added to channel by channel, no more."""
-    return pytree.tree_map(
+    return mapped(
         lambda v: (
             uniform(
                 run.fixed(call.node.name, constant_made_by(call.node.name)),
