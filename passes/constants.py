@@ -16,6 +16,7 @@ from smcp_fx.channels.branches import CONSTANT, NUMBER, Flow, Walk
 from smcp_fx.channels.execution import perform
 from smcp_fx.channels.labels import compact, narrow_uniform
 from smcp_fx.channels.trail import ConstantRef, Layer
+from smcp_fx.tracing.memory import written_buffers
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import held
@@ -38,6 +39,7 @@ class Constants:
         self.labels = flow.channels.trail.labels
         self._layers = {layer.node: layer for layer in flow.channels.layers}
         self._known: dict[fx.Node, Any] = {}
+        self._written = written_buffers(module)
         #: What these give depends on the channels kept, and here all are left.
         self._mixes = {mix.node for mix in flow.channels.trail.mixes}
 
@@ -132,7 +134,7 @@ class Constants:
                 full = self.labels[n.name].shape
                 grown.update(d for d in range(2, core.dim()) if grow and core.shape[d] == 1 and full[d] > 1)
                 return core.expand([2 if d in grown else size for d, size in enumerate(core.shape)]).clone()
-            if n.op == "get_attr":
+            if n.op == "get_attr" and n.target not in self._written:
                 value = held(self.module, str(n.target))
                 return value.clone() if isinstance(value, Tensor) else False  # a training flag
             if state == NUMBER:

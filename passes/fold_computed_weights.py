@@ -15,7 +15,7 @@ from torch import fx, nn
 from smcp_fx.channels.computed_weights import ComputedWeight, computed_weights
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.tracing.constant_values import ancestors, computed_value
-from smcp_fx.tracing.masking import MASKS, SCALES
+from smcp_fx.tracing.masking import EVERY_MASK, SCALES
 from smcp_fx.tracing.own_weights import settle
 from smcp_fx.tracing.values import held, is_continuous
 
@@ -36,7 +36,7 @@ class FoldComputedWeights(GraphPass):
             values[node] = value
             return tuple(value.shape)
 
-        every = computed_weights(module, shape_of, (*MASKS.values(), *SCALES.values()))
+        every = computed_weights(module, shape_of, (*EVERY_MASK, *SCALES.values()))
         learning = {
             found.name: any(held(module, name).requires_grad for name in found.sources) for found in every
         }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from smcp_fx.passes.weight_products import FoldProducts
-from smcp_fx.tracing.masking import hard_mask, soft_mask
+from smcp_fx.tracing.masking import EVERY_MASK
 
 
 class FoldMasks(FoldProducts):
     """The inverse of `InsertSoftMasks`, with the masked weights in place of the dense ones."""
 
-    functions = (soft_mask, hard_mask)
+    functions = EVERY_MASK
     what = "mask"

@@ -20,7 +20,7 @@ from smcp_fx.config import MaskMode
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.other_mode import OtherMode
 from smcp_fx.passes.weight_products import insert_product, require_buffer
-from smcp_fx.tracing.masking import MASKS
+from smcp_fx.tracing.masking import COMPUTED_MASKS, MASKS
 
 
 def mask_name(layer: Layer) -> str:
@@ -46,7 +46,7 @@ class InsertSoftMasks(GraphPass):
 
     def __init__(self, channels: ChannelGraph, mode: MaskMode = "soft") -> None:
         self.channels = channels
-        self.mask = MASKS[mode]
+        self.mode = mode
 
     def requires(self, module: fx.GraphModule) -> None:
         """The module carries a mask buffer for each layer to be masked."""
@@ -63,9 +63,8 @@ class InsertSoftMasks(GraphPass):
         report, other = [], OtherMode(module)
         for layer in masked_layers(self.channels):
             readers = uses[layer.weight, layer.in_dim]
-            if insert_product(
-                module.graph, readers, layer.weight, mask_name(layer), self.mask, "mask", computed
-            ):
-                other.show(readers, layer.weight, mask_name(layer), self.mask)
+            mask = (COMPUTED_MASKS if layer.computed else MASKS)[self.mode]
+            if insert_product(module.graph, readers, layer.weight, mask_name(layer), mask, "mask", computed):
+                other.show(readers, layer.weight, mask_name(layer), mask)
                 report.append(f"{layer.path}: {layer.in_labels.numel()} input channels masked")
         return PassResult(module, bool(report), tuple(report))

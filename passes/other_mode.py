@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
-from smcp_fx.tracing.masking import MASKS, SCALES, STATE, mark_of
+from smcp_fx.tracing.masking import EVERY_MASK, SCALES, STATE, mark_of
 from smcp_fx.tracing.modes import Condition, conditions, is_by_mode
 from smcp_fx.tracing.values import canonical_names
 
@@ -60,7 +60,7 @@ class OtherMode:
 
 def fuses_in_one_mode(graph: fx.Graph) -> bool:
     """Has anything of a prepared graph been shown a product in the other mode?"""
-    functions = (*MASKS.values(), *SCALES.values())
+    functions = (*EVERY_MASK, *SCALES.values())
     products = [node for node in graph.nodes if node.target in functions]
     return any(
         mark_of(user) is None and user.target not in functions for node in products for user in node.users

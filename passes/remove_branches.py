@@ -198,6 +198,8 @@ class Removal:
         seen, stack = {node}, [node]
         while stack:
             found = stack.pop()
+            if writes_in_place(found, self.module):  # a counter, an average
+                return False
             if self.flow.steps[self.flow.place[found.name]].kind != "number":
                 return found is not node and not self.needed[found]
             stack += [source for source in found.all_input_nodes if source not in seen]

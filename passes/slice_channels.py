@@ -61,8 +61,9 @@ class SliceChannels(GraphPass):
         """Slice parameters and modules, then rewrite constants."""
         sliced = Sliced(self.channels, self.keep)
         indices = self._indices(sliced)
-        report = _slice_parameters(module, {**indices, **self._constants(module, sliced)})
-        if not report and any(self._goes(name, dims) for name, dims in indices.items()):
+        owners = _owners(module)
+        report = _slice_parameters(owners, {**indices, **self._constants(module, sliced)})
+        if not report and any(self._goes(name, dims) for name, dims in indices.items() if name in owners):
             return PassResult(module, False)  # sliced already: every parameter has its final shape
         report += self._resize_modules(module, sliced)
         report += rewrite_graph(module, sliced)
@@ -165,9 +166,10 @@ def line_along(labels: Tensor, dim: int) -> Tensor:
     return labels.reshape(-1)
 
 
-def _slice_parameters(module: nn.Module, indices: dict[str, dict[int, Tensor]]) -> list[str]:
+def _slice_parameters(
+    owners: dict[str, list[tuple[nn.Module, str]]], indices: dict[str, dict[int, Tensor]]
+) -> list[str]:
     report = []
-    owners = _owners(module)
     for name, dims in indices.items():
         places = owners.get(name, [])
         if not places:

@@ -28,6 +28,7 @@ KINDS = {
     "models_wiring": "Shared modules, unusual inputs and outputs",
     "models_weights": "Weights computed from parameters",
     "models_overwritten": "Weights that a forward writes into",
+    "models_running": "Averages and ranges that training gathers in buffers",
     "models_mixed": "Weights computed from the input",
     "models_generated": "Weights that another network makes, and statistics of weights",
     "models_stacks": "Stacks of matrices that are one parameter",

@@ -46,7 +46,8 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
     how, dynamic = how_written(traced), reached(traced, channels)
     gates = gated(traced, how)
     read_by_concatenations: set[fx.Node] = set()
-    blocks = []
+    blocks: list[FusedBlock] = []
+    tried: dict[str, str] = {}
     for nodes in _fused(traced, channels, dynamic):
         first = operation_of(traced.module, nodes[0])
         if first == "cat":
@@ -56,7 +57,8 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
             converted = set()
         else:
             converted = {source for source, gate in gates.items() if gate not in nodes}
-        blocks.append(make_block(traced, channels, nodes, converted, how, loaded(traced, nodes, dynamic)))
+        before = loaded(traced, nodes, dynamic)
+        blocks.append(make_block(traced, channels, nodes, converted, how, before, tried))
     return blocks
 
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.blocks.loaded import load
-from smcp_fx.blocks.widths import take_out, thin
+from smcp_fx.blocks.widths import take_out, thin, thin_groups
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.cost_model import Width
 from smcp_fx.passes.fold_computed_weights import FoldComputedWeights
 from smcp_fx.passes.restore_recurrent_layers import RestoreRecurrentLayers
 from smcp_fx.passes.slice_channels import SliceChannels
+from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.values import TensorInfo
 
 #: Random weights are drawn from this range: variances must be positive, and sums stay within float16.
@@ -49,20 +50,24 @@ class FusedBlock:
     widths: tuple[Width, ...]
     grids: tuple[tuple[int, ...], ...]
     module: fx.GraphModule = field(repr=False)
-    channels: ChannelGraph = field(repr=False)  # of the block alone
+    channels: ChannelGraph = field(repr=False)
     inputs: tuple[Port, ...] = field(repr=False)
     shapes: tuple[TensorInfo, ...] = field(repr=False)
     lines: tuple[Tensor, ...] = field(repr=False)  # for each free width, the block's own units along it
     read_before: tuple[int, ...] = ()
     fed_by: tuple[str, ...] = ()
     written: tuple[tuple[Width, float], ...] = ()
+    alone: bool = True  # are ``channels`` of the block alone, or those of the network?
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """Return the block at these widths in eval mode, its weights random, and example inputs."""
         keep = torch.ones(self.channels.free_units.numel(), dtype=torch.bool)
         with_channels = [port for port in self.inputs if port.axis is not None]
-        for line, width in zip(self.lines, widths, strict=True):
-            thin(line, width, keep, self.name, [port.units for port in with_channels])
+        if self.alone:
+            for line, width in zip(self.lines, widths, strict=True):
+                thin(line, width, keep, self.name, [port.units for port in with_channels])
+        else:
+            thin_groups(self.lines, widths, keep, self.channels)
         module = copy.deepcopy(self.module)
         # A concatenation with fewer channels than inputs loses inputs.
         absent = {port.node for port in with_channels if not keep[port.units].any()}
@@ -75,7 +80,7 @@ class FusedBlock:
             for tensor in [*module.parameters(), *module.buffers()]:
                 if tensor.is_floating_point():
                     tensor.uniform_(*_WEIGHTS)
-        load(module.eval())
+        load(module.eval(), Sliced(self.channels, keep | ~self.channels.free_units))
         return module, tuple(self._example_inputs(keep, absent))
 
     def _example_inputs(self, keep: Tensor, absent: set[str]) -> list[Tensor]:

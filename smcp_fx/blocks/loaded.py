@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.labels import varied_dims
+from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import TensorInfo
@@ -59,8 +60,12 @@ def loaded(traced: Traced, nodes: list[fx.Node], reached: Collection[fx.Node]) -
 
 
 @torch.no_grad()
-def load(module: fx.GraphModule) -> None:
-    """Compute what depends on no input of a block, as an engine does, and keep the values as buffers, in place."""
+def load(module: fx.GraphModule, sliced: Sliced) -> None:
+    """Compute what depends on no input of a block, as an engine does, and keep the values as buffers, in place.
+
+    A block has the network's sizes as numbers: of what these make too wide, the kept channels are taken.
+    """
+    labels = sliced.channels.trail.labels
     values: dict[fx.Node, Tensor] = {}
     interpreter = fx.Interpreter(module)
     for node in module.graph.nodes:
@@ -75,6 +80,9 @@ def load(module: fx.GraphModule) -> None:
         if all(user in interpreter.env for user in node.users):
             continue  # read on the way only
         name = f"loaded_{node.name}"
+        kept = sliced.axis(labels[node.name]) if isinstance(labels.get(node.name), Tensor) else None
+        if kept is not None and value.shape[kept[0]] > kept[1].numel():
+            value = value.index_select(*kept)
         module.register_buffer(name, value.detach().clone())
         with module.graph.inserting_before(node):
             node.replace_all_uses_with(module.graph.get_attr(name))

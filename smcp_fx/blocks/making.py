@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,7 +18,9 @@ from torch.utils import _pytree as pytree
 from smcp_fx.blocks.feeding import CONVOLUTION
 from smcp_fx.blocks.fused import FusedBlock, Port
 from smcp_fx.blocks.signature import signature
+from smcp_fx.blocks.widths import in_units
 from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.facts import Facts
 from smcp_fx.channels.graph import RULES
 from smcp_fx.channels.labels import along, compact, varied_dims
 from smcp_fx.channels.propagation import Propagation
@@ -22,8 +28,19 @@ from smcp_fx.channels.units import close
 from smcp_fx.channels.weight_views import is_question
 from smcp_fx.cost_model import Width
 from smcp_fx.tracing.modes import with_branches
+from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.values import TensorInfo
+
+_LOG = logging.getLogger(__name__)
+#: Operations that can be built at any width whatever surrounds them.
+_USUAL = set(
+    """
+conv1d conv2d conv3d convtranspose1d convtranspose2d convtranspose3d linear batchnorm add mul sub dropout identity
+stochasticdepth relu relu6 leakyrelu hardtanh clamp sigmoid hardsigmoid hardswish silu gelu elu tanh prelu softmax
+layernorm maxpool2d avgpool2d adaptiveavgpool2d adaptivemaxpool2d mean cat scaleddotproductattention interpolate
+""".split()
+)
 
 
 def make_block(
@@ -33,41 +50,82 @@ def make_block(
     converted: Collection[fx.Node],
     how: Mapping[fx.Node, str],
     before: list[fx.Node],
+    tried: dict[str, str],
 ) -> FusedBlock:
     """Return the block of these nodes.
 
     ``converted``: nodes whose tensors another block has converted into a plain layout; ``how``: how each tensor is
-    written (`blocks.feeding.how_written`); ``before``: what they read that depends on no input.
+    written (`blocks.feeding.how_written`); ``before``: what they read that depends on no input; ``tried``: why blocks
+    cannot be built narrower, by signature, for those that were tried.
     """
     paths = [str(node.target) for node in nodes if node.op == "call_module"]
-    name = paths[0] if paths else nodes[0].name
     border = _Border.of(traced, channels, nodes, set(before))
     every = before + nodes
     module, values = _subgraph(traced, every, border)
-    own = _own_channels(module, values, channels, border.axes)
-    inputs = tuple(
-        Port(source.name, border.axes[source.name], _units_at(own, source.name, border.axes[source.name]))
-        for source in border.tensors
-    )
-    free = _free_widths(channels, own, border, inputs)
     read_before = tuple(i for i, source in enumerate(border.tensors) if source in converted)
     ways = tuple(how.get(source, CONVOLUTION) for source in border.tensors)
     fed_by = ways if set(ways) - {CONVOLUTION} else ()
-    return FusedBlock(
-        name=name,
-        nodes=tuple(node.name for node in nodes),
-        signature=signature(traced, every, border.tensors, border.axes, channels, read_before, fed_by),
-        widths=tuple(width for width, _ in free),
-        grids=tuple(_grid(channels, width) for width, _ in free),
-        module=module,
-        channels=own,
-        inputs=inputs,
-        shapes=tuple(traced.values[source.name] for source in border.tensors),
-        lines=tuple(line for _, line in free),
-        read_before=read_before,
-        fed_by=fed_by,
-        written=tuple(_written(traced, channels, end.name) for end in border.ends),
+
+    def of(own: ChannelGraph, whole: bool = False) -> FusedBlock:
+        inputs = tuple(
+            Port(source.name, border.axes[source.name], _units_at(own, source.name, border.axes[source.name]))
+            for source in border.tensors
+        )
+        free = [] if whole else _free_widths(channels, own, border, inputs)
+        told = border.axes if free else dict.fromkeys(border.axes)  # without a width, sizes tell blocks apart
+        as_network = len(free) if own is channels else None
+        return FusedBlock(
+            name=paths[0] if paths else nodes[0].name,
+            nodes=tuple(node.name for node in nodes),
+            signature=signature(
+                traced, every, border.tensors, told, channels, read_before, fed_by, as_network
+            ),
+            widths=tuple(width for width, _ in free),
+            grids=tuple(_grid(channels, width) for width, _ in free),
+            module=module,
+            channels=own,
+            inputs=inputs,
+            shapes=tuple(traced.values[source.name] for source in border.tensors),
+            lines=tuple(line for _, line in free),
+            read_before=read_before,
+            fed_by=fed_by,
+            written=tuple(_written(traced, channels, end.name) for end in border.ends),
+            alone=own is not channels,
+        )
+
+    alone = of(_own_channels(module, values, channels, border.axes))
+    # Where the block alone does not show which channels meet or stay (zeros that are filled elsewhere, a channel that
+    # is picked by its number), they go as in the network.
+    shown = all(_axis(alone.channels, node.name) == _axis(channels, node.name) for node in every)
+    shown &= all(in_units(line, grid) for line, grid in zip(alone.lines, alone.grids, strict=True))
+    if shown and _USUAL.issuperset(operation_of(traced.module, node) for node in nodes):
+        return alone
+    for found in (alone, of(channels)) if shown else (of(channels), alone):
+        fault = _fault(found, tried)
+        if not fault:
+            return found
+    whole = of(channels, whole=True)
+    _LOG.warning(
+        "the latency of block %r counts as that of its full width, as it cannot be built narrower: %s",
+        whole.name,
+        fault,
     )
+    return whole
+
+
+def _fault(block: FusedBlock, tried: dict[str, str]) -> str:
+    """Say why a block cannot be built or run at its smallest widths or half of its full ones; "" if it can."""
+    if block.signature not in tried:
+        tried[block.signature] = ""
+        for share in (0.0, 0.5) if block.grids else ():
+            try:
+                module, inputs = block.build(tuple(grid[int(share * len(grid))] for grid in block.grids))
+                with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+                    warnings.simplefilter("ignore")
+                    module(*inputs)  # fx prints what fails
+            except Exception as error:  # whatever the network's own operations raise
+                tried[block.signature] = str(error)
+    return tried[block.signature]
 
 
 @dataclass(frozen=True)
@@ -160,7 +218,7 @@ class _BlockPropagation(Propagation):
         stacks: Mapping[str, tuple[str, str]],
         beside: Mapping[str, tuple[int, int]],
     ) -> None:
-        super().__init__(module, values, RULES, turned=turned, beside=beside)
+        super().__init__(module, values, RULES, turned=turned, facts=Facts(module, values, turned, beside))
         self.trail.stacks.update(stacks)
         self._axes = axes
         self._network = network

@@ -36,11 +36,12 @@ def signature(
     channels: ChannelGraph,
     read_before: tuple[int, ...],
     fed_by: tuple[str, ...],
+    widths: int | None,
 ) -> str:
     """Return canonical JSON of everything but a block's widths, including sizes that are constants of the graph.
 
     ``inputs``: the nodes whose tensors ``nodes`` read; ``axes``: the channel axis of each, by name; ``read_before``
-    and ``fed_by``: as in `FusedBlock`.
+    and ``fed_by``: as in `FusedBlock`; ``widths``: how many are free, if it is not built alone.
     """
     place: dict[fx.Node, str] = {n: f"input{i}" for i, n in enumerate(inputs)}
     place.update({n: f"node{i}" for i, n in enumerate(nodes)})
@@ -84,6 +85,8 @@ def signature(
         parts["read before"] = read_before
     if fed_by:
         parts["fed by"] = fed_by
+    if widths is not None:
+        parts["widths"] = widths
     return json.dumps(parts, sort_keys=True, separators=(",", ":"))
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
 from torch import Tensor, fx
 
+from smcp_fx.channels import ChannelGraph
+from smcp_fx.channels.groups import Group
 from smcp_fx.errors import PassError
 from smcp_fx.tracing.operations import operation_name
 
@@ -42,3 +47,50 @@ def thin(line: Tensor, width: int, keep: Tensor, name: str, inputs: list[Tensor]
             chosen |= {min(part)}
     for unit in order:
         keep[unit] = unit in chosen
+
+
+def in_units(line: Tensor, widths: Sequence[int]) -> bool:
+    """Whether all these widths are whole numbers of the line's units, all of which have as many slots."""
+    _, slots = torch.unique(line, return_counts=True)
+    each = int(slots[0])
+    return bool((slots == each).all()) and all(width % each == 0 for width in widths)
+
+
+def thin_groups(lines: Sequence[Tensor], widths: Sequence[int], keep: Tensor, channels: ChannelGraph) -> None:
+    """Keep ``widths`` slots along lines of a network's units, as counts of its groups; what has no choice stays.
+
+    Widths that exclude each other, as both lines have channels of one group, are met as nearly as can be.
+    """
+    counts: dict[int, int] = {}
+    for line, width in zip(lines, widths, strict=True):
+        free = line[channels.free_units[line]]
+        indices, slots = torch.unique(channels.group_of_unit[free], return_counts=True)
+        parts = {
+            i: n // channels.groups[i].size for i, n in zip(indices.tolist(), slots.tolist(), strict=True)
+        }
+        counts.update(_counts(parts, channels.groups, width - (line.numel() - free.numel()), counts))
+    for index, count in counts.items():
+        group = channels.groups[index]
+        keep[group.units] = False
+        keep[group.units[[place * group.size // count for place in range(count)]]] = True
+
+
+def _counts(
+    parts: Mapping[int, int], groups: Sequence[Group], width: int, known: Mapping[int, int]
+) -> dict[int, int]:
+    """Return permitted counts of groups that make up a width, or come next to it, in the most equal shares.
+
+    ``parts``: slots of one unit, by group; ``known``: counts that are chosen already.
+    """
+    share = width / max(1, sum(each * groups[index].size for index, each in parts.items()))
+    reached: dict[int, tuple[float, dict[int, int]]] = {0: (0.0, {})}
+    for index, each in parts.items():
+        permitted = (known[index],) if index in known else groups[index].permitted
+        wider: dict[int, tuple[float, dict[int, int]]] = {}
+        for total, (uneven, counts) in reached.items():
+            for count in permitted:
+                so_far, cost = total + each * count, uneven + abs(count / groups[index].size - share)
+                if so_far not in wider or cost < wider[so_far][0]:
+                    wider[so_far] = cost, {**counts, index: count}
+        reached = wider
+    return reached[min(reached, key=lambda total: abs(total - width))][1]

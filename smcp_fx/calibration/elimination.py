@@ -32,6 +32,7 @@ from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT, Consumer
 from smcp_fx.calibration.regression import WIDEST, Sums
 from smcp_fx.passes.insert_soft_masks import masked_layers
 from smcp_fx.prepared import PreparedModel
+from smcp_fx.tracing.modes import run_in_eval
 
 #: Added to each variance: a share of the inputs' mean variance, and a share of their mean square (lost to rounding).
 #: Chosen, not measured.
@@ -127,6 +128,7 @@ class Elimination:
         self.batches = batches
         self._images = 0
         nodes = {node.name: node for node in self.graph.graph.nodes}
+        deployed = run_in_eval(self.graph.graph)
         self._readers: dict[fx.Node, _Reader] = {}
         self._unread = torch.zeros(self._state.keep.numel() + 1, dtype=torch.bool)
         # Place -1, of what stays, is the last.
@@ -134,7 +136,8 @@ class Elimination:
         for layer in masked_layers(prepared.channels):
             node, places = nodes.get(layer.node), self._state.places(layer.input_channels).cpu()
             places = places[stays[places]]
-            columns = None if node is None else self._columns(node, places)
+            runs = node is not None and layer.node in deployed  # others train alone: their weights are fused
+            columns = self._columns(node, places) if node is not None and runs else None
             if columns is None or node is None:
                 self._unread[places] = True
                 continue

@@ -19,7 +19,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.groups import Group
 from smcp_fx.channels.labels import narrow_uniform
@@ -29,6 +28,7 @@ from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.recurrent import recurrent_weight
 from smcp_fx.tracing.traits import Trait, has
+from smcp_fx.tracing.trees import leaves_of
 
 NUMBER, PARAMETER, LIVE, CONSTANT, EMPTY = range(5)
 
@@ -336,7 +336,7 @@ def _tensors(channels: Channels, node: fx.Node) -> list[Tensor]:
     value = trail.labels.get(node.name)
     if isinstance(value, ParameterRef):
         value = trail.elements.get(value.name)
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
 
 
 def _ends_both(node: fx.Node) -> bool:

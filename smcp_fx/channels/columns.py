@@ -15,7 +15,6 @@ import functools
 from typing import Any
 
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.execution import execute
 from smcp_fx.channels.labels import along, compact, place, uniform, varied_dims
@@ -23,6 +22,7 @@ from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_statistics import form_of, mixes
 from smcp_fx.channels.trail import Call
 from smcp_fx.tracing.traits import Trait, has
+from smcp_fx.tracing.trees import leaves_of
 from smcp_fx.tracing.values import TensorInfo
 
 #: Movements that name no sizes.
@@ -96,7 +96,7 @@ def _elementwise(run: Propagation, call: Call, source: fx.Node) -> bool:
     """What meets the columns has the same ones, or one value for all of them."""
     dim, columns = run.trail.columns[source.name]
     shape = run.values[source.name].shape
-    outputs = [v for v in pytree.tree_leaves(call.value) if isinstance(v, TensorInfo)]
+    outputs = [v for v in leaves_of(call.value) if isinstance(v, TensorInfo)]
     if len(outputs) != 1 or outputs[0].shape != shape:
         return False
     for other in call.node.all_input_nodes:

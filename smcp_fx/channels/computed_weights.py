@@ -20,6 +20,7 @@ from smcp_fx.channels.weight_views import factors, is_layer, is_question, weight
 from smcp_fx.tracing.autograd_functions import Applied
 from smcp_fx.tracing.constant_values import ancestors, computed_value
 from smcp_fx.tracing.masking import STATE
+from smcp_fx.tracing.memory import written_buffers
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.own_weights import own_weight, owner_of
 from smcp_fx.tracing.traits import Trait, has
@@ -82,8 +83,11 @@ def computed_weights(
 def _constants(module: fx.GraphModule, transparent: tuple[Callable[..., object], ...]) -> set[fx.Node]:
     """The nodes that follow from parameters and buffers alone, and are drawn or written into by none."""
     found: set[fx.Node] = set()
+    written = written_buffers(module)
     for node in module.graph.nodes:
-        if any(user.args[:1] == (node,) and writes_in_place(user, module) for user in node.users):
+        if node.target in written or any(
+            user.args[:1] == (node,) and writes_in_place(user, module) for user in node.users
+        ):
             continue
         if node.op == "get_attr":
             found.add(node)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.trail import Call, ConstantRef
+from smcp_fx.tracing.trees import mapped
 
 
 def execute(call: Call, args: Any, kwargs: Any) -> Any:
@@ -28,4 +28,4 @@ def perform(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 def known_values(tree: Any) -> Any:
     """Return the arguments, with constants of integers and booleans as tensors."""
-    return pytree.tree_map(lambda v: v.value if isinstance(v, ConstantRef) else v, tree)
+    return mapped(lambda v: v.value if isinstance(v, ConstantRef) else v, tree)

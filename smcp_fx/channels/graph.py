@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from smcp_fx.channels import (
 )
 from smcp_fx.channels.branches import Branches, bits
 from smcp_fx.channels.columns import following, pin_unfollowed
+from smcp_fx.channels.facts import Facts
 from smcp_fx.channels.groups import Group, form_groups
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.steadiness import keep_unsteady
@@ -56,12 +57,16 @@ _TRIES = 8
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a graph is built of: ``mixed_up`` are reshapes that take positions for channels."""
+    """What a graph is built of: ``mixed_up`` are reshapes that take positions for channels.
+
+    ``facts``: those of the values at each size, by their ids and by what is turned.
+    """
 
     module: fx.GraphModule
     exclude: tuple[str, ...]
     keep_first_layer: bool
     mixed_up: tuple[str, ...] = ()
+    facts: dict[tuple[int, frozenset[str]], Facts] = field(default_factory=dict)
 
 
 class ChannelGraph:
@@ -296,8 +301,12 @@ def _closed(
 ) -> tuple[Trail, Units]:
     """Propagate, close the ties, and propagate again where a rule may see more once all ties are known."""
     earlier = None
+    key = id(values), frozenset(turned)
+    if key not in asked.facts:
+        asked.facts[key] = Facts(asked.module, values, turned)
+    facts = asked.facts[key]
     while True:
-        run = Propagation(asked.module, values, RULES, earlier, other, turned, asked.mixed_up)
+        run = Propagation(asked.module, values, RULES, earlier, other, turned, asked.mixed_up, facts)
         trail = run.run()
         pin_unfollowed(run)
         rules_mixed.pin_read_otherwise(run)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import narrow_uniform
 from smcp_fx.channels.trail import Trail
 from smcp_fx.channels.units import Units, Why
+from smcp_fx.tracing.trees import leaves_of
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _pieces(trail: Trail) -> dict[str, Tensor]:
     """Tensors that hold part of another tensor's elements: pieces of splits, slices, selections."""
     found = {}
     for name in trail.parts:
-        for index, labels in enumerate(pytree.tree_leaves(trail.labels[name])):
+        for index, labels in enumerate(leaves_of(trail.labels[name])):
             if isinstance(labels, Tensor):
                 found[f"{name}[{index}]"] = labels
     return found

@@ -7,6 +7,7 @@ which the labels do not change is kept at stride 0, so that it costs no memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ def compact(labels: Tensor) -> Tensor:
     if labels.numel() == 0:
         return labels
     core = narrow_uniform(labels)  # first, so that as little as possible is compared below
-    for dim in range(core.dim()):
+    for dim in range(core.dim()) if core.numel() > 1 else ():
         if core.shape[dim] > 1:
             first = core.narrow(dim, 0, 1)
             if torch.equal(core, first.expand_as(core)):
@@ -34,11 +35,28 @@ def varied_dims(labels: Tensor) -> list[int]:
 def narrow_uniform(labels: Tensor, keep: Sequence[int] = ()) -> Tensor:
     """Return the labels with each uniform dimension at size 1, the dimensions in ``keep`` left alone."""
     strides = labels.stride()
+    if 0 not in strides:
+        return labels
     sizes = [
         min(size, 1) if stride == 0 and dim not in keep else size
         for dim, (size, stride) in enumerate(zip(labels.shape, strides, strict=True))
     ]
     return labels.as_strided(sizes, strides, labels.storage_offset())
+
+
+def reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
+    """The labels as `reshape` puts them. Uniform dimensions at either end are left out, as it would copy them."""
+    varied = varied_dims(labels)
+    if not varied or not labels.numel():
+        return uniform(int(labels.flatten()[0]), shape) if labels.numel() else labels.reshape(shape)
+    behind = [math.prod(shape[place:]) for place in range(len(shape) + 1)]  # elements from each dimension on
+    whole, rest = math.prod(labels.shape[varied[0] :]), math.prod(labels.shape[varied[-1] + 1 :])
+    first, start = (behind.index(whole), varied[0]) if whole in behind else (0, 0)
+    last, end = (behind.index(rest), varied[-1] + 1) if rest in behind else (len(shape), labels.dim())
+    for dim in (*range(start), *range(end, labels.dim())):
+        labels = labels.narrow(dim, 0, 1)
+    ones = [1] * first, [1] * (len(shape) - last)
+    return labels.reshape(*ones[0], *shape[first:last], *ones[1]).expand(tuple(shape))
 
 
 def uniform(label: int, shape: Sequence[int]) -> Tensor:

@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
+from smcp_fx.tracing.trees import leaves_of
 from smcp_fx.tracing.values import OPAQUE, TensorInfo
 
 
@@ -79,4 +79,4 @@ def _touch(node: fx.Node, tensors: Collection[str], touched: set[fx.Node]) -> No
 
 
 def _tensors(value: Any) -> list[TensorInfo]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, TensorInfo)]
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, TensorInfo)]

@@ -9,35 +9,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
-from smcp_fx.channels.assertions import only_asserted
-from smcp_fx.channels.computed_weights import computed_weights
+from smcp_fx.channels.facts import Facts
 from smcp_fx.channels.labels import compact, narrow_uniform, uniform, varied_dims
-from smcp_fx.channels.made_tensors import made_tensors
 from smcp_fx.channels.trail import (
     Call,
-    Computed,
     ConstantRef,
     MadeRef,
     ParameterRef,
     ParameterView,
     Trail,
+    constant_made_by,
     named_leaves,
     tensor_leaves,
 )
-from smcp_fx.channels.weight_statistics import followed_weights
-from smcp_fx.channels.weight_views import Dims, weight_views
 from smcp_fx.channels.written_views import written_views
+from smcp_fx.tracing.memory import written_buffers
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
-from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, canonical_names, held
+from smcp_fx.tracing.trees import leaves_of, mapped
+from smcp_fx.tracing.values import OPAQUE, ORIGIN, PASSED_ON, TensorInfo, held
 
 Rule = Callable[["Propagation", Call], Any]
 
@@ -66,38 +63,26 @@ class Propagation:
         other: dict[str, Any] | None = None,
         turned: Collection[str] = (),
         mixed_up: Collection[str] = (),
-        beside: Mapping[str, tuple[int, int]] | None = None,
+        facts: Facts | None = None,
     ) -> None:
-        self.module = module
-        self.values = values
+        self.module, self.values, self.rules, self.turned = module, values, rules, turned
         self.other = other or {}  # the values at another size of the images
-        self.rules, self.turned = rules, turned
         self.mixed_up = mixed_up  # movements that take positions for channels
         self.trail = Trail(turned=frozenset(turned))
         self.blind = False  # whether a rule pinned something because it could not see ties found later
         self._asked: Counter[str] = Counter()
         self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer
         self.seen: Tensor | None = None
-        if earlier is not None:  # the same nodes get the same labels
+        if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still hold
             self.trail.ties = list(earlier[0].ties)
             self.trail.origins = dict(earlier[0].origins)
             self.trail.count = earlier[0].count
             self.seen = earlier[1]
-        self._names = canonical_names(module)
-        self._learned = {name for name, _ in module.named_parameters()}
-        self._views: dict[str, tuple[str, Dims]] = {}  # nodes that move a weight's dimensions
-        for view in weight_views(module).values():
-            places = zip(view.chain, view.dims, strict=True)
-            self._views.update((node.name, (str(view.source.target), dims)) for node, dims in places)
-        self.computed: dict[str, str] = {}  # nodes that compute a weight -> the parameter that stands for it
-        self._hidden = only_asserted(module.graph)  # nor do rules see what only computes weights
-        self._made = made_tensors(module, values, self._hidden)
-        for found in computed_weights(module, self._shape):
-            name = self.computed[found.result.name] = self.parameter(found.name)
-            self.trail.computed[name] = Computed(found.shape, found.source(module), found.unread)
-            self._hidden.update(node.name for node in found.alone)
-        told = self.computed, self._views, self._hidden, turned, beside or {}
-        self.statistics, self.mixed = followed_weights(module, values, *told)
+        self.facts = facts or Facts(module, values, turned)
+        self.trail.computed = dict(self.facts.described)
+        self.computed, self.mixed = self.facts.computed, self.facts.mixed
+        self.statistics = self.facts.statistics
+        self._written = written_buffers(module)
 
     # ---- labels -----------------------------------------------------------------------------------------
 
@@ -132,8 +117,8 @@ class Propagation:
         """Tie labels of equal shape element by element; what meets a fixed source is pinned."""
         a, b = (t.reshape(-1) for t in torch.broadcast_tensors(left, right))  # type: ignore[no-untyped-call]
         both = (a > 0) & (b > 0) & (a != b)
-        a_, b_ = a[both], b[both]
-        if a_.numel():
+        if bool(both.any()):
+            a_, b_ = a[both], b[both]
             if a_.numel() > 2048:  # large tensors often repeat the same pairs
                 single = torch.unique((torch.minimum(a_, b_) << 32) | torch.maximum(a_, b_))
                 a_, b_ = single >> 32, single & 0xFFFFFFFF
@@ -199,7 +184,7 @@ class Propagation:
             if labels is None:
                 labels = self.fresh(value.name, count).reshape(shape).expand(value.shape)
             self.trail.elements[value.name] = labels
-            if isinstance(value, MadeRef) or value.name in self._learned:
+            if isinstance(value, MadeRef) or value.name in self.facts.learned:
                 self.trail.free_standing.add(value.name)
                 if count > 1:
                     self._alone.append((int(labels.min()), int(labels.max())))
@@ -231,14 +216,14 @@ class Propagation:
     def is_alone(self, labels: Tensor) -> bool:
         """Whether these are elements of a parameter that belongs to no layer."""
         core = narrow_uniform(labels)
-        least, most = map(int, core.aminmax()) if core.numel() else (0, 0)
+        least, most = (int(core.min()), int(core.max())) if core.numel() else (0, 0)
         return any(first <= least and most <= last for first, last in self._alone)
 
     # ---- parameters -------------------------------------------------------------------------------------
 
     def parameter(self, path: str) -> str:
         """Return the one name of a parameter that several modules may share."""
-        return self._names.get(path, path)
+        return self.facts.names.get(path, path)
 
     def slot(self, parameter: str, dim: int, labels: Tensor) -> Tensor:
         """Record a parameter's channel slots; a parameter met again has its slots tied. Returns its labels."""
@@ -270,14 +255,14 @@ class Propagation:
             return self.filled(value, source)
         if name := self.computed.get(node.name):
             return ParameterRef(name, self.trail.computed[name].shape)
-        if node.name in self._hidden:
+        if node.name in self.facts.hidden:
             return None
-        if node.name in self._made:
+        if node.name in self.facts.made:
             return self._made_tensor(node, value)
         if node.op == "get_attr":
             return self._attribute(str(node.target), value)
-        if node.name in self._views:
-            path, dims = self._views[node.name]
+        if node.name in self.facts.views:
+            path, dims = self.facts.views[node.name]
             weight = ParameterRef(self.parameter(path), tuple(self.module.get_parameter(path).shape))
             return ParameterView(weight.name, value.shape, weight, dims)
         environment = self.trail.labels
@@ -290,7 +275,7 @@ class Propagation:
             return None
         module = self._called(node)
         call = Call(node, operation_name(node, module), tuple(args), dict(kwargs), module, value)
-        if call.name != "setitem" and not any(isinstance(v, TensorInfo) for v in pytree.tree_leaves(value)):
+        if call.name != "setitem" and not any(isinstance(v, TensorInfo) for v in leaves_of(value)):
             if call.name not in _QUESTIONS and tensor_leaves((args, kwargs)):
                 # A number computed from a tensor's values, or an object that holds tensors out of our sight.
                 returned = bool(node.users) and all(user.op == "output" for user in node.users)
@@ -298,7 +283,7 @@ class Propagation:
             return value  # sizes and other numbers: as recorded
         self._pin_written_views(call)
         result = self._ruled(call)
-        return pytree.tree_map(lambda t: compact(t) if isinstance(t, Tensor) else t, result)
+        return mapped(lambda t: compact(t) if isinstance(t, Tensor) else t, result)
 
     def _ruled(self, call: Call) -> Any:
         """What the operation's rule returns; an operation used in a form that the rule does not handle is unknown."""
@@ -309,23 +294,19 @@ class Propagation:
             return self.unknown(call)
         if not (has(call.name, Trait.ELEMENTWISE | Trait.JOINS) or str(call.name).startswith(_LABELLING)):
             given = (call.args, call.kwargs)
-            args, kwargs = pytree.tree_map(lambda v: self.of(v) if isinstance(v, MadeRef) else v, given)
+            args, kwargs = mapped(lambda v: self.of(v) if isinstance(v, MadeRef) else v, given)
             call = replace(call, args=args, kwargs=kwargs)
         try:
             result = rule(self, call)
         except Exception as error:  # a form that the rule was not written for, whatever it fails on
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             return self.unknown(call, f"{UNFIT} {call.name!r} ({said})")
-        leaves = pytree.tree_leaves(result)
+        leaves = leaves_of(result)
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, (Tensor, ConstantRef, MadeRef))]
-        expected = [leaf.shape for leaf in pytree.tree_leaves(call.value) if isinstance(leaf, TensorInfo)]
+        expected = [leaf.shape for leaf in leaves_of(call.value) if isinstance(leaf, TensorInfo)]
         if shapes != expected:
             return self.unknown(call, f"{UNFIT} {call.name!r} (labels of shapes {shapes}, not {expected})")
         return result
-
-    def _shape(self, node: fx.Node) -> tuple[int, ...] | None:
-        value = self.values.get(node.name)
-        return value.shape if isinstance(value, TensorInfo) and value.is_continuous else None
 
     def _called(self, node: fx.Node) -> nn.Module | None:
         return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -337,10 +318,10 @@ class Propagation:
 
     def _made_tensor(self, node: fx.Node, value: Any) -> Any:
         """Computed from sizes alone: where others read it, it has channels along what it meets."""
-        among = self._made[node.name]
+        among = self.facts.made[node.name]
         met = None if among is None else self.made(node, value.shape)
         self.trail.made[node.name] = among or set()
-        return met or self.filled(value, self.fixed(node.name, f"constant made by {node.name!r}"))
+        return met or self.filled(value, self.fixed(node.name, constant_made_by(node.name)))
 
     def made(self, node: fx.Node, shape: tuple[int, ...]) -> MadeRef | None:
         """A tensor that is labelled when it meets something; None where no dimension can hold channels."""
@@ -350,14 +331,14 @@ class Propagation:
     def _attribute(self, target: str, value: Any) -> Any:
         if not isinstance(value, TensorInfo):
             return value
-        if not value.is_continuous:
+        if not value.is_continuous and target not in self._written:
             known = held(self.module, target).detach().cpu().clone()
             return ConstantRef(self.parameter(target), value.shape, known)
         return ParameterRef(self.parameter(target), value.shape)
 
     def filled(self, value: Any, label: int) -> Any:
         """Labels for a recorded value: ``label`` everywhere."""
-        return pytree.tree_map(lambda v: uniform(label, v.shape) if isinstance(v, TensorInfo) else v, value)
+        return mapped(lambda v: uniform(label, v.shape) if isinstance(v, TensorInfo) else v, value)
 
     def unknown(self, call: Call, why: str | None = None) -> Any:
         """Pin everything the call touches; its output always stays."""
@@ -385,8 +366,7 @@ class Propagation:
 
 
 def _single(value: ParameterRef) -> str:
-    made = isinstance(value, MadeRef)
-    return f"constant made by {value.name!r}" if made else "a parameter of one element"
+    return constant_made_by(value.name) if isinstance(value, MadeRef) else "a parameter of one element"
 
 
 def channel_labels(run: Propagation, labels: Tensor, dim: int) -> Tensor:

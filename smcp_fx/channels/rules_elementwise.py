@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 from smcp_fx.channels.labels import compact, stays, uniform, varied_dims
 from smcp_fx.channels.places import is_index, keeps_values
 from smcp_fx.channels.propagation import Propagation, Rule
-from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Spread, tensor_leaves
+from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef, Spread, constant_made_by, tensor_leaves
 from smcp_fx.tracing.traits import Trait, has, operations_with
+from smcp_fx.tracing.trees import mapped
 from smcp_fx.tracing.values import TensorInfo
 
 
@@ -112,7 +113,8 @@ def _merged(run: Propagation, call: Call, cores: list[Tensor], size: list[int]) 
 def choice(run: Propagation, call: Call) -> Any:
     """What `train()` or `eval()` computed: tied, as an addition ties, and pinned where the two have other shapes."""
     evaluated, trained = (pytree.tree_flatten(_labelled(run, given)) for given in call.args[1:])
-    if not call.node.users:
+    effect = all(user.target is call.node.target for user in call.node.users)
+    if not call.node.users or (effect and [None] in (evaluated[0], trained[0])):
         return pytree.tree_unflatten(*(evaluated if evaluated[0] != [None] else trained))
     alike = evaluated[1] == trained[1] and all(
         isinstance(a, Tensor) == isinstance(b, Tensor)
@@ -150,9 +152,7 @@ def pooling(run: Propagation, call: Call) -> Any:
             labels = run.tie_along(labels, dim)
     for dim in range(labels.dim() - spatial, labels.dim()):
         labels = labels.narrow(dim, 0, 1)
-    return pytree.tree_map(
-        lambda v: compact(labels.expand(v.shape)) if isinstance(v, TensorInfo) else v, call.value
-    )
+    return mapped(lambda v: compact(labels.expand(v.shape)) if isinstance(v, TensorInfo) else v, call.value)
 
 
 def glu(run: Propagation, call: Call) -> Any:
@@ -166,7 +166,7 @@ def glu(run: Propagation, call: Call) -> Any:
 
 def like(call: Call, labels: Tensor) -> Any:
     """The labels for every output tensor of the call, each in its own shape."""
-    return pytree.tree_map(lambda v: labels.expand(v.shape) if isinstance(v, TensorInfo) else v, call.value)
+    return mapped(lambda v: labels.expand(v.shape) if isinstance(v, TensorInfo) else v, call.value)
 
 
 def _core(labels: Tensor, varied: set[int]) -> Tensor:
@@ -185,9 +185,12 @@ def _spatial_rank(call: Call) -> int:
 
 def constant(run: Propagation, call: Call) -> Any:
     """Tensors made from nothing stay; they pin what they are added to channel by channel, no more."""
-    return pytree.tree_map(
+    return mapped(
         lambda v: (
-            uniform(run.fixed(call.node.name, f"constant made by {call.node.name!r}"), v.shape)
+            uniform(
+                run.fixed(call.node.name, constant_made_by(call.node.name)),
+                v.shape,
+            )
             if isinstance(v, TensorInfo)
             else v
         ),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.execution import execute, known_values
-from smcp_fx.channels.labels import along, compact, narrow_uniform, stays, uniform, varied_dims
+from smcp_fx.channels.labels import along, compact, narrow_uniform, reshaped, stays, uniform, varied_dims
 from smcp_fx.channels.places import at_any_place, is_index, looks_up
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.shuffles import _CHAIN, find_pieces, find_shuffle
@@ -20,6 +20,7 @@ from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef, ten
 from smcp_fx.channels.weight_views import weight_of
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.traits import Trait, operations_with
+from smcp_fx.tracing.trees import leaves_of, mapped
 
 #: What may spread one value over the channels.
 SPREADS = {"expand", "expandas", "broadcastto", "repeat", "tile"}
@@ -68,10 +69,8 @@ def move(run: Propagation, call: Call) -> Any:
     source = args[0]
     if not isinstance(source, Tensor):
         return source[args[1]] if call.name == "getitem" else run.unknown(call)
-    result = pytree.tree_map(
-        lambda t: compact(t) if isinstance(t, Tensor) else t, execute(call, args, kwargs)
-    )
-    if any(_hides_channels(call, source, part) for part in pytree.tree_leaves(result)):
+    result = mapped(lambda t: compact(t) if isinstance(t, Tensor) else t, _executed(call, args, kwargs))
+    if any(_hides_channels(call, source, part) for part in leaves_of(result)):
         return run.unknown(call, f"{call.name!r} gives a tensor without elements")
     if call.name in ("reshapeas", "viewas") and isinstance(
         result, Tensor
@@ -93,6 +92,18 @@ def move(run: Propagation, call: Call) -> Any:
     else:  # the numbers of a view follow from the tensor's own size: another size tells whether they matter
         _refuse_numbers(run, call, source)
     return result
+
+
+def _executed(call: Call, args: Any, kwargs: Any) -> Any:
+    """What the movement makes of labels; uniform dimensions are not copied where it is known how they go."""
+    source = args[0]
+    if call.name == "contiguous":
+        return source
+    if call.name in ("view", "reshape", "flatten", "unflatten") and math.prod(call.shape) == source.numel():
+        return reshaped(source, call.shape)
+    if call.name == "roll" and call.argument(2, "dims") is not None:
+        return execute(call, (narrow_uniform(source), *args[1:]), kwargs).expand(source.shape)
+    return execute(call, args, kwargs)
 
 
 def _mixed_up(run: Propagation, call: Call) -> Tensor:
@@ -255,11 +266,7 @@ def _added(run: Propagation, call: Call, amount: int) -> Tensor:
 
 def labelled(run: Propagation, tree: Any) -> Any:
     """The arguments with parameters replaced by the labels of their elements."""
-    leaves, spec = pytree.tree_flatten(tree)
-    leaves = [
-        run.of(leaf) if tensor_leaves(leaf) and not isinstance(leaf, slice) else leaf for leaf in leaves
-    ]
-    return pytree.tree_unflatten(leaves, spec)
+    return mapped(lambda v: run.of(v) if isinstance(v, ParameterRef) else v, tree)
 
 
 def _folded_into_batch(run: Propagation, call: Call, source: Tensor, result: Any) -> Any:

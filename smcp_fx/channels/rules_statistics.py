@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from smcp_fx.channels import rules_layers
 from smcp_fx.channels.labels import compact, narrow_uniform, place, uniform, varied_dims
@@ -30,6 +29,7 @@ from smcp_fx.channels.rules_layers import (
     renamed,
 )
 from smcp_fx.channels.trail import Call, Mix, ParameterRef, tensor_leaves
+from smcp_fx.tracing.trees import mapped
 from smcp_fx.tracing.values import TensorInfo
 
 #: How a reduction is told which channels it may see; those that are not here find places among the channels, or sort
@@ -284,7 +284,7 @@ def gathered(run: Propagation, call: Call) -> Any:
 
 def _along(call: Call, labels: Tensor, dim: int) -> Any:
     """Labels that are uniform along the dimension, for results of other sizes there."""
-    return pytree.tree_map(
+    return mapped(
         lambda v: labels.narrow(dim, 0, 1).expand(v.shape) if isinstance(v, TensorInfo) else v, call.value
     )
 

@@ -24,7 +24,7 @@ _APART = "writes to some of the channels, or in a form without a rule"
 def written(run: Propagation, call: Call) -> Any:
     """`x[index] = y`: free where the index takes all channels."""
     target, index, source = call.args
-    parts = _parts(index, len(target.shape)) if isinstance(target, (Tensor, MadeRef)) else None
+    parts = _parts(index, len(target.shape)) if isinstance(target, (Tensor, ParameterRef)) else None
     if parts is None:
         return run.unknown(call, f"{call.node.name!r} {_APART}")
     given = _beside(run, source, parts)

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import narrow_uniform, varied_dims
 from smcp_fx.channels.trail import Trail
 from smcp_fx.channels.units import EMPTY, Units, Why
+from smcp_fx.tracing.trees import leaves_of
 
 Run = tuple[Trail, Units]
 
@@ -83,7 +83,7 @@ def _tensors(one: Run, other: Run) -> Iterator[tuple[str, Tensor, Tensor]]:
     for name, tree in one[0].labels.items():
         if name in one[0].virtual or name in other[0].virtual:
             continue
-        both = (pytree.tree_leaves(tree), pytree.tree_leaves(other[0].labels[name]))
+        both = (leaves_of(tree), leaves_of(other[0].labels[name]))
         for before, after in zip(*both, strict=False):
             if isinstance(before, Tensor) and isinstance(after, Tensor) and before.dim() == after.dim():
                 yield name, before, after

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.weight_views import Dims
 from smcp_fx.tracing.operations import readable_name
+from smcp_fx.tracing.trees import leaves_of
 from smcp_fx.tracing.values import TensorInfo, held
 
 
@@ -70,6 +71,11 @@ class MadeRef(ParameterRef):
     told: tuple[int, ...]
 
 
+def constant_made_by(node: str) -> str:
+    """Why channels stay that meet a tensor made of numbers and sizes alone."""
+    return f"meets a constant that {node!r} makes at full width"
+
+
 @dataclass(frozen=True)
 class Call:
     """One node about to be executed on labels."""
@@ -84,7 +90,7 @@ class Call:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the (first) output tensor."""
-        return next(v.shape for v in pytree.tree_leaves(self.value) if isinstance(v, TensorInfo))
+        return next(v.shape for v in leaves_of(self.value) if isinstance(v, TensorInfo))
 
     @property
     def unknown(self) -> str:
@@ -269,7 +275,7 @@ class Trail:
 def tensor_leaves(tree: Any) -> list[Tensor | ParameterRef]:
     """All label tensors and parameter references in a pytree (slices included)."""
     found: list[Tensor | ParameterRef] = []
-    for leaf in pytree.tree_leaves(tree):
+    for leaf in leaves_of(tree):
         if isinstance(leaf, slice):
             found += tensor_leaves((leaf.start, leaf.stop, leaf.step))
         elif isinstance(leaf, (Tensor, ParameterRef)):

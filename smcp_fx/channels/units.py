@@ -7,15 +7,16 @@ to the dimension that still varies, or pinned if it has size 1 there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from smcp_fx.channels.labels import compact, narrow_uniform, varied_dims
 from smcp_fx.channels.trail import Spread, Trail
+from smcp_fx.tracing.trees import leaves_of
 
 #: Start of the reason of a unit that covers all channels somewhere.
 EMPTY = "removing it would leave"
@@ -74,9 +75,12 @@ class Units:
 
     def of(self, labels: Tensor) -> Tensor:
         """Units of labels; -1 for sources that always stay."""
-        core = narrow_uniform(labels)
-        known = torch.where(core > 0, self.unit[core.clamp(min=0)], -1)
-        return compact(known.expand(labels.shape))
+        return compact(self._known[narrow_uniform(labels).clamp(min=0)].expand(labels.shape))
+
+    @functools.cached_property
+    def _known(self) -> Tensor:
+        """The units, with -1 for label 0, which no channel has."""
+        return torch.cat([self.unit.new_full((1,), -1), self.unit[1:]])
 
     def among(self, several: Iterable[Tensor]) -> Tensor:
         """A bool for each unit: do any of these labels belong to it?"""
@@ -146,7 +150,7 @@ def _components(pairs: list[Tensor], count: int) -> Tensor:
 def _tensors(trail: Trail) -> list[Tensor]:
     """Every label tensor that must be rectangular, but for parameters used as tensors."""
     trees = (tree for name, tree in trail.labels.items() if name not in trail.virtual)
-    values = (labels for tree in trees for labels in pytree.tree_leaves(tree) if isinstance(labels, Tensor))
+    values = (labels for tree in trees for labels in leaves_of(tree) if isinstance(labels, Tensor))
     return _varied((*values, *(spread.merged for spread in trail.spread)))
 
 
@@ -229,7 +233,7 @@ def _whole(trail: Trail) -> list[tuple[str, Tensor]]:
         (name, labels)
         for name, tree in trail.labels.items()
         if name not in trail.virtual
-        for labels in pytree.tree_leaves(tree)
+        for labels in leaves_of(tree)
         if isinstance(labels, Tensor)
     ]
     found += [(name, labels) for name, slots in trail.slots.items() for labels in slots.values()]

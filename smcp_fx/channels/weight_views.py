@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from smcp_fx.tracing.masking import MASKS
+from smcp_fx.tracing.masking import EVERY_MASK
 from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.recurrent import recurrent_weight
 from smcp_fx.tracing.values import held
@@ -37,7 +37,7 @@ contiguous flatten getitem movedim permute reshape squeeze t transpose unflatten
 """.split()
 )
 _ATTRIBUTES = ("T", "mT")
-_MASKS = tuple(MASKS.values())  # may stand between a parameter and the movements
+_MASKS = EVERY_MASK  # may stand between a parameter and the movements
 _QUESTIONS = ("size", "dim", "numel", "ndim", "shape")
 #: Products of two tensors, and where the first factor stands among their arguments.
 FIRST_FACTOR = {"matmul": 0, "mm": 0, "bmm": 0, "tensordot": 0, "einsum": 1, "addmm": 1, "baddbmm": 1}

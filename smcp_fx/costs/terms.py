@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +23,56 @@ def network_cost(unit: str, channels: ChannelGraph, terms: list[CostTerm], const
             kept.append(term)
         else:
             fixed[term.name] = fixed.get(term.name, 0.0) + term.cost({})
-    return NetworkCost(unit, permitted, tuple(kept), constant + sum(fixed.values()), fixed=fixed)
+    cost = NetworkCost(unit, permitted, tuple(kept), constant + sum(fixed.values()), fixed=fixed)
+    if all(len(term.widths) <= 2 for term in kept):
+        return cost
+    return replace(cost, source=ManyWidths(cost))
+
+
+@dataclass(frozen=True)
+class ManyWidths:
+    """A known cost with terms of more than two widths (bilinear layers): an allocator gets it to first order.
+
+    Implements `smcp_fx.cost_model.CostSource`.
+    """
+
+    whole: NetworkCost
+    as_of: float = 0.0
+
+    def around(self, counts: Mapping[str, int]) -> NetworkCost:
+        """Return the cost as a sum of terms that is exact at these counts, and wherever two of the widths change."""
+        terms: list[CostTerm] = []
+        constant = self.whole.constant
+        for term in self.whole.terms:
+            if len(term.widths) <= 2:
+                terms.append(term)
+                continue
+            present = [width.channels(counts) for width in term.widths]
+            terms.append(CostTerm(term.name, term.widths[:2], _with(term.price, present, (0, 1))))
+            for place in range(2, len(present)):
+                terms.append(CostTerm(term.name, (term.widths[place],), _with(term.price, present, (place,))))
+                constant -= term.cost(counts)
+        return replace(self.whole, terms=tuple(terms), constant=constant, source=self)
+
+    def learn(self, counts: Mapping[str, int], doubt: float) -> bool:
+        """Nothing is left to find out."""
+        return False
+
+    def price_as_of(self, as_of: float) -> bool:
+        """Prices never change."""
+        return True
+
+
+def _with(price: Price, present: Sequence[int], places: Sequence[int]) -> Price:
+    """Return the price as a function of the widths at these places, the others being as they are."""
+
+    def partial(*widths: NDArray[np.int64]) -> NDArray[np.float64]:
+        every: list[Any] = [np.asarray(width) for width in present]
+        for place, width in zip(places, widths, strict=True):
+            every[place] = width
+        return price(*every)
+
+    return partial
 
 
 def proportional(factor: float) -> Price:

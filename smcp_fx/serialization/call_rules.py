@@ -89,6 +89,12 @@ def _method(node: fx.Node, given: str) -> str:
 def _attribute(node: fx.Node, given: str) -> str:
     name = node.args[1] if len(node.args) == 2 and not node.kwargs else None
     kind = ATTRIBUTES.get(given, {}).get(name) if isinstance(name, str) else None
+    if kind is None and given == "input":
+        raise _refused(
+            node,
+            f"the input has an attribute {str(name)[:80]!a}, so it is of a class of your own, which a saved model "
+            "cannot make: let forward take tensors, tuples or dicts",
+        )
     if kind is None:
         raise _refused(
             node,

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Proxy
 
+from smcp_fx.tracing.answering import AnsweringTracer
+from smcp_fx.tracing.in_place import PLAIN
+
 _CASTS = {
     "to",
     "type",
@@ -103,35 +106,60 @@ def numbers_of(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
 
 
 class Assignments:
-    """While it is entered, forward may assign to a buffer what it is in another type or on another device.
+    """While it is entered, forward may assign to a buffer what it computes.
 
-    The value goes into the module's dict, where it shadows the buffer; whoever traces removes it again. ``assigned``
-    is called at every assignment.
+    The value goes into the module's dict, where it shadows the buffer; whoever traces removes it again. A graph that
+    is `finished` writes it into the buffer at the end: until then, who read what the buffer held reads it still.
+    ``assigned`` is called at every other assignment.
     """
 
-    def __init__(self, held: dict[str, Tensor], assigned: Callable[[], None]) -> None:
-        self.held, self.assigned = held, assigned
+    def __init__(
+        self, tracer: AnsweringTracer, held: dict[str, Tensor], assigned: Callable[[], None]
+    ) -> None:
+        self.tracer, self.held, self.assigned = tracer, held, assigned
+        self._names = {id(tensor): name for name, tensor in held.items()}
+        self._writes: list[fx.Node] = []
         self._original = nn.Module.__setattr__
 
-    def __enter__(self) -> None:
-        original, held, assigned = self._original, self.held, self.assigned
+    def __enter__(self) -> Assignments:
+        original = self._original
 
         def assign(module: nn.Module, name: str, value: Any) -> None:
-            assigned()
             buffer = vars(module).get("_buffers", {}).get(name)
-            if isinstance(value, Proxy) and buffer is not None and _cast_of(value.node, held) is buffer:
+            if isinstance(value, Proxy) and id(buffer) in self._names and self._keeps(buffer, value):
                 vars(module)[name] = value
             else:
+                self.assigned()
                 original(module, name, value)
 
         nn.Module.__setattr__ = assign  # type: ignore[method-assign, assignment]
+        return self
+
+    def _keeps(self, buffer: Any, value: Proxy) -> bool:
+        """Is it the buffer itself, or a tensor like it, which is written at the end?"""
+        if _memory_of(value.node, self.held) is buffer:
+            return True
+        read = self.tracer.create_proxy("get_attr", self._names[id(buffer)], (), {})
+        held, given = (self.tracer.value(one.node) for one in (read, value))
+        if (held.shape, held.dtype) != (given.shape, given.dtype):
+            return False
+        self._writes.append(self.tracer.create_proxy("call_method", "copy_", (read, value.detach()), {}).node)
+        return True
+
+    def finish(self, graph: fx.Graph) -> None:
+        """Write what was assigned."""
+        for write in self._writes:
+            graph.output_node().prepend(write)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         nn.Module.__setattr__ = self._original  # type: ignore[method-assign]
 
 
-def _cast_of(node: Any, held: dict[str, Tensor]) -> Tensor | None:
-    """The tensor that the node gives in another type."""
-    while isinstance(node, fx.Node) and node.op == "call_method" and node.target in _CASTS:
+def _memory_of(node: Any, held: dict[str, Tensor]) -> Tensor | None:
+    """The tensor that the node gives in another type, or has written into (`self.mean *= 0.9`)."""
+    while isinstance(node, fx.Node) and (
+        (node.op == "call_method" and (node.target in _CASTS or str(node.target).endswith("_")))
+        or node.target in PLAIN
+    ):
         node = node.args[0]
     return held.get(str(node.target)) if isinstance(node, fx.Node) and node.op == "get_attr" else None

@@ -1,9 +1,7 @@
-"""Modules that write into their own buffers (custom running averages) are found, and called as they are.
+"""Modules that write into their own buffers while they are traced are found, and called as they are.
 
-    if self.training: self.mean.mul_(0.9).add_(0.1 * x.mean((0, 2, 3)))
-
-A graph of both modes would write in both, and tracing itself would run some of the writes and lose assignments.
-Buffers of integers (counters) are not worth this: only their values are restored.
+A graph holds the writes of a forward. But where Python asks for a buffer's values, which are then fixed, tracing
+itself runs them. Buffers of integers (counters) are not worth this: only their values are restored.
 """
 
 from __future__ import annotations
@@ -11,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from smcp_fx.errors import TraceError
 from smcp_fx.tracing.example_runs import run_eager
-from smcp_fx.tracing.operations import writes_in_place
 
 
 class WritesBuffersError(TraceError):
@@ -50,20 +47,6 @@ class Buffers:
                 buffer.data.copy_(value)
                 written |= {path} if buffer.is_floating_point() else set()
         return written
-
-    def written_by(self, model: nn.Module, graph: fx.Graph) -> set[str]:
-        """The modules into whose buffers an operation of the graph writes."""
-        owners = {
-            f"{path}.{name}" if path else name: path
-            for path, _, name, buffer, _ in self._held
-            if buffer.is_floating_point()
-        }
-        found = set()
-        for node in graph.nodes:
-            first = node.args[0] if node.args else None
-            if isinstance(first, fx.Node) and first.op == "get_attr" and writes_in_place(node, model):
-                found |= {owners[str(first.target)]} if first.target in owners else set()
-        return found
 
 
 def fill_caches(model: nn.Module, inputs: tuple[Any, ...], paths: Collection[str]) -> bool:

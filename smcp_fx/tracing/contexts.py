@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import TraceError
+from smcp_fx.tracing.memory import memory_of_model
 from smcp_fx.tracing.mode_reads import made_beside, returned_instead
 from smcp_fx.tracing.modes import ModeInterpreter
 from smcp_fx.tracing.operations import operation_name, readable_name, writes_in_place
@@ -152,9 +153,19 @@ def detach_frozen(
     graph = traced.graph
     frozen = set(without_gradients(graph))
     returned = _operands(traced, run)
-    for node in graph.nodes:
+    memory = memory_of_model(traced, graph)
+    state = {node for node, name in memory.items() if not _attribute(traced, name).requires_grad}
+    for node in list(graph.nodes):
         source = node.args[0] if node.args else None
-        if node in frozen and writes_in_place(node, traced) and source not in frozen:
+        if node in frozen and source in state and writes_in_place(node, traced):
+            for given in [
+                one for one in node.all_input_nodes if one not in state and _is_tensor(values, one)
+            ]:
+                with graph.inserting_before(node):
+                    detached = _detached(graph, given, values)
+                made_beside(node, detached)
+                node.replace_input_with(given, detached)
+        elif node in frozen and writes_in_place(node, traced) and source not in frozen:
             raise TraceError(
                 f"{readable_name(node)} writes, under torch.no_grad(), into {source}, which has gradients: write it "
                 "out of place, or move it into a module that is named in prepare(..., leaves=[...])."

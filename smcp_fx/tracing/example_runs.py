@@ -12,9 +12,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.attributes import Attributes
-from smcp_fx.tracing.modes import ALWAYS, ModeInterpreter
+from smcp_fx.tracing.first_calls import may_be_initialised
+from smcp_fx.tracing.modes import ALWAYS, Condition, ModeInterpreter
 from smcp_fx.tracing.multiply_adds import MultiplyAdds
-from smcp_fx.tracing.values import TensorInfo, plain_lists
+from smcp_fx.tracing.values import info_of, plain_lists
 
 #: max |eager - traced| may reach this share of the output's scale: both run the same kernels in the same order.
 _SAME = 1e-6
@@ -56,11 +57,7 @@ class Recorder(ModeInterpreter):
         result = super().run_node(n)
         if self.counted.total > before:
             self.work[n.name] = self.counted.total - before
-        self.values[n.name] = pytree.tree_map(
-            lambda v: TensorInfo(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v, result
-        )
-        if isinstance(result, (torch.finfo, torch.iinfo)):
-            self.values[n.name] = None  # cannot be copied, and no size follows from it
+        self.values[n.name] = info_of(result)
         return result
 
 
@@ -69,25 +66,40 @@ def record(module: fx.GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, dict[s
 
     What only training runs is run, too, for its values; buffers and the random generator are as they were.
     """
-    recorder = Recorder(module, False)
-    two_modes = any(condition != ALWAYS for condition in recorder.when.values())
-    with recorder.counted:
-        output = run_eager(module, inputs, recorder.run)
-    if not two_modes:
-        return output, recorder.values, recorder.work
-    values = recorder.values
-    wanted = [
-        dict.fromkeys((flag for case in when for flag, _ in case), True) for when in recorder.when.values()
-    ]
+    recorder, output = Recorder(module, False), None
+
+    def run(modes: Mapping[str, bool]) -> dict[str, Any]:
+        nonlocal output
+        if not modes:
+            with recorder.counted:
+                output = run_eager(module, inputs, recorder.run)
+            return recorder.values
+        also = Recorder(module, False, modes)
+        with unchanged(module):
+            run_eager(module, inputs, also.run)
+        return also.values
+
+    values = in_all_modes(recorder.when, run)
+    return output, values, recorder.work
+
+
+def in_all_modes(
+    when: Mapping[fx.Node, Condition], run: Callable[[Mapping[str, bool]], dict[str, Any]]
+) -> dict[str, Any]:
+    """The values of all nodes: of those that eval mode runs by ``run({})``, then in the modes that run the others.
+
+    ``when`` says which modes run a node; the values of what none of them runs are None.
+    """
+    values = run({})
+    if all(condition == ALWAYS for condition in when.values()):
+        return values
+    wanted = [dict.fromkeys((flag for case in cases for flag, _ in case), True) for cases in when.values()]
     in_training = {flag: True for flags in wanted for flag in flags}
-    for node, when in recorder.when.items():  # then what neither mode runs, but a mixture of them
-        for modes in (in_training, *(dict(case) for case in when)):
+    for node, cases in when.items():  # then what neither mode runs, but a mixture of them
+        for modes in (in_training, *(dict(case) for case in cases)):
             if node.name not in values:
-                also = Recorder(module, False, modes)
-                with unchanged(module):
-                    run_eager(module, inputs, also.run)
-                values = also.values | values
-    return output, {node.name: None for node in recorder.when} | values, recorder.work
+                values = run(modes) | values
+    return {node.name: None for node in when} | values
 
 
 @contextmanager
@@ -101,15 +113,15 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
     before = Attributes(module)
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    held = [(tensor, tensor.detach().clone()) for tensor in (*module.buffers(), *may_be_initialised(module))]
     try:
         yield
     finally:
         before.restore(constants=False)
         with torch.no_grad():
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):  # a write would count as a change
-                    buffer.copy_(value)
+            for tensor, value in held:
+                if not torch.equal(tensor, value):  # a write would count as a change
+                    tensor.copy_(value)
 
 
 def images_in(inputs: tuple[Any, ...]) -> int:

@@ -94,6 +94,15 @@ def hard_mask(weight: Tensor, mask: Tensor) -> Tensor:
     return soft_mask(masked, mask) if mask.requires_grad else masked
 
 
+def computed_mask(weight: Tensor, mask: Tensor) -> Tensor:
+    """Return ``weight * mask``, for a weight that is computed: what computes it hears of the kept channels alone.
+
+    Straight through, a norm's scale or a router would follow what masked channels would do, and the kept ones with
+    it (docs/explanations/experiments.md). The mask's own gradient is as for a frozen weight: see `soft_mask`.
+    """
+    return weight * _for_each_image(mask, weight).to(weight.dtype)
+
+
 def _for_each_image(mask: Tensor, weight: Tensor) -> Tensor:
     """The mask, repeated where all images' inputs are rows of one weight (a transposed convolution's)."""
     rows = mask.shape[0]
@@ -141,6 +150,9 @@ def _batch_norm(norm: Any, weight: Tensor, x: Tensor) -> Tensor:
 
 
 MASKS = {"soft": soft_mask, "permanent": hard_mask}
+#: The same for weights that are computed, not parameters.
+COMPUTED_MASKS = {"soft": computed_mask, "permanent": hard_mask}
+EVERY_MASK = (soft_mask, hard_mask, computed_mask)
 SCALES = {"chain": scale_gamma, "direct": scale_gamma_direct}
 
 

@@ -106,7 +106,7 @@ class Paths:
 
     def escaped(self, trace: ModeTrace, node: fx.Node, given: fx.Node, known: set[int]) -> set[str]:
         """The modules that made decisions, and out of whose forward the argument came without being returned."""
-        if not trace.log.asked:
+        if not trace.log.asked or given.op == "get_attr":  # what the model holds is read anywhere
             return set()
         around, inside = _around(trace, node), _around(trace, given)
         return {

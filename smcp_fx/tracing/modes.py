@@ -94,8 +94,35 @@ def conditions(nodes: Iterable[fx.Node]) -> dict[fx.Node, Condition]:
     return found
 
 
+class Choice:
+    """What one mode runs, or these ``modes`` by the names of their flags; others are as ``training`` says.
+
+    ``when``: the `conditions` of the nodes.
+    """
+
+    def __init__(
+        self,
+        when: Mapping[fx.Node, Condition],
+        training: bool = False,
+        modes: Mapping[str, bool] | None = None,
+    ) -> None:
+        self._when, self._training, self._modes = when, training, modes or {}
+
+    def runs(self, node: fx.Node) -> bool:
+        """Do these modes run this node?"""
+        when = self._when[node]
+        return when == ALWAYS or any(all(self._mode(flag) is side for flag, side in case) for case in when)
+
+    def taken(self, node: fx.Node) -> Any:
+        """The argument that these modes take at a node where the two meet."""
+        return node.args[1 + self._mode(str(node.args[0]))]
+
+    def _mode(self, flag: str) -> bool:
+        return self._modes.get(flag, self._training)
+
+
 class ModeInterpreter(fx.Interpreter):
-    """Runs what one mode runs, or these ``modes`` by the names of their flags; others are as ``training`` says.
+    """Runs what one mode runs, or these ``modes``: see `Choice`.
 
     The graph's modules are in the mode they are in, so that a batch of one image will do.
     """
@@ -105,24 +132,20 @@ class ModeInterpreter(fx.Interpreter):
     ) -> None:
         super().__init__(module)
         self.when = conditions(module.graph.nodes)
-        self._training, self._modes = training, modes or {}
+        self._choice = Choice(self.when, training, modes)
 
     def runs(self, node: fx.Node) -> bool:
         """Do these modes run this node?"""
-        when = self.when[node]
-        return when == ALWAYS or any(all(self._mode(flag) is side for flag, side in case) for case in when)
+        return self._choice.runs(node)
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's result; None for what these modes do not run."""
         if not self.runs(n):
             return None
         if is_by_mode(n):
-            return fx.node.map_arg(n.args[1 + self._mode(str(n.args[0]))], self.env.__getitem__)
+            return fx.node.map_arg(self._choice.taken(n), self.env.__getitem__)
         with _autocast_of(n):
             return super().run_node(n)
-
-    def _mode(self, flag: str) -> bool:
-        return self._modes.get(flag, self._training)
 
 
 def run_in_eval(graph: fx.Graph) -> set[str]:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.example_runs import record, unchanged
 from smcp_fx.tracing.operations import operation_of
+from smcp_fx.tracing.shape_runs import ShapeRuns, UntoldError
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.traits import Trait, has
 
@@ -37,18 +38,19 @@ def at_another_size(traced: Traced) -> dict[str, Any] | None:
     tensors = [leaf for leaf in pytree.tree_leaves(traced.given) if isinstance(leaf, Tensor) and leaf.dim()]
     if not tensors:
         return None
+    shapes = ShapeRuns(traced.module, traced.values, traced.given)
     sides = tensors[0].shape[2:]
     more, *others = _larger(sides)
-    found = _values(traced, 2, more)
+    found = _values(traced, shapes, 2, more)
     if found is not None:
         return found
-    only_images = _values(traced, 2, {})
+    only_images = _values(traced, shapes, 2, {})
     if only_images is None:
         others = [more, *others]
     for new in others:
-        found = _values(traced, 1, new) if new else None
+        found = _values(traced, shapes, 1, new) if new else None
         if found is not None and only_images is not None:
-            found = _values(traced, 2, new)
+            found = _values(traced, shapes, 2, new)
         if found is not None:
             return found
     return only_images
@@ -92,14 +94,14 @@ def _larger(sides: torch.Size) -> list[dict[int, int]]:
     return [new if all(new.values()) else {} for new in found]
 
 
-def _values(traced: Traced, times: int, sides: dict[int, int]) -> dict[str, Any] | None:
+def _values(traced: Traced, shapes: ShapeRuns, times: int, sides: dict[int, int]) -> dict[str, Any] | None:
     """The values for ``times`` as many images with these sides; None where the network does not take them."""
     given = _resized(traced.given, times, sides)
     try:
-        with unchanged(traced.module), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            values = record(traced.module, given)[1]
-    except Exception:  # whatever a model says to inputs that it was not made for
+        values = shapes.values(given)
+    except UntoldError:
+        values = _recorded(traced, given)
+    if values is None:
         return None
     images = _images(traced.given)
     end = next(node.name for node in traced.module.graph.nodes if node.op == "output")
@@ -108,6 +110,16 @@ def _values(traced: Traced, times: int, sides: dict[int, int]) -> dict[str, Any]
         if getattr(before, "shape", ())[:1] == (images,) and after.shape[0] != times * images:
             return None  # `x.view(-1, 512)` made images of what is none
     return values
+
+
+def _recorded(traced: Traced, given: tuple[Any, ...]) -> dict[str, Any] | None:
+    """The values of a run of the network itself; None where it fails."""
+    try:
+        with unchanged(traced.module), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return record(traced.module, given)[1]
+    except Exception:  # whatever a model says to inputs that it was not made for
+        return None
 
 
 def _images(given: tuple[Any, ...]) -> int:

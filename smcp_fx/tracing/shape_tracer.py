@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Proxy
 from torch.fx.proxy import TraceError as FxTraceError
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import TraceError
 from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.attributes import Assignments, Attributes, held_tensors
+from smcp_fx.tracing.fake_results import known_result
 from smcp_fx.tracing.gradients import Checkpoints, GradientQuestions
 from smcp_fx.tracing.in_place import PLAIN, drop_releases, is_tensor_for_sure, settle_in_place
 from smcp_fx.tracing.lengths import Sizes, write_out_kernels
@@ -90,11 +90,12 @@ class ShapeTracer(AnsweringTracer):
             torch.enable_grad(),  # whatever an earlier trace's forward has left
             seen_through(),
             StandIns(self, model),
-            Assignments(self._held, self.log.assigned),
+            Assignments(self, self._held, self.log.assigned) as assignments,
             Checkpoints(),
         ):
             graph = super().trace(root, concrete_args)
         self.log.closed = True
+        assignments.finish(graph)
         by_position(model, graph)
         drop_marks(graph)
         own_constants(graph, model, self._constants().keys() - self._held.keys(), self._adopt)
@@ -274,6 +275,8 @@ class ShapeTracer(AnsweringTracer):
 
     def value(self, node: fx.Node) -> Any:
         """The value of a node on (fake tensors like) the example inputs."""
+        if node in self._values:
+            return self._values[node]
         wanted, stack = {node}, [node]
         while stack:
             for source in stack.pop().all_input_nodes:
@@ -330,11 +333,11 @@ class ShapeTracer(AnsweringTracer):
         if self.gradients.asks(node):
             return self.gradients.answered(node, asking_line())
         args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__))
+        module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if (made := known_result(node, module, args, kwargs)) is not None:
+            return made
         try:
-            if node.op == "call_module":
-                module = self.root.get_submodule(str(node.target))
-                if len(args) == 1 and (made := _known_shape(module, args[0])) is not None:
-                    return made
+            if module is not None:
                 return self.run_module(module, args, kwargs)
             if node.op == "call_method":
                 result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -367,24 +370,6 @@ class ShapeTracer(AnsweringTracer):
         message = f"{TAKEN}{sentence} ({asking_line()})"
         self.assumptions.append(message)
         self.create_proxy("call_function", torch._assert, (condition, message + AGAIN), {})
-
-
-def _known_shape(module: nn.Module, given: Any) -> Tensor | None:
-    """What modules give that fake tensors decompose, which is slow; None of others, and where they would fail."""
-    if not isinstance(given, Tensor) or given.dim() < 1:
-        return None
-    if isinstance(module, _BatchNorm):
-        return torch.empty_like(given)
-    if any(own.dtype != given.dtype for own in module.parameters(recurse=False)):
-        return None
-    if type(module).forward not in (nn.LayerNorm.forward, nn.Linear.forward):
-        return None
-    if isinstance(module, nn.LayerNorm):
-        sizes = module.normalized_shape
-        return torch.empty_like(given) if given.shape[-len(sizes) :] == sizes else None
-    if isinstance(module, nn.Linear) and given.shape[-1] == module.in_features:
-        return given.new_empty((*given.shape[:-1], module.out_features))
-    return None
 
 
 def _refuse_state(module: nn.Module) -> None:

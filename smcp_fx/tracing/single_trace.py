@@ -21,6 +21,7 @@ from smcp_fx.tracing.buffers import Buffers, WritesBuffersError
 from smcp_fx.tracing.contexts import AutocastError, Contexts
 from smcp_fx.tracing.counts import Counters, Counts, CountsError, paths_of
 from smcp_fx.tracing.example_runs import first_line, unchanged
+from smcp_fx.tracing.first_calls import Flags, InitialisesItselfError
 from smcp_fx.tracing.mode_paths import Modes, ModeTrace
 from smcp_fx.tracing.mode_reads import ReadsOfTraining
 from smcp_fx.tracing.mode_steps import alike
@@ -255,7 +256,7 @@ def trace_in_mode(
 def _trace_so(model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: Leaves) -> _Once:
     try:
         return _trace_once(model, inputs, modes, leaves, proxy_buffers=True)
-    except (WritesBuffersError, AutocastError, HooksError):
+    except (WritesBuffersError, InitialisesItselfError, AutocastError, HooksError):
         raise
     except TraceError:
         if not any(True for _ in model.buffers()):
@@ -276,13 +277,13 @@ def _trace_once(
     _set(model, modes)
     seen = {path: module.training for path, module in model.named_modules()}
     tracer = _Tracer(inputs, leaves, proxy_buffers)
-    buffers, written = Buffers(model), set[str]()
+    buffers, written, flags = Buffers(model), set[str](), Flags(model)
     reads = ReadsOfTraining(model, tracer.log.read, tracer.evaluating)
     try:
         with reads, tracer.contexts.watched(), functions_kept(tracer):
             graph = tracer.trace(model)
-        written |= buffers.written_by(model, graph)
         changed = counts.changed(model)
+        raised = flags.raised(model, graph)
     except Exception as error:
         where = next(
             (
@@ -312,6 +313,8 @@ def _trace_once(
         before.restore()
     if written:
         raise WritesBuffersError(written)
+    if raised and (first := flags.once(raised, model, inputs, seen)):
+        raise InitialisesItselfError(first)
     if tracer.contexts.autocast:
         raise AutocastError(tracer.contexts.autocast)
     counters = counts.among(changed, model, inputs, lambda: _set(model, modes)) if changed else set()

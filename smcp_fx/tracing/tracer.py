@@ -31,6 +31,7 @@ from smcp_fx.tracing.contexts import (
 )
 from smcp_fx.tracing.counts import CountsError
 from smcp_fx.tracing.example_runs import first_line, images_in, record, run_eager, same_values, unchanged
+from smcp_fx.tracing.first_calls import INITIALISES, InitialisesItselfError
 from smcp_fx.tracing.mode_merging import UnexplainedError, merged
 from smcp_fx.tracing.mode_paths import Exploring, Modes, ModeTrace
 from smcp_fx.tracing.modes import require_one_mode, with_branches
@@ -168,6 +169,10 @@ def _with_leaves(
             if "" in error.paths or error.paths & why.keys():
                 raise
             why |= {path: f"{path!r} writes into its own buffers" for path in error.paths}
+        except InitialisesItselfError as error:
+            if "" in error.paths or error.paths & why.keys():
+                raise
+            why |= {path: f"{path!r} {INITIALISES}" for path in error.paths}
         except CountsError as error:
             if "" in error.paths or error.paths & why.keys():
                 raise

@@ -50,7 +50,7 @@ _NAMES = {
     Trait.ELEMENTWISE: """
         abs acos acosh add addcdiv addcmul alphadropout angle asarray asin asinh astensor atan atan2 atanh
         bernoulli bfloat16 bitwiseand bitwisenot bitwiseor bool byte ceil celu clamp clone complex conj
-        conjphysical copysign cos cosh detach div double dropblock2d dropblock3d dropout dropout1d dropout2d
+        conjphysical copy copysign cos cosh detach div double dropblock2d dropblock3d dropout dropout1d dropout2d
         dropout3d elu emptylike eq equal erf erfc exp exp2 expm1 featurealphadropout fill float floor floordiv
         floordivide fmax fmin fmod frac fulllike ge gelu gt half hardshrink hardsigmoid hardswish hardtanh
         heaviside hypot identity imag int invert isfinite isinf isnan le leakyrelu lerp log log10 log1p log2

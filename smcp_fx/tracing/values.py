@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 #: On a placeholder or the output: where the tensors come from, or why they stay, instead of the usual reason.
 ORIGIN = "smcp_origin"
@@ -34,6 +35,21 @@ class TensorInfo:
 def is_continuous(value: torch.Tensor | TensorInfo) -> bool:
     """Does it hold real or complex numbers, no integers or truth values?"""
     return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+def info_of(result: Any) -> Any:
+    """What is recorded of a node's result: a `TensorInfo` in place of each tensor."""
+    if type(result) in (int, bool):
+        return result
+    if isinstance(result, torch.Size):
+        return tuple(result)
+    if isinstance(result, torch.Tensor):
+        return TensorInfo(tuple(result.shape), result.dtype)
+    if isinstance(result, (torch.finfo, torch.iinfo)):
+        return None  # cannot be copied, and no size follows from it
+    return pytree.tree_map(
+        lambda v: TensorInfo(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v, result
+    )
 
 
 def held(module: nn.Module, target: str) -> Any:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from models import AWKWARD, Net, free_parameter, random_masks
-from models_folded import shuffle_by_way_of_the_batch
+from models import Net, free_parameter, random_masks
 from models_generated import (
     demodulated_beside_the_convolution,
     hypernetwork_of_two_layers,
@@ -30,13 +29,6 @@ from models_products import (
     channels_attend_to_fewer,
     channels_attend_to_those_of_other_layers,
 )
-from models_stacks import (
-    bilinear_layers,
-    heads_from_one_parameter,
-    heads_with_matrices_of_their_own,
-    linears_in_groups,
-)
-from models_windows import attention_to_pairs_of_dimensions
 from torch import fx, nn
 
 import smcp_fx
@@ -158,50 +150,6 @@ def test_a_mixture_of_kernels_is_one_block(made: Callable[[], nn.Module], images
             output = module(*inputs)
         axis = output.dim() - 3
         assert output.shape[0] * output.shape[axis] == widths[1]
-
-
-@pytest.mark.parametrize("images", [1, 2])
-@pytest.mark.parametrize(
-    "made",
-    [
-        demodulated_beside_the_convolution,
-        hypernetwork_of_two_layers,
-        linear_of_each_image,
-        mixed_linears_of_each_image,
-        mixture_of_flat_kernels,
-    ],
-)
-def test_blocks_of_computed_weights_are_as_wide_as_what_the_network_keeps(
-    made: Callable[[], nn.Module], images: int
-) -> None:
-    """Each runs at the widths of random masks, and gives tensors of the pruned network's shapes."""
-    x = torch.randn(images, 3, 8, 8)
-    prepared = smcp_fx.prepare(made().eval(), x, config=smcp_fx.PruningConfig(multiple=1))
-    traced = trace(made().eval(), (x,))
-    blocks = cut(traced, prepared.channels)
-    prepared.set_masks(random_masks(prepared, 0))
-    counts, shapes = prepared.pruner.counts, _Shapes(smcp_fx.convert(prepared))
-    shapes.run(x)
-    for block in blocks:
-        widths = tuple(w.constant + sum(n * counts[group] for group, n in w.groups) for w in block.widths)
-        module, inputs = block.build(widths)
-        with torch.no_grad():
-            output = module(*inputs)
-        assert shapes.found.get(block.nodes[-1], output.shape) == output.shape
-
-
-class _Shapes(fx.Interpreter):
-    """The shapes of all tensors of a run, by node."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.found: dict[str, torch.Size] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, torch.Tensor):
-            self.found[n.name] = value.shape
-        return value
 
 
 def _swin_v2() -> nn.Module:
@@ -328,27 +276,6 @@ def test_functional_convolutions_are_told_apart_by_their_kernels() -> None:
     assert signatures["conv2d"] != signatures["conv2d_1"]
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        linears_in_groups,
-        heads_from_one_parameter,
-        heads_with_matrices_of_their_own,
-        bilinear_layers,
-        shuffle_by_way_of_the_batch,
-        attention_to_pairs_of_dimensions,
-    ],
-)
-def test_blocks_of_unusual_layers_are_built_at_any_width(made: Callable[[], nn.Module]) -> None:
-    (case,) = (case for case in AWKWARD if case.name == made.__name__)
-    traced = trace(made().eval(), case.inputs())
-    for block in cut(traced, build(traced.module, traced.values, multiple=1)):
-        for widths in ([grid[0] for grid in block.grids], [grid[-1] for grid in block.grids]):
-            module, inputs = block.build(tuple(widths))
-            with torch.no_grad():
-                module(*inputs)
-
-
 def test_stacks_are_told_apart_by_their_number_of_matrices() -> None:
     traced = trace(
         Net(
@@ -385,3 +312,47 @@ def test_a_dense_blocks_concatenations_read_one_new_input_each() -> None:
     assert cats["cat_2"].signature != cats["cat_3"].signature
     assert not any(block.read_before for block in blocks if block not in cats.values())
     assert not any(block.read_before for block in blocks_of("shufflenet_v2_x0_5")[2])
+
+
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize(
+    "made",
+    [
+        demodulated_beside_the_convolution,
+        hypernetwork_of_two_layers,
+        linear_of_each_image,
+        mixed_linears_of_each_image,
+        mixture_of_flat_kernels,
+    ],
+)
+def test_blocks_of_computed_weights_are_as_wide_as_what_the_network_keeps(
+    made: Callable[[], nn.Module], images: int
+) -> None:
+    """Each runs at the widths of random masks, and gives tensors of the pruned network's shapes."""
+    x = torch.randn(images, 3, 8, 8)
+    prepared = smcp_fx.prepare(made().eval(), x, config=smcp_fx.PruningConfig(multiple=1))
+    traced = trace(made().eval(), (x,))
+    blocks = cut(traced, prepared.channels)
+    prepared.set_masks(random_masks(prepared, 0))
+    counts, shapes = prepared.pruner.counts, _Shapes(smcp_fx.convert(prepared))
+    shapes.run(x)
+    for block in blocks:
+        widths = tuple(w.constant + sum(n * counts[group] for group, n in w.groups) for w in block.widths)
+        module, inputs = block.build(widths)
+        with torch.no_grad():
+            output = module(*inputs)
+        assert shapes.found.get(block.nodes[-1], output.shape) == output.shape
+
+
+class _Shapes(fx.Interpreter):
+    """The shapes of all tensors of a run, by node."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[str, torch.Size] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, torch.Tensor):
+            self.found[n.name] = value.shape
+        return value

@@ -14,6 +14,7 @@ import models_movement  # noqa: F401
 import models_overwritten  # noqa: F401
 import models_products  # noqa: F401
 import models_recurrent  # noqa: F401
+import models_running  # noqa: F401
 import models_shapes  # noqa: F401
 import models_spectra  # noqa: F401
 import models_stacks  # noqa: F401

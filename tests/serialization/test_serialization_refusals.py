@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
 import math
@@ -48,6 +49,28 @@ def test_a_users_function_is_refused_with_its_node_and_module(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=r"node 'user_function' \(in module '1\.1'\).*user_function"):
         save(traced, tmp_path / "model.safetensors")
     assert list(tmp_path.iterdir()) == []
+
+
+@dataclasses.dataclass
+class Batch:
+    image: Tensor
+
+
+class OfABatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.out = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.out(self.stem(batch.image).relu())  # type: ignore[no-any-return]
+
+
+def test_an_input_of_a_users_class_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    prepared = smcp_fx.prepare(OfABatch(), (Batch(torch.randn(2, 3, 8, 8)),))
+    with pytest.raises(
+        CheckpointError, match=r"attribute 'image'.*let forward take tensors, tuples or dicts"
+    ):
+        save(smcp_fx.convert(prepared), tmp_path / "model.safetensors")
 
 
 def _hooked(module: fx.GraphModule) -> None:

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import chain, randomise
+from models_mixed import mixture_by_einsum
 from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.tracing.masking import (
+    computed_mask,
     forward_with_weight,
     hard_mask,
     scale_gamma,
@@ -64,6 +66,18 @@ def test_hard_mask_gives_masked_weights_none() -> None:
     to_input, to_weight = dense_gradients(x, weight.detach() * MASK, upstream)
     assert_close(weight.grad, to_weight * MASK, "gradient")
     assert_close(x.grad, to_input, "gradient")
+
+
+def test_what_computes_a_masked_weight_hears_of_the_kept_channels_alone() -> None:
+    """Its gradient is that of the kept columns; the mask's own is the dense weight times the dense gradient."""
+    x, weight, upstream = problem()
+    gain = torch.randn(4, 1, 1, 1, dtype=torch.float64, requires_grad=True)
+    mask = MASK.double().requires_grad_()
+    (F.conv2d(x, computed_mask(gain * weight, mask), padding=1) * upstream).sum().backward()
+    _, dense = dense_gradients(x, weight, upstream)
+    assert_close(gain.grad, (weight * dense * MASK).sum((1, 2, 3), keepdim=True), "gradient")
+    assert_close(weight.grad, gain * dense * MASK, "gradient")
+    assert_close(mask.grad, (gain * weight * dense).sum((0, 2, 3), keepdim=True), "gradient")
 
 
 @pytest.mark.parametrize(
@@ -131,3 +145,17 @@ def test_in_a_network_pruned_channels_learn_under_soft_masks_only() -> None:
     for name in ("0.0.weight", "0.1.weight", "0.1.bias"):
         assert float(soft[name][4:].abs().max()) == 0
         assert_close(soft[name], permanent[name], "gradient")
+
+
+def test_a_router_learns_under_soft_masks_as_it_does_without_the_masked_channels() -> None:
+    torch.manual_seed(0)
+    model = randomise(mixture_by_einsum()).double()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    prepared = smcp_fx.prepare(model, x, config=smcp_fx.PruningConfig(multiple=1))
+    prepared.set_masks({"stem": torch.arange(8) % 2 == 0})
+    smaller = smcp_fx.convert(prepared)
+    for network in (prepared, smaller):
+        network.train()(x).square().sum().backward()
+    assert_close(
+        prepared.get_parameter("routing.bias").grad, smaller.get_parameter("routing.bias").grad, "gradient"
+    )

@@ -1,0 +1,288 @@
+"""The values of a graph's nodes for other inputs, worked out from shapes: nothing is computed.
+
+Tensors are on the meta device, where most operations are known by shape alone. This tells soon which sizes a network
+does not take: its graph's assertions often come last. Believed is only what the same run gets right for the example
+itself, since operations may be missing on that device, or differ there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from smcp_fx.tracing.example_runs import in_all_modes
+from smcp_fx.tracing.modes import Choice, conditions, is_by_mode
+from smcp_fx.tracing.operations import operation_name, writes_in_place
+from smcp_fx.tracing.traits import Trait, has
+from smcp_fx.tracing.trees import leaves_of, mapped
+from smcp_fx.tracing.values import TensorInfo, held, info_of, plain_lists
+
+#: Values that say by `==` whether they are the same.
+_PLAIN = (
+    int,
+    float,
+    str,
+    type(None),
+    torch.device,
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    slice,
+    range,
+)
+_META = torch.device("meta")
+#: Operations that refuse no more shapes than the meta device, or `_Run._known`, does; those with traits come beside.
+_SURE = frozenset(
+    """
+adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d amax amin arange argmax assert avgpool1d avgpool2d avgpool3d
+batchnorm bmm conv1d conv2d conv3d einsum getattr groupnorm identity interpolate layernorm linear linspace
+logsoftmax matmul max maxpool1d maxpool2d maxpool3d mean meshgrid min norm normalize scaleddotproductattention setitem
+softmax std sum var vectornorm
+""".split()
+)
+_SURE_TRAITS = Trait.ELEMENTWISE | Trait.MOVES | Trait.JOINS | Trait.PADS | Trait.FILLS
+#: Comparisons, which may be of devices; elsewhere a device says where a tensor is to be made.
+_COMPARISONS = (operator.eq, operator.ne, operator.is_, operator.is_not)
+#: Layers whose steps the meta device goes through one by one.
+_RECURRENT = ("gru", "lstm", "recurrent", "rnn")
+#: Operations whose result has the first operand's shape, whatever the others have.
+_OF_ONE = ("normalize", "roll", "to", "typeas")
+#: Questions about a tensor of integers that its values do not answer.
+_QUESTIONS = frozenset("getattr size dim ndimension numel nelement len type".split())
+
+
+class UntoldError(Exception):
+    """Only the network itself can tell."""
+
+
+class ShapeRuns:
+    """Runs of one traced network from shapes; ``values`` are those of the example, which is ``given``."""
+
+    def __init__(self, module: fx.GraphModule, values: Mapping[str, Any], given: tuple[Any, ...]) -> None:
+        self.module, self.known = module, values
+        self.when = conditions(module.graph.nodes)
+        self.modules = dict(module.named_modules())
+        self._copies: dict[str, nn.Module] = {}
+        self._tensors: dict[int, Tensor] = {}  # those on the meta device, by the ids of the module's own
+        try:
+            found, _ = self._run(given)
+            self._believed = found.keys() == values.keys() and all(
+                _alike(values[name], found[name]) for name in found
+            )
+        except Exception:  # whatever the meta device does not know
+            self._believed = False
+
+    def values(self, given: tuple[Any, ...]) -> dict[str, Any] | None:
+        """The values for these inputs; None where the network does not take them. May raise `UntoldError`."""
+        if not self._believed:
+            raise UntoldError
+        try:
+            found, sure = self._run(given)
+        except NotImplementedError as error:  # of the meta device
+            raise UntoldError from error
+        except Exception:  # the example itself came through
+            return None
+        if not sure:
+            raise UntoldError
+        return found
+
+    def _run(self, given: tuple[Any, ...]) -> tuple[dict[str, Any], bool]:
+        """The values, and whether the network would not find anything wrong with those of its tensors."""
+        runs: list[_Run] = []
+
+        def run(modes: Mapping[str, bool]) -> dict[str, Any]:
+            runs.append(_Run(self, modes))
+            inputs = mapped(lambda v: _on_meta(v) if isinstance(v, Tensor) else v, given)
+            return runs[-1].run(inputs)
+
+        with torch.no_grad(), torch.device("meta"):
+            values = in_all_modes(self.when, run)
+        return values, all(each.sure for each in runs)
+
+    def tensor(self, own: Tensor) -> Tensor:
+        """A tensor of the module on the meta device."""
+        if id(own) not in self._tensors:
+            self._tensors[id(own)] = _on_meta(own)
+        return self._tensors[id(own)]
+
+    def copied(self, path: str) -> nn.Module:
+        """A module of torch's own with its tensors on the meta device."""
+        if path not in self._copies:
+            module = self.modules[path]
+            memo: dict[int, Any] = {id(t): self.tensor(t) for t in (*module.parameters(), *module.buffers())}
+            self._copies[path] = copy.deepcopy(module, memo).eval()
+        return self._copies[path]
+
+
+class _Run:
+    """One run, in eval mode but for what ``modes`` says."""
+
+    def __init__(self, runs: ShapeRuns, modes: Mapping[str, bool]) -> None:
+        self.runs = runs
+        self.choice = Choice(runs.when, modes=modes)
+        self.sure = True
+        self._devices = False  # whether there are any to be replaced
+        self._results: dict[fx.Node, Any] = {}
+        self._constant: set[fx.Node] = set()  # the same for all inputs
+
+    def run(self, given: tuple[Any, ...]) -> dict[str, Any]:
+        """The values of the nodes that run."""
+        inputs, values = iter(given), {}
+        for node in self.runs.module.graph.nodes:
+            if not self.choice.runs(node):
+                self._results[node] = None
+                continue
+            result = self._result(node, inputs)
+            if isinstance(result, torch.device):
+                result, self._devices = self.runs.known[node.name], True
+            self._results[node] = result
+            values[node.name] = info_of(result)
+            if node.op == "get_attr" or (
+                node.op not in ("placeholder", "output") and self._constant.issuperset(node.all_input_nodes)
+            ):
+                self._constant.add(node)
+        return values
+
+    def _result(self, node: fx.Node, inputs: Any) -> Any:
+        if node.op == "placeholder":
+            return next(inputs, node.args[0] if node.args else None)
+        if node.op == "get_attr":
+            value = held(self.runs.module, str(node.target))
+            if type(value) is bool:  # a module's mode, which the example run has set
+                return self.runs.known[node.name]
+            return mapped(lambda v: self.runs.tensor(v) if isinstance(v, Tensor) else v, value)
+        if is_by_mode(node):
+            return fx.node.map_arg(self.choice.taken(node), self._results.__getitem__)
+        args, kwargs = plain_lists(fx.node.map_arg((node.args, node.kwargs), self._results.__getitem__))
+        if node.op == "output":
+            return args[0]
+        module = self.runs.modules[str(node.target)] if node.op == "call_module" else None
+        name = operation_name(node, module)
+        self.sure &= self._is_sure(node, name)
+        if name in _RECURRENT:
+            raise UntoldError
+        if self._devices and node.target not in _COMPARISONS:
+            args, kwargs = mapped(lambda v: _META if isinstance(v, torch.device) else v, (args, kwargs))
+        made = self._known(node, name, module, args, kwargs)
+        if made is not None:
+            return made
+        if node.op == "call_module":
+            if name is None:
+                raise UntoldError
+            return self.runs.copied(str(node.target))(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _is_sure(self, node: fx.Node, name: str | None) -> bool:
+        """Do shapes show whatever the operation may refuse? Not whether integers that it reads are in their range."""
+        structure = isinstance(node.target, type) and issubclass(node.target, (tuple, dict, list))
+        tensors = [given for given in node.all_input_nodes if isinstance(self._results[given], Tensor)]
+        if structure or name in _QUESTIONS or (name is not None and not tensors):
+            return True
+        if not (name in _SURE or has(name, _SURE_TRAITS)):
+            return False
+        if has(name, Trait.ELEMENTWISE) or (len(tensors) == 1 and has(name, Trait.MOVES)):
+            return True
+        return not any(
+            not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+            for value in (self._results[given] for given in tensors if given not in self._constant)
+        )
+
+    def _known(self, node: fx.Node, name: str | None, module: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """What operations give that take long on the meta device; None for others, and where they would fail."""
+        info = self.runs.known.get(node.name)
+        if not isinstance(info, TensorInfo) or "out" in kwargs:
+            return None
+        given = args[0] if args else None
+        if has(name, Trait.ELEMENTWISE) and name not in _OF_ONE:
+            operands = [v for v in leaves_of((args, kwargs)) if isinstance(v, Tensor)]
+            shape = torch.broadcast_shapes(*(v.shape for v in operands))
+            alike = next((v for v in operands if v.shape == shape), None)
+            if not operands or (operands[0].shape != shape and writes_in_place(node, self.runs.module)):
+                return None
+            return torch.empty(shape, dtype=info.dtype) if alike is None else _like(alike, info)
+        if not isinstance(given, Tensor):
+            return None
+        if name in ("conv1d", "conv2d", "conv3d"):  # whose channels the meta device does not look at
+            weight = args[1] if module is None and len(args) > 1 else getattr(module, "weight", None)
+            groups = kwargs.get("groups", args[6] if len(args) > 6 else getattr(module, "groups", 1))
+            if weight is None or given.shape[1 - weight.dim()] != weight.shape[1] * groups:
+                raise ValueError("the weight is for other channels")
+        if name == "identity":
+            return given
+        if name in _OF_ONE:
+            return _like(given, info)
+        if name == "batchnorm":
+            mean = args[1] if module is None and len(args) > 1 else getattr(module, "running_mean", None)
+            fits = isinstance(mean, Tensor) and given.dim() > 1 and given.shape[1] == len(mean)
+            return _like(given, info) if fits else None
+        if name == "groupnorm":
+            groups = args[1] if module is None and len(args) > 1 else getattr(module, "num_groups", 0)
+            return _like(given, info) if groups and given.shape[1] % groups == 0 else None
+        if name == "interpolate":
+            sizes = _interpolated(given, *args[1:3], **kwargs) if module is None else None
+            return None if sizes is None else torch.empty((*given.shape[:2], *sizes), dtype=info.dtype)
+        if name == "layernorm":
+            sizes = tuple(
+                args[1] if module is None and len(args) > 1 else getattr(module, "normalized_shape", ())
+            )
+            fits = sizes and tuple(given.shape[-len(sizes) :]) == sizes
+            return torch.empty(given.shape, dtype=info.dtype) if fits else None
+        if name == "linear":
+            weight = args[1] if module is None and len(args) > 1 else getattr(module, "weight", None)
+            if weight is None or weight.dim() != 2 or given.shape[-1] != weight.shape[1]:
+                return None
+            return torch.empty((*given.shape[:-1], weight.shape[0]), dtype=info.dtype)
+        if name == "scaleddotproductattention" and len(args) >= 3:
+            query, key, value = args[:3]
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            alike = (
+                query.shape[:-2] == key.shape[:-2] == value.shape[:-2] and key.shape[-2] == value.shape[-2]
+            )
+            scores = torch.Size((*query.shape[:-1], key.shape[-2]))
+            fits = mask is None or torch.broadcast_shapes(mask.shape, scores) == scores
+            if alike and fits and query.shape[-1] == key.shape[-1]:
+                return torch.empty((*query.shape[:-1], value.shape[-1]), dtype=info.dtype)
+        return None
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _like(operand: Tensor, info: TensorInfo) -> Tensor:
+    """A tensor in memory as the operand is."""
+    if operand.is_contiguous():
+        return torch.empty(operand.shape, dtype=info.dtype)
+    return torch.empty_like(operand, dtype=info.dtype)
+
+
+def _interpolated(given: Tensor, size: Any = None, scale_factor: Any = None, **_: Any) -> list[int] | None:
+    sides = given.shape[2:]
+    told = scale_factor if size is None else size
+    each = told if isinstance(told, (tuple, list)) else [told] * len(sides)
+    if len(each) != len(sides) or not all(type(one) in (int, float) for one in each):
+        return None
+    if size is not None:
+        return [int(one) for one in each]
+    return [math.floor(side * one) for side, one in zip(sides, each, strict=True)]
+
+
+def _alike(known: Any, found: Any) -> bool:
+    """Are two recorded values the same?"""
+    if type(known) is type(found) is TensorInfo:
+        return bool(known == found)
+    left, right = pytree.tree_flatten(known), pytree.tree_flatten(found)
+    return left[1] == right[1] and all(map(_same, left[0], right[0]))
+
+
+def _same(known: Any, found: Any) -> bool:
+    return type(known) is type(found) and isinstance(known, (TensorInfo, *_PLAIN)) and bool(known == found)

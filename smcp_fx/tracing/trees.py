@@ -1,0 +1,41 @@
+"""Nested tuples, lists and dicts of values, as nodes take and return them, walked at once.
+
+`torch.utils._pytree` does the same for any structure, and takes ten times as long for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.immutable_collections import immutable_list
+from torch.utils import _pytree as pytree
+
+_LISTS = (tuple, list, immutable_list)
+_LEAVES = (int, float, bool, str, slice, type(None), torch.dtype, torch.device)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The values in a structure, in the order of `pytree.tree_leaves`."""
+    kind = type(tree)
+    if kind in _LISTS:
+        return [leaf for part in tree for leaf in leaves_of(part)]
+    if kind is dict:
+        return [leaf for part in tree.values() for leaf in leaves_of(part)]
+    if kind in _LEAVES or isinstance(tree, Tensor):
+        return [tree]
+    return pytree.tree_leaves(tree)
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same structure, of what the function makes of each value."""
+    kind = type(tree)
+    if kind in _LISTS:
+        return kind([mapped(function, part) for part in tree])
+    if kind is dict:
+        return {key: mapped(function, part) for key, part in tree.items()}
+    if kind in _LEAVES or isinstance(tree, Tensor):
+        return function(tree)
+    return pytree.tree_map(function, tree)
