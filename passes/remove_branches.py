@@ -24,6 +24,7 @@ from smcp_fx.passes.constants import Constants, NoValueError
 from smcp_fx.passes.movement_rewrites import SPLITS
 from smcp_fx.tracing.constant_values import ancestors
 from smcp_fx.tracing.masking import META, Constant, mark_of
+from smcp_fx.tracing.memory import memory_of_model
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 
@@ -180,6 +181,7 @@ class Removal:
             parts = joined_tensors(node)
             if any(self._state(part) == EMPTY for part in parts):
                 node.args = ([part for part in parts if self._state(part) != EMPTY], *node.args[1:])
+        self._memory = memory_of_model(self.module, graph)
         gone: list[fx.Node] = []
         for node in reversed(self.nodes):
             if node.users or node.op in ("placeholder", "output"):
@@ -198,7 +200,7 @@ class Removal:
         seen, stack = {node}, [node]
         while stack:
             found = stack.pop()
-            if writes_in_place(found, self.module):  # a counter, an average
+            if found in self._memory and writes_in_place(found, self.module):  # a counter, an average
                 return False
             if self.flow.steps[self.flow.place[found.name]].kind != "number":
                 return found is not node and not self.needed[found]

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.tracing.example_runs import record, unchanged
 from smcp_fx.tracing.operations import operation_of
-from smcp_fx.tracing.shape_runs import ShapeRuns, UntoldError
+from smcp_fx.tracing.shape_runs import ShapeRuns
 from smcp_fx.tracing.tracer import Traced
 from smcp_fx.tracing.traits import Trait, has
 
@@ -97,10 +97,7 @@ def _larger(sides: torch.Size) -> list[dict[int, int]]:
 def _values(traced: Traced, shapes: ShapeRuns, times: int, sides: dict[int, int]) -> dict[str, Any] | None:
     """The values for ``times`` as many images with these sides; None where the network does not take them."""
     given = _resized(traced.given, times, sides)
-    try:
-        values = shapes.values(given)
-    except UntoldError:
-        values = _recorded(traced, given)
+    values = None if shapes.refuse(given) else _recorded(traced, given)
     if values is None:
         return None
     images = _images(traced.given)

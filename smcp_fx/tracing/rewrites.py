@@ -53,9 +53,22 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
         if node.target in _OUTER and len(node.all_input_nodes) == len(node.args) == 2:
             node.op, node.target, node.args = "call_function", torch.einsum, ("i,j->ij", *node.args)
+        if node.target is getattr and node.args[1] == "data" and _gives_a_tensor(node.args[0]):
+            node.op, node.target, node.args = (
+                "call_method",
+                "detach",
+                node.args[:1],
+            )  # torch.export knows no `.data`
         if type(module) is nn.Unflatten and isinstance(module.dim, int):
             node.op, node.target = "call_function", torch.unflatten
             node.args = (node.args[0], module.dim, tuple(module.unflattened_size))
+
+
+def _gives_a_tensor(node: fx.Node) -> bool:
+    """Not a parameter, which a forward may write into by its `.data`, nor an input of a user's class."""
+    return node.op in ("call_module", "call_method") or (
+        node.op == "call_function" and node.target is not getattr
+    )
 
 
 def _two_at_a_time(graph: fx.Graph, node: fx.Node) -> None:

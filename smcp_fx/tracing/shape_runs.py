@@ -1,8 +1,8 @@
-"""The values of a graph's nodes for other inputs, worked out from shapes: nothing is computed.
+"""Runs of a graph from shapes, where nothing is computed, tell soon which sizes a network does not take.
 
-Tensors are on the meta device, where most operations are known by shape alone. This tells soon which sizes a network
-does not take: its graph's assertions often come last. Believed is only what the same run gets right for the example
-itself, since operations may be missing on that device, or differ there.
+Its assertions often come last. Tensors are on the meta device, where most operations are known by shape alone. A
+refusal is believed where the same run gets the example itself right; sizes that come through have yet to be run, as
+operations refuse less there (convolutions of other channels).
 """
 
 from __future__ import annotations
@@ -38,27 +38,15 @@ _PLAIN = (
     range,
 )
 _META = torch.device("meta")
-#: Operations that refuse no more shapes than the meta device, or `_Run._known`, does; those with traits come beside.
-_SURE = frozenset(
-    """
-adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d amax amin arange argmax assert avgpool1d avgpool2d avgpool3d
-batchnorm bmm conv1d conv2d conv3d einsum getattr groupnorm identity interpolate layernorm linear linspace
-logsoftmax matmul max maxpool1d maxpool2d maxpool3d mean meshgrid min norm normalize scaleddotproductattention setitem
-softmax std sum var vectornorm
-""".split()
-)
-_SURE_TRAITS = Trait.ELEMENTWISE | Trait.MOVES | Trait.JOINS | Trait.PADS | Trait.FILLS
 #: Comparisons, which may be of devices; elsewhere a device says where a tensor is to be made.
 _COMPARISONS = (operator.eq, operator.ne, operator.is_, operator.is_not)
 #: Layers whose steps the meta device goes through one by one.
 _RECURRENT = ("gru", "lstm", "recurrent", "rnn")
 #: Operations whose result has the first operand's shape, whatever the others have.
 _OF_ONE = ("normalize", "roll", "to", "typeas")
-#: Questions about a tensor of integers that its values do not answer.
-_QUESTIONS = frozenset("getattr size dim ndimension numel nelement len type".split())
 
 
-class UntoldError(Exception):
+class _UntoldError(Exception):
     """Only the network itself can tell."""
 
 
@@ -72,39 +60,32 @@ class ShapeRuns:
         self._copies: dict[str, nn.Module] = {}
         self._tensors: dict[int, Tensor] = {}  # those on the meta device, by the ids of the module's own
         try:
-            found, _ = self._run(given)
+            found = self._run(given)
             self._believed = found.keys() == values.keys() and all(
                 _alike(values[name], found[name]) for name in found
             )
         except Exception:  # whatever the meta device does not know
             self._believed = False
 
-    def values(self, given: tuple[Any, ...]) -> dict[str, Any] | None:
-        """The values for these inputs; None where the network does not take them. May raise `UntoldError`."""
+    def refuse(self, given: tuple[Any, ...]) -> bool:
+        """Does the network certainly not take these inputs?"""
         if not self._believed:
-            raise UntoldError
+            return False
         try:
-            found, sure = self._run(given)
-        except NotImplementedError as error:  # of the meta device
-            raise UntoldError from error
+            self._run(given)
+        except (_UntoldError, NotImplementedError):  # the latter of the meta device
+            return False
         except Exception:  # the example itself came through
-            return None
-        if not sure:
-            raise UntoldError
-        return found
+            return True
+        return False
 
-    def _run(self, given: tuple[Any, ...]) -> tuple[dict[str, Any], bool]:
-        """The values, and whether the network would not find anything wrong with those of its tensors."""
-        runs: list[_Run] = []
-
+    def _run(self, given: tuple[Any, ...]) -> dict[str, Any]:
         def run(modes: Mapping[str, bool]) -> dict[str, Any]:
-            runs.append(_Run(self, modes))
             inputs = mapped(lambda v: _on_meta(v) if isinstance(v, Tensor) else v, given)
-            return runs[-1].run(inputs)
+            return _Run(self, modes).run(inputs)
 
         with torch.no_grad(), torch.device("meta"):
-            values = in_all_modes(self.when, run)
-        return values, all(each.sure for each in runs)
+            return in_all_modes(self.when, run)
 
     def tensor(self, own: Tensor) -> Tensor:
         """A tensor of the module on the meta device."""
@@ -127,10 +108,8 @@ class _Run:
     def __init__(self, runs: ShapeRuns, modes: Mapping[str, bool]) -> None:
         self.runs = runs
         self.choice = Choice(runs.when, modes=modes)
-        self.sure = True
         self._devices = False  # whether there are any to be replaced
         self._results: dict[fx.Node, Any] = {}
-        self._constant: set[fx.Node] = set()  # the same for all inputs
 
     def run(self, given: tuple[Any, ...]) -> dict[str, Any]:
         """The values of the nodes that run."""
@@ -144,10 +123,6 @@ class _Run:
                 result, self._devices = self.runs.known[node.name], True
             self._results[node] = result
             values[node.name] = info_of(result)
-            if node.op == "get_attr" or (
-                node.op not in ("placeholder", "output") and self._constant.issuperset(node.all_input_nodes)
-            ):
-                self._constant.add(node)
         return values
 
     def _result(self, node: fx.Node, inputs: Any) -> Any:
@@ -165,9 +140,8 @@ class _Run:
             return args[0]
         module = self.runs.modules[str(node.target)] if node.op == "call_module" else None
         name = operation_name(node, module)
-        self.sure &= self._is_sure(node, name)
         if name in _RECURRENT:
-            raise UntoldError
+            raise _UntoldError
         if self._devices and node.target not in _COMPARISONS:
             args, kwargs = mapped(lambda v: _META if isinstance(v, torch.device) else v, (args, kwargs))
         made = self._known(node, name, module, args, kwargs)
@@ -175,26 +149,11 @@ class _Run:
             return made
         if node.op == "call_module":
             if name is None:
-                raise UntoldError
+                raise _UntoldError
             return self.runs.copied(str(node.target))(*args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
-
-    def _is_sure(self, node: fx.Node, name: str | None) -> bool:
-        """Do shapes show whatever the operation may refuse? Not whether integers that it reads are in their range."""
-        structure = isinstance(node.target, type) and issubclass(node.target, (tuple, dict, list))
-        tensors = [given for given in node.all_input_nodes if isinstance(self._results[given], Tensor)]
-        if structure or name in _QUESTIONS or (name is not None and not tensors):
-            return True
-        if not (name in _SURE or has(name, _SURE_TRAITS)):
-            return False
-        if has(name, Trait.ELEMENTWISE) or (len(tensors) == 1 and has(name, Trait.MOVES)):
-            return True
-        return not any(
-            not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
-            for value in (self._results[given] for given in tensors if given not in self._constant)
-        )
 
     def _known(self, node: fx.Node, name: str | None, module: Any, args: Any, kwargs: Any) -> Tensor | None:
         """What operations give that take long on the meta device; None for others, and where they would fail."""
