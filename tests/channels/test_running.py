@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import models_running
 import pytest
@@ -108,21 +107,3 @@ def test_what_initialises_itself_says_what_to_do() -> None:
     prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8))
     assert "let the model see a batch in train mode" in prepared.channels.explain("0", 0)
     assert bool((model[1].scale == 1).all())
-
-
-def test_a_branch_goes_whose_activation_in_place_is_asked_for_its_size() -> None:
-    """What writes into an activation keeps nothing; what writes into a buffer does."""
-    block = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(inplace=True))
-
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        h = s.stem(x)
-        y = s.block(h)
-        return s.out(h + y.view(y.size(0), y.size(1), y.size(2), -1))  # type: ignore[no-any-return]
-
-    model = Net(wiring, stem=nn.Conv2d(3, 8, 3), block=block, out=nn.Conv2d(8, 4, 1))
-    config = smcp_fx.PruningConfig(multiple=1, layer_pruning=True)
-    prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), config=config)
-    empty = (group for group in prepared.channels.groups if 0 in group.permitted)
-    prepared.set_masks({group.name: torch.zeros(group.size, dtype=torch.bool) for group in empty})
-    smaller = smcp_fx.convert(prepared)
-    assert not any(name.startswith("block") for name, _ in smaller.named_parameters())

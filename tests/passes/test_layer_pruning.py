@@ -211,6 +211,12 @@ def test_random_networks_with_branches(first: int) -> None:
     assert gone > 12
 
 
+def test_sizes_asked_of_an_activation_in_place_keep_no_branch() -> None:
+    """It writes into what goes with it; what writes into a buffer stays (tests/channels/test_running.py)."""
+    network = random_network(1140018, branches=True)
+    check_slicing(network, (torch.randn(2, 3, 8, 8),), seeds=(1140018, 1140019), layer_pruning=True)
+
+
 def test_masks_by_hand_leave_the_same_network_in_training() -> None:
     """One group alone keeps nothing; what is behind it then holds constants, which its norm must not stretch."""
 
