@@ -140,8 +140,8 @@ def _record_parts(run: Propagation, call: Call, found: MixedWeight, slots: dict[
                 sources[name] = tuple(tensor.shape)
     _leaves(run, call, found.leaves, slots, f"mixes the kernels of {call.node.name!r}")
     for node, source, over in found.mixes:
-        name = operation_of(run.module, node)
-        made = Call(node, name, node.args, node.kwargs, None, run.values[node.name])
+        operation = operation_of(run.module, node)
+        made = Call(node, operation, node.args, node.kwargs, None, run.values[node.name])
         _mixes(run, made, 0, found.parts[source], over, slots)
     return sorted(sources, key=lambda name: -math.prod(sources[name]))
 
@@ -215,8 +215,8 @@ def _parameter(run: Propagation, name: str, mixed: Mixed) -> None:
         return
     known = run.trail.mixed_parameters.setdefault(name, mixed)
     if [[_size(part) for part in dim] for dim in known] != [[_size(part) for part in dim] for dim in mixed]:
-        for one in (known, mixed):
-            _pin_parts(run, name, one)
+        for every in (known, mixed):
+            _pin_parts(run, name, every)
         return
     for one, other in zip(known, mixed, strict=True):
         for left, right in zip(one, other, strict=True):

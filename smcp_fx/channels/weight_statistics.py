@@ -243,7 +243,8 @@ def followed_weights(
         statistics = [one for one in statistics if one not in lost]
         apart = {node for one in statistics for node in (*one.parts, *one.ends)}
         mixed = MixedWeights(module, values, computed, apart, turned).found((*computed, *views))
-    hidden.update(node.name for one in (*statistics, *mixed.values()) for node in one.parts)
+    hidden.update(node.name for one in statistics for node in one.parts)
+    hidden.update(node.name for weight in mixed.values() for node in weight.parts)
     return {end: one for one in statistics for end in one.ends}, mixed
 
 

@@ -89,7 +89,7 @@ def _layer(name: str | None, module: nn.Module | None, given: Tensor, args: Any)
     if isinstance(module, _BatchNorm):
         return torch.empty_like(given)
     if name == "layernorm":
-        sizes = module.normalized_shape if module is not None else args[1] if len(args) > 1 else ()
+        sizes: Any = module.normalized_shape if module is not None else args[1] if len(args) > 1 else ()
         return _new(given, given.shape) if sizes and given.shape[-len(sizes) :] == tuple(sizes) else None
     if name == "linear":
         weight = module.weight if module is not None else args[1] if len(args) > 1 else None

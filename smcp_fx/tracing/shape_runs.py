@@ -163,7 +163,7 @@ class _Run:
         given = args[0] if args else None
         if has(name, Trait.ELEMENTWISE) and name not in _OF_ONE:
             operands = [v for v in leaves_of((args, kwargs)) if isinstance(v, Tensor)]
-            shape = torch.broadcast_shapes(*(v.shape for v in operands))
+            shape = torch.broadcast_shapes(*(v.shape for v in operands))  # type: ignore[no-untyped-call]
             alike = next((v for v in operands if v.shape == shape), None)
             if not operands or (operands[0].shape != shape and writes_in_place(node, self.runs.module)):
                 return None
@@ -190,10 +190,10 @@ class _Run:
             sizes = _interpolated(given, *args[1:3], **kwargs) if module is None else None
             return None if sizes is None else torch.empty((*given.shape[:2], *sizes), dtype=info.dtype)
         if name == "layernorm":
-            sizes = tuple(
+            given_sizes = (
                 args[1] if module is None and len(args) > 1 else getattr(module, "normalized_shape", ())
             )
-            fits = sizes and tuple(given.shape[-len(sizes) :]) == sizes
+            fits = bool(given_sizes) and given.shape[-len(given_sizes) :] == tuple(given_sizes)
             return torch.empty(given.shape, dtype=info.dtype) if fits else None
         if name == "linear":
             weight = args[1] if module is None and len(args) > 1 else getattr(module, "weight", None)
@@ -207,7 +207,7 @@ class _Run:
                 query.shape[:-2] == key.shape[:-2] == value.shape[:-2] and key.shape[-2] == value.shape[-2]
             )
             scores = torch.Size((*query.shape[:-1], key.shape[-2]))
-            fits = mask is None or torch.broadcast_shapes(mask.shape, scores) == scores
+            fits = mask is None or torch.broadcast_shapes(mask.shape, scores) == scores  # type: ignore[no-untyped-call]
             if alike and fits and query.shape[-1] == key.shape[-1]:
                 return torch.empty((*query.shape[:-1], value.shape[-1]), dtype=info.dtype)
         return None
