@@ -1,7 +1,8 @@
 """What a network costs as a function of the channels it keeps.
 
 A `NetworkCost` is a cost bound to one network: a sum of terms, one a layer (or fused block), each a function
-of one or two widths, and each width an affine function of the groups' counts:
+of its widths (an allocator takes one or two: see `NetworkCost.at`), and each width an affine function of the groups'
+counts:
 
     T(p) = constant + sum over terms of  price(c_in(p), c_out(p)),      c(p) = constant + sum of a_k * p_k
 
