@@ -31,8 +31,6 @@ _CASTS = {
     "contiguous",
     "detach",
 }
-
-
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors that modules hold as parameters, as buffers and as plain attributes, by path."""
     for path, module in model.named_modules():
@@ -64,6 +62,8 @@ def _restore_attributes(module: nn.Module, attributes: dict[str, Any], constants
             if not (constants and isinstance(value, Tensor)):
                 del vars(module)[name]
         elif isinstance(value, (list, dict)) and type(value) is type(attributes[name]):
+            if not value and not attributes[name]:
+                continue  # as the hooks of most modules
             if isinstance(value, list):
                 value.clear()  # the same object, since others may hold it
                 value.extend(attributes[name])

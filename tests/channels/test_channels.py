@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from free_channels_page import line, lines
 from models import AWKWARD, IMAGE, Case, between, check_slicing, randomise, run
+from prices import CheckedCost
 from tolerances import assert_close
 
 import smcp_fx
@@ -34,8 +35,10 @@ import smcp_fx
 
 @pytest.mark.filterwarnings("ignore:.* fuses weights in one mode alone")
 @pytest.mark.parametrize("case", AWKWARD, ids=lambda case: case.name)
-def test_awkward_network(case: Case) -> None:
-    prepared = check_slicing(case.build(), case.inputs(), seeds=(0, 1))
+def test_awkward_network(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    """Sliced exactly, as free as it is said to be, and with a price at any width."""
+    prepared = check_slicing(case.build(), case.inputs(), seeds=(0, 1), cost=CheckedCost())
+    assert "cannot be built" not in caplog.text
     assert prepared.channels.free_share == pytest.approx(case.free)
     assert line(case, prepared.channels) in lines(), "run tests/free_channels_page.py"
 
