@@ -22,9 +22,11 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference" / "free_channels.md"
 #: The files of networks, in the page's order, and what each is about.
 KINDS = {
     "models_layers": "Layers, norms and gates",
-    "models_statistics": "Norms, statistics and attention over channels",
-    "models_products": "Products, attention in its many forms",
-    "models_movement": "Concatenations, splits, shuffles, views and slices",
+    "models_statistics": "Norms and statistics over channels",
+    "models_attention": "Attention modules of torch, attention among channels",
+    "models_products": "Products, attention by hand",
+    "models_movement": "Concatenations, splits, shuffles and views",
+    "models_slices": "Slices, single channels and look-ups",
     "models_wiring": "Shared modules, unusual inputs and outputs",
     "models_weights": "Weights computed from parameters",
     "models_overwritten": "Weights that a forward writes into",

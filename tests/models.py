@@ -1,7 +1,7 @@
 """Tiny models, and helpers that randomise any model, mask it at random, slice it and compare.
 
 `AWKWARD` lists small networks that are hard to prune, each with the share of its input channels that must be
-free. They are in `models_layers.py`, `models_movement.py` and `models_wiring.py`.
+free. They are in the files that `free_channels_page.py` lists.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ _CASTS = {
     "contiguous",
     "detach",
 }
+
+
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors that modules hold as parameters, as buffers and as plain attributes, by path."""
     for path, module in model.named_modules():

@@ -106,7 +106,9 @@ def test_concatenations_and_shuffles_leave_a_plain_layout_through_what_is_elemen
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "vgg11_bn"])
 def test_networks_of_fused_convolutions_are_fed_by_these_alone(name: str) -> None:
-    network = torchvision.models.get_model(name) if name != "vgg11_bn" else vgg.make_layers(vgg.cfgs["A"], True)
+    network = (
+        torchvision.models.get_model(name) if name != "vgg11_bn" else vgg.make_layers(vgg.cfgs["A"], True)
+    )
     blocks = blocks_of(network)  # (VGG without its classifier, which is large)
     assert not any(block.fed_by or block.read_before for block in blocks)
     assert not any("fed by" in block.signature for block in blocks)

@@ -12,6 +12,11 @@ import pytest
 import torch
 import torchvision
 from models import Net, free_parameter, random_masks
+from models_attention import (
+    channels_attend_to_channels,
+    channels_attend_to_fewer,
+    channels_attend_to_those_of_other_layers,
+)
 from models_generated import (
     demodulated_beside_the_convolution,
     hypernetwork_of_two_layers,
@@ -24,11 +29,6 @@ from models_mixed import (
     mixture_by_four_attentions,
     mixture_of_flat_kernels,
     modulated_demodulated_and_transposed,
-)
-from models_products import (
-    channels_attend_to_channels,
-    channels_attend_to_fewer,
-    channels_attend_to_those_of_other_layers,
 )
 from torch import fx, nn
 
