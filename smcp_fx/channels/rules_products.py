@@ -125,6 +125,7 @@ def _is_weight(value: Any, run: Propagation) -> TypeGuard[ParameterRef]:
         and len(value.shape) >= 2
         and math.prod(value.shape[:-2]) == 1
         and value.name not in run.trail.elements
+        and value.name not in run.as_tensors
     )
 
 
@@ -199,10 +200,7 @@ def _contracted(
     if known is not None:
         return known
     dims = [{d for d, name in enumerate(own) if name not in out} for own in names]
-    sides = [
-        run.settled(labels, {d - labels.dim() for d in summed})
-        for labels, summed in zip(sides, dims, strict=True)
-    ]
+    sides = [_settled(run, sides, dims, place) for place in (0, 1)]
     across = [set(run.varied(labels)) for labels in sides]
     for this, other in ((0, 1), (1, 0)):
         if (
@@ -229,6 +227,15 @@ def _contracted(
                 run.fixed(call.node.name, f"summed over in {call.node.name!r}"), tuple(labels.shape)
             )
     return [labels for labels in mixed if labels is not None]
+
+
+def _settled(run: Propagation, sides: list[Tensor], dims: list[set[int]], place: int) -> Tensor:
+    """A parameter's channels are summed over if the other operand has some there; else its others pass."""
+    labels, other = sides[place], sides[1 - place]
+    told = dims[place]
+    if not dims[1 - place].intersection(run.varied(other)) and not varied_dims(other):
+        told = set(range(labels.dim())) - told
+    return run.settled(labels, {d - labels.dim() for d in told})
 
 
 def _is_apart(call: Call, first: int) -> bool:

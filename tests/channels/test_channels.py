@@ -12,6 +12,7 @@ import models_layers  # noqa: F401
 import models_mixed  # noqa: F401
 import models_movement  # noqa: F401
 import models_overwritten  # noqa: F401
+import models_places  # noqa: F401
 import models_products  # noqa: F401
 import models_recurrent  # noqa: F401
 import models_running  # noqa: F401
