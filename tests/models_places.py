@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -122,6 +123,9 @@ def messages_reduced() -> nn.Module:
         largest = torch.zeros_like(h).scatter_reduce(0, end.view(-1, 1).expand_as(m), m, "amax")
         return largest + torch.zeros_like(h).index_reduce(0, end, m, "mean")
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is new, which it says once
+        torch.zeros(1).index_reduce(0, torch.tensor([0]), torch.zeros(1), "mean")
     return Graph(gather)
 
 

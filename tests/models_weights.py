@@ -85,6 +85,8 @@ class ObservedWeight(nn.Module):
         seen = weight.abs().amax((1, 2, 3), keepdim=True) if self.range.dim() else weight.abs().max()
         if self.spelling == "moved":
             self.range.lerp_(seen, 0.1)
+        elif self.spelling == "in steps":
+            self.range.data.mul_(0.9).add_(0.1 * seen)
         elif self.spelling == "assigned":
             self.range = 0.9 * self.range + 0.1 * seen
         else:
@@ -291,7 +293,8 @@ def weight_by_an_observed_range() -> nn.Module:
 
 @awkward(1.0)
 def weight_by_an_observed_range_of_all_channels() -> nn.Module:
-    return in_the_middle(nn.Sequential(ObservedWeight("assigned"), ObservedWeight("the larger")))
+    spellings = ("assigned", "the larger", "in steps")
+    return in_the_middle(nn.Sequential(*(ObservedWeight(each) for each in spellings)))
 
 
 @awkward(1.0)

@@ -95,7 +95,11 @@ def _watching(module: fx.GraphModule, transparent: tuple[Callable[..., object], 
     while watching:
         known = _constants(module, transparent, watching)
         lost = {name for node, name in watching.items() if not known.issuperset(node.all_input_nodes)}
-        lost |= {name for node, name in watching.items() if any(not _is_effect(user) for user in node.users)}
+        lost |= {
+            name
+            for node, name in watching.items()
+            if any(not (_is_effect(user) or user in watching) for user in node.users)
+        }
         if not lost:
             break
         watching = {node: name for node, name in watching.items() if name not in lost}
@@ -193,13 +197,15 @@ def _described(
             if node in results or all(user in alone for user in node.users):
                 alone.add(node)
         # What something else reads is written on.
+        names = set(watching.values())
         read = {
-            name
-            for node, name in watching.items()
-            for user in node.args[0].users
-            if user not in alone and (user.users or writes_in_place(user, module))
+            node.target
+            for node in module.graph.nodes
+            if node.op == "get_attr" and node.target in names
+            for user in node.users.keys() - alone
+            if not is_question(user) and (user.users or user.op == "output" or writes_in_place(user, module))
         }
-        if read.isdisjoint(watching.values()):
+        if not read:
             break
         watching = {node: name for node, name in watching.items() if name not in read}
         ways = {result: ancestors(result) for result in results}

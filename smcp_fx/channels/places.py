@@ -38,7 +38,7 @@ def leads_to_places(node: fx.Node) -> bool:
     """Is what the node makes, moved or not, read as places by something: by an index, or by a scatter?"""
     return any(
         operation_name(user, None) in _PLACED
-        if user.args[0] is not node
+        if user.args[:1] != (node,)
         else has(operation_name(user, None), Trait.MOVES) and leads_to_places(user)
         for user in node.users
     )

@@ -53,7 +53,10 @@ def _parts(index: Any, rank: int) -> list[Any] | None:
     """One entry a dimension: slices, numbers, and at most one tensor of places; None for another index."""
     parts = list(index) if isinstance(index, tuple) else [index]
     places = [part for part in parts if isinstance(part, (Tensor, ParameterRef))]
-    plain = all(isinstance(part, (int, slice)) or part is ... or part is places[0] for part in parts)
+    plain = all(
+        isinstance(part, (int, slice)) or part is ... or any(part is place for place in places[:1])
+        for part in parts
+    )
     if isinstance(index, list) or not plain or any(len(part.shape) != 1 for part in places):
         return None
     if places and any(isinstance(part, int) for part in parts):  # would move the dimension of the places
