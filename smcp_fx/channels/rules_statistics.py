@@ -49,11 +49,11 @@ def mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor 
     """Tie along ``dims`` where they vary; None when they alone vary, so that tying would be one unit.
 
     In which dimensions a parameter that stands alone has channels is told by what it meets, which the second run
-    knows; if it meets none, in these.
+    knows; if it meets none, or is normalised, in these.
     """
     varied = set(run.varied(labels))
     if varied & dims and varied - dims and run.is_alone(labels):
-        if run.seen is None:
+        if run.seen is None and call.name not in ("normalize", "layernorm", "rmsnorm"):
             run.blind = True
             return labels
         labels = run.settled(labels, {dim - labels.dim() for dim in dims})
