@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from smcp_fx.allocation.problem import Array
+from smcp_fx.allocation.result import gap_unit
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError
 
-#: Most halvings of one solve, and the gap (a share of the bound) that is worth one. Chosen, not measured.
+#: Most halvings of one solve, and the gap (of `gap_unit`) that is worth one. Chosen, not measured.
 _HALVINGS, _GAP = 8, 1e-6
 
 
@@ -47,7 +48,7 @@ def close_gap(
     made = 1
     while queue:
         node = queue[0][2]
-        if node.bound - best.value <= _GAP * abs(node.bound) or made > 2 * _HALVINGS:
+        if node.bound - best.value <= _GAP * gap_unit(node.bound, values.values()) or made > 2 * _HALVINGS:
             break
         heapq.heappop(queue)
         if node.split is None:

@@ -20,6 +20,7 @@ from smcp_fx.allocation.dual import CoupledDual, Relaxation
 from smcp_fx.allocation.elimination import Definition, EliminationOrder, Link, Minimisation
 from smcp_fx.allocation.local_search import Moves
 from smcp_fx.allocation.problem import Array, Ints
+from smcp_fx.allocation.result import gap_unit
 
 #: Limits of one listing: partial choices kept, and pairs (partial choice, option) looked at, where a partial choice
 #: counts as `_ROW` pairs. Counts instead of seconds make equal inputs give equal answers; about half a second.
@@ -232,7 +233,7 @@ def certify(relaxation: Relaxation, dual: CoupledDual, moves: Moves, incumbent: 
     listing = _Listing(relaxation, dual)
     rounding = relaxation.rounding(dual.minimum, gain)
     loss = (bound - best) * gain / 8.0
-    while bound - best > 1e-9 * abs(bound):
+    while bound - best > 1e-9 * gap_unit(bound, relaxation.values):
         loss = min(loss, (dual.bound - best) * gain)
         try:
             columns, rows = listing.run(loss + rounding)

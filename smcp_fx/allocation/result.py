@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
+
+from smcp_fx.allocation.problem import Array
+
+#: Of what choices differ by at most, the share that a gap is measured against at least. Chosen, not measured.
+_LEAST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -10,7 +18,7 @@ class Allocation:
     """Counts by group, their value and true cost, and a bound on how good any counts could be.
 
     ``bound`` is an upper bound on the value of any permitted counts within the budget, ``gap`` is
-    ``(bound - value) / |bound|``. The paper's method proves none: its bound and gap are infinite.
+    the distance as a share of `gap_unit`. The paper's method proves none: its bound and gap are infinite.
     """
 
     counts: dict[str, int]
@@ -20,3 +28,11 @@ class Allocation:
     gap: float
     seconds: float
     method: str
+
+
+def gap_unit(bound: float, values: Iterable[Array]) -> float:
+    """Return what a gap is a share of: the bound or, where that is next to nothing, 1e-6 of what is at stake.
+
+    Values may be losses, and the best choice lose nothing: then any gap is large beside the bound.
+    """
+    return max(abs(bound), _LEAST * float(sum(np.ptp(value) for value in values)))

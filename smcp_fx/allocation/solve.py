@@ -17,7 +17,7 @@ from smcp_fx.allocation.local_search import Moves, descend, fit_budget, improve
 from smcp_fx.allocation.paper import paper_choice
 from smcp_fx.allocation.planning import MAX_CELLS, plan
 from smcp_fx.allocation.problem import Array, CoupledProblem, Ints, tabulate, value_arrays
-from smcp_fx.allocation.result import Allocation
+from smcp_fx.allocation.result import Allocation, gap_unit
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import InfeasibleBudgetError, InputError
 
@@ -87,7 +87,13 @@ def allocate(
     counts = problem.counts(choice)
     value = float(sum(v[i] for v, i in zip(arrays, choice, strict=True)))
     bound = max(bound, value)
-    gap = 0.0 if bound == value else (bound - value) / abs(bound) if math.isfinite(bound) else math.inf
+    gap = (
+        0.0
+        if bound == value
+        else (bound - value) / gap_unit(bound, arrays)
+        if math.isfinite(bound)
+        else math.inf
+    )
     return Allocation(counts, value, cost.cost(counts), bound, gap, time.perf_counter() - begin, method)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 
-from smcp_fx.allocation import allocate, certificate
+from smcp_fx.allocation import allocate, certificate, solve
 from smcp_fx.allocation.problem import tabulate
 from smcp_fx.allocation.solve import node_choice
 from smcp_fx.cost_model import CostTerm, NetworkCost, Width
@@ -66,3 +67,25 @@ def test_halves_may_be_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.value == pytest.approx(brute_force(cost, values, 1.3 * least), rel=1e-12)
     with pytest.raises(InfeasibleBudgetError):
         allocate(values, cost, 0.99 * least)
+
+
+def test_losses_next_to_nothing_are_not_worth_halving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that lose next to nothing, beside one that loses much: a gap is worth what is at stake."""
+    monkeypatch.setattr(certificate, "_MAX_ROWS", 2)
+    rng, cost = np.random.default_rng(0), chain(6)
+    slight = {name: 1e-13 * (np.sqrt(COUNTS) * rng.uniform(0.9, 1.1) - 8) for name in cost.permitted}
+    budget = 0.2 * cost.cost(cost.full_counts)
+    solves: list[float] = []
+
+    def counted(*arguments: Any) -> Any:
+        solves.append(0.0)
+        return node_choice(*arguments)
+
+    monkeypatch.setattr(solve, "node_choice", counted)
+    allocate(slight, cost, budget)
+    assert len(solves) > 2, "nothing is halved: it tests nothing"
+    solves.clear()
+    found = allocate(slight | {"g5": np.array([-1.0, -1.0, -1.0, -1.0, -1.0, 0.0])}, cost, budget)
+    assert found.counts["g5"] == COUNTS[-1]
+    assert found.gap <= 1e-6
+    assert len(solves) == 1
