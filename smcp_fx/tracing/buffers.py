@@ -1,7 +1,8 @@
 """Modules that write into their own buffers while they are traced are found, and called as they are.
 
 A graph holds the writes of a forward. But where Python asks for a buffer's values, which are then fixed, tracing
-itself runs them. Buffers of integers (counters) are not worth this: only their values are restored.
+itself runs them; so it does with tensors in plain attributes. Buffers of integers (counters) are not worth this: only
+their values are restored.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ class WritesBuffersError(TraceError):
         self.paths = paths
         names = ", ".join(repr(path) if path else "the model itself" for path in sorted(paths))
         super().__init__(
-            f"Buffers of {names} change in forward, which a graph would not do in the right mode. Move what changes "
-            "them into a module of its own: it is then called as it is."
+            f"Buffers or plain tensors of {names} change in forward, which a graph would not do in the right mode. "
+            "Move what changes them into a module of its own: it is then called as it is."
         )
 
 
 class Buffers:
-    """The buffers of a model before it is traced: forward may assign to them, or write into them."""
+    """Buffers and plain tensors of a model before it is traced: forward may assign to them, or write into them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [
@@ -36,6 +37,12 @@ class Buffers:
             for path, module in model.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
+        ]
+        self._plain = [
+            (path, tensor, tensor._version, tensor.detach().clone())
+            for path, module in model.named_modules()
+            for tensor in vars(module).values()
+            if isinstance(tensor, Tensor) and not tensor.is_inference()
         ]
 
     def restore(self) -> set[str]:
@@ -46,6 +53,10 @@ class Buffers:
             if dict(module._buffers.items()).get(name) is not buffer or not same:
                 buffer.data.copy_(value)
                 written |= {path} if buffer.is_floating_point() else set()
+        for path, tensor, version, value in self._plain:
+            if tensor._version != version:
+                tensor.data.copy_(value)
+                written |= {path} if tensor.is_floating_point() else set()
         return written
 
 

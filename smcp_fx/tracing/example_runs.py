@@ -114,7 +114,9 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
     before = Attributes(module)
-    held = [(tensor, tensor.detach().clone()) for tensor in (*module.buffers(), *may_be_initialised(module))]
+    kept = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+    may_change = (*module.buffers(), *kept, *may_be_initialised(module))
+    held = [(tensor, tensor.detach().clone()) for tensor in may_change]
     try:
         yield
     finally:

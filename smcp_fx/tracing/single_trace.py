@@ -28,6 +28,7 @@ from smcp_fx.tracing.mode_steps import alike
 from smcp_fx.tracing.own_weights import LAYERS, computed_by_hooks, is_parametrised_layer, own_weight
 from smcp_fx.tracing.parameter_writes import written_parameter
 from smcp_fx.tracing.plain_attention import forward_of, is_plain_attention, slow_path
+from smcp_fx.tracing.recalled import RecallsError, kept_by_forward, recalled
 from smcp_fx.tracing.sentences import is_ours
 from smcp_fx.tracing.shape_tracer import KeptOutsideError, ShapeTracer
 
@@ -256,7 +257,7 @@ def trace_in_mode(
 def _trace_so(model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: Leaves) -> _Once:
     try:
         return _trace_once(model, inputs, modes, leaves, proxy_buffers=True)
-    except (WritesBuffersError, InitialisesItselfError, AutocastError, HooksError):
+    except (WritesBuffersError, InitialisesItselfError, RecallsError, AutocastError, HooksError):
         raise
     except TraceError:
         if not any(True for _ in model.buffers()):
@@ -282,7 +283,7 @@ def _trace_once(
     try:
         with reads, tracer.contexts.watched(), functions_kept(tracer):
             graph = tracer.trace(model)
-        changed = counts.changed(model)
+        changed, kept = counts.changed(model), kept_by_forward(model)
         raised = flags.raised(model, graph)
     except Exception as error:
         where = next(
@@ -317,5 +318,7 @@ def _trace_once(
         raise InitialisesItselfError(first)
     if tracer.contexts.autocast:
         raise AutocastError(tracer.contexts.autocast)
+    if kept and (paths := recalled(kept, model, inputs, lambda: _set(model, modes))):
+        raise RecallsError(paths)
     counters = counts.among(changed, model, inputs, lambda: _set(model, modes)) if changed else set()
     return ModeTrace(graph, seen, tracer.log, tracer.assumptions), counters

@@ -36,6 +36,7 @@ from smcp_fx.tracing.mode_merging import UnexplainedError, merged
 from smcp_fx.tracing.mode_paths import Exploring, Modes, ModeTrace
 from smcp_fx.tracing.modes import require_one_mode, with_branches
 from smcp_fx.tracing.plain_attention import slow_path
+from smcp_fx.tracing.recalled import RecallsError
 from smcp_fx.tracing.recurrent import open_recurrent_layers
 from smcp_fx.tracing.rewrites import add_computed_biases, drop_expansions, normalise
 from smcp_fx.tracing.single_trace import HooksError, Leaves, fails, trace_in_mode
@@ -177,6 +178,10 @@ def _with_leaves(
             if "" in error.paths or error.paths & why.keys():
                 raise
             why |= {path: f"{path!r} counts its calls" for path in error.paths}
+        except RecallsError as error:
+            if "" in error.paths or error.paths & why.keys():
+                raise
+            why |= {path: f"{path!r} keeps tensors from one call for the next" for path in error.paths}
         except AutocastError as error:
             if error.paths & why.keys() or not error.by_themselves(model):
                 raise
