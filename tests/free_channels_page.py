@@ -24,6 +24,7 @@ KINDS = {
     "models_layers": "Layers, norms and gates",
     "models_statistics": "Norms, statistics and attention over channels",
     "models_products": "Products, attention in its many forms",
+    "models_learned": "Learned keys, positions and shares",
     "models_movement": "Concatenations, splits, shuffles, views and slices",
     "models_wiring": "Shared modules, unusual inputs and outputs",
     "models_weights": "Weights computed from parameters",

@@ -229,12 +229,14 @@ def kernels_of_wavelets() -> nn.Module:
     """Four fixed kernels for each channel, as many times as there are channels; and back."""
 
     def wiring(s: Any, h: Tensor) -> Tensor:
+        h = torch.where(h > 0, h, 0.1 * h).lerp(h * h, s.share)  # which keep the number of channels
         _, channels = h.shape[:2]
         h = F.conv2d(h, s.kernels.repeat(channels, 1, 1, 1), stride=2, groups=channels)
         h = s.mid(h)
         return F.conv_transpose2d(h, s.kernels.repeat(channels, 1, 1, 1), stride=2, groups=channels)
 
-    return between(wiring, mid=conv(32, 32, 1), kernels=nn.Buffer(torch.randn(4, 1, 2, 2)))
+    kernels = nn.Buffer(torch.randn(4, 1, 2, 2))
+    return between(wiring, mid=conv(32, 32, 1), kernels=kernels, share=free_parameter(8, 1, 1))
 
 
 @awkward(1.0)

@@ -200,7 +200,7 @@ class Propagation:
             if isinstance(value, MadeRef) or value.name in self.facts.learned:
                 self.trail.free_standing.add(value.name)
             if not isinstance(value, ConstantRef) and count > 1:
-                self._alone.append((int(labels.min()), int(labels.max())))
+                self.stand_alone(labels)
         return self.trail.elements[value.name]
 
     def settled(self, labels: Tensor, told: Collection[int]) -> Tensor:
@@ -226,11 +226,19 @@ class Propagation:
             for dim in varied_dims(labels)
         }
 
-    def is_alone(self, labels: Tensor) -> bool:
-        """Whether these are elements of a parameter that belongs to no layer."""
+    def stand_alone(self, labels: Tensor) -> None:
+        """Note that these are elements of parameters that belong to no layer, or of sums of such."""
         core = narrow_uniform(labels)
-        least, most = (int(core.min()), int(core.max())) if core.numel() else (0, 0)
-        return any(first <= least and most <= last for first, last in self._alone)
+        self._alone.append((int(core.min()), int(core.max())))
+
+    def is_alone(self, labels: Tensor) -> bool:
+        """Whether these are elements of parameters that belong to no layer."""
+        if not self._alone or not labels.numel():
+            return False
+        core = narrow_uniform(labels).flatten().contiguous()
+        first, last = torch.tensor(sorted(self._alone)).t().contiguous()
+        place = torch.searchsorted(first, core, right=True) - 1
+        return bool(((place >= 0) & (core <= last[place.clamp(min=0)])).all())
 
     # ---- parameters -------------------------------------------------------------------------------------
 

@@ -86,6 +86,8 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
         cores = [_core(labels, varied) for labels in full]
         size = [shape[dim] if dim in varied else 1 for dim in range(len(shape))]
         merged = _merged(run, call, cores, size)
+        if all(map(run.is_alone, padded)):
+            run.stand_alone(merged)
         for core in cores:
             run.tie(merged, core)
         merged = merged.expand(shape)

@@ -9,6 +9,7 @@ import models_filled  # noqa: F401
 import models_folded  # noqa: F401
 import models_generated  # noqa: F401
 import models_layers  # noqa: F401
+import models_learned  # noqa: F401
 import models_mixed  # noqa: F401
 import models_movement  # noqa: F401
 import models_overwritten  # noqa: F401
