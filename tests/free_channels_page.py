@@ -36,6 +36,7 @@ KINDS = {
     "models_windows": "Windows, sampling and unpooling",
     "models_folded": "Channels in the batch",
     "models_filled": "Zeros, and tensors filled piece by piece",
+    "models_places": "Graphs, points and codes: what is read and written at places",
     "models_broadcasts": "Broadcasts beside channels that moved",
     "models_recurrent": "Recurrent layers",
     "models_spectra": "Fourier transforms and complex numbers",

@@ -41,7 +41,16 @@ Rule = Callable[["Propagation", Call], Any]
 #: Start of the reason when an operation is used in a form that its rule does not handle.
 UNFIT = "no channel rule fits this form of"
 #: Rules that label tensors of one value themselves, by what these meet.
-_LABELLING = ("bymode", "indexadd", "indexcopy", "indexfill", "recurrent", "scatter", "setitem")
+_LABELLING = (
+    "bymode",
+    "indexadd",
+    "indexcopy",
+    "indexfill",
+    "indexreduce",
+    "recurrent",
+    "scatter",
+    "setitem",
+)
 #: Operations that read only what masks do not change: a tensor's sizes and type.
 _QUESTIONS = frozenset(
     """
@@ -73,11 +82,15 @@ class Propagation:
         self._asked: Counter[str] = Counter()
         self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer
         self.seen: Tensor | None = None
+        self.as_tensors: set[str] = (
+            set()
+        )  # parameters that products and other operations read alike: codebooks
         if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still hold
             self.trail.ties = list(earlier[0].ties)
             self.trail.origins = dict(earlier[0].origins)
             self.trail.count = earlier[0].count
             self.seen = earlier[1]
+            self.as_tensors = earlier[0].slots.keys() & earlier[0].elements.keys()
         self.facts = facts or Facts(module, values, turned)
         self.trail.computed = dict(self.facts.described)
         self.computed, self.mixed = self.facts.computed, self.facts.mixed
@@ -186,8 +199,8 @@ class Propagation:
             self.trail.elements[value.name] = labels
             if isinstance(value, MadeRef) or value.name in self.facts.learned:
                 self.trail.free_standing.add(value.name)
-                if count > 1:
-                    self.stand_alone(labels)
+            if not isinstance(value, ConstantRef) and count > 1:
+                self.stand_alone(labels)
         return self.trail.elements[value.name]
 
     def settled(self, labels: Tensor, told: Collection[int]) -> Tensor:
@@ -251,6 +264,7 @@ class Propagation:
         for name, made in self.trail.labels.items():
             if isinstance(made, MadeRef):
                 self.trail.labels[name] = self.of(made, ())
+        self.blind |= not self.trail.slots.keys().isdisjoint(self.trail.elements)
         for name in self.trail.slots.keys() & self.trail.elements.keys():
             for labels in (*self.trail.slots[name].values(), self.trail.elements[name]):
                 self.pin(labels, name, f"{name!r} is a layer's weight and is also read as a tensor")

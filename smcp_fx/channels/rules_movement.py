@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from smcp_fx.channels.execution import execute, known_values
 from smcp_fx.channels.labels import along, compact, narrow_uniform, reshaped, stays, uniform, varied_dims
-from smcp_fx.channels.places import at_any_place, is_index, looks_up
+from smcp_fx.channels.places import at_any_place, is_index, leads_to_places, looks_up
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.shuffles import _CHAIN, find_pieces, find_shuffle
 from smcp_fx.channels.steadiness import DEPENDS
@@ -24,6 +24,7 @@ from smcp_fx.tracing.trees import leaves_of, mapped
 
 #: What may spread one value over the channels.
 SPREADS = {"expand", "expandas", "broadcastto", "repeat", "tile"}
+_BY_PLACES = {"gather", "takealongdim", "scatter", "scatteradd", "scatterreduce"}
 _PARTS = set(
     """
 chunk getitem indexselect narrow select split splitwithsizes tensorsplit unbind unsafechunk unsafesplit
@@ -58,6 +59,10 @@ def move(run: Propagation, call: Call) -> Any:
     if isinstance(call.args[0], ConstantRef) and is_index(call.node):
         known = execute(call, *known_values((call.args, call.kwargs)))
         return ConstantRef(f"{call.args[0].name} of {call.node.name}", tuple(known.shape), known)
+    if isinstance(call.args[0], ConstantRef) and _holds_places(call):
+        why = f"{call.args[0].name!r} tells where to read and write"
+        labels = uniform(run.fixed(call.node.name, why), call.args[0].shape)
+        run.trail.elements.setdefault(call.args[0].name, labels)
     table, index = call.args[0], call.args[1] if len(call.args) > 1 else None
     if isinstance(table, ParameterRef) and isinstance(index, ConstantRef) and looks_up(table, index):
         # Rows that are looked up over and over (relative positions) are no channels: one label a column.
@@ -92,6 +97,11 @@ def move(run: Propagation, call: Call) -> Any:
     else:  # the numbers of a view follow from the tensor's own size: another size tells whether they matter
         _refuse_numbers(run, call, source)
     return result
+
+
+def _holds_places(call: Call) -> bool:
+    """Are these integers of the model that tell where to read or write, and are read otherwise, too?"""
+    return call.args[0].value.dtype in (torch.int64, torch.int32) and leads_to_places(call.node)
 
 
 def _executed(call: Call, args: Any, kwargs: Any) -> Any:
@@ -143,12 +153,18 @@ def _expanded(run: Propagation, call: Call, source: Tensor, result: Tensor, othe
 
 
 def _read_along(run: Propagation, node: fx.Node) -> list[int]:
-    """Where the channels are of what is spread: kernels of a depthwise convolution, places that are gathered."""
+    """Where the channels are of what is spread: kernels of a depthwise convolution, places to read and write."""
     for user in node.users:
+        name = operation_of(run.module, user)
         if weight_of(user) is node:
             return [0]
-        if operation_of(run.module, user) in ("gather", "takealongdim") and isinstance(user.args[0], fx.Node):
-            return run.varied(run.of(run.trail.labels.get(user.args[0].name)))
+        if name in _BY_PLACES and node in user.args[2:3] and isinstance(user.args[0], fx.Node):
+            table = run.trail.labels.get(user.args[0].name)
+            if table is not None and name in ("gather", "takealongdim"):
+                return run.varied(run.of(table))
+            rank = len(run.values[node.name].shape)
+            along = int(user.args[1]) % rank  # type: ignore[call-overload]
+            return [d for d in range(rank) if d != along and not run.follows_input(node, d)]
     return [1]
 
 

@@ -125,6 +125,7 @@ def _is_weight(value: Any, run: Propagation) -> TypeGuard[ParameterRef]:
         and len(value.shape) >= 2
         and math.prod(value.shape[:-2]) == 1
         and value.name not in run.trail.elements
+        and value.name not in run.as_tensors
     )
 
 

@@ -13,6 +13,7 @@ import models_learned  # noqa: F401
 import models_mixed  # noqa: F401
 import models_movement  # noqa: F401
 import models_overwritten  # noqa: F401
+import models_places  # noqa: F401
 import models_products  # noqa: F401
 import models_recurrent  # noqa: F401
 import models_running  # noqa: F401
