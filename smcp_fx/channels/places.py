@@ -44,6 +44,11 @@ def leads_to_places(node: fx.Node) -> bool:
     )
 
 
+def holds_places(value: Tensor, node: fx.Node) -> bool:
+    """Are these integers of the model, which the node reads, places to read or write at, and read otherwise, too?"""
+    return value.dtype in (torch.int64, torch.int32) and leads_to_places(node)
+
+
 def keeps_values(name: str | None) -> bool:
     """Does the operation return the values that it is given, in another tensor or of another type?"""
     return name == "clone" or has(name, Trait.SAME)

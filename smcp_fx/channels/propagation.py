@@ -41,16 +41,7 @@ Rule = Callable[["Propagation", Call], Any]
 #: Start of the reason when an operation is used in a form that its rule does not handle.
 UNFIT = "no channel rule fits this form of"
 #: Rules that label tensors of one value themselves, by what these meet.
-_LABELLING = (
-    "bymode",
-    "indexadd",
-    "indexcopy",
-    "indexfill",
-    "indexreduce",
-    "recurrent",
-    "scatter",
-    "setitem",
-)
+_LABELLING = tuple("bymode indexadd indexcopy indexfill indexreduce recurrent scatter setitem".split())
 #: Operations that read only what masks do not change: a tensor's sizes and type.
 _QUESTIONS = frozenset(
     """
@@ -82,9 +73,7 @@ class Propagation:
         self._asked: Counter[str] = Counter()
         self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer
         self.seen: Tensor | None = None
-        self.as_tensors: set[str] = (
-            set()
-        )  # parameters that products and other operations read alike: codebooks
+        self.as_tensors: set[str] = set()  # parameters that products and others read alike: codebooks
         if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still hold
             self.trail.ties = list(earlier[0].ties)
             self.trail.origins = dict(earlier[0].origins)

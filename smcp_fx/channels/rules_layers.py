@@ -233,9 +233,8 @@ def record(
 
     ``source``: a parameter of which the weight is computed, also from the input; ``beside``, ``read``: see `Layer`.
     """
-    if FROZEN in call.node.meta:
-        for labels in channels:
-            run.pin(labels, call.node.name, str(call.node.meta[FROZEN]))
+    for labels in channels if FROZEN in call.node.meta else ():
+        run.pin(labels, call.node.name, str(call.node.meta[FROZEN]))
     computed = run.trail.computed.get(weight.name)
     run.trail.layers.append(
         Layer(
@@ -302,8 +301,7 @@ def embedding(run: Propagation, call: Call) -> Any:
     if call.option(3, "max_norm", None) is not None:
         return run.unknown(call, "max_norm scales each row of the embedding by all of its columns")
     if isinstance(weight, Tensor) or weight.name in run.trail.elements or weight.name in run.as_tensors:
-        table = run.of(weight, [-1])
-        return place(channel_labels(run, run.settled(table, [-1]), 1), call.shape, -1)
+        return place(channel_labels(run, run.settled(run.of(weight, [-1]), [-1]), 1), call.shape, -1)
     fresh = run.trail.slots.get(weight.name, {}).get(1)
     channels = run.fresh(call.node.name, call.shape[-1]) if fresh is None else fresh
     run.slot(weight.name, 1, channels)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from smcp_fx.channels.execution import execute, known_values
 from smcp_fx.channels.labels import along, compact, narrow_uniform, reshaped, stays, uniform, varied_dims
-from smcp_fx.channels.places import at_any_place, is_index, leads_to_places, looks_up
+from smcp_fx.channels.places import at_any_place, holds_places, is_index, looks_up
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.shuffles import _CHAIN, find_pieces, find_shuffle
 from smcp_fx.channels.steadiness import DEPENDS
@@ -52,17 +52,17 @@ def move(run: Propagation, call: Call) -> Any:
         return _mixed_up(run, call)
     call = at_any_place(run, call)
     unknown = [t for t in tensor_leaves((call.args[1:], call.kwargs)) if not isinstance(t, ConstantRef)]
-    if isinstance(call.args[0], Tensor) and len(unknown) > (
-        1 if call.name in ("expandas", "viewas", "reshapeas") else 0
-    ):
+    shaped_as = call.name in ("expandas", "viewas", "reshapeas")  # the other tensor's values do not matter
+    if isinstance(call.args[0], Tensor) and len(unknown) > int(shaped_as):
         return run.unknown(call, f"{call.name!r} by a tensor whose values are not known")
     if isinstance(call.args[0], ConstantRef) and is_index(call.node):
         known = execute(call, *known_values((call.args, call.kwargs)))
         return ConstantRef(f"{call.args[0].name} of {call.node.name}", tuple(known.shape), known)
-    if isinstance(call.args[0], ConstantRef) and _holds_places(call):
+    if isinstance(call.args[0], ConstantRef) and holds_places(call.args[0].value, call.node):
         why = f"{call.args[0].name!r} tells where to read and write"
-        labels = uniform(run.fixed(call.node.name, why), call.args[0].shape)
-        run.trail.elements.setdefault(call.args[0].name, labels)
+        run.trail.elements.setdefault(
+            call.args[0].name, uniform(run.fixed(call.node.name, why), call.args[0].shape)
+        )
     table, index = call.args[0], call.args[1] if len(call.args) > 1 else None
     if isinstance(table, ParameterRef) and isinstance(index, ConstantRef) and looks_up(table, index):
         # Rows that are looked up over and over (relative positions) are no channels: one label a column.
@@ -77,9 +77,7 @@ def move(run: Propagation, call: Call) -> Any:
     result = mapped(lambda t: compact(t) if isinstance(t, Tensor) else t, _executed(call, args, kwargs))
     if any(_hides_channels(call, source, part) for part in leaves_of(result)):
         return run.unknown(call, f"{call.name!r} gives a tensor without elements")
-    if call.name in ("reshapeas", "viewas") and isinstance(
-        result, Tensor
-    ):  # as many of these as the other has
+    if call.name in ("reshapeas", "viewas") and isinstance(result, Tensor):  # as many as the other has
         both = {*varied_dims(result), *varied_dims(args[1])}
         run.tie(*(narrow_uniform(labels, keep=list(both)) for labels in (result, args[1])))
     if call.name in SPREADS and isinstance(result, Tensor):
@@ -97,11 +95,6 @@ def move(run: Propagation, call: Call) -> Any:
     else:  # the numbers of a view follow from the tensor's own size: another size tells whether they matter
         _refuse_numbers(run, call, source)
     return result
-
-
-def _holds_places(call: Call) -> bool:
-    """Are these integers of the model that tell where to read or write, and are read otherwise, too?"""
-    return call.args[0].value.dtype in (torch.int64, torch.int32) and leads_to_places(call.node)
 
 
 def _executed(call: Call, args: Any, kwargs: Any) -> Any:
@@ -162,9 +155,8 @@ def _read_along(run: Propagation, node: fx.Node) -> list[int]:
             table = run.trail.labels.get(user.args[0].name)
             if table is not None and name in ("gather", "takealongdim"):
                 return run.varied(run.of(table))
-            rank = len(run.values[node.name].shape)
-            along = int(user.args[1]) % rank  # type: ignore[call-overload]
-            return [d for d in range(rank) if d != along and not run.follows_input(node, d)]
+            rank, along = len(run.values[node.name].shape), int(user.args[1])  # type: ignore[call-overload]
+            return [d for d in range(rank) if d != along % rank and not run.follows_input(node, d)]
     return [1]
 
 
