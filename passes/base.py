@@ -45,8 +45,8 @@ class GraphPass(ABC):
     def ensures(self, module: fx.GraphModule) -> None:  # noqa: B027
         """Raise `PassError` when the output is not what the pass promises."""
 
-    def __call__(self, module: fx.GraphModule) -> PassResult:
-        """Check, apply, check."""
+    def __call__(self, module: fx.GraphModule, recompile: bool = True) -> PassResult:
+        """Check, apply, check; ``recompile``: write the module's code anew where the graph has changed."""
         self.requires(module)
         result = self.apply(module)
         if not isinstance(result, PassResult):
@@ -55,7 +55,8 @@ class GraphPass(ABC):
             raise PassError(f"{self.name} works in place, yet returned another module")
         if result.modified:
             module.graph.lint()
-            module.recompile()
+            if recompile:
+                module.recompile()
         self.ensures(result.module)
         return result
 
@@ -70,7 +71,7 @@ def run_pipeline(module: fx.GraphModule, passes: list[GraphPass]) -> list[PassRe
         before = ", ".join(earlier.name for earlier in passes[:place])
         where = f"in {one.name}, after {before}" if before else f"in {one.name}"
         try:
-            result = one(module)
+            result = one(module, recompile=False)
         except Exception as error:
             said = error if isinstance(error, SmcpError) else f"{type(error).__name__}: {error}"
             raise PassError(f"{where}: {said}") from error
@@ -78,4 +79,6 @@ def run_pipeline(module: fx.GraphModule, passes: list[GraphPass]) -> list[PassRe
         for note in result.report:
             _LOG.debug("%s: %s", one.name, note)
         results.append(result)
+    if any(result.modified for result in results):
+        module.recompile()
     return results

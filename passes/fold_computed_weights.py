@@ -57,7 +57,7 @@ def _fold(module: fx.GraphModule, found: ComputedWeight, value: torch.Tensor, le
         weight = module.graph.create_node("get_attr", found.name)
     found.result.replace_all_uses_with(weight)
     for node in reversed(found.through):
-        if not node.users:
+        if not (node.users or node._erased):
             module.graph.erase_node(node)
 
 

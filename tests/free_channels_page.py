@@ -22,9 +22,12 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference" / "free_channels.md"
 #: The files of networks, in the page's order, and what each is about.
 KINDS = {
     "models_layers": "Layers, norms and gates",
-    "models_statistics": "Norms, statistics and attention over channels",
-    "models_products": "Products, attention in its many forms",
-    "models_movement": "Concatenations, splits, shuffles, views and slices",
+    "models_statistics": "Norms and statistics over channels",
+    "models_attention": "Attention modules of torch, attention among channels",
+    "models_products": "Products, attention by hand",
+    "models_learned": "Learned keys, positions and shares",
+    "models_movement": "Concatenations, splits, shuffles and views",
+    "models_slices": "Slices, single channels and look-ups",
     "models_wiring": "Shared modules, unusual inputs and outputs",
     "models_weights": "Weights computed from parameters",
     "models_overwritten": "Weights that a forward writes into",
@@ -35,6 +38,7 @@ KINDS = {
     "models_windows": "Windows, sampling and unpooling",
     "models_folded": "Channels in the batch",
     "models_filled": "Zeros, and tensors filled piece by piece",
+    "models_places": "Graphs, points and codes: what is read and written at places",
     "models_broadcasts": "Broadcasts beside channels that moved",
     "models_recurrent": "Recurrent layers",
     "models_spectra": "Fourier transforms and complex numbers",

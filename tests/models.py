@@ -1,7 +1,7 @@
 """Tiny models, and helpers that randomise any model, mask it at random, slice it and compare.
 
 `AWKWARD` lists small networks that are hard to prune, each with the share of its input channels that must be
-free. They are in `models_layers.py`, `models_movement.py` and `models_wiring.py`.
+free. They are in the files that `free_channels_page.py` lists.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def check_slicing(
     dtype: torch.dtype = torch.float64,
     share: float = 0.5,
     layer_pruning: bool = False,
+    cost: Any = "flops",
 ) -> smcp_fx.PreparedModel:
     """Assert that the prepared model computes what the model does, and under random masks what it slices to.
 
@@ -90,7 +91,7 @@ def check_slicing(
     inputs = tuple(i.to(dtype) if i.is_floating_point() else i for i in inputs)
     expected = run(model, inputs)
     config = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True, layer_pruning=layer_pruning)
-    prepared = smcp_fx.prepare(model, inputs, config=config)
+    prepared = smcp_fx.prepare(model, inputs, config=config, cost=cost)
     assert_close(run(prepared, inputs), expected, "identity", "all channels kept")
     assert not [why for _, why in prepared.channels.units.why.texts if why.startswith(UNFIT)]
     for seed in seeds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from models import awkward, between
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -74,6 +75,45 @@ def lstm_from_zeros() -> nn.Module:
         return h + s.back(y).transpose(1, 2).unsqueeze(2)
 
     return between(wiring, rnn=nn.LSTM(8, 6, 2, batch_first=True), back=nn.Linear(6, 8))
+
+
+class StateSpace(nn.Module):
+    """Heads of a state space model (Mamba 2), all positions at once: a head goes as a whole."""
+
+    def __init__(self, heads: int = 4, each: int = 2, states: int = 5) -> None:
+        super().__init__()
+        self.sizes, wide = (heads, each, states), heads * each
+        self.project = nn.Linear(8, 2 * wide + 2 * states + heads)
+        self.conv = nn.Conv1d(wide + 2 * states, wide + 2 * states, 3, padding=2, groups=wide + 2 * states)
+        self.decay, self.skip, self.step = (nn.Parameter(torch.zeros(heads)) for _ in range(3))
+        self.norm, self.back = nn.GroupNorm(heads, wide), nn.Linear(wide, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, positions, 8]."""
+        heads, each, states = self.sizes
+        batch, count, _ = x.shape
+        gate, given, step = torch.split(self.project(x), [heads * each, heads * each + 2 * states, heads], -1)
+        step = F.softplus(step + self.step)
+        given = F.silu(self.conv(given.transpose(1, 2))[..., :count].transpose(1, 2))
+        values, into, out = torch.split(given, [heads * each, states, states], -1)
+        values = values.view(batch, count, heads, each)
+        sums = torch.cumsum(step * -torch.exp(self.decay), 1).transpose(1, 2)
+        passed = torch.exp(sums[..., :, None] - sums[..., None, :]).tril()
+        y = ((out @ into.transpose(1, 2))[:, None] * passed) @ (values * step[..., None]).transpose(1, 2)
+        y = y.transpose(1, 2) + values * self.skip[:, None]
+        y = self.norm((y.reshape(batch, count, -1) * F.silu(gate)).reshape(batch * count, -1))
+        return self.back(y.view(batch, count, -1))  # type: ignore[no-any-return]
+
+
+@awkward(1.0)
+def state_space_model() -> nn.Module:
+    return between(lambda s, h: h + s.mid(lines(h)).transpose(1, 2).unsqueeze(2), mid=StateSpace())
+
+
+@awkward(0.0)
+def triangle_of_channels() -> nn.Module:
+    """What is left of each channel follows from its number."""
+    return between(lambda s, h: (h.movedim(1, -1).flatten(1, 2).triu()).movedim(1, -1).view_as(h))
 
 
 @awkward(0.0)

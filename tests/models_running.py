@@ -105,20 +105,30 @@ class Observer(nn.Module):
         return (x / scale + ((x / scale).round() - x / scale).detach()) * scale
 
 
-class ObservedWeight(nn.Module):
-    """A convolution whose weight is scaled by a range that training moves, each output channel by its own."""
+class AveragedCodes(nn.Module):
+    """Rounds features to the nearest of 16 codes, which are averages of what was rounded to them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = conv(8, 8)
-        self.register_buffer("range", torch.ones(8, 1, 1, 1))
+        self.register_buffer("codes", torch.randn(8, 16))
+        self.register_buffer("counts", torch.ones(16))
+        self.register_buffer("sums", torch.randn(8, 16))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, 8, H, W]."""
+        """[N, 8, H, W], straight through."""
+        z = x.permute(0, 2, 3, 1)
+        flat = z.reshape(-1, z.shape[-1])
+        squares = flat.pow(2).sum(1, keepdim=True) + self.codes.pow(2).sum(0, keepdim=True)
+        nearest = (-(squares - 2 * flat @ self.codes)).max(1)[1]
+        rounded = F.embedding(nearest.view(z.shape[:-1]), self.codes.transpose(0, 1))
         if self.training:
-            self.range.lerp_(self.conv.weight.detach().abs().amax((1, 2, 3), keepdim=True), 0.1)
-        weight = self.conv.weight / (self.range.abs() + 0.1)
-        return F.conv2d(x, weight, self.conv.bias, padding=1)
+            ones = F.one_hot(nearest, 16).type(flat.dtype)
+            self.counts.data.mul_(0.9).add_(ones.sum(0), alpha=0.1)
+            self.sums.data.mul_(0.9).add_(flat.transpose(0, 1) @ ones, alpha=0.1)
+            total = self.counts.sum()
+            smooth = (self.counts + 1e-3) / (total + 16e-3) * total
+            self.codes.data.copy_(self.sums / smooth.unsqueeze(0))
+        return (z + (rounded - z).detach()).permute(0, 3, 1, 2)
 
 
 class ActNorm(nn.Module):
@@ -191,9 +201,9 @@ def observed_range_of_all_channels() -> nn.Module:
     return through(Observer())
 
 
-@awkward(0.0)
-def weight_by_an_observed_range() -> nn.Module:
-    return through(ObservedWeight())
+@awkward(1.0)
+def codes_averaged_in_buffers() -> nn.Module:
+    return through(AveragedCodes())
 
 
 @awkward(0.0)

@@ -1,4 +1,4 @@
-"""Small networks that mix channels: norms over channels, statistics over channels, attention modules of torch."""
+"""Small networks that mix channels: norms over channels, statistics over channels, products that sum over them."""
 
 from __future__ import annotations
 
@@ -225,107 +225,6 @@ def sorted_channels() -> nn.Module:
 @awkward(0.0)
 def median_over_channels() -> nn.Module:
     return between(lambda s, h: h - h.median(1, keepdim=True)[0])
-
-
-# ---- attention modules of torch ---------------------------------------------------------------------------------
-
-
-@awkward(1.0, TOKENS)
-def multihead_attention() -> nn.Module:
-    """Heads go as a whole; what attention reads and writes goes with the stream."""
-
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        h = s.stem(x)
-        h = h + s.attend(h, h, h, need_weights=False)[0]
-        return s.out(h + s.again(query=h, key=h, value=h)[0])  # type: ignore[no-any-return]
-
-    return Net(
-        wiring,
-        stem=nn.Linear(6, 8),
-        attend=nn.MultiheadAttention(8, 4, 0.1, batch_first=True),
-        again=nn.MultiheadAttention(8, 2, bias=False),
-        out=nn.Linear(8, 4),
-    )
-
-
-@awkward(1.0, TOKENS)
-def encoder_of_torch() -> nn.Module:
-    """Under a mask of the input's length, and one of the tokens."""
-
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
-        return s.out(s.encoder(s.stem(x), causal, torch.zeros_like(x[:, :, 0])))  # type: ignore[no-any-return]
-
-    layer = nn.TransformerEncoderLayer(8, 4, 12, 0.1, norm_first=True, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
-    return Net(wiring, stem=nn.Linear(6, 8), encoder=encoder, out=nn.Linear(8, 4))
-
-
-@awkward(1.0, TOKENS)
-def cross_attention() -> nn.Module:
-    """One matrix for three inputs: a part of it reads each."""
-    return Net(
-        lambda s, x: s.out(s.attend(s.one(x), s.two(x), s.two(x))[0]),
-        one=nn.Linear(6, 8),
-        two=nn.Linear(6, 8),
-        attend=nn.MultiheadAttention(8, 4, batch_first=True),
-        out=nn.Linear(8, 4),
-    )
-
-
-@awkward(1.0, TOKENS)
-def attention_of_other_widths() -> nn.Module:
-    """Keys and values of another width have weights of their own."""
-    return Net(
-        lambda s, x: s.out(s.attend(s.one(x), s.two(x), value=s.two(2 * x), need_weights=False)[0]),
-        one=nn.Linear(6, 8),
-        two=nn.Linear(6, 10),
-        attend=nn.MultiheadAttention(8, 4, kdim=10, vdim=10, batch_first=True),
-        out=nn.Linear(8, 4),
-    )
-
-
-@awkward(1.0, TOKENS)
-def attention_under_masks() -> nn.Module:
-    """Of booleans and of numbers, for all images and heads and for each."""
-
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        h = s.stem(x)
-        later = torch.ones(5, 5, dtype=torch.bool).triu(1)
-        h = h + s.attend(h, h, h, attn_mask=later, need_weights=False)[0]
-        h = h + s.attend(h, h, h, attn_mask=s.scores)[0]
-        short = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-        short = torch.cat([short, short])[: len(h)] if len(h) < 4 else None
-        h = h + s.attend(h, s.other(h), h, key_padding_mask=short)[0]
-        return s.out(h)  # type: ignore[no-any-return]
-
-    parts = {"stem": nn.Linear(6, 8), "other": nn.Linear(8, 8), "out": nn.Linear(8, 4)}
-    attend = nn.MultiheadAttention(8, 4, batch_first=True)
-    return Net(wiring, attend=attend, scores=free_parameter(5, 5), **parts)
-
-
-@awkward(1.0, TOKENS)
-def decoder_of_torch() -> nn.Module:
-    """Cross-attention, and a causal mask that is told to be one."""
-
-    def wiring(s: Any, x: Tensor) -> Tensor:
-        causal = nn.Transformer.generate_square_subsequent_mask(5)
-        return s.out(s.decoder(s.stem(x), s.memory(x), tgt_mask=causal, tgt_is_causal=True))  # type: ignore[no-any-return]
-
-    layer = nn.TransformerDecoderLayer(8, 4, 12, 0.1, batch_first=True)
-    parts = {"stem": nn.Linear(6, 8), "memory": nn.Linear(6, 8), "out": nn.Linear(8, 4)}
-    return Net(wiring, decoder=nn.TransformerDecoder(layer, 2), **parts)
-
-
-@awkward(1.0, TOKENS)
-def transformer_of_torch() -> nn.Module:
-    return Net(
-        lambda s, x: s.out(s.both(s.stem(x), s.memory(x))),
-        stem=nn.Linear(6, 8),
-        memory=nn.Linear(6, 8),
-        both=nn.Transformer(8, 2, 1, 1, 12, batch_first=True),
-        out=nn.Linear(8, 4),
-    )
 
 
 # ---- products that sum over channels ----------------------------------------------------------------------------

@@ -71,6 +71,54 @@ def sparse(layer: nn.Module) -> nn.Module:
     return prune.random_unstructured(layer, "weight", 0.5)
 
 
+class ObservedWeight(nn.Module):
+    """A convolution whose weight is scaled by a range that training moves, of each output channel or of all."""
+
+    def __init__(self, spelling: str, *shape: int) -> None:
+        super().__init__()
+        self.conv, self.spelling = conv(8, 8), spelling
+        self.register_buffer("range", torch.ones(shape))
+        self.register_buffer("least", torch.tensor(0.0))
+
+    def watch(self, weight: Tensor) -> None:
+        """Move the range, or the larger of two."""
+        seen = weight.abs().amax((1, 2, 3), keepdim=True) if self.range.dim() else weight.abs().max()
+        if self.spelling == "moved":
+            self.range.lerp_(seen, 0.1)
+        elif self.spelling == "in steps":
+            self.range.data.mul_(0.9).add_(0.1 * seen)
+        elif self.spelling == "assigned":
+            self.range = 0.9 * self.range + 0.1 * seen
+        else:
+            self.range.copy_(torch.max(self.range, seen))
+            with torch.no_grad():
+                self.least.copy_(torch.min(self.least, weight.min()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 8, H, W]."""
+        if self.training:
+            self.watch(self.conv.weight.detach())
+        scale = ((self.range - self.least).abs() + 0.1) / 15
+        rounded = self.conv.weight / scale
+        rounded = rounded + (rounded.round() - rounded).detach()
+        return F.conv2d(x, rounded * scale, self.conv.bias, padding=1)
+
+
+class LearnedStep(nn.Module):
+    """Rounds to multiples of a parameter (LSQ), one for each output channel or one for all."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.step = nn.Parameter(torch.full(shape, 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of any shape."""
+        damped = self.step / (7 * x.numel()) ** 0.5
+        step = damped + (self.step.abs() + 0.01 - damped).detach()
+        x = (x / step).clamp(-8, 7)
+        return (x + (x.round() - x).detach()) * step
+
+
 def in_the_middle(layer: nn.Module) -> Net:
     return between(lambda s, h: F.relu(s.mid(h)), mid=layer)
 
@@ -181,12 +229,14 @@ def kernels_of_wavelets() -> nn.Module:
     """Four fixed kernels for each channel, as many times as there are channels; and back."""
 
     def wiring(s: Any, h: Tensor) -> Tensor:
+        h = torch.where(h > 0, h, 0.1 * h).lerp(h * h, s.share)  # which keep the number of channels
         _, channels = h.shape[:2]
         h = F.conv2d(h, s.kernels.repeat(channels, 1, 1, 1), stride=2, groups=channels)
         h = s.mid(h)
         return F.conv_transpose2d(h, s.kernels.repeat(channels, 1, 1, 1), stride=2, groups=channels)
 
-    return between(wiring, mid=conv(32, 32, 1), kernels=nn.Buffer(torch.randn(4, 1, 2, 2)))
+    kernels = nn.Buffer(torch.randn(4, 1, 2, 2))
+    return between(wiring, mid=conv(32, 32, 1), kernels=kernels, share=free_parameter(8, 1, 1))
 
 
 @awkward(1.0)
@@ -236,3 +286,35 @@ def layers_called_twice() -> nn.Module:
 
     layers = {"one": parametrizations.weight_norm(conv(8, 8)), "two": spectral_norm(conv(8, 8))}
     return between(wiring, kernel=free_parameter(8, 8, 3, 3), **layers)
+
+
+@awkward(1.0)
+def weight_by_an_observed_range() -> nn.Module:
+    return in_the_middle(ObservedWeight("moved", 8, 1, 1, 1))
+
+
+@awkward(1.0)
+def weight_by_an_observed_range_of_all_channels() -> nn.Module:
+    spellings = ("assigned", "the larger", "in steps")
+    return in_the_middle(nn.Sequential(*(ObservedWeight(each) for each in spellings)))
+
+
+@awkward(1.0)
+def weight_and_maps_by_learned_steps() -> nn.Module:
+    steps = {"maps": LearnedStep(), "kernels": LearnedStep(8, 1, 1, 1), "more": LearnedStep()}
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        h = F.conv2d(s.maps(h), s.kernels(s.one.weight), s.one.bias, padding=1)
+        return F.conv2d(h, s.more(s.two.weight), s.two.bias, padding=1)
+
+    return between(wiring, one=conv(8, 8), two=conv(8, 8), **steps)
+
+
+@awkward(1.0)
+def weight_and_maps_quantised_by_torch() -> nn.Module:
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        maps = torch.fake_quantize_per_tensor_affine(h, 0.05, 3, 0, 255)
+        kernel = torch.fake_quantize_per_tensor_affine(s.mid.weight, 0.01, 0, -8, 7)
+        return F.conv2d(maps, s.none(kernel), s.mid.bias, padding=1)
+
+    return between(wiring, mid=conv(8, 8), none=nn.Identity())

@@ -9,7 +9,7 @@ converting replaces the function by its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ from smcp_fx.channels.weight_views import factors, is_layer, is_question, weight
 from smcp_fx.tracing.autograd_functions import Applied
 from smcp_fx.tracing.constant_values import ancestors, computed_value
 from smcp_fx.tracing.masking import STATE
-from smcp_fx.tracing.memory import written_buffers
-from smcp_fx.tracing.operations import operation_name, writes_in_place
+from smcp_fx.tracing.memory import memory_of_model, written_buffers
+from smcp_fx.tracing.modes import is_by_mode
+from smcp_fx.tracing.operations import operation_name, operation_of, writes_in_place
 from smcp_fx.tracing.own_weights import own_weight, owner_of
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import held, is_continuous
@@ -55,7 +56,8 @@ def computed_weights(
     transparent: tuple[Callable[..., object], ...] = (),
 ) -> list[ComputedWeight]:
     """Find them. ``transparent``: functions that may stand between a weight and its layer (masks)."""
-    constants = _constants(module, transparent)
+    watching = _watching(module, transparent)
+    constants = _constants(module, transparent, watching)
     found: dict[fx.Node, Shape] = {}
     refused: set[fx.Node] = set()
     for use in module.graph.nodes:
@@ -74,32 +76,72 @@ def computed_weights(
                 found[result] = shape
             else:
                 refused.add(result)
-    return _described(module, found) if found else []
+    return _described(module, found, watching) if found else []
 
 
 # ---- what is computed from parameters alone -----------------------------------------------------------------
 
 
-def _constants(module: fx.GraphModule, transparent: tuple[Callable[..., object], ...]) -> set[fx.Node]:
-    """The nodes that follow from parameters and buffers alone, and are drawn or written into by none."""
+def _watching(module: fx.GraphModule, transparent: tuple[Callable[..., object], ...]) -> dict[fx.Node, str]:
+    """The nodes that write what is seen of parameters into buffers, by the buffer's name: ranges of weights."""
+    memory = memory_of_model(module, module.graph)
+    writes = {
+        node: memory[node.args[0]]
+        for node in module.graph.nodes
+        if node.args and node.args[0] in memory and writes_in_place(node, module)
+    }
+    buffers = written_buffers(module)
+    watching = {node: name for node, name in writes.items() if name in buffers}
+    while watching:
+        known = _constants(module, transparent, watching)
+        lost = {name for node, name in watching.items() if not known.issuperset(node.all_input_nodes)}
+        lost |= {
+            name
+            for node, name in watching.items()
+            if any(not (_is_effect(user) or user in watching) for user in node.users)
+        }
+        if not lost:
+            break
+        watching = {node: name for node, name in watching.items() if name not in lost}
+    return watching
+
+
+def _is_effect(node: fx.Node) -> bool:
+    """Does it say in which mode a write runs, and no more?"""
+    return is_by_mode(node) and not node.users
+
+
+def _constants(
+    module: fx.GraphModule,
+    transparent: tuple[Callable[..., object], ...],
+    watching: Mapping[fx.Node, str],
+) -> set[fx.Node]:
+    """The nodes that follow from parameters and buffers alone, and are drawn or written into by none.
+
+    What ``watching`` says is written into buffers follows from parameters, too.
+    """
     found: set[fx.Node] = set()
-    written = written_buffers(module)
+    written = written_buffers(module) - set(watching.values())
+    owners = dict(module.named_modules())
     for node in module.graph.nodes:
         if node.target in written or any(
-            user.args[:1] == (node,) and writes_in_place(user, module) for user in node.users
+            user.args[:1] == (node,) and writes_in_place(user, module) and user not in watching
+            for user in node.users
         ):
             continue
         if node.op == "get_attr":
             found.add(node)
-        elif node.op == "call_module":
-            if not node.all_input_nodes and owner_of(node) is not None:
+        elif node.op == "call_module" and not node.all_input_nodes:
+            if owner_of(node) is not None:
                 found.add(node)
-        elif node.op in ("call_function", "call_method") and node.all_input_nodes:
-            name = operation_name(node, None)
+        elif node.op != "output" and node.all_input_nodes:
+            name = operation_of(module, node)
             drawn = any(word in (name or "") for word in _DRAWS) or has(name, Trait.DRAWN)
             drawn |= (name or "").endswith("normal")  # not `normalize`
             known = name is not None or isinstance(node.target, Applied)
             known |= node.target in (own_weight, *transparent)
+            if node.op == "call_module":
+                known = has(name, Trait.ELEMENTWISE) and not [*owners[str(node.target)].state_dict()]
             if known and not drawn and found.issuperset(node.all_input_nodes) and _is_steady(module, node):
                 found.add(node)
     return found
@@ -143,13 +185,30 @@ def _is_layer_like(use: fx.Node) -> bool:
     return len(names) == 2 and set(names[0]) ^ set(names[1]) <= set(out)
 
 
-def _described(module: fx.GraphModule, results: dict[fx.Node, Shape]) -> list[ComputedWeight]:
+def _described(
+    module: fx.GraphModule, results: dict[fx.Node, Shape], watching: Mapping[fx.Node, str]
+) -> list[ComputedWeight]:
     ways = {result: ancestors(result) for result in results}
-    every = [node for node in reversed(module.graph.nodes) if any(node in way for way in ways.values())]
-    alone: set[fx.Node] = set()
-    for node in every:
-        if node in results or all(user in alone for user in node.users):
-            alone.add(node)
+    while True:
+        ways = {result: way | _written_beside(way, watching) for result, way in ways.items()}
+        every = [node for node in reversed(module.graph.nodes) if any(node in way for way in ways.values())]
+        alone: set[fx.Node] = set()
+        for node in every:
+            if node in results or all(user in alone for user in node.users):
+                alone.add(node)
+        # What something else reads is written on.
+        watched = set(watching.values())
+        read = {
+            node.target
+            for node in module.graph.nodes
+            if node.op == "get_attr" and node.target in watched
+            for user in node.users.keys() - alone
+            if not is_question(user) and (user.users or user.op == "output" or writes_in_place(user, module))
+        }
+        if not read:
+            break
+        watching = {node: name for node, name in watching.items() if name not in read}
+        ways = {result: ancestors(result) for result in results}
     reads, found = _Reads(module), []
     taken: set[str] = set()
     names: dict[Any, str] = {}
@@ -170,6 +229,13 @@ def _described(module: fx.GraphModule, results: dict[fx.Node, Shape]) -> list[Co
             ComputedWeight(result, name, shape, ordered, frozenset(alone & ways[result]), kept, unread)
         )
     return found
+
+
+def _written_beside(way: frozenset[fx.Node], watching: Mapping[fx.Node, str]) -> frozenset[fx.Node]:
+    """The writes into buffers that are read on the way, and what they are computed from."""
+    read = {node.target for node in way if node.op == "get_attr"}
+    writes = [node for node, name in watching.items() if name in read]
+    return frozenset().union(*(ancestors(end) for node in writes for end in (node, *node.users)))
 
 
 def _expressions(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:

@@ -15,6 +15,13 @@ from smcp_fx.tracing.operations import operation_name
 from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import TensorInfo
 
+#: What reads places: where from, or where to.
+_PLACED = set(
+    """
+gather getitem indexadd indexcopy indexfill indexreduce indexselect scatter scatteradd scatterreduce takealongdim
+""".split()
+)
+
 
 def is_index(node: fx.Node) -> bool:
     """Is what the node makes read as an index alone, moved, copied or not? (Its values are known then, and stay.)"""
@@ -25,6 +32,21 @@ def is_index(node: fx.Node) -> bool:
         and is_index(user)
         for user in node.users
     )
+
+
+def leads_to_places(node: fx.Node) -> bool:
+    """Is what the node makes, moved or not, read as places by something: by an index, or by a scatter?"""
+    return any(
+        operation_name(user, None) in _PLACED
+        if user.args[:1] != (node,)
+        else has(operation_name(user, None), Trait.MOVES) and leads_to_places(user)
+        for user in node.users
+    )
+
+
+def holds_places(value: Tensor, node: fx.Node) -> bool:
+    """Are these integers of the model, which the node reads, places to read or write at, and read otherwise, too?"""
+    return value.dtype in (torch.int64, torch.int32) and leads_to_places(node)
 
 
 def keeps_values(name: str | None) -> bool:
@@ -43,6 +65,8 @@ def at_any_place(run: Propagation, call: Call) -> Call:
     There, all places are alike: relative positions that are worked out from sizes, and looked up in a parameter.
     """
     table = call.args[0]
+    if call.name == "indexselect" and isinstance(table, (Tensor, ParameterRef)):
+        return _selected(run, call)
     if call.name != "getitem" or not isinstance(table, (Tensor, ParameterRef)):
         return call
     single = not isinstance(call.args[1], tuple)
@@ -63,6 +87,20 @@ def at_any_place(run: Propagation, call: Call) -> Call:
     if labels is None or dims.intersection(run.varied(labels)):
         return call
     return replace(call, args=(labels, places[0] if single else tuple(places)))
+
+
+def _selected(run: Propagation, call: Call) -> Call:
+    """The same of `index_select`."""
+    dim, index = call.argument(1, "dim"), call.argument(2, "index")
+    node = call.node.kwargs.get("index", call.node.args[-1])
+    rank = len(call.args[0].shape)
+    if not (isinstance(index, Tensor) and isinstance(node, fx.Node) and _is_computed(run, index, node)):
+        return call
+    labels = run.of(call.args[0], [d - rank for d in range(rank) if d != dim % rank])
+    if dim % rank in run.varied(labels):
+        return call
+    known = ConstantRef(node.name, tuple(index.shape), torch.zeros_like(index))
+    return replace(call, args=(labels, dim, known), kwargs={})
 
 
 def _is_computed(run: Propagation, labels: Tensor, node: fx.Node) -> bool:

@@ -41,7 +41,7 @@ Rule = Callable[["Propagation", Call], Any]
 #: Start of the reason when an operation is used in a form that its rule does not handle.
 UNFIT = "no channel rule fits this form of"
 #: Rules that label tensors of one value themselves, by what these meet.
-_LABELLING = ("bymode", "indexadd", "indexcopy", "indexfill", "recurrent", "scatter", "setitem")
+_LABELLING = tuple("bymode indexadd indexcopy indexfill indexreduce recurrent scatter setitem".split())
 #: Operations that read only what masks do not change: a tensor's sizes and type.
 _QUESTIONS = frozenset(
     """
@@ -73,11 +73,13 @@ class Propagation:
         self._asked: Counter[str] = Counter()
         self._alone: list[tuple[int, int]] = []  # the labels of parameters that belong to no layer
         self.seen: Tensor | None = None
+        self.as_tensors: set[str] = set()  # parameters that products and others read alike: codebooks
         if earlier is not None:  # the same nodes get the same labels, so that the earlier ties still hold
             self.trail.ties = list(earlier[0].ties)
             self.trail.origins = dict(earlier[0].origins)
             self.trail.count = earlier[0].count
             self.seen = earlier[1]
+            self.as_tensors = earlier[0].slots.keys() & earlier[0].elements.keys()
         self.facts = facts or Facts(module, values, turned)
         self.trail.computed = dict(self.facts.described)
         self.computed, self.mixed = self.facts.computed, self.facts.mixed
@@ -186,8 +188,8 @@ class Propagation:
             self.trail.elements[value.name] = labels
             if isinstance(value, MadeRef) or value.name in self.facts.learned:
                 self.trail.free_standing.add(value.name)
-                if count > 1:
-                    self._alone.append((int(labels.min()), int(labels.max())))
+            if not isinstance(value, ConstantRef) and count > 1:
+                self.stand_alone(labels)
         return self.trail.elements[value.name]
 
     def settled(self, labels: Tensor, told: Collection[int]) -> Tensor:
@@ -213,11 +215,19 @@ class Propagation:
             for dim in varied_dims(labels)
         }
 
-    def is_alone(self, labels: Tensor) -> bool:
-        """Whether these are elements of a parameter that belongs to no layer."""
+    def stand_alone(self, labels: Tensor) -> None:
+        """Note that these are elements of parameters that belong to no layer, or of sums of such."""
         core = narrow_uniform(labels)
-        least, most = (int(core.min()), int(core.max())) if core.numel() else (0, 0)
-        return any(first <= least and most <= last for first, last in self._alone)
+        self._alone.append((int(core.min()), int(core.max())))
+
+    def is_alone(self, labels: Tensor) -> bool:
+        """Whether these are elements of parameters that belong to no layer."""
+        if not self._alone or not labels.numel():
+            return False
+        core = narrow_uniform(labels).flatten().contiguous()
+        first, last = torch.tensor(sorted(self._alone)).t().contiguous()
+        place = torch.searchsorted(first, core, right=True) - 1
+        return bool(((place >= 0) & (core <= last[place.clamp(min=0)])).all())
 
     # ---- parameters -------------------------------------------------------------------------------------
 
@@ -243,6 +253,7 @@ class Propagation:
         for name, made in self.trail.labels.items():
             if isinstance(made, MadeRef):
                 self.trail.labels[name] = self.of(made, ())
+        self.blind |= not self.trail.slots.keys().isdisjoint(self.trail.elements)
         for name in self.trail.slots.keys() & self.trail.elements.keys():
             for labels in (*self.trail.slots[name].values(), self.trail.elements[name]):
                 self.pin(labels, name, f"{name!r} is a layer's weight and is also read as a tensor")

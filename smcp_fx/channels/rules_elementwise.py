@@ -86,6 +86,8 @@ def bring_together(run: Propagation, call: Call, operands: list[Tensor], shape: 
         cores = [_core(labels, varied) for labels in full]
         size = [shape[dim] if dim in varied else 1 for dim in range(len(shape))]
         merged = _merged(run, call, cores, size)
+        if all(map(run.is_alone, padded)):
+            run.stand_alone(merged)
         for core in cores:
             run.tie(merged, core)
         merged = merged.expand(shape)
@@ -198,6 +200,20 @@ def constant(run: Propagation, call: Call) -> Any:
     )
 
 
+def triangle(run: Propagation, call: Call) -> Any:
+    """Keeps a part of the last two dimensions, which must not tell channels apart: positions by positions."""
+    labels = run.of(call.argument(0, "input"), range(-len(call.shape), -2))
+    if max(run.varied(labels), default=-1) >= labels.dim() - 2:
+        return run.unknown(call, f"{call.node.name!r} keeps a part of a matrix of channels")
+    return labels
+
+
+def one_hot(run: Propagation, call: Call) -> Any:
+    """Ones at places, which stay."""
+    run.pin(run.of(call.args[0]), call.node.name, f"channels are mixed by {call.name!r}")
+    return constant(run, call)
+
+
 def filled(run: Propagation, call: Call) -> Any:
     """One value everywhere: labelled when it meets something, along the dimensions that this has channels in."""
     return run.made(call.node, call.shape) or constant(run, call)
@@ -217,6 +233,8 @@ RULES: dict[str, Rule] = {
     "upsamplingbilinear2d": pooling,
     "glu": glu,
     "bymode": choice,
+    "onehot": one_hot,
+    **dict.fromkeys(("tril", "triu"), triangle),
     **dict.fromkeys(operations_with(Trait.FILLS), filled),
     **dict.fromkeys(("arange", "tensor", "newtensor", "rand", "randn", "linspace"), constant),
 }

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from smcp_fx.channels.labels import narrow_uniform, place
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.trail import Call, Layer, Mix, Norm, ParameterRef
+from smcp_fx.tracing.values import FROZEN
 
 
 def convolution(run: Propagation, call: Call) -> Any:
@@ -232,6 +233,8 @@ def record(
 
     ``source``: a parameter of which the weight is computed, also from the input; ``beside``, ``read``: see `Layer`.
     """
+    for labels in channels if FROZEN in call.node.meta else ():
+        run.pin(labels, call.node.name, str(call.node.meta[FROZEN]))
     computed = run.trail.computed.get(weight.name)
     run.trail.layers.append(
         Layer(
@@ -293,10 +296,12 @@ def prelu(run: Propagation, call: Call) -> Any:
 def embedding(run: Propagation, call: Call) -> Any:
     """Produces channels along the last dimension."""
     weight = own_parameter(run, call, "weight") if call.module is not None else call.argument(1, "weight")
-    if not isinstance(weight, ParameterRef):
-        return run.unknown(call, "an embedding whose table is computed, not a parameter")
+    if not isinstance(weight, (Tensor, ParameterRef)):
+        return run.unknown(call)
     if call.option(3, "max_norm", None) is not None:
         return run.unknown(call, "max_norm scales each row of the embedding by all of its columns")
+    if isinstance(weight, Tensor) or weight.name in run.trail.elements or weight.name in run.as_tensors:
+        return place(channel_labels(run, run.settled(run.of(weight, [-1]), [-1]), 1), call.shape, -1)
     fresh = run.trail.slots.get(weight.name, {}).get(1)
     channels = run.fresh(call.node.name, call.shape[-1]) if fresh is None else fresh
     run.slot(weight.name, 1, channels)

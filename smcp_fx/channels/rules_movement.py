@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from smcp_fx.channels.execution import execute, known_values
 from smcp_fx.channels.labels import along, compact, narrow_uniform, reshaped, stays, uniform, varied_dims
-from smcp_fx.channels.places import at_any_place, is_index, looks_up
+from smcp_fx.channels.places import at_any_place, holds_places, is_index, looks_up
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.shuffles import _CHAIN, find_pieces, find_shuffle
 from smcp_fx.channels.steadiness import DEPENDS
@@ -24,6 +24,7 @@ from smcp_fx.tracing.trees import leaves_of, mapped
 
 #: What may spread one value over the channels.
 SPREADS = {"expand", "expandas", "broadcastto", "repeat", "tile"}
+_BY_PLACES = {"gather", "takealongdim", "scatter", "scatteradd", "scatterreduce"}
 _PARTS = set(
     """
 chunk getitem indexselect narrow select split splitwithsizes tensorsplit unbind unsafechunk unsafesplit
@@ -51,13 +52,17 @@ def move(run: Propagation, call: Call) -> Any:
         return _mixed_up(run, call)
     call = at_any_place(run, call)
     unknown = [t for t in tensor_leaves((call.args[1:], call.kwargs)) if not isinstance(t, ConstantRef)]
-    if isinstance(call.args[0], Tensor) and len(unknown) > (
-        1 if call.name in ("expandas", "viewas", "reshapeas") else 0
-    ):
+    shaped_as = call.name in ("expandas", "viewas", "reshapeas")  # the other tensor's values do not matter
+    if isinstance(call.args[0], Tensor) and len(unknown) > int(shaped_as):
         return run.unknown(call, f"{call.name!r} by a tensor whose values are not known")
     if isinstance(call.args[0], ConstantRef) and is_index(call.node):
         known = execute(call, *known_values((call.args, call.kwargs)))
         return ConstantRef(f"{call.args[0].name} of {call.node.name}", tuple(known.shape), known)
+    if isinstance(call.args[0], ConstantRef) and holds_places(call.args[0].value, call.node):
+        why = f"{call.args[0].name!r} tells where to read and write"
+        run.trail.elements.setdefault(
+            call.args[0].name, uniform(run.fixed(call.node.name, why), call.args[0].shape)
+        )
     table, index = call.args[0], call.args[1] if len(call.args) > 1 else None
     if isinstance(table, ParameterRef) and isinstance(index, ConstantRef) and looks_up(table, index):
         # Rows that are looked up over and over (relative positions) are no channels: one label a column.
@@ -72,9 +77,7 @@ def move(run: Propagation, call: Call) -> Any:
     result = mapped(lambda t: compact(t) if isinstance(t, Tensor) else t, _executed(call, args, kwargs))
     if any(_hides_channels(call, source, part) for part in leaves_of(result)):
         return run.unknown(call, f"{call.name!r} gives a tensor without elements")
-    if call.name in ("reshapeas", "viewas") and isinstance(
-        result, Tensor
-    ):  # as many of these as the other has
+    if call.name in ("reshapeas", "viewas") and isinstance(result, Tensor):  # as many as the other has
         both = {*varied_dims(result), *varied_dims(args[1])}
         run.tie(*(narrow_uniform(labels, keep=list(both)) for labels in (result, args[1])))
     if call.name in SPREADS and isinstance(result, Tensor):
@@ -143,12 +146,17 @@ def _expanded(run: Propagation, call: Call, source: Tensor, result: Tensor, othe
 
 
 def _read_along(run: Propagation, node: fx.Node) -> list[int]:
-    """Where the channels are of what is spread: kernels of a depthwise convolution, places that are gathered."""
+    """Where the channels are of what is spread: kernels of a depthwise convolution, places to read and write."""
     for user in node.users:
+        name = operation_of(run.module, user)
         if weight_of(user) is node:
             return [0]
-        if operation_of(run.module, user) in ("gather", "takealongdim") and isinstance(user.args[0], fx.Node):
-            return run.varied(run.of(run.trail.labels.get(user.args[0].name)))
+        if name in _BY_PLACES and node in user.args[2:3] and isinstance(user.args[0], fx.Node):
+            table = run.trail.labels.get(user.args[0].name)
+            if table is not None and name in ("gather", "takealongdim"):
+                return run.varied(run.of(table))
+            rank, along = len(run.values[node.name].shape), int(user.args[1])  # type: ignore[arg-type]
+            return [d for d in range(rank) if d != along % rank and not run.follows_input(node, d)]
     return [1]
 
 

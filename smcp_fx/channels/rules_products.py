@@ -20,7 +20,7 @@ from smcp_fx.channels.labels import uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule, channel_labels
 from smcp_fx.channels.rules_elementwise import bring_together
 from smcp_fx.channels.rules_layers import dense
-from smcp_fx.channels.rules_statistics import mix, mixes
+from smcp_fx.channels.rules_statistics import mix, mix_settled, mixes
 from smcp_fx.channels.trail import Call, ConstantRef, ParameterRef
 from smcp_fx.channels.weight_views import FIRST_FACTOR
 
@@ -125,6 +125,7 @@ def _is_weight(value: Any, run: Propagation) -> TypeGuard[ParameterRef]:
         and len(value.shape) >= 2
         and math.prod(value.shape[:-2]) == 1
         and value.name not in run.trail.elements
+        and value.name not in run.as_tensors
     )
 
 
@@ -199,10 +200,7 @@ def _contracted(
     if known is not None:
         return known
     dims = [{d for d, name in enumerate(own) if name not in out} for own in names]
-    sides = [
-        run.settled(labels, {d - labels.dim() for d in summed})
-        for labels, summed in zip(sides, dims, strict=True)
-    ]
+    sides = [run.settled(sides[this], _told(run, sides, names, dims, this)) for this in (0, 1)]
     across = [set(run.varied(labels)) for labels in sides]
     for this, other in ((0, 1), (1, 0)):
         if (
@@ -215,7 +213,7 @@ def _contracted(
             for d in across[other] - dims[other]:
                 if names[other][d] in names[this]:
                     sides[other] = run.tie_along(sides[other], d)
-    mixed = [mix(run, call, labels, summed) for labels, summed in zip(sides, dims, strict=True)]
+    mixed = [mix_settled(run, labels, summed) for labels, summed in zip(sides, dims, strict=True)]
     if mixed == [None, None] and len(dims[0]) == len(dims[1]) == 1 and _is_apart(call, first):
         (left,), (right,) = dims
         run.tie(channel_labels(run, sides[0], left), channel_labels(run, sides[1], right))
@@ -229,6 +227,17 @@ def _contracted(
                 run.fixed(call.node.name, f"summed over in {call.node.name!r}"), tuple(labels.shape)
             )
     return [labels for labels in mixed if labels is not None]
+
+
+def _told(
+    run: Propagation, sides: list[Tensor], names: tuple[list[str], list[str]], dims: list[set[int]], this: int
+) -> set[int]:
+    """The dimensions of an operand, from the last, in which the other one says that there are channels."""
+    labels, other = sides[this], sides[1 - this]
+    if run.is_alone(other):
+        return {d - labels.dim() for d in dims[this]}
+    told = {names[1 - this][d] for d in run.varied(other)}
+    return {d - labels.dim() for d, name in enumerate(names[this]) if name in told}
 
 
 def _is_apart(call: Call, first: int) -> bool:

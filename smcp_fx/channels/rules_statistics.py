@@ -46,8 +46,22 @@ _REDUCTIONS = {*_FORMS, *"argmax argmin all any nanmean median".split()} - {"cum
 
 
 def mix(run: Propagation, call: Call, labels: Tensor, dims: set[int]) -> Tensor | None:
-    """Tie along ``dims`` where they vary; None when they alone vary, so that tying would be one unit."""
-    labels = run.settled(labels, {dim - labels.dim() for dim in dims})
+    """Tie along ``dims`` where they vary; None when they alone vary, so that tying would be one unit.
+
+    In which dimensions a parameter that stands alone has channels is told by what it meets, which the second run
+    knows; if it meets none, or is normalised, in these.
+    """
+    varied = set(run.varied(labels))
+    if varied & dims and varied - dims and run.is_alone(labels):
+        if run.seen is None and call.name not in ("normalize", "layernorm", "rmsnorm"):
+            run.blind = True
+            return labels
+        labels = run.settled(labels, {dim - labels.dim() for dim in dims})
+    return mix_settled(run, labels, dims)
+
+
+def mix_settled(run: Propagation, labels: Tensor, dims: set[int]) -> Tensor | None:
+    """The same where it is known in which dimensions the labels have channels."""
     varied = run.varied(labels)
     inside = [dim for dim in varied if dim in dims]
     if not inside:

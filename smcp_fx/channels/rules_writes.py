@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from smcp_fx.channels.labels import varied_dims
+from smcp_fx.channels.labels import uniform, varied_dims
 from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.rules_elementwise import bring_together, like
 from smcp_fx.channels.rules_statistics import mix
-from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef
+from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef, constant_made_by
 
 _EVERYWHERE = slice(None)
 _APART = "writes to some of the channels, or in a form without a rule"
@@ -53,7 +53,10 @@ def _parts(index: Any, rank: int) -> list[Any] | None:
     """One entry a dimension: slices, numbers, and at most one tensor of places; None for another index."""
     parts = list(index) if isinstance(index, tuple) else [index]
     places = [part for part in parts if isinstance(part, (Tensor, ParameterRef))]
-    plain = all(isinstance(part, (int, slice)) or part is ... for part in parts if part not in places[:1])
+    plain = all(
+        isinstance(part, (int, slice)) or part is ... or any(part is place for place in places[:1])
+        for part in parts
+    )
     if isinstance(index, list) or not plain or any(len(part.shape) != 1 for part in places):
         return None
     if places and any(isinstance(part, int) for part in parts):  # would move the dimension of the places
@@ -92,6 +95,9 @@ def scattered(run: Propagation, call: Call) -> Any:
     dim = int(dim) % rank
     known = run.of(source) if isinstance(source, (Tensor, ParameterRef)) else None
     along = {d - rank for d in varied_dims(known)} if known is not None and known.dim() == rank else None
+    if isinstance(target, MadeRef) and not along and target.name not in run.trail.elements:
+        made = run.fixed(call.node.name, constant_made_by(call.node.name))  # rows of ones and zeros
+        run.trail.elements[target.name] = uniform(made, target.shape)
     labels = mix(run, call, run.of(target, along), {dim})
     if labels is None:
         return run.unknown(call, f"{call.node.name!r} {_APART}")
@@ -110,7 +116,7 @@ def scattered(run: Propagation, call: Call) -> Any:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        ("scatter", "scatteradd", "scatterreduce", "indexadd", "indexcopy", "indexfill"), scattered
+        "scatter scatteradd scatterreduce indexadd indexcopy indexfill indexreduce".split(), scattered
     ),
     "setitem": written,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -10,6 +12,7 @@ from smcp_fx.channels.labels import along, compact, varied_dims
 from smcp_fx.channels.propagation import Propagation
 from smcp_fx.channels.trail import Call, Shuffle
 from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.values import TensorInfo
 
 #: Moves of one tensor that keep every element: a chain of them may be a channel shuffle.
 _CHAIN = {"view", "reshape", "transpose", "permute", "flatten", "unflatten", "movedim", "contiguous", "t"}
@@ -76,14 +79,32 @@ def _records(run: Propagation, root: fx.Node, chain: list[fx.Node], labels: Tens
 
 
 def _order(run: Propagation, chain: list[fx.Node], labels: Tensor) -> tuple[int, Tensor] | None:
-    """The one dimension of the root along which the chain selects or permutes, and the places that it fetches."""
+    """The one dimension of the root along which the chain selects or permutes, and the places that it fetches.
+
+    None, too, where it does otherwise at another size: from `[b, h // 4, 4, c]` by `[b, h, c]` to `[b, 4, h // 4, c]`
+    is a way back for h = 16 alone.
+    """
+    found, root = _order_at(run, chain, run.values, varied_dims(labels)), chain[0].args[0]
+    there = run.other.get(root.name) if isinstance(root, fx.Node) else None
+    if found is None or not isinstance(there, TensorInfo) or there.shape == labels.shape:
+        return found
+    other = _order_at(run, chain, run.other, [found[0]])
+    same = other is not None and other[0] == found[0] and torch.equal(other[1], found[1])
+    return found if same else None
+
+
+def _order_at(
+    run: Propagation, chain: list[fx.Node], values: dict[str, Any], varied: list[int]
+) -> tuple[int, Tensor] | None:
+    """The same at the size that these values have; ``varied``: the root's dimensions that hold channels."""
     order: tuple[int, Tensor] | None = None
-    for dim, size in enumerate(labels.shape):
-        moved = along(torch.arange(size), labels.shape, dim)
+    shape = values[str(chain[0].args[0])].shape
+    for dim, size in enumerate(shape):
+        moved = along(torch.arange(size), shape, dim)
         for node in chain:
-            moved = _apply(run, node, moved)
+            moved = _apply(run, node, moved, values)
         moved = compact(moved)
-        if moved.dim() != labels.dim() or any(d != dim for d in varied_dims(moved)):
+        if moved.dim() != len(shape) or any(d != dim for d in varied_dims(moved)):
             return None
         line = moved[tuple(slice(None) if d == dim else 0 for d in range(moved.dim()))]
         if not torch.equal(line, torch.arange(size)):
@@ -91,17 +112,16 @@ def _order(run: Propagation, chain: list[fx.Node], labels: Tensor) -> tuple[int,
                 return None
             order = (dim, line.clone())
     if order is None:  # the movements cancel out
-        varied = varied_dims(labels)
         if len(varied) != 1:
             return None
-        order = (varied[0], torch.arange(labels.shape[varied[0]]))
+        order = (varied[0], torch.arange(shape[varied[0]]))
     return order
 
 
-def _apply(run: Propagation, node: fx.Node, moved: Tensor) -> Tensor:
+def _apply(run: Propagation, node: fx.Node, moved: Tensor, values: dict[str, Any]) -> Tensor:
     first = node.args[0]
     args, kwargs = fx.node.map_arg(
-        (node.args, node.kwargs), lambda n: moved if n is first else run.values[n.name]
+        (node.args, node.kwargs), lambda n: moved if n is first else values[n.name]
     )
     module = run.module.get_submodule(str(node.target)) if node.op == "call_module" else None
     call = Call(node, None, tuple(args), dict(kwargs), module, None)

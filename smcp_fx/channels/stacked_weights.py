@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from smcp_fx.channels.labels import place
+from smcp_fx.channels.labels import narrow_uniform, place
 from smcp_fx.channels.propagation import Propagation, channel_labels
 from smcp_fx.channels.rules_layers import own_inputs, record, renamed
 from smcp_fx.channels.trail import Call, ConstantRef, MadeRef, ParameterRef
@@ -94,6 +94,10 @@ def _layer(run: Propagation, call: Call, labels: Tensor, stack: _Stack) -> Tenso
         at = read if whole else ""
         known = whole or run.seen is not None or (len(told) == 1 and len(stack.made) == 1)
     if read not in stack.held:  # no channels, or ones that pass beside the weight
+        core = narrow_uniform(labels)
+        if any(core.shape[stack.there[name]] > 1 for name in stack.shared):
+            # Heads that ties have made one: they may go as a whole.
+            run.trail.within[call.node.name] = 1, (core.flatten(),)
         return None
     if read == at:
         return _whole_matrices(run, call, labels, stack, read)

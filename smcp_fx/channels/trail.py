@@ -250,7 +250,7 @@ class Trail:
     #: Group norms that lose channels of every group though they have many, and convolutions that lose whole groups.
     turned: frozenset[str] = frozenset()
     #: Convolutions that lose equally many channels of every group: the number of groups, labels of both sides.
-    within: dict[str, tuple[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    within: dict[str, tuple[int, tuple[Tensor, ...]]] = field(default_factory=dict)
     #: Nodes that run on all channels, with zeros for those that are gone: the channels' dimension.
     full: dict[str, int] = field(default_factory=dict)
     #: Movements that take positions for channels, of whose result the kept ones are selected.

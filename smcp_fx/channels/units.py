@@ -111,9 +111,9 @@ def close(trail: Trail) -> Units:
         for labels in tensors:
             extra += _rectangular(labels, units, pins)
         if not extra:
-            extra += [pairs for labels in elements for pairs in _rectangular(labels, units, pins, alone=True)]
-        if not extra:
             extra += [pairs for spread in trail.spread for pairs in _follow(spread, units, pins)]
+        if not extra:  # last, when it is known what they have met
+            extra += [pairs for labels in elements for pairs in _rectangular(labels, units, pins, alone=True)]
         if not extra:
             break
         pairs += extra

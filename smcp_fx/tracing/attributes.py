@@ -41,10 +41,10 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, value
 
 
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes; lists and dicts copied, since forward may add to them."""
+def _attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """A module's attributes, and what lists and dicts hold, since forward may add to them."""
     return {
-        name: _copied(value) if isinstance(value, (list, dict)) else value
+        name: (value, _copied(value) if isinstance(value, (list, dict)) else None)
         for name, value in vars(module).items()
     }
 
@@ -54,26 +54,27 @@ def _copied(value: list[Any] | dict[Any, Any]) -> list[Any] | dict[Any, Any]:
     return value.copy() if type(value) in (list, dict, OrderedDict) else copy.copy(value)
 
 
-def _restore_attributes(module: nn.Module, attributes: dict[str, Any], constants: bool = True) -> None:
+def _restore_attributes(
+    module: nn.Module, attributes: dict[str, tuple[Any, Any]], constants: bool = True
+) -> None:
     """Undo what forward did to the module while it was traced: a cache would hold proxies now.
 
-    The ``constants`` that the tracer adds stay: the graph reads them.
+    The ``constants`` that the tracer adds stay: the graph reads them. A list or dict that forward has put in the
+    place of another stays as it is, since forward may have returned it.
     """
     for name, value in list(vars(module).items()):
-        if name not in attributes:
-            if not (constants and isinstance(value, Tensor)):
-                del vars(module)[name]
-        elif isinstance(value, (list, dict)) and type(value) is type(attributes[name]):
-            if isinstance(value, list):
-                value.clear()  # the same object, since others may hold it
-                value.extend(attributes[name])
-            elif type(value).update in (dict.update, OrderedDict.update):  # a frozen one stays what it is
-                value.clear()
-                value.update(attributes[name])
-        else:
-            vars(module)[name] = attributes[name]
-    for name in attributes.keys() - vars(module).keys():
-        vars(module)[name] = attributes[name]
+        if name not in attributes and not (constants and isinstance(value, Tensor)):
+            del vars(module)[name]
+    for name, (value, content) in attributes.items():
+        if vars(module).get(name, module) is not value:
+            vars(module)[name] = value
+        if isinstance(value, list):
+            value[:] = content  # the same object, since others may hold it
+        elif not isinstance(value, dict) or not (value or content):  # as the hooks of most modules
+            continue
+        elif type(value).update in (dict.update, OrderedDict.update):
+            value.clear()  # (a frozen one stays what it is)
+            value.update(content)
 
 
 class Attributes:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.values import held
 
 
@@ -30,7 +31,7 @@ def ancestors(node: fx.Node) -> frozenset[fx.Node]:
 def computed_value(
     module: nn.Module, nodes: tuple[fx.Node, ...], given: Mapping[fx.Node, Tensor] | None = None
 ) -> Any:
-    """The value of the last of these nodes, which read nothing but parameters; nothing is written into these.
+    """The value of the last of these nodes in eval mode. They read nothing but parameters, and nothing is written.
 
     ``given``: values to take in the place of what some of the nodes read.
     """
@@ -43,7 +44,7 @@ def computed_value(
             values[node] = held(module, str(node.target))
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        if node.target is overwritten:
+        if node.target is overwritten or is_by_mode(node):
             values[node] = args[1]
         elif node.op == "call_method":
             values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)

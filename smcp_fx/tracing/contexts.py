@@ -32,7 +32,8 @@ from smcp_fx.tracing.memory import memory_of_model
 from smcp_fx.tracing.mode_reads import made_beside, returned_instead
 from smcp_fx.tracing.modes import ModeInterpreter
 from smcp_fx.tracing.operations import operation_name, readable_name, writes_in_place
-from smcp_fx.tracing.values import NO_AUTOCAST, OPAQUE, TensorInfo
+from smcp_fx.tracing.traits import Trait, has
+from smcp_fx.tracing.values import FROZEN, NO_AUTOCAST, TensorInfo
 
 #: Marks nodes that were made while autograd was off.
 NO_GRAD = "smcp_no_grad"
@@ -236,17 +237,23 @@ def _before(ends: list[fx.Node]) -> set[fx.Node]:
 
 
 def pin_layers(module: nn.Module, nodes: Iterable[fx.Node]) -> None:
-    """Of these nodes, which run without gradients, pin those that have weights."""
+    """Of these nodes, which run without gradients, note those that have weights: if layers, their channels stay."""
     for node in nodes:
         if node.op == "call_module":
             weights = list(module.get_submodule(str(node.target)).parameters())
         else:
-            read = [n for n in node.all_input_nodes if n.op == "get_attr"]
+            read = [n for n in map(_unmoved, node.all_input_nodes) if n.op == "get_attr"]
             weights = [w for n in read if isinstance(w := _attribute(module, str(n.target)), nn.Parameter)]
         if any(weight.dim() > 1 for weight in weights):
             node.meta.setdefault(
-                OPAQUE, f"{node.target if node.op == 'call_module' else readable_name(node)!r} {_FROZEN}"
+                FROZEN, f"{node.target if node.op == 'call_module' else readable_name(node)!r} {_FROZEN}"
             )
+
+
+def _unmoved(node: fx.Node) -> fx.Node:
+    while has(operation_name(node, None), Trait.MOVES) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _operands(traced: fx.GraphModule, run: Callable[[Callable[..., Any]], Any]) -> dict[fx.Node, fx.Node]:

@@ -32,7 +32,8 @@ def run_eager(model: nn.Module, inputs: tuple[Any, ...], run: Callable[..., Any]
     )
     with _as_before(model), torch.no_grad():
         model.eval()
-        return (run or model)(*inputs)
+        output = (run or model)(*inputs)
+        return pytree.tree_map(lambda v: v, output)  # a dict that the model keeps is emptied again
 
 
 class Recorder(ModeInterpreter):

@@ -14,17 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from smcp_fx.tracing.operations import operation_name
+from smcp_fx.tracing.traits import Trait, has
 
 _SPLITS = {"split", "unbind", "chunk", "unsafesplit", "unsafechunk"}
-#: Operations that keep the size of every dimension.
+#: Operations beside those on each value that keep the size of every dimension.
 _SAME_SIZES = frozenset(
-    """
-relu relu6 leakyrelu elu selu celu gelu silu mish sigmoid tanh softmax logsoftmax hardswish hardsigmoid hardtanh
-dropout dropout2d identity contiguous batchnorm layernorm groupnorm instancenorm normalize clone detach float half to
-typeas prelu softplus clamp abs neg exp sqrt square zeroslike oneslike emptylike fulllike randnlike maskedfill
-""".split()
+    "softmax logsoftmax contiguous batchnorm layernorm groupnorm instancenorm rmsnorm normalize prelu".split()
 )
-_ARITHMETIC = {"add", "sub", "mul", "div"}
 _FACTORIES = {"zeros", "ones", "empty", "randn", "rand"}
 _SIZED = _FACTORIES | {"view", "reshape", "newzeros", "newones", "newempty"}
 _SPATIAL = {
@@ -131,11 +127,23 @@ class Sizes:
             pair = [place % len(shape) for place in node.args[1:] if type(place) is int]
             other = pair[1 - pair.index(dim)] if len(pair) == 2 and dim in pair else dim
             return (source, other) if len(pair) == 2 else False
-        if name in _ARITHMETIC:  # broadcasting changes no size but 1
-            return (source, dim) if len(shape) == self.value(node).dim() and shape[dim] != 1 else False
+        if has(name, Trait.ELEMENTWISE):  # broadcasting changes no size but 1
+            return self._broadcast(node, name, dim)
         spatial = name in _SPATIAL and dim >= len(shape) - int(name[-2])
         known = name in _SAME_SIZES or name in _SPATIAL or name in ("linear", "getitem")
+        known |= name in ("interpolate", "upsample") and dim < 2
         return (source, dim) if known and not spatial else False
+
+    def _broadcast(self, node: fx.Node, name: str, dim: int) -> bool | tuple[fx.Node, int]:
+        """As `_told`, of operands that meet: the size is that of one that has not size 1."""
+        size, rank, full = self.value(node).shape[dim], self.value(node).dim(), []
+        # Another tensor says which type, no more.
+        for operand in node.all_input_nodes[: 1 if name in ("to", "typeas") else None]:
+            shape = getattr(self.value(operand), "shape", ())
+            place = dim - rank + len(shape)
+            if place >= 0 and shape[place] == size != 1:
+                full.append((operand, place))
+        return any(operand.op == "get_attr" for operand, _ in full) or next(iter(full), False)
 
     def _reshaped(self, node: fx.Node, name: str, source: fx.Node, dim: int) -> bool | tuple[fx.Node, int]:
         """As `_told`, of dimensions that become one, or one that becomes several."""

@@ -21,7 +21,7 @@ from smcp_fx.tracing.mode_paths import ModeTrace, Path, Paths
 from smcp_fx.tracing.mode_reads import FRAME, VIA, leaves
 from smcp_fx.tracing.mode_steps import Step, computes, in_steps, returning_other_shapes, same, structure
 from smcp_fx.tracing.modes import by_mode, conditions, is_by_mode, with_branches
-from smcp_fx.tracing.values import OPAQUE
+from smcp_fx.tracing.values import FROZEN, OPAQUE
 
 
 class UnexplainedError(Exception):
@@ -351,7 +351,7 @@ class _Writer:
 
 def _of_a_choice(node: fx.Node) -> dict[str, Any]:
     """What a choice says of itself: it is neither run without gradients nor opaque, whatever it chooses for."""
-    return {key: value for key, value in node.meta.items() if key not in (NO_GRAD, OPAQUE)}
+    return {key: value for key, value in node.meta.items() if key not in (NO_GRAD, OPAQUE, FROZEN)}
 
 
 def _flag(graph: fx.Graph, owner: str) -> fx.Node:

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` as plain operations, so that its heads and its inputs have channels.
+"""`nn.MultiheadAttention`, and its function, as plain operations, so that heads and inputs have channels.
 
 before   attention(x, y, y, mask)   after   three linears, split into heads, scaled_dot_product_attention, linear
 """
@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def forward_of(
 
 
 def attend(
-    module: nn.MultiheadAttention, value: Callable[[Any], torch.Tensor], /, *args: Any, **kwargs: Any
+    module: Any, value: Callable[[Any], torch.Tensor], /, *args: Any, **kwargs: Any
 ) -> tuple[Any, Any]:
     """What the module's forward returns for such a call."""
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
@@ -85,6 +86,33 @@ def attend(
     return (out.transpose(0, 1) if module.batch_first else out), weights
 
 
+def attend_by_function(
+    value: Callable[[Any], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any] | None:
+    """What a call of `F.multi_head_attention_forward` returns (CLIP's pooling, say); None for one that adds keys."""
+    bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    if given["add_zero_attn"] or any(
+        given[n] is not None for n in ("bias_k", "bias_v", "static_k", "static_v")
+    ):
+        return None
+    width, heads = value(given["query"]).shape[-1], given["num_heads"]
+    names = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight", "training")
+    module = SimpleNamespace(
+        **{name: given[name] for name in names},
+        embed_dim=width,
+        num_heads=heads,
+        head_dim=width // heads,
+        dropout=given["dropout_p"],
+        batch_first=False,
+        out_proj=SimpleNamespace(weight=given["out_proj_weight"], bias=given["out_proj_bias"]),
+    )
+    if given["use_separate_proj_weight"]:
+        module.in_proj_weight = None
+    return attend(module, value, **{name: given[name] for name in (*_NAMES, "average_attn_weights")})
+
+
 def _alike(move: Callable[[Any], Any], sources: list[Any]) -> list[Any]:
     """What is one tensor stays one."""
     known: dict[int, Any] = {}
@@ -94,7 +122,7 @@ def _alike(move: Callable[[Any], Any], sources: list[Any]) -> list[Any]:
     return [known[id(source)] for source in sources]
 
 
-def _projected(module: nn.MultiheadAttention, sources: list[Any]) -> list[Any]:
+def _projected(module: Any, sources: list[Any]) -> list[Any]:
     """[tokens, images, channels] to [images, heads, tokens, channels of a head], three times."""
     packed, bias = module.in_proj_weight, module.in_proj_bias
     if packed is not None and sources[0] is sources[1] is sources[2]:
@@ -113,9 +141,7 @@ def _projected(module: nn.MultiheadAttention, sources: list[Any]) -> list[Any]:
     return made
 
 
-def _masks(
-    module: nn.MultiheadAttention, given: dict[str, Any], value: Callable[[Any], torch.Tensor], query: Any
-) -> list[Any]:
+def _masks(module: Any, given: dict[str, Any], value: Callable[[Any], torch.Tensor], query: Any) -> list[Any]:
     """What is added to the scores [images, heads, queries, keys]."""
     found = []
     for name in ("attn_mask", "key_padding_mask"):

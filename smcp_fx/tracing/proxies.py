@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.proxy import Attribute, Proxy
 from torch.utils import _pytree as pytree
@@ -22,6 +23,7 @@ from smcp_fx.errors import TraceError
 from smcp_fx.tracing.answering import AnsweringTracer
 from smcp_fx.tracing.constant_values import overwritten
 from smcp_fx.tracing.frames import asks_for_type, in_library, instruction_of, looks_up
+from smcp_fx.tracing.plain_attention import attend_by_function
 from smcp_fx.tracing.sentences import express
 
 #: Functions of numpy on single numbers that give what Python's own give; those of `_FLOATS` as a float.
@@ -188,9 +190,16 @@ class AnsweringProxy(Proxy):
 
     @classmethod
     def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Proxy:
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, AnsweringProxy):
-                leaf.tracer.keep_symbolic(leaf, sys._getframe(1))
+        asked = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, AnsweringProxy)]
+        for leaf in asked:
+            leaf.tracer.keep_symbolic(leaf, sys._getframe(1))
+        if orig_method is F.multi_head_attention_forward and asked:
+            tracer = asked[0].tracer
+            plain = attend_by_function(
+                lambda v: tracer.value(v.node) if isinstance(v, Proxy) else v, args, kwargs or {}
+            )
+            if plain is not None:
+                return plain  # type: ignore[return-value]
         return super().__torch_function__(orig_method, types, args, kwargs)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:

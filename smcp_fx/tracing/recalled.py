@@ -60,7 +60,8 @@ def recalled(
             set_modes()
             for (module, name), value in given.items():
                 vars(module)[name] = value
-            outputs = model(*fresh)
+            # In containers of their own: a dict that the model keeps is emptied again.
+            outputs = pytree.tree_map(lambda v: v, model(*fresh))
             held = {key: vars(key[0])[key[1]] for key in kept if key[1] in vars(key[0])}
             return outputs, pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, held)
 

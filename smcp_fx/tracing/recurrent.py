@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.tracing.operations import is_changed
-from smcp_fx.tracing.values import OPAQUE, TensorInfo
+from smcp_fx.tracing.values import FROZEN, OPAQUE, TensorInfo
 
 _CELLS = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 _LAYERS = (nn.LSTM, nn.GRU, nn.RNN)
@@ -58,7 +58,11 @@ def open_recurrent_layers(traced: fx.GraphModule, values: dict[str, Any]) -> Non
     Layers with hooks, with a projection, and on packed sequences stay as they are.
     """
     opened = False
-    for node in [node for node in traced.graph.nodes if node.op == "call_module" and OPAQUE not in node.meta]:
+    for node in [
+        node
+        for node in traced.graph.nodes
+        if node.op == "call_module" and not {OPAQUE, FROZEN} & node.meta.keys()
+    ]:
         module = traced.get_submodule(str(node.target))
         x = node.args[0] if node.args else node.kwargs.get("input")
         if type(module) not in (*_CELLS, *_LAYERS) or is_changed(module) or projects(module):

@@ -45,6 +45,7 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
         _two_at_a_time(graph, node)
         _of_one(graph, node)
         _without_addend(graph, node)
+        _in_steps(model, graph, node)
         source = node.args[0] if node.op == "call_method" and node.target == "requires_grad_" else None
         if isinstance(source, fx.Node) and has(operation_name(source, None), Trait.FILLS):
             node.replace_all_uses_with(source)  # zero states that ask for gradients, which nobody takes
@@ -130,6 +131,23 @@ def _without_addend(graph: fx.Graph, node: fx.Node) -> None:
     for made in (found, scaled):
         made.meta = dict(node.meta)
     node.replace_all_uses_with(scaled)
+    graph.erase_node(node)
+
+
+def _in_steps(model: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
+    """A mean squared error as the difference, its square and the mean that it is."""
+    loss = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+    options = node.kwargs.values() if loss is None else [getattr(loss, "reduction", "")]
+    known = type(loss) is nn.MSELoss or node.target is F.mse_loss
+    if not known or len(node.args) != 2 or any(option not in (None, "mean") for option in options):
+        return
+    with graph.inserting_before(node):
+        difference = graph.call_function(operator.sub, node.args)
+        square = graph.call_method("square", (difference,))
+        mean = graph.call_method("mean", (square,))
+    for made in (difference, square, mean):
+        made.meta = dict(node.meta)
+    node.replace_all_uses_with(mean)
     graph.erase_node(node)
 
 

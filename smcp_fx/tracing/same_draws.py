@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def same_draws() -> Iterator[None]:
     """Every run draws the same numbers, of torch (which the caller puts back), of Python and of NumPy."""
     before = random.getstate(), np.random.get_state()
-    torch.manual_seed(0)
+    _seed_torch()
     random.seed(0)
     np.random.seed(0)
     try:
@@ -32,6 +32,15 @@ def same_draws() -> Iterator[None]:
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
+
+
+def _seed_torch() -> None:
+    """Only devices in use: torch puts off the seeds of the others, which would then undo the user's own seed."""
+    torch.default_generator.manual_seed(0)
+    torch.mps.manual_seed(0)
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if device.is_initialized():
+            device.manual_seed_all(0)
 
 
 class _InOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]

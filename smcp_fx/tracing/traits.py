@@ -50,15 +50,16 @@ _NAMES = {
     Trait.ELEMENTWISE: """
         abs acos acosh add addcdiv addcmul alphadropout angle asarray asin asinh astensor atan atan2 atanh
         bernoulli bfloat16 bitwiseand bitwisenot bitwiseor bool byte ceil celu clamp clone complex conj
-        conjphysical copy copysign cos cosh detach div double dropblock2d dropblock3d dropout dropout1d dropout2d
-        dropout3d elu emptylike eq equal erf erfc exp exp2 expm1 featurealphadropout fill float floor floordiv
-        floordivide fmax fmin fmod frac fulllike ge gelu gt half hardshrink hardsigmoid hardswish hardtanh
-        heaviside hypot identity imag int invert isfinite isinf isnan le leakyrelu lerp log log10 log1p log2
-        logaddexp logicaland logicalnot logicalor logicalxor logit logsigmoid long lt maskedfill maximum minimum
-        mish mod mul nantonum ne neg oneslike overwritten polar pos positive ownelementwise pow randlike randnlike
-        real reciprocal relu relu6 remainder resolveconj round rrelu rsqrt selu sgn short sigmoid sign silu sin sinc
-        sinh softplus softshrink softsign sqrt square stochasticdepth sub swish tan tanh tanhshrink threshold to
-        trunc type typeas where xlogy zero zeroslike
+        conjphysical copy copysign cos cosh detach div double dropblock2d dropblock3d dropout dropout1d
+        dropout2d dropout3d elu emptylike eq equal erf erfc exp exp2 expm1 fakequantizepertensoraffine
+        featurealphadropout fill float floor floordiv floordivide fmax fmin fmod frac fulllike ge gelu gt half
+        hardshrink hardsigmoid hardswish hardtanh heaviside hypot identity imag int invert isfinite isinf isnan
+        le leakyrelu lerp log log10 log1p log2 logaddexp logicaland logicalnot logicalor logicalxor logit
+        logsigmoid long lt maskedfill maximum minimum mish mod mul nantonum ne neg oneslike overwritten polar
+        pos positive ownelementwise pow randlike randnlike real reciprocal relu relu6 remainder resolveconj
+        round rrelu rsqrt selu sgn short sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt
+        square stochasticdepth sub swish tan tanh tanhshrink threshold to trunc type typeas where xlogy zero
+        zeroslike
     """,
     Trait.FILLS: "empty full newempty newfull newones newzeros ones zeros",
     Trait.DRAWN: "bernoulli emptylike randlike randnlike rrelu",

@@ -15,6 +15,8 @@ ORIGIN = "smcp_origin"
 PASSED_ON = "smcp_passed_on"
 #: On a module's call: why it is treated as unknown, whatever the module is.
 OPAQUE = "smcp_opaque"
+#: On nodes that read weights without gradients: why the channels of layers among them stay.
+FROZEN = "smcp_frozen"
 #: On an operation: it runs with `torch.autocast` switched off.
 NO_AUTOCAST = "smcp_no_autocast"
 

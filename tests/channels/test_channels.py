@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 
-import models_broadcasts  # noqa: F401  (these register their networks)
-import models_filled  # noqa: F401
-import models_folded  # noqa: F401
-import models_generated  # noqa: F401
-import models_layers  # noqa: F401
-import models_mixed  # noqa: F401
-import models_movement  # noqa: F401
-import models_overwritten  # noqa: F401
-import models_products  # noqa: F401
-import models_recurrent  # noqa: F401
-import models_running  # noqa: F401
-import models_shapes  # noqa: F401
-import models_spectra  # noqa: F401
-import models_stacks  # noqa: F401
-import models_statistics  # noqa: F401
-import models_weights  # noqa: F401
-import models_windows  # noqa: F401
-import models_wiring  # noqa: F401
 import pytest
 import torch
 import torch.nn.functional as F
-from free_channels_page import line, lines
+from free_channels_page import KINDS, line, lines
 from models import AWKWARD, IMAGE, Case, between, check_slicing, randomise, run
+from prices import CheckedCost
 from tolerances import assert_close
 
 import smcp_fx
 
+for kind in KINDS:
+    importlib.import_module(kind)  # which registers its networks
+
 
 @pytest.mark.filterwarnings("ignore:.* fuses weights in one mode alone")
 @pytest.mark.parametrize("case", AWKWARD, ids=lambda case: case.name)
-def test_awkward_network(case: Case) -> None:
-    prepared = check_slicing(case.build(), case.inputs(), seeds=(0, 1))
+def test_awkward_network(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    """Sliced exactly, as free as it is said to be, and with a price at any width."""
+    prepared = check_slicing(case.build(), case.inputs(), seeds=(0, 1), cost=CheckedCost())
+    assert "cannot be built" not in caplog.text
     assert prepared.channels.free_share == pytest.approx(case.free)
     assert line(case, prepared.channels) in lines(), "run tests/free_channels_page.py"
 

@@ -93,6 +93,27 @@ def test_channels_mixed_by_the_size_stay(wiring: Wiring, beside: bool, channels:
     assert not channel_graph["stem"].free
 
 
+def test_a_way_back_at_one_size_alone_is_gone() -> None:
+    """Windows of four by four, then a grid of four by four, as in MaxViT: at 16 pixels both split alike."""
+
+    def wiring(s: Any, h: Tensor) -> Tensor:
+        b, c, rows, columns = h.shape
+        windows = h.permute(0, 2, 3, 1).view(b, rows // 4, 4, columns // 4, 4, c).permute(0, 1, 3, 2, 4, 5)
+        joined = s.one(windows).permute(0, 1, 3, 2, 4, 5).reshape(b, rows, columns, c)
+        grid = joined.view(b, 4, rows // 4, 4, columns // 4, c).permute(0, 2, 4, 1, 3, 5)
+        mixed = s.two(grid - grid.mean((3, 4), keepdim=True))
+        return mixed.permute(0, 3, 1, 4, 2, 5).reshape(b, rows, columns, c).permute(0, 3, 1, 2)
+
+    model = randomise(between(wiring, 8, one=nn.Linear(8, 8), two=nn.Linear(8, 8))).double().eval()
+    prepared = smcp_fx.prepare(model, torch.randn(2, 3, 16, 16, dtype=torch.float64))
+    assert prepared.channels.free_share == 1
+    prepared.set_masks(random_masks(prepared, 0))
+    sliced = smcp_fx.convert(prepared)
+    for side in (16, 24, 32):
+        x = (torch.randn(2, 3, side, side, dtype=torch.float64),)
+        assert_close(run(sliced, x), run(prepared, x), "slicing", str(side))
+
+
 def test_channels_rolled_by_the_width_stay() -> None:
     """By four places at the example's width, by eight at the other."""
     assert not checked_at_other_sizes(between(rolled, 9), (2, 3, 4, 4)).channels["stem"].free

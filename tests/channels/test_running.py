@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 
 import models_running
+import models_weights
 import pytest
 import torch
 from models import AWKWARD, Case, Net, random_masks, randomise
@@ -100,6 +101,27 @@ def test_a_model_that_writes_its_own_buffers() -> None:
     for network in (model, prepared):
         network.train()(image)
     assert_close(_buffers(prepared), _buffers(model), "identity", "buffers")
+
+
+def test_a_range_of_a_weight_that_the_network_shows_moves_on() -> None:
+    """The weight is folded, its parameter stays for the range; one that nothing shows goes with its parameter."""
+    for shows in (True, False):
+        model = Net(
+            lambda s, x: (s.out(s.mid(s.stem(x))), s.mid.range if s.shows else None),
+            stem=nn.Conv2d(3, 8, 3),
+            mid=models_weights.ObservedWeight("in steps"),
+            out=nn.Conv2d(8, 4, 3),
+            shows=shows,
+        )
+        prepared = smcp_fx.prepare(randomise(model), torch.randn(2, 3, 8, 8))
+        assert prepared.channels.free_share == 1
+        sliced = smcp_fx.convert(prepared).train()
+        buffers = _buffers(sliced)
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        sliced(torch.randn(2, 3, 8, 8))
+        moved = [name for name, buffer in buffers.items() if not torch.equal(buffer, before[name])]
+        assert moved == (["mid.range"] if shows else [])
+        assert ("mid.mul_value" in sliced.state_dict()) == shows
 
 
 def test_what_initialises_itself_says_what_to_do() -> None:

@@ -2,82 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import option_fuzzing
 import pytest
-import torch
-from rich.console import Console
+from run_command import COMMANDS, run
 
-from smcp_fx.cli import compile as compile_cli
-from smcp_fx.cli import inspect as inspect_cli
-from smcp_fx.cli import table as table_cli
-from smcp_fx.cli import train as train_cli
-from smcp_fx.cli.common import consoles, guarded, wait_asleep
 from smcp_fx.compiler import CompileSettings
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.errors import CheckpointError, InputError
 from smcp_fx.storage.files import locked
-from smcp_fx.zoo.data import call_factory, load_data
-
-FILE = """
-import os, sys
-import torch
-from torch import nn
-
-def build():
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
-    )
-
-def frozen():
-    return build().requires_grad_(False)
-
-class Leaving(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = build()
-
-    def forward(self, x):
-        sys.exit(0)
-
-def leaves():
-    sys.exit(0)
-
-def labels():
-    return [(torch.zeros(1, 8, 8), -1)] * 4, [(torch.zeros(1, 8, 8), 0)]
-
-def nothing():
-    return [], []
-"""
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "compile": compile_cli.main,
-    "table": table_cli.main,
-    "inspect": inspect_cli.main,
-    "train": train_cli.main,
-}
-#: The previous run that stands in the folder of every command line here.
-BEFORE = {
-    "out/state/settings.json": "{}",
-    "out/state/dense.safetensors": "of days of training",
-    "out/state/pruning.safetensors": "of days more",
-    "out/state/comparisons.json": "[]",
-    "out/pruned.onnx": "what came of them",
-}
-
-
-def run(command: str, arguments: list[str]) -> int:
-    try:
-        return COMMANDS[command](arguments)
-    except SystemExit as stopped:
-        return int(stopped.code or 0)
 
 
 def content(folder: Path) -> dict[str, bytes | None]:
@@ -86,16 +23,6 @@ def content(folder: Path) -> dict[str, bytes | None]:
         for path in sorted(folder.rglob("*"))
         if "__pycache__" not in path.parts
     }
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a model file and a run of before."""
-    for name, text in {**BEFORE, "file.py": FILE}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 MODEL = ["--model", "file.py:build"]
@@ -290,146 +217,3 @@ def test_damaged_settings_are_told(here: Path, text: str) -> None:
     folder = RunFolder(settings(out="out", resume=True), {"settings": {"a": 1}, "config": {}})
     with pytest.raises(CheckpointError, match=r"settings\.json .*start without --resume"):
         folder.look()
-
-
-# ---- terminals --------------------------------------------------------------------------------------------------
-
-
-def test_a_reader_that_goes_away_is_no_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
-    def write() -> int:
-        raise BrokenPipeError(32, "Broken pipe")
-
-    assert guarded("smcp", write, Console(stderr=True), debug=False) == 141
-    assert capsys.readouterr().err == ""
-
-
-def test_advice_to_free_space_is_for_full_disks_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(number: int) -> Callable[[], int]:
-        def run() -> int:
-            raise OSError(number, os.strerror(number), "a[/x]b")
-
-        return run
-
-    problems = consoles()[1]
-    assert guarded("smcp", fail(28), problems, debug=False, advice="Free space.") == 2
-    assert guarded("smcp", fail(22), problems, debug=False, advice="Free space.") == 2
-    full, other = capsys.readouterr().err.splitlines()
-    assert full == "smcp: No space left on device: a[/x]b. Free space."
-    assert other == "smcp: Invalid argument: a[/x]b"
-
-
-def test_too_little_memory_is_told_and_other_errors_are_not_hidden(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail(error: Exception) -> Callable[[], int]:
-        def run() -> int:
-            raise error
-
-        return run
-
-    problems = consoles()[1]
-    words = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory: you tried to allocate"
-    for error in (MemoryError(), RuntimeError(words)):
-        assert guarded("smcp", fail(error), problems, debug=False) == 2
-        assert "not enough memory" in capsys.readouterr().err
-    with pytest.raises(RuntimeError, match="a fault"):
-        guarded("smcp", fail(RuntimeError("a fault")), problems, debug=False)
-
-
-def test_a_terminal_without_the_letters_shows_escapes(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
-    told = io.BytesIO()
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(told, "ascii"))
-    assert run("table", ["show", "größe.sqlite"]) == 2
-    sys.stderr.flush()
-    assert b"gr\\xf6\\xdfe.sqlite" in told.getvalue()
-
-
-@pytest.mark.parametrize("command", [["train", "--list"], ["compile"]])
-def test_a_pipe_that_closes_ends_a_listing(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, "w", encoding="utf-8") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        assert run(command[0], command[1:]) == 141
-
-
-@pytest.mark.parametrize(("command", "code"), [(["train", "--list"], 0), (["compile"], 2)])
-def test_a_closed_output_is_no_fault(command: list[str], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the shell's ``>&-`` leaves it."""
-    monkeypatch.setattr(sys, "stdout", None)
-    assert run(command[0], command[1:]) == code
-    sys.stdout.close()
-
-
-def test_a_working_directory_that_is_gone_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert run("table", ["show", "t.sqlite"]) == 2
-    assert "the working directory cannot be read" in capsys.readouterr().err
-
-
-def test_locale_c_and_no_home(here: Path) -> None:
-    """The command as a process, where the environment gives nothing."""
-    environment = {"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
-                   "OMP_NUM_THREADS": "1"}  # fmt: skip
-    command = [sys.executable, "-m", "smcp_fx.cli.table", "show", "gr\xf6\xdfe.sqlite".encode()]
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
-    assert done.returncode == 2
-    assert b"not text in ascii" in done.stderr and done.stderr.count(b"\n") == 1
-
-
-def test_relative_paths_begin_where_the_command_was_given(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A factory that changes the directory does not change what the other options name."""
-    monkeypatch.chdir("/")
-    assert isinstance(call_factory("file.py:build", here), torch.nn.Module)
-    with pytest.raises(InputError, match=r"file\.py:nothing: samples must be"):
-        load_data("file.py:nothing", here)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [([], 2, "python -m smcp_fx compile"), (["compile", "--version"], 0, "smcp-compile")],
-)
-def test_the_package_runs_as_a_module(arguments: list[str], code: int, said: str) -> None:
-    ended = subprocess.run([sys.executable, "-m", "smcp_fx", *arguments], capture_output=True, text=True)
-    assert ended.returncode == code and said in ended.stdout
-
-
-def test_threads_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command starts itself again, once, unless it has one thread or is called by another program."""
-    started: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(os, "execv", lambda *given: started.append(given))
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "smcp_fx.cli.train", "recipe"])
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        monkeypatch.delenv(name, raising=False)
-    threads = 1
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    wait_asleep(None)
-    threads = 2
-    wait_asleep(["recipe"])
-    assert not started
-    wait_asleep(None)
-    wait_asleep(None)  # the second time as the command that was started
-    assert started == [(sys.executable, [sys.executable, "-m", "smcp_fx.cli.train", "recipe"])]
-    assert os.environ["OMP_WAIT_POLICY"] == "passive"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="commands start themselves again on POSIX alone")
-def test_a_command_that_starts_itself_again_says_everything_once(tmp_path: Path) -> None:
-    script = tmp_path / "command.py"
-    script.write_text(
-        "import os, sys\nfrom smcp_fx.cli.common import wait_asleep\nwait_asleep(None)\n"
-        "print(os.environ.get('OMP_WAIT_POLICY'), *sys.argv[1:])\nsys.exit(3)\n"
-    )
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-    ended = subprocess.run(
-        [sys.executable, script, "a b", ""], env={**environment, "OMP_NUM_THREADS": "2"},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "passive a b \n", "")

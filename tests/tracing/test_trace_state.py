@@ -297,3 +297,35 @@ def test_a_buffer_that_is_filled_in_the_first_call_is_a_cache(ran: bool) -> None
     prepared = smcp_fx.prepare(model, image(), config=smcp_fx.PruningConfig(multiple=1))
     assert prepared.channels.free_share == 1
     assert torch.equal(prepared(image()), expected)
+
+
+class Kept(nn.Module):
+    """Returns a dict or a list that it keeps as an attribute, as Monodepth2's decoder does."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.outputs, self.parts = way, {}, []
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> object:
+        y = self.b(torch.relu(self.a(x)))
+        if self.way == "list":
+            self.parts.clear()
+            self.parts.append(y)
+            return self.parts
+        if self.way == "new":
+            self.outputs = {}
+        self.outputs["disparity", 0] = y
+        return self.outputs
+
+
+@pytest.mark.parametrize("way", ["new", "same", "list"])
+def test_a_dict_that_the_model_keeps_may_be_its_output(way: str) -> None:
+    model = Kept(way).eval()
+    outputs, parts = model.outputs, model.parts
+    prepared = smcp_fx.prepare(model, image())
+    assert model.outputs is outputs and model.parts is parts and not outputs and not parts
+    assert not prepared.regions and prepared.channels.free_share == 1
+    found, expected = prepared(image()), model(image())
+    key = 0 if way == "list" else ("disparity", 0)
+    assert torch.equal(found[key], expected[key])

@@ -1,15 +1,12 @@
-"""Networks of every kind have a price: blocks that are built and run at any width, and costs that can be solved."""
+"""A cost that checks what a network's price rests on, while the network is prepared with it."""
 
 from __future__ import annotations
 
-import importlib
+import warnings
 
 import pytest
 import torch
-from free_channels_page import KINDS
-from models import AWKWARD, Case
 
-import smcp_fx
 from smcp_fx.allocation.problem import tabulate
 from smcp_fx.blocks.cutting import cut
 from smcp_fx.channels import ChannelGraph
@@ -18,20 +15,24 @@ from smcp_fx.costs.flops import FlopsCost
 from smcp_fx.costs.parameters import ParamsCost
 from smcp_fx.tracing.tracer import Traced
 
-for kind in KINDS:
-    importlib.import_module(kind)
+#: Signatures of blocks that were built already: they stand for all blocks that have them, as in a latency table.
+_BUILT: set[str] = set()
 
 
-class Checked:
-    """A cost that builds all blocks and solves for all other costs before it is used."""
+class CheckedCost:
+    """Builds and runs all blocks, and solves for all other costs, before it counts multiply-adds."""
 
     def network_cost(self, traced: Traced, channels: ChannelGraph) -> NetworkCost:
         for block in cut(traced, channels):
+            if block.signature in _BUILT:
+                continue
             for share in (0.0, 0.5, 1.0) if block.grids else ():
                 widths = tuple(grid[int(share * (len(grid) - 1))] for grid in block.grids)
                 module, inputs = block.build(widths)
-                with torch.no_grad():
+                with torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # a deviation of one channel
                     module(*inputs)
+            _BUILT.add(block.signature)
         for cost in (ParamsCost(), FlopsCost()):
             whole = cost.network_cost(traced, channels)
             for counts in (whole.full_counts, whole.smallest_counts):
@@ -39,12 +40,3 @@ class Checked:
                 tabulate(near)
                 assert near.cost(counts) == pytest.approx(whole.cost(counts))
         return whole
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", AWKWARD, ids=lambda case: case.name)
-def test_a_network_has_a_price_at_any_width(case: Case, caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    config = smcp_fx.PruningConfig(multiple=1)
-    smcp_fx.prepare(case.build().eval(), case.inputs(), cost=Checked(), config=config, check=False)
-    assert "cannot be built" not in caplog.text
