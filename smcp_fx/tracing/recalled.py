@@ -43,7 +43,8 @@ def kept_by_forward(model: nn.Module) -> Kept:
         (module, name)
         for module in model.modules()
         for name, value in vars(module).items()
-        if name not in _OWN | module._buffers.keys()
+        if name not in _OWN
+        and name not in module._buffers
         and any(isinstance(leaf, Proxy) for leaf in pytree.tree_leaves(value))
     }
 

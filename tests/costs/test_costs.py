@@ -9,14 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Net, Residual, between, chain, conv, conv_bn, free_parameter, random_masks, size_of
+from models_attention import channels_attend_to_channels, channels_attend_to_fewer
 from models_generated import hypernetwork_of_two_layers, linear_of_each_image
-from models_products import (
-    TOKENS,
-    attention_of_one_head,
-    attention_of_torch_with_one_head,
-    channels_attend_to_channels,
-    channels_attend_to_fewer,
-)
+from models_products import TOKENS, attention_of_one_head, attention_of_torch_with_one_head
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
