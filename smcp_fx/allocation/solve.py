@@ -87,13 +87,9 @@ def allocate(
     counts = problem.counts(choice)
     value = float(sum(v[i] for v, i in zip(arrays, choice, strict=True)))
     bound = max(bound, value)
-    gap = (
-        0.0
-        if bound == value
-        else (bound - value) / gap_unit(bound, arrays)
-        if math.isfinite(bound)
-        else math.inf
-    )
+    gap = bound - value
+    if 0.0 < gap < math.inf:
+        gap /= gap_unit(bound, arrays)
     return Allocation(counts, value, cost.cost(counts), bound, gap, time.perf_counter() - begin, method)
 
 
