@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smcp_fx.calibration.batches import Batch, again, device_of, each_batch, number_of, run_batch
+from smcp_fx.calibration.batches import again, device_of, each_batch, number_of, run_batch
 from smcp_fx.calibration.elimination import Elimination
+from smcp_fx.calibration.objective import Loss, Objective
 from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.repair import repair
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel
-from smcp_fx.errors import InputError, SmcpError
+from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
 from smcp_fx.prepare import ConvertedModule, convert, prepare, sliced_graph, trained_graph
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning.importance import TaylorImportance
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Floats
-from smcp_fx.tracing.example_runs import first_line
 
-Loss = Callable[[Any, Any], Tensor]
 #: Shares of the time after which the first and the second of three parts of gathering are done. Estimates.
 _SHARES = (0.3, 0.7)
 
@@ -103,14 +100,15 @@ def gather_importance(
     """
     state, batches = prepared.smcp, again(batches)
     first, gathering, ordering = Stretch(progress).split(*_SHARES)
-    first_order(prepared, batches, loss, None if progress is None else first)
+    objective = Objective(loss)
+    first_order(prepared, batches, objective, None if progress is None else first)
     if not bool((state.gathered > 0).any()) and state.gathered.numel():
         raise InputError(
             "no channel matters to the loss of these batches: are all inputs, or all outputs, zero?"
         )
     everything = torch.ones_like(state.keep)
     elimination = Elimination(prepared, trained_graph(prepared), everything, int(state.gathers))
-    _gather(elimination, batches, loss, gathering)
+    _gather(elimination, batches, objective, gathering)
     rises = _put_in_order(elimination, state, state.gathered, ordering)
     state.rises = _all_rises(state, rises) if rises else None
 
@@ -143,7 +141,7 @@ def gather_halfway(
     repairing, gathering, ordering = Stretch(progress).split(*_SHARES)
     repair(network[1], prepared, batches, progress=repairing)
     elimination = Elimination(prepared, network, there, number_of(batches))
-    _gather(elimination, batches, loss, gathering, trained_graph(prepared)[1])
+    _gather(elimination, batches, Objective(loss), gathering, trained_graph(prepared)[1])
     found = _put_in_order(elimination, state, state.remembered, ordering)
     state.rises = _joined(before, found, {name: int(state.of_group(there, name).sum()) for name in before})
 
@@ -151,7 +149,7 @@ def gather_halfway(
 def _gather(
     elimination: Elimination,
     batches: Any,
-    loss: Loss | None,
+    objective: Objective,
     progress: Progress,
     labelling: nn.Module | None = None,
 ) -> None:
@@ -163,10 +161,11 @@ def _gather(
         for batch in each_batch(batches):
             batch = batch.to(device)
             elimination.add(batch)
-            if labelling is not None and batch.labels is None and loss is None:
+            drawn = None
+            if labelling is not None and objective.draws(batch):
                 with torch.no_grad(), in_mode(labelling, False):
-                    batch = replace(batch, labels=_drawn(run_batch(labelling, batch), batch))
-            elimination.gradients(batch, partial(_loss_of, batch=batch, loss=loss))
+                    drawn = objective.drawn(run_batch(labelling, batch), batch)
+            elimination.gradients(batch, partial(objective, batch=batch, drawn=drawn))
             progress(min(batch.number / elimination.batches, 1.0))
 
 
@@ -220,7 +219,7 @@ def _all_rises(state: PruningState, known: dict[str, Floats]) -> dict[str, Float
 
 
 def first_order(
-    prepared: PreparedModel, batches: Any, loss: Loss | None = None, progress: Progress | None = None
+    prepared: PreparedModel, batches: Any, objective: Objective, progress: Progress | None = None
 ) -> None:
     """Gather the first-order importances of channels alone; as `gather_importance` otherwise."""
     state, importance = (
@@ -238,7 +237,7 @@ def first_order(
             for batch in each_batch(batches):
                 prepared.zero_grad(set_to_none=True)
                 batch = batch.to(device)
-                _loss_of(run_batch(prepared, batch), batch, loss).backward()  # type: ignore[no-untyped-call]
+                objective(run_batch(prepared, batch), batch).backward()  # type: ignore[no-untyped-call]
                 units = importance(prepared)
                 # The mean of all so far; one that is not finite is told, instead of left out.
                 if not bool(torch.isfinite(units).all()):
@@ -253,45 +252,3 @@ def first_order(
         for parameter, gradient, learns in before:
             parameter.requires_grad_(learns)
             parameter.grad = gradient
-
-
-def _loss_of(outputs: Any, batch: Batch, loss: Loss | None) -> Tensor:
-    labels = batch.labels
-    if loss is None and not (isinstance(outputs, Tensor) and outputs.dim() >= 2):
-        told = (
-            f"of shape {tuple(outputs.shape)}"
-            if isinstance(outputs, Tensor)
-            else f"a {type(outputs).__name__}"
-        )
-        raise InputError(
-            f"the model's output is {told}, not classes' scores [images, classes, ...]: give loss=, a function of "
-            "(outputs, labels)"
-        )
-    if loss is None and labels is None:
-        labels = _drawn(outputs, batch)
-    try:
-        value = F.cross_entropy(outputs.float(), labels) if loss is None else loss(outputs, labels)
-    except SmcpError:
-        raise
-    except Exception as error:
-        raise InputError(f"the loss of {batch} fails: {type(error).__name__}: {first_line(error)}") from error
-    if not isinstance(value, Tensor) or value.numel() != 1 or not bool(torch.isfinite(value).all()):
-        shown = (
-            f"of shape {tuple(value.shape)}"
-            if isinstance(value, Tensor) and value.numel() != 1
-            else f"{value}"
-        )
-        raise InputError(f"the loss of {batch} is {shown}; it must be one finite number, as a tensor")
-    if not value.requires_grad:
-        raise InputError(
-            f"the loss of {batch} has no gradient: it must be computed from the outputs, by torch"
-        )
-    return value
-
-
-def _drawn(outputs: Tensor, batch: Batch) -> Tensor:
-    """Return labels that are drawn by the scores that a model gives its classes, [images, ...]."""
-    scores = outputs.detach().float().movedim(1, -1)
-    if not bool(torch.isfinite(scores).all()):
-        raise InputError(f"the model's outputs for {batch} are NaN or infinite: look at its activations")
-    return torch.multinomial(scores.softmax(-1).flatten(0, -2), 1).reshape(scores.shape[:-1])

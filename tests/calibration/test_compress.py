@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import smcp_fx
 from smcp_fx.calibration.compress import first_order
+from smcp_fx.calibration.objective import Objective
 from smcp_fx.errors import InfeasibleBudgetError, InputError
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
@@ -100,7 +101,7 @@ def test_importances_are_the_mean_over_batches_by_autograd() -> None:
     )
     batches = _batches(labels=True)
     prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), config=SMALL)
-    first_order(prepared, batches)
+    first_order(prepared, batches, Objective())
     expected = torch.zeros(6)
     for x, y in batches:
         (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), model[2].weight)

@@ -17,9 +17,14 @@ from smcp_fx.allocation import allocate
 from smcp_fx.calibration.batches import each_batch
 from smcp_fx.calibration.compress import first_order
 from smcp_fx.calibration.elimination import Elimination
+from smcp_fx.calibration.objective import Objective
 from smcp_fx.prepare import trained_graph
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
+
+
+def _first_order(prepared: smcp_fx.PreparedModel, batches: Any) -> None:
+    first_order(prepared, batches, Objective())
 
 
 def _order(model: nn.Module, x: Tensor) -> Tensor:
@@ -92,7 +97,7 @@ def test_a_group_keeps_its_importances_and_changes_who_has_them() -> None:
     torch.manual_seed(0)
     model, x = randomise(chain(8, 12)).eval(), torch.randn(32, 3, 8, 8)
     found = []
-    for gather in (smcp_fx.gather_importance, first_order):
+    for gather in (smcp_fx.gather_importance, _first_order):
         prepared = smcp_fx.prepare(model, x[:2], config=SMALL)
         gather(prepared, [(x, torch.arange(32) % 5)])
         found.append(prepared.pruner.importance)
@@ -168,7 +173,7 @@ def test_groups_that_are_not_known_are_compared_by_first_order_on_the_scale_of_t
         randomise(_CalledAsFunction()).eval(),
         [],
     )
-    for gather in (smcp_fx.gather_importance, first_order):
+    for gather in (smcp_fx.gather_importance, _first_order):
         prepared = smcp_fx.prepare(model, x[:2], config=SMALL)
         gather(prepared, [(x, y)])
         found.append(prepared)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import smcp_fx
 from smcp_fx.calibration.batches import each_batch, number_of
+from smcp_fx.calibration.objective import Objective
 from smcp_fx.errors import InfeasibleBudgetError
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
@@ -75,8 +75,7 @@ def test_below_halfway_it_is_what_the_halfway_network_says_of_itself() -> None:
 
 def test_labels_that_are_missing_are_drawn_by_the_whole_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here always the likeliest ones, which the batches have as labels."""
-    module = importlib.import_module("smcp_fx.calibration.compress")
-    monkeypatch.setattr(module, "_drawn", lambda scores, batch: scores.argmax(1))
+    monkeypatch.setattr(Objective, "drawn", lambda self, scores, batch: scores.argmax(1))
     (labelled, batches), (without, _) = _gathered(), _gathered()
     half = copy.deepcopy(labelled)
     half.pruner.solve(0.5)
