@@ -1,7 +1,8 @@
 """Making a pruned network good again from data alone, without training."""
 
 from smcp_fx.calibration.batch_norms import recalibrate
-from smcp_fx.calibration.compress import compress, gather_halfway, gather_importance
+from smcp_fx.calibration.compress import compress
+from smcp_fx.calibration.gathering import gather_halfway, gather_importance
 from smcp_fx.calibration.repair import repair
 from smcp_fx.calibration.side_by_side import LayerRepair, RepairReport
 

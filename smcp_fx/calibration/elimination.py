@@ -15,8 +15,7 @@ channels but does not compare groups. Of the data, only sums of products are kep
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,32 +24,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from smcp_fx.calibration.batches import Batch, entering, run_batch
-from smcp_fx.calibration.consumers import consumer_of
-from smcp_fx.calibration.frontier import Frontier
-from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT, Consumer
-from smcp_fx.calibration.regression import WIDEST, Sums
-from smcp_fx.passes.insert_soft_masks import masked_layers
+from smcp_fx.calibration.batches import Batch, run_batch
+from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT
+from smcp_fx.calibration.readers import Reader, Run, readers_of, watching
+from smcp_fx.calibration.regression import Gram
 from smcp_fx.prepared import PreparedModel
-from smcp_fx.tracing.modes import run_in_eval
 
-#: Added to each variance: a share of the inputs' mean variance, and a share of their mean square (lost to rounding).
-#: Chosen, not measured.
-_RIDGE, _ROUNDING = 1e-3, 1e-12
+#: Added to each variance: a share of the inputs' mean variance, and of their mean square so many times the rounding of
+#: the products. Chosen, not measured.
+_RIDGE, _ROUNDINGS = 1e-3, 16
 #: One in this many of the remaining channels goes at a time, but at least one. Chosen, not measured.
 _AT_ONCE = 32
+#: Shares of a group at which its readers' fitted weights are kept.
+_STOPS = (0.9, 0.75, 0.5, 0.25)
 
 
-@dataclass
-class _Reader:
-    """A layer that reads free channels; ``places`` [groups, inputs]: each column's unit, -1 for one that stays."""
+@dataclass(frozen=True)
+class Refit:
+    """A group with ``count`` units left: by reader, the change of its weight [as the weight] and of its mean output.
 
-    consumer: Consumer
-    places: Tensor
-    sums: Sums
-    squares: Tensor | None = (
-        None  # squared gradients by each output, [groups, outputs], summed over positions and images
-    )
+    The change of the mean output, [outputs], is what the fitted bias (or the batch norm behind) takes away.
+    """
+
+    count: int
+    changes: Mapping[Reader, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -62,23 +59,28 @@ class Order:
 
     units: Tensor
     rises: NDArray[np.float64] | None
+    refits: tuple[Refit, ...] = ()
 
 
 @dataclass
 class _Part:
     """A layer's share in a group: for each unit of ``units`` [n] its ``columns`` [n, b] of the layer's inputs.
 
-    ``inverse`` [groups, d, d] of the covariance, ``weight`` [groups, d, outputs], each output in its own scale. Both
-    hold zeros at removed units, and are made smaller once a quarter is removed.
+    ``inverse`` [groups, d, d] of the covariance, ``weight`` [groups, d, outputs], ``heed`` [groups, 1, outputs]: what a
+    squared error of each output counts. The first two hold zeros at removed units, and are made smaller once a
+    quarter is removed.
     """
 
+    reader: Reader
     units: Tensor
     columns: Tensor
     inverse: Tensor
     weight: Tensor
+    heed: Tensor
 
     def __post_init__(self) -> None:
         self._left = torch.ones(self.weight.shape[1], dtype=torch.bool, device=self.weight.device)
+        self._at = torch.arange(self.weight.shape[1], device=self.weight.device)  # the original inputs
 
     def costs(self) -> Tensor:
         """Return the error that removing each unit alone would add, [n]."""
@@ -86,7 +88,7 @@ class _Part:
         blocks = self.inverse[:, self.columns[:, :, None], self.columns[:, None, :]]
         single = self.columns.shape[1] == 1
         errors = rows.square() / blocks if single else rows * torch.linalg.solve(blocks, rows)
-        return errors.sum((0, 2, 3))
+        return (errors * self.heed.unsqueeze(1)).sum((0, 2, 3))
 
     def remove(self, gone: Tensor) -> float:
         """Remove units (bool [n]), let the others make up for them, and return the error added."""
@@ -96,7 +98,7 @@ class _Part:
             rows, across = self.weight[:, out], self.inverse[:, out]
             block = across[:, :, out]
             fitted = torch.linalg.solve(block, rows)
-            error = float((rows * fitted).sum())
+            error = float((rows * fitted * self.heed).sum())
             self.weight.baddbmm_(across.mT, fitted, alpha=-1)
             self.inverse.baddbmm_(across.mT, torch.linalg.solve(block, across), alpha=-1)
             self._left[out] = False
@@ -104,15 +106,23 @@ class _Part:
                 self._compact()
         return error
 
+    def change(self) -> tuple[Tensor, Tensor]:
+        """Return what removing has changed of the weight, as the weight, and of the mean output, [outputs]."""
+        consumer, gram = self.reader.consumer, self.reader.gram
+        matrix = -consumer.matrix(consumer.weight)
+        matrix[:, self._at[self._left]] += self.weight[:, self._left]
+        offset = (gram.x.to(matrix).unsqueeze(1) / gram.count) @ matrix
+        return consumer.unmatrix(matrix), offset.flatten().to(consumer.weight)
+
     def _compact(self) -> None:
         left = self._left
         self.weight, self.inverse = self.weight[:, left], self.inverse[:, left][:, :, left]
         self.columns = (left.cumsum(0) - 1)[self.columns]
-        self._left = left[left]
+        self._at, self._left = self._at[left], left[left]
 
 
 class Elimination:
-    """Gathers the inputs of layers over batches, then orders channels by how dispensable they are.
+    """Gathers what layers read over batches, then orders channels by how dispensable they are.
 
     ``network``: as `sliced_graph` returns it for the present masks or, with every unit, `trained_graph`. ``there``
     [units] bool: the units that it has. ``batches``: how many there will be.
@@ -124,94 +134,65 @@ class Elimination:
         self._state = prepared.smcp
         self.graph, self.whole = network
         self._there = there.cpu()
-        self._joined = prepared.plan.traced.joined
         self.batches = batches
         self._images = 0
-        nodes = {node.name: node for node in self.graph.graph.nodes}
-        deployed = run_in_eval(self.graph.graph)
-        self._readers: dict[fx.Node, _Reader] = {}
-        self._unread = torch.zeros(self._state.keep.numel() + 1, dtype=torch.bool)
-        # Place -1, of what stays, is the last.
-        stays = torch.cat([self._there, torch.ones(1, dtype=torch.bool)])
-        for layer in masked_layers(prepared.channels):
-            node, places = nodes.get(layer.node), self._state.places(layer.input_channels).cpu()
-            places = places[stays[places]]
-            runs = node is not None and layer.node in deployed  # others train alone: their weights are fused
-            columns = self._columns(node, places) if node is not None and runs else None
-            if columns is None or node is None:
-                self._unread[places] = True
-                continue
-            self._readers[node] = _Reader(*columns, Sums())
+        self.readers, self.unread = readers_of(prepared, self.graph, self._there)
 
-    def _columns(self, node: fx.Node, places: Tensor) -> tuple[Consumer, Tensor] | None:
-        """Return a node's layer and the place of each of its inputs, [inputs of a group]; None if it is left out."""
-        consumer = consumer_of(self.graph, node)
-        if consumer is None or places.numel() % consumer.groups:
-            return None
-        inputs = consumer.matrix(consumer.weight).shape[1]
-        places = places.reshape(consumer.groups, -1)
-        if inputs > WIDEST or inputs % places.shape[1] or not bool((places == places[:1]).all()):
-            return None
-        return consumer, places[0].repeat_interleave(inputs // places.shape[1])
+    def add(
+        self, batch: Batch, loss: Callable[[Any], Tensor] | None = None, used: Tensor | None = None
+    ) -> None:
+        """Run the whole model on a batch, and gather inputs; with a ``loss`` of outputs, its gradients, too.
 
-    @torch.no_grad()
-    def add(self, batch: Batch) -> None:
-        """Run the whole network on a batch, and gather."""
-        frontier = Frontier(self.graph, [entering(self.whole, self._joined, batch)])
+        ``used`` [images] bool: whose inputs count, where a layer keeps images apart; all by default.
+        """
         generator = torch.Generator().manual_seed(batch.number)
-        for node in frontier.nodes:
-            reader = self._readers.get(node)
-            if reader is None:
-                continue
-            frontier.advance(node, past=False)
-            x = frontier.values[0][reader.consumer.input]
-            frontier.advance(node)
-            y = frontier.values[0][node]
-            _, positions = reader.consumer.positions(y)
-            wanted = max(LEAST_ROWS, ROWS_PER_INPUT * reader.places.numel())
-            chosen = torch.arange(positions)
-            if positions > -(-wanted // self.batches):
-                chosen = torch.randperm(positions, generator=generator)[: -(-wanted // self.batches)]
-            for rows in reader.consumer.rows(x, y, chosen.to(y.device)):
-                reader.sums.add(*rows)
+        gradients: dict[Reader, list[Tensor]] = {}
 
-    def gradients(self, batch: Batch, loss: Callable[[Any], Tensor]) -> None:
-        """Run the whole model on a batch, and gather the gradients of ``loss(outputs)`` by layers' outputs."""
-        readers: dict[nn.Module, list[_Reader]] = {}
-        for node, reader in self._readers.items():
-            if node.op == "call_module":
-                readers.setdefault(self.whole.get_submodule(reader.consumer.path), []).append(reader)
-        found: dict[nn.Module, list[Tensor]] = {module: [] for module in readers}
+        def see(run: Run) -> Tensor | None:
+            self._take(run, generator, used)
+            if loss is None:
+                return None
+            y = run.y if run.y.requires_grad else run.y + torch.zeros((), requires_grad=True).to(run.y)
+            y.register_hook(gradients.setdefault(run.reader, []).append)  # type: ignore[no-untyped-call]
+            return y
 
-        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            if output.requires_grad:  # hooked here, before anything is written into the output
-                output.register_hook(found[module].append)  # type: ignore[no-untyped-call]
-
-        with ExitStack() as stack, torch.enable_grad():
-            for module in readers:
-                stack.callback(module.register_forward_hook(keep).remove)
-            loss(run_batch(self.whole, batch)).backward()  # type: ignore[no-untyped-call]
-        for module, mine in readers.items():
-            for reader in mine:
-                squares = [reader.consumer.squares(gradient) for gradient in found[module]]
-                if squares:  # a module that runs twice has two readers
-                    total = torch.stack(squares).sum(0) * (batch.images**2 / len(mine))
-                    reader.squares = total if reader.squares is None else reader.squares + total
+        with watching(self.whole, self.readers, see), torch.set_grad_enabled(loss is not None):
+            outputs = run_batch(self.whole, batch)
+        if loss is None:
+            return
+        loss(outputs).backward()  # type: ignore[no-untyped-call]
+        for reader, mine in gradients.items():
+            total = torch.stack([reader.consumer.squares(g) for g in mine]).sum(0) * batch.images**2
+            reader.squares = total if reader.squares is None else reader.squares + total
         self._images += batch.images
 
+    @torch.no_grad()
+    def _take(self, run: Run, generator: torch.Generator, used: Tensor | None) -> None:
+        reader = run.reader
+        _, positions = reader.consumer.positions(run.y)
+        wanted = max(LEAST_ROWS, ROWS_PER_INPUT * reader.places.numel())
+        chosen = torch.arange(positions)
+        if used is not None and positions % used.numel() == 0:
+            chosen = used.repeat_interleave(positions // used.numel()).nonzero().flatten()
+        if chosen.numel() > -(-wanted // self.batches):
+            taken = torch.randperm(chosen.numel(), generator=generator)
+            chosen = chosen[taken[: -(-wanted // self.batches)]]
+        for inputs, _ in reader.consumer.rows(run.x.detach(), run.y.detach(), chosen.to(run.y.device)):
+            reader.gram.add(inputs)
+
+    @torch.no_grad()
     def order(self, group: str) -> Order | None:
         """Return the order in which those of a group's units go that are there; None if no layer knows."""
         places = torch.arange(self._state.keep.numel(), device=self._state.keep.device)
         mine = self._state.of_group(places, group)
-        readers = [reader for reader in self._readers.values() if _columns(reader, mine) is not None]
-        known = all(reader.squares is not None for reader in readers) and not bool(
-            self._unread[mine.cpu()].any()
-        )
+        readers = [reader for reader in self.readers if _columns(reader, mine) is not None]
+        known = all(reader.squares is not None for reader in readers) and self.unknown(group) is None
         parts = [_part(reader, mine, self._images if known else 0) for reader in readers]
         if not parts:
             return None
         alive, gone = self._state.of_group(self._there, group).clone(), []
-        size, counts, rises = alive.numel(), [int(alive.sum())], [0.0]
+        size, counts, rises, refits = alive.numel(), [int(alive.sum())], [0.0], list[Refit]()
+        stops = [max(1, round(share * counts[0])) for share in _STOPS]
         while left := int(alive.sum()):
             costs = torch.zeros(size, dtype=torch.float64)
             for part in parts:
@@ -222,13 +203,27 @@ class Elimination:
             gone.append(worst)
             counts.append(int(alive.sum()))
             rises.append(rises[-1] + sum(part.remove(~alive[part.units]) for part in parts))
+            if known and stops and counts[-1] <= stops[0]:
+                stops = [stop for stop in stops if stop < counts[-1]]
+                refits.append(Refit(counts[-1], {part.reader: part.change() for part in parts}))
         curve = np.interp(np.arange(counts[0] + 1), counts[::-1], rises[::-1])
-        return Order(torch.cat(gone), curve if known else None)
+        return Order(torch.cat(gone), curve if known else None, tuple(refits))
+
+    def forget(self) -> None:
+        """Let go of what was gathered, which is large."""
+        for reader in self.readers:
+            reader.gram = Gram()
+
+    def unknown(self, group: str) -> str | None:
+        """Return the node of a layer that reads the group and of which nothing is known; None if there is none."""
+        places = torch.arange(self._state.keep.numel(), device=self._state.keep.device)
+        mine = self._state.of_group(places, group).tolist()
+        return next((self.unread[unit] for unit in mine if unit in self.unread), None)
 
 
-def _columns(reader: _Reader, mine: Tensor) -> tuple[Tensor, Tensor] | None:
+def _columns(reader: Reader, mine: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the units at these places that the layer reads [n], and their columns [n, b]; None if none or uneven."""
-    if not reader.sums.count:
+    if not reader.gram.count:
         return None
     places, first = reader.places.to(mine.device), int(mine[0])
     columns = ((places >= first) & (places < first + mine.numel())).nonzero().flatten()
@@ -238,15 +233,17 @@ def _columns(reader: _Reader, mine: Tensor) -> tuple[Tensor, Tensor] | None:
     return units, columns[torch.argsort(places[columns], stable=True)].reshape(units.numel(), -1)
 
 
-def _part(reader: _Reader, mine: Tensor, images: int) -> _Part:
+def _part(reader: Reader, mine: Tensor, images: int) -> _Part:
     """Return the layer's share in a group; ``images``: number with gradients, 0 if gradients are unknown."""
     found = _columns(reader, mine)
     assert found is not None
-    covariance = reader.sums.centred()[0] / reader.sums.count
+    covariance = reader.gram.covariance()
     weight = reader.consumer.matrix(reader.consumer.weight)
     tiny = torch.finfo(torch.float64).tiny ** 0.5
-    spread, square = (m.diagonal(dim1=-2, dim2=-1).mean(-1) for m in (covariance, reader.sums.xx))
-    ridge = (_RIDGE * spread + _ROUNDING * square / reader.sums.count).clamp(min=tiny)[:, None, None]
+    spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)
+    square = reader.gram.xx.diagonal(dim1=-2, dim2=-1).mean(-1) / reader.gram.count
+    rounding = _ROUNDINGS * torch.finfo(reader.consumer.weight.dtype).eps * square
+    ridge = (_RIDGE * spread.clamp(min=0) + rounding).clamp(min=tiny)[:, None, None]
     if images and reader.squares is not None:
         heed = 0.5 / images * reader.squares.unsqueeze(1)
     else:
@@ -254,4 +251,4 @@ def _part(reader: _Reader, mine: Tensor, images: int) -> _Part:
         heed = 1 / (variance + ridge * weight.square().sum(1, keepdim=True)).clamp(min=tiny)
     covariance.diagonal(dim1=-2, dim2=-1).add_(ridge[..., 0])
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
-    return _Part(found[0].cpu(), found[1], inverse, weight * heed.sqrt())
+    return _Part(reader, found[0].cpu(), found[1], inverse, weight, heed)

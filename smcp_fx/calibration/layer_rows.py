@@ -66,6 +66,10 @@ class Consumer:
         channels = y.shape[1] if self.rank else y.shape[-1]
         return y.shape[0], y.numel() // channels
 
+    def along_outputs(self, value: Tensor) -> Tensor:
+        """Return [outputs] so that it broadcasts against the layer's output."""
+        return value.reshape(-1, *(1,) * self.rank)
+
     def squares(self, y: Tensor) -> Tensor:
         """Return squares of an output-shaped tensor, summed over images and positions, [groups, outputs] float64."""
         y = self._batched(y)
@@ -75,7 +79,7 @@ class Consumer:
     def rows(self, x: Tensor, y: Tensor, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the chosen positions (flat indices) of the layer's input and output, a chunk at a time.
 
-        Chunks are [positions, groups, inputs] and [positions, groups, outputs], in double precision.
+        Chunks are [positions, groups, inputs] and [positions, groups, outputs].
         """
         x, y = self._batched(x), self._batched(y)
         if self.rank:
@@ -91,8 +95,8 @@ class Consumer:
             inputs = windows[place]
             outputs = y[(first, *others)]
             yield (
-                inputs.double().reshape(part.numel(), self.groups, -1),
-                outputs.double().reshape(part.numel(), self.groups, -1),
+                inputs.reshape(part.numel(), self.groups, -1),
+                outputs.reshape(part.numel(), self.groups, -1),
             )
 
     def _batched(self, value: Tensor) -> Tensor:

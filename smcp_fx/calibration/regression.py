@@ -27,6 +27,28 @@ Intercept = Literal["bias", "norm", "none"]
 
 
 @dataclass
+class Gram:
+    """Sums over rows, in float64: of x and of its products, by group."""
+
+    count: int = 0
+    x: Tensor = field(default_factory=lambda: torch.zeros(()))
+    xx: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def add(self, x: Tensor) -> None:
+        """Add rows [rows, groups, inputs]; products are computed in their own type."""
+        by_group = x.transpose(0, 1)
+        self.count += x.shape[0]
+        self.x = self.x + x.sum(0, dtype=torch.float64)
+        products = by_group.mT @ by_group
+        self.xx = self.xx.add_(products) if self.xx.dim() else products.double()
+
+    def covariance(self) -> Tensor:
+        """Return the mean product of inputs without their means, [groups, inputs, inputs]."""
+        mean = (self.x / self.count).unsqueeze(-1)
+        return self.xx / self.count - mean @ mean.mT
+
+
+@dataclass
 class Sums:
     """Sums over rows, in float64: of x, y, and their products by group; ``yy`` of all squares of y."""
 
@@ -41,6 +63,7 @@ class Sums:
         """Add rows [rows, groups, inputs] and outputs [rows, groups, outputs]."""
         if not x.shape[0]:
             return
+        x, y = x.double(), y.double()
         self.count += x.shape[0]
         by_group = x.transpose(0, 1)
         found = (x.sum(0), y.sum(0), by_group.mT @ by_group, by_group.mT @ y.transpose(0, 1))

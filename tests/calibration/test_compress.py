@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import smcp_fx
-from smcp_fx.calibration.compress import first_order
+from smcp_fx.calibration.gathering import first_order
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.errors import InfeasibleBudgetError, InputError
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import smcp_fx
 from smcp_fx.allocation import allocate
 from smcp_fx.calibration.batches import each_batch
-from smcp_fx.calibration.compress import first_order
+from smcp_fx.calibration.gathering import first_order
 from smcp_fx.calibration.elimination import Elimination
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.prepare import trained_graph

@@ -1,0 +1,256 @@
+"""What channels are worth, from a few hundred images: in which order they go, and what narrowing a group costs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from smcp_fx.calibration.batches import MEMORY, Batch, again, device_of, each_batch, number_of, run_batch
+from smcp_fx.calibration.curvature import Curvature, corrected
+from smcp_fx.calibration.elimination import Elimination, Order
+from smcp_fx.calibration.objective import Loss, Objective
+from smcp_fx.calibration.progress import Progress, Stretch
+from smcp_fx.calibration.repair import repair
+from smcp_fx.errors import InputError
+from smcp_fx.outcomes import in_mode
+from smcp_fx.prepare import sliced_graph, trained_graph
+from smcp_fx.prepared import PreparedModel
+from smcp_fx.pruning.importance import TaylorImportance
+from smcp_fx.pruning.state import PruningState
+from smcp_fx.pruning.worth import Floats
+
+_logger = logging.getLogger(__name__)
+
+#: Shares of the time after which inputs are gathered, and channels in order; the rest is for rises. Estimates.
+_SHARES = (0.5, 0.7)
+#: One image in so many is held out of the fits, to tell what they raise the loss by. Chosen, not measured.
+_FOLD = 4
+
+
+def gather_importance(
+    prepared: PreparedModel, batches: Any, loss: Loss | None = None, *, progress: Progress | None = None
+) -> None:
+    """Gather from batches what channels are worth, in eval mode, so that ``prepared.pruner.solve()`` can choose.
+
+    In which order a group's channels go is what the layers that read them say: first those that the others make up
+    for best when the weights are fitted anew, as `repair` does (`smcp_fx.calibration.elimination`). What that raises
+    the loss by, on a quarter of the images that the fits have not seen, is what the group is worth
+    (`smcp_fx.calibration.curvature`). Where a layer that reads a group cannot be fitted (its weight is computed, or it
+    has more than 8,192 inputs an output), the first-order importances of the group's channels stand in, on the scale
+    of what is known, and the log says so.
+
+    Memory does not grow with the images, but for those held out (2 GiB at most): 8 bytes for each pair of a layer's
+    inputs (ResNet-50: 0.9 GiB in all).
+
+    ``loss(outputs, labels)`` returns a scalar; cross entropy by default. Batches without labels get some that are
+    drawn from the model's own predictions, so that the gradients are those of the Fisher information: gradients of a
+    distance to the model itself would be zero. Frozen weights count like others. Weights, their gradients and
+    statistics are left as they were.
+
+    ``progress`` is called with the share that is done, 0 to 1, after each batch and each group.
+
+    Raises `InputError` for batches and losses that do not fit, `TrainingError` where no channel is free.
+    """
+    TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance).require_layers()
+    state, batches, objective = prepared.smcp, again(batches), Objective(loss)
+    weighing, standing_in = Stretch(progress).split(0.999)
+    elimination = Elimination(
+        prepared, trained_graph(prepared), torch.ones_like(state.keep), number_of(batches)
+    )
+    orders = _weigh(elimination, state, batches, objective, weighing)
+    if orders and all(order.rises is not None and not order.rises.any() for order in orders.values()):
+        raise InputError(
+            "no channel matters to the loss of these batches: are all inputs, or all outputs, zero?"
+        )
+    rises = {name: order.rises for name, order in orders.items() if order.rises is not None}
+    unknown = [name for name in state.free_masks() if name not in rises]
+    if unknown:
+        first_order(prepared, batches, objective, standing_in)
+        rises = _all_rises(state, rises) if rises else {}
+        _logger.warning(
+            "%d of %d groups are valued by first-order importances, which may be far off, since not all layers that "
+            "read them can be fitted: %s",
+            len(unknown), len(state.free_masks()),
+            ", ".join(f"{name} ({elimination.unknown(name) or 'read unevenly'})" for name in unknown),
+        )  # fmt: skip
+    else:
+        state.forget()
+        nothing = torch.zeros_like(state.gathered)
+        state.gather(nothing, torch.ones((), dtype=torch.bool, device=nothing.device), 0.0)
+    for name, order in orders.items():
+        mine = state.of_group(state.gathered, name)
+        values = mine.sort().values if order.rises is None else _steps(order.rises)
+        mine[order.units.to(mine.device)] = values.to(mine)
+    state.rises = rises or None
+
+
+def gather_halfway(
+    prepared: PreparedModel, batches: Any, loss: Loss | None = None, *, progress: Progress | None = None
+) -> None:
+    """Gather again from a network halfway to the target, after `gather_importance` and before the solve.
+
+    The fewer channels the others have left, the more each matters: rises of single groups do not add up. So masks are
+    solved for halfway (the root of the share that is asked for), what they leave is repaired, and importances and
+    rises are gathered from that. Of channels that are gone there, the order from before stays. Leaves the masks
+    halfway, for `Pruner.solve` to end it. Does nothing where no rises are known, or nothing need go.
+
+    Args:
+        batches: as for `gather_importance`; those without labels get some that are drawn from the whole model's
+            predictions.
+        loss: as for `gather_importance`.
+        progress: as for `gather_importance`.
+
+    Raises what `gather_importance`, `repair` and `Pruner.solve` raise.
+    """
+    pruner, state, batches = prepared.pruner, prepared.smcp, again(batches)
+    share, before = pruner.target / (pruner.correction * pruner.full_cost), state.rises
+    if before is None or share >= 1:
+        return
+    pruner.check_target()
+    pruner.solve(math.sqrt(share) * pruner.correction)
+    network, there = sliced_graph(prepared), state.of_use()
+    repairing, weighing = Stretch(progress).split(0.4)
+    repair(network[1], prepared, batches, progress=repairing)
+    elimination = Elimination(prepared, network, there, number_of(batches))
+    orders = _weigh(elimination, state, batches, Objective(loss), weighing, trained_graph(prepared)[1])
+    for name, order in orders.items():
+        mine = state.of_group(state.remembered, name)
+        mine[order.units.to(mine.device)] = mine.sort().values[mine.numel() - order.units.numel() :]
+    found = {name: order.rises for name, order in orders.items() if order.rises is not None}
+    state.rises = _joined(before, found, {name: int(state.of_group(there, name).sum()) for name in before})
+
+
+def _weigh(
+    elimination: Elimination,
+    state: PruningState,
+    batches: Any,
+    objective: Objective,
+    progress: Progress,
+    labelling: nn.Module | None = None,
+) -> dict[str, Order]:
+    """Return the order of each group that any layer can tell, with its rises on images held out of the fits.
+
+    Batches without labels get some that ``labelling`` predicts, or the network itself.
+    """
+    device, held = device_of(elimination.whole), list[tuple[Batch, Tensor]]()
+    gathering, ordering, rising = Stretch(progress).split(*_SHARES)  # type: ignore[arg-type]
+
+    def loss_of(batch: Batch) -> Callable[[Any], Tensor]:
+        drawn = None
+        if labelling is not None and objective.draws(batch):
+            with torch.no_grad(), in_mode(labelling, False):
+                drawn = objective.drawn(run_batch(labelling, batch), batch)
+        return partial(objective, batch=batch, drawn=drawn)
+
+    with in_mode(elimination.whole, False):
+        for parameter in elimination.whole.parameters():  # it is a copy; its activations' gradients suffice
+            parameter.requires_grad_(False)
+        for batch in each_batch(batches):
+            out = _held_out(batch, elimination.batches)
+            if bool(out.any()) and sum(kept.nbytes for kept, _ in held) < MEMORY:
+                held.append((batch, out))
+            if not bool(out.all()):
+                batch = batch.to(device)
+                elimination.add(batch, loss_of(batch), ~out)
+            gathering(min(batch.number / elimination.batches, 1.0))
+        names, orders = list(state.free_masks()), dict[str, Order]()
+        for done, name in enumerate(names, 1):
+            order = elimination.order(name)
+            ordering(done / len(names))
+            if order is not None:
+                orders[name] = order
+        elimination.forget()
+        curvature = Curvature(elimination.whole, {name: order.refits for name, order in orders.items()})
+        for done, (batch, out) in enumerate(held, 1):
+            batch = batch.to(device)
+            curvature.add(batch, loss_of(batch), out)
+            rising(done / len(held))
+    return {name: corrected(order, curvature.rises(name)) for name, order in orders.items()}
+
+
+def _held_out(batch: Batch, batches: int) -> Tensor:
+    """Return which of a batch's images are held out, [images]: of whole batches where there are enough."""
+    if batches >= _FOLD:
+        return torch.full((batch.images,), batch.number % _FOLD == 0)
+    return torch.arange(batch.images) % _FOLD == _FOLD - 1
+
+
+def _steps(rises: Floats) -> Tensor:
+    """Return what each channel adds to the rise when it goes, in the order they go, [n]; rising strictly."""
+    steps = np.maximum.accumulate(np.maximum(-np.diff(rises)[::-1], 1e-6 * float(rises[0])))
+    return torch.from_numpy(steps * (1 + 1e-6 * np.arange(steps.size)))
+
+
+def _joined(
+    before: Mapping[str, Floats], found: Mapping[str, Floats], left: Mapping[str, int]
+) -> dict[str, Floats]:
+    """Join rises found with so many units ``left`` to those from before.
+
+    Those were too small: by how much is told by half of what is left, and holds for the units that are gone, too.
+    """
+    factors = {}
+    for name, rises in found.items():
+        half = left[name] // 2
+        expected = before[name][half] - before[name][left[name]]
+        if expected > 0 and rises[half] > 0:
+            factors[name] = float(rises[half] / expected)
+    usual = float(np.median(list(factors.values()))) if factors else 1.0
+    joined = {name: factors.get(name, usual) * rises for name, rises in before.items()}
+    for name, rises in found.items():
+        joined[name][: left[name]] = joined[name][left[name]] + rises[:-1]
+    return joined
+
+
+def _all_rises(state: PruningState, known: dict[str, Floats]) -> dict[str, Floats]:
+    """Add the groups whose rises are not known: first-order importances, scaled to agree where half is kept."""
+    lost = {}
+    for name in state.free_masks():
+        importances = state.of_group(state.gathered, name).double().cpu().sort().values.numpy()
+        lost[name] = np.concatenate([np.cumsum(importances)[::-1], [0.0]])
+    measured, assumed = (sum(float(of[name][of[name].size // 2]) for name in known) for of in (known, lost))
+    return {
+        name: known.get(name, lost[name] * measured / assumed if assumed else lost[name]) for name in lost
+    }
+
+
+def first_order(
+    prepared: PreparedModel, batches: Any, objective: Objective, progress: Progress | None = None
+) -> None:
+    """Gather the first-order importances of channels alone; as `gather_importance` otherwise."""
+    state, importance = (
+        prepared.smcp,
+        TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance),
+    )
+    device, told = device_of(prepared), Stretch(progress)
+    number = 1 if progress is None else number_of(batches)  # a loader without a length is gone through for it
+    before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in prepared.parameters()]
+    state.forget()
+    try:
+        with in_mode(prepared, False), torch.enable_grad():
+            for parameter, _, _ in before:  # also of a model that was frozen to be used
+                parameter.requires_grad_(True)
+            for batch in each_batch(batches):
+                prepared.zero_grad(set_to_none=True)
+                batch = batch.to(device)
+                objective(run_batch(prepared, batch), batch).backward()  # type: ignore[no-untyped-call]
+                units = importance(prepared)
+                # The mean of all so far; one that is not finite is told, instead of left out.
+                if not bool(torch.isfinite(units).all()):
+                    raise InputError(
+                        f"{batch} gives gradients that are not finite: look for NaN in the activations"
+                    )
+                state.gather(
+                    units, torch.ones((), dtype=torch.bool, device=units.device), 1 - 1 / batch.number
+                )
+                told(min(batch.number / number, 1.0))
+    finally:
+        for parameter, gradient, learns in before:
+            parameter.requires_grad_(learns)
+            parameter.grad = gradient
