@@ -78,7 +78,7 @@ class Curvature:
 
 
 def corrected(order: Order, rises: Mapping[int, float]) -> Order:
-    """Return the order with its rises scaled to those at some counts; between these, the factors' logarithm is linear."""
+    """Return the order with its rises scaled to those at some counts, the factors interpolated geometrically."""
     if order.rises is None or not rises:
         return order
     counts = sorted(rises)

@@ -30,8 +30,8 @@ from smcp_fx.calibration.readers import Reader, Run, readers_of, watching
 from smcp_fx.calibration.regression import Gram
 from smcp_fx.prepared import PreparedModel
 
-#: Added to each variance: a share of the inputs' mean variance, and of their mean square so many times the rounding of
-#: the products. Chosen, not measured.
+#: Added to each variance: at least this share of the inputs' mean variance, and so many times the rounding of their
+#: mean square. Chosen, not measured.
 _RIDGE, _ROUNDINGS = 1e-3, 16
 #: One in this many of the remaining channels goes at a time, but at least one. Chosen, not measured.
 _AT_ONCE = 32
@@ -66,9 +66,8 @@ class Order:
 class _Part:
     """A layer's share in a group: for each unit of ``units`` [n] its ``columns`` [n, b] of the layer's inputs.
 
-    ``inverse`` [groups, d, d] of the covariance, ``weight`` [groups, d, outputs], ``heed`` [groups, 1, outputs]: what a
-    squared error of each output counts. The first two hold zeros at removed units, and are made smaller once a
-    quarter is removed.
+    ``inverse`` [groups, d, d] of the covariance, ``weight`` [groups, d, outputs]: both hold zeros at removed units,
+    and are made smaller once a quarter is removed. ``heed`` [groups, 1, outputs]: what squared errors count.
     """
 
     reader: Reader
@@ -243,7 +242,8 @@ def _part(reader: Reader, mine: Tensor, images: int) -> _Part:
     spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)
     square = reader.gram.xx.diagonal(dim1=-2, dim2=-1).mean(-1) / reader.gram.count
     rounding = _ROUNDINGS * torch.finfo(reader.consumer.weight.dtype).eps * square
-    ridge = (_RIDGE * spread.clamp(min=0) + rounding).clamp(min=tiny)[:, None, None]
+    share = _shrinkage(covariance, reader.gram.count).clamp(min=_RIDGE)
+    ridge = (share * spread.clamp(min=0) + rounding).clamp(min=tiny)[:, None, None]
     if images and reader.squares is not None:
         heed = 0.5 / images * reader.squares.unsqueeze(1)
     else:
@@ -252,3 +252,16 @@ def _part(reader: Reader, mine: Tensor, images: int) -> _Part:
     covariance.diagonal(dim1=-2, dim2=-1).add_(ridge[..., 0])
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
     return _Part(reader, found[0].cpu(), found[1], inverse, weight, heed)
+
+
+def _shrinkage(covariance: Tensor, rows: int) -> Tensor:
+    """Return the ridge for so many rows as a share of the mean variance, [groups].
+
+    (Oracle approximating shrinkage: Chen et al. 2010, "Shrinkage algorithms for MMSE covariance estimation", eq. 23,
+    for many inputs.)
+    """
+    trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1).square()
+    square = covariance.square().sum((-2, -1))
+    away = (rows + 1) * (square - trace / covariance.shape[-1])
+    share = ((square + trace) / away.clamp(min=torch.finfo(covariance.dtype).tiny)).clamp(max=0.5)
+    return share / (1 - share)

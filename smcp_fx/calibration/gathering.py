@@ -42,9 +42,9 @@ def gather_importance(
     In which order a group's channels go is what the layers that read them say: first those that the others make up
     for best when the weights are fitted anew, as `repair` does (`smcp_fx.calibration.elimination`). What that raises
     the loss by, on a quarter of the images that the fits have not seen, is what the group is worth
-    (`smcp_fx.calibration.curvature`). Where a layer that reads a group cannot be fitted (its weight is computed, or it
-    has more than 8,192 inputs an output), the first-order importances of the group's channels stand in, on the scale
-    of what is known, and the log says so.
+    (`smcp_fx.calibration.curvature`). Where a layer that reads a group cannot be fitted (its weight depends on the
+    images, or it has more than 8,192 inputs an output), the first-order importances of the group's channels stand in,
+    on the scale of what is known, and the log says so.
 
     Memory does not grow with the images, but for those held out (2 GiB at most): 8 bytes for each pair of a layer's
     inputs (ResNet-50: 0.9 GiB in all).

@@ -100,7 +100,9 @@ def watching(model: nn.Module, readers: Sequence[Reader], see: See) -> Iterator[
         turns[key] = turns.get(key, -1) + 1
         return mine[turns[key] % len(mine)]
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor | None:
         def product(weight: Tensor) -> Tensor:
             own: dict[str, Tensor] = {"weight": weight}
             if isinstance(module.bias, Tensor):
