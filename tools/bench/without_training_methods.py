@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from pretrained.torch_pruning_path import Step, torch_pruning
 from torch import Tensor, nn
 
@@ -24,7 +25,8 @@ _BATCH, _MULTIPLE = 64, 8
 class Setting:
     """A trained network and calibration images, and what is gathered from them once for all targets.
 
-    ``target``: what is asked for now, which halfway is reckoned from.
+    ``target``: what is asked for now, which halfway is reckoned from. ``batch``: images at a time; ``loss`` of
+    outputs and labels; ``head``: the path of the last layer, which rivals are told to leave alone.
     """
 
     target: float
@@ -37,13 +39,16 @@ class Setting:
         seed: int,
         cost: str | smcp_fx.LatencyCost = "flops",
         example: Tensor | None = None,
+        batch: int = _BATCH,
+        loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+        head: str = "head",
     ) -> None:
-        self.model, self.seed, self.cost = model, seed, cost
+        self.model, self.seed, self.cost, self.loss, self.head = model, seed, cost, loss, head
         self.multiple = 1 if cost == "flops" else _MULTIPLE
         self.example = images[:2] if example is None else example
-        self.images = list(images.split(_BATCH))
+        self.images = list(images.split(batch))
         self.batches = (
-            self.images if labels is None else list(zip(self.images, labels.split(_BATCH), strict=True))
+            self.images if labels is None else list(zip(self.images, labels.split(batch), strict=True))
         )
         self._paths: dict[str, tuple[Iterator[Step], list[Step]]] = {}
         self._halfway: dict[tuple[str, float], smcp_fx.PreparedModel] = {}
@@ -61,7 +66,7 @@ class Setting:
             pruner = prepared.pruner
             smallest = (1 + 1e-6) * pruner.smallest_cost()
             pruner.target = max(self.target * pruner.full_cost, smallest)
-            smcp_fx.gather_halfway(prepared, self.batches)
+            smcp_fx.gather_halfway(prepared, self.batches, self._loss)
             self._halfway[key] = prepared
         return self._halfway[key]
 
@@ -73,19 +78,27 @@ class Setting:
     def _gathered(self, cost: str | smcp_fx.LatencyCost) -> smcp_fx.PreparedModel:
         torch.manual_seed(self.seed)
         prepared = smcp_fx.prepare(self.model, self.example, target=0.5, cost=cost)
-        smcp_fx.gather_importance(prepared, self.batches)
+        smcp_fx.gather_importance(prepared, self.batches, self._loss)
         return prepared
+
+    @property
+    def _loss(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """None where labels are to be drawn."""
+        return self.loss if isinstance(self.batches[0], tuple) else None
 
     @cached_property
     def free(self) -> smcp_fx.PreparedModel:
         """Prepared, with any number of channels permitted."""
-        return smcp_fx.prepare(self.model, self.images[0][:2], config=smcp_fx.PruningConfig(multiple=1))
+        return smcp_fx.prepare(self.model, self.example, config=smcp_fx.PruningConfig(multiple=1))
 
-    def along(self, name: str, path: Callable[..., Iterator[Step]], target: float) -> Step:
-        """Return the first network of a library's path that is within the target; the last one where none is."""
-        if name not in self._paths:
-            self._paths[name] = path(self.model, self.batches, self.multiple), []
-        steps, passed = self._paths[name]
+    def along(self, kind: str, target: float) -> Step:
+        """Return the first network of Torch-Pruning's path that is within the target; the last one where none is."""
+        if kind not in self._paths:
+            path = torch_pruning(
+                self.model, self.example, self.batches, self.loss, self.multiple, kind, self.head
+            )
+            self._paths[kind] = path, []
+        steps, passed = self._paths[kind]
         while not passed or passed[-1][1] > target:
             following = next(steps, None)
             if following is None:
@@ -157,11 +170,11 @@ def _sliced(prepared: smcp_fx.PreparedModel) -> Found:
     return smcp_fx.convert(prepared, check=False).eval(), share
 
 
-def _library(name: str, path: Callable[..., Iterator[Step]]) -> Callable[[Setting, float], Found]:
-    """What another library does; batch norms re-estimated."""
+def _torch_pruning(kind: str) -> Callable[[Setting, float], Found]:
+    """What Torch-Pruning does; batch norms re-estimated."""
 
     def method(setting: Setting, target: float) -> Found:
-        model, share = setting.along(name, path, target)
+        model, share = setting.along(kind, target)
         recalibrated(model, setting)
         return model, share
 
@@ -173,8 +186,9 @@ METHODS: dict[str, Callable[[Setting, float], Found]] = {
     "ours, by FLOPs": ours_by_flops,
     "ours, gathered once": gathered_once,
     "ours without repair": without_repair,
-    "Torch-Pruning": _library("Torch-Pruning", partial(torch_pruning, isomorphic=False)),
-    "Torch-Pruning, isomorphic": _library("isomorphic", partial(torch_pruning, isomorphic=True)),
+    "Torch-Pruning": _torch_pruning("Taylor"),
+    "Torch-Pruning, isomorphic": _torch_pruning("isomorphic"),
+    "Torch-Pruning, uniform L2": _torch_pruning("uniform L2"),
     "uniform L2": uniform_l2,
     "random": random,
     "uniform, eliminated and repaired": uniform_eliminated,

@@ -77,10 +77,8 @@ def run_cases(
             "cpu_seconds": round(time.process_time() - busy, 2),
         }
         record.add("run", **asdict(case), **found, **took, versions=versions())
-        print(
-            f"{named(case)}: {found['accuracy']:.1%} of {found['dense']:.1%}; {took['cpu_seconds']:.0f} CPU s",
-            flush=True,
-        )
+        result = found.get("failed") or f"{found['accuracy']:.1%} of {found['dense']:.1%}"
+        print(f"{named(case)}: {result}; {took['cpu_seconds']:.0f} CPU s", flush=True)
 
 
 def _run_when_quiet(run: Callable[[Any], dict[str, Any]], case: Any) -> dict[str, Any]:

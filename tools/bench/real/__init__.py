@@ -1,0 +1,1 @@
+"""Networks with public weights, pruned without training: what is kept, beside rivals."""

