@@ -20,6 +20,7 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel
 from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
+from smcp_fx.output_kinds import Kinds
 from smcp_fx.prepare import ConvertedModule, convert, prepare, sliced_graph, trained_graph
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning.importance import TaylorImportance
@@ -37,6 +38,7 @@ def compress(
     target: float | str = 0.5,
     cost: str | CostModel = "flops",
     loss: Loss | None = None,
+    outputs: Kinds | None = None,
     config: PruningConfig | None = None,
     progress: Progress | None = None,
 ) -> ConvertedModule:
@@ -51,6 +53,7 @@ def compress(
         target: as for `prepare`.
         cost: as for `prepare`.
         loss: as for `gather_importance`.
+        outputs: as for `gather_importance`.
         config: as for `prepare`.
         progress: as for `gather_importance`.
 
@@ -68,8 +71,8 @@ def compress(
     example = first.to(device_of(model)).args
     prepared = prepare(model, example, target=target, cost=cost, config=config)
     whole, halfway, repairing = Stretch(progress).split(0.35, 0.8)
-    gather_importance(prepared, batches, loss, progress=whole)
-    gather_halfway(prepared, batches, loss, progress=halfway)
+    gather_importance(prepared, batches, loss, outputs=outputs, progress=whole)
+    gather_halfway(prepared, batches, loss, outputs=outputs, progress=halfway)
     prepared.pruner.solve()
     smaller = convert(prepared)
     repair(smaller, prepared, batches, progress=repairing)
@@ -77,7 +80,12 @@ def compress(
 
 
 def gather_importance(
-    prepared: PreparedModel, batches: Any, loss: Loss | None = None, *, progress: Progress | None = None
+    prepared: PreparedModel,
+    batches: Any,
+    loss: Loss | None = None,
+    *,
+    outputs: Kinds | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Gather from batches what channels are worth, in eval mode, so that ``prepared.pruner.solve()`` can choose.
 
@@ -89,10 +97,17 @@ def gather_importance(
 
     Memory does not grow with the images: 8 bytes for each pair of a layer's inputs (ResNet-50: 0.9 GiB in all).
 
-    ``loss(outputs, labels)`` returns a scalar; cross entropy by default. Batches without labels get some that are
-    drawn from the model's own predictions, so that the gradients are those of the Fisher information: gradients of a
-    distance to the model itself would be zero. Frozen weights count like others. Weights, their gradients and
-    statistics are left as they were.
+    By default the loss is told by the outputs (`smcp_fx.calibration.objective`): for class scores and yes or no the
+    cross entropy of the labels, or without any of labels drawn by the model's own predictions, so that the gradients
+    are those of the Fisher information; for anything else the squared error relative to the outputs' variance, whose
+    Gauss-Newton matrix random signs estimate. A warning says what was taken for what where neither ``outputs`` nor
+    labels tell. Frozen weights count like others. Weights, their gradients and statistics are left as they were.
+
+    ``loss(outputs, labels)`` returns a scalar, and takes the place of all that.
+
+    ``outputs`` says what the model's output is: "classes" ("classes:2": along dimension 2), "binary" (yes or no, each
+    number a score or a probability) or "values"; of nested outputs a dict of those that count by name, such as
+    ``{"boxes": "values", "0.logits": "classes"}``.
 
     ``progress`` is called with the share that is done, 0 to 1, after each batch and each group.
 
@@ -100,11 +115,12 @@ def gather_importance(
     """
     state, batches = prepared.smcp, again(batches)
     first, gathering, ordering = Stretch(progress).split(*_SHARES)
-    objective = Objective(loss)
+    objective = Objective(prepared, loss, outputs)
     first_order(prepared, batches, objective, None if progress is None else first)
     if not bool((state.gathered > 0).any()) and state.gathered.numel():
         raise InputError(
-            "no channel matters to the loss of these batches: are all inputs, or all outputs, zero?"
+            "no channel matters to the loss of these batches: are all inputs, or all outputs, zero? Or are the "
+            "labels the network's own outputs, so that the loss is at its minimum? Then leave them and loss= away"
         )
     everything = torch.ones_like(state.keep)
     elimination = Elimination(prepared, trained_graph(prepared), everything, int(state.gathers))
@@ -114,7 +130,12 @@ def gather_importance(
 
 
 def gather_halfway(
-    prepared: PreparedModel, batches: Any, loss: Loss | None = None, *, progress: Progress | None = None
+    prepared: PreparedModel,
+    batches: Any,
+    loss: Loss | None = None,
+    *,
+    outputs: Kinds | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Gather again from a network halfway to the target, after `gather_importance` and before the solve.
 
@@ -127,6 +148,7 @@ def gather_halfway(
         batches: as for `gather_importance`; those without labels get some that are drawn from the whole model's
             predictions.
         loss: as for `gather_importance`.
+        outputs: as for `gather_importance`.
         progress: as for `gather_importance`.
 
     Raises what `gather_importance`, `repair` and `Pruner.solve` raise.
@@ -141,7 +163,8 @@ def gather_halfway(
     repairing, gathering, ordering = Stretch(progress).split(*_SHARES)
     repair(network[1], prepared, batches, progress=repairing)
     elimination = Elimination(prepared, network, there, number_of(batches))
-    _gather(elimination, batches, Objective(loss), gathering, trained_graph(prepared)[1])
+    objective = Objective(prepared, loss, outputs, quiet=True)
+    _gather(elimination, batches, objective, gathering, trained_graph(prepared)[1])
     found = _put_in_order(elimination, state, state.remembered, ordering)
     state.rises = _joined(before, found, {name: int(state.of_group(there, name).sum()) for name in before})
 

@@ -24,7 +24,7 @@ SMALL = smcp_fx.PruningConfig(multiple=1)
 
 
 def _first_order(prepared: smcp_fx.PreparedModel, batches: Any) -> None:
-    first_order(prepared, batches, Objective())
+    first_order(prepared, batches, Objective(prepared))
 
 
 def _order(model: nn.Module, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def test_a_group_keeps_its_importances_and_changes_who_has_them() -> None:
 def _gathered(batches: list[Any]) -> smcp_fx.PreparedModel:
     torch.manual_seed(0)
     prepared = smcp_fx.prepare(randomise(chain(24, 32, 24)).eval(), torch.randn(2, 3, 8, 8), config=SMALL)
-    smcp_fx.gather_importance(prepared, batches)
+    smcp_fx.gather_importance(prepared, batches, outputs="classes")
     return prepared
 
 
