@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -126,12 +126,12 @@ def read_outputs(
     return {name: _measured(tensor) or _said(name, tensor, model) for name, tensor in answers.items()}
 
 
-def labels_of(names: Mapping[str, Any], labels: Any) -> dict[str, Tensor]:
+def labels_of(names: Collection[str], labels: Any) -> dict[str, Tensor]:
     """The label of each output; raises `InputError` where they are not arranged like the outputs."""
     found = dict(_tensors(labels, ""))
     if len(names) == len(found) == 1:
         return dict(zip(names, found.values(), strict=True))
-    if set(found) != set(names):
+    if not set(names) <= set(found):
         shown = f"a {type(labels).__name__}" if not found else f"tensors {_told(found)}"
         raise InputError(
             f"the labels are {shown}, the outputs {_told(names)}: give loss=, a function of (outputs, labels), or "
@@ -148,13 +148,13 @@ def told(readings: Mapping[str, Reading], outputs: Any) -> str:
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """The variance of a tensor's elements over its first dimension (images), or where that is none over all."""
+    """The variance of a tensor's elements over its first dimension (images), of a single image over all of them.
+
+    At least 1e-4 of their mean square: images alike, or outputs that hardly change, are no reason for huge weights.
+    """
     tensor = tensor.detach()
-    square = tensor.square().mean()
-    for variance in (tensor.var(0, correction=0).mean(), tensor.var(correction=0)):
-        if bool(variance > 1e-10 * square):
-            return variance
-    return square
+    variance = tensor.var(0, correction=0).mean() if tensor.shape[0] > 1 else tensor.var(correction=0)
+    return torch.maximum(variance, 1e-4 * tensor.square().mean())
 
 
 def _named(tensor: Tensor, text: Any) -> Reading:
