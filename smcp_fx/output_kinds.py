@@ -172,7 +172,7 @@ def _named(tensor: Tensor, text: Any) -> Reading:
         return Reading("values", shape, given=True)
     found = _measured(tensor)
     along = int(dim) if dim else found.dim if found is not None else _class_dim(tensor)
-    if not -tensor.dim() <= along < tensor.dim() or tensor.shape[along] < 2:
+    if not 1 - tensor.dim() <= along < tensor.dim() or not along or tensor.shape[along] < 2:
         raise InputError(
             f"outputs= names classes along dimension {along}, but the output is of shape {list(shape)}"
             + ": one number is 'binary' or 'values'" * (tensor.shape[-1] == 1)

@@ -207,7 +207,7 @@ def test_yes_or_no_is_compared_by_the_divergence_of_two_classes(temperature: flo
     if temperature == 1:
         both = ours.sigmoid(), theirs.sigmoid()
         found = smcp_fx.Teacher(nn.Identity(), 1.0, "binary")(*both)
-        assert_close(found, expected, "regression")
+        assert_close(found, expected, "importance")
 
 
 def test_probabilities_are_compared_as_such() -> None:
