@@ -7,7 +7,7 @@ distributions, times T squared so that its gradients keep their size.)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from smcp_fx.output_kinds import Kinds, Reading, named_tensors, read_outputs, sp
 from smcp_fx.pruning.loop_watch import tell
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.wrapping import is_prepared, unwrapped
+from smcp_fx.training.features import Student, hooked, require_modules
 
 
 class Teacher:
@@ -32,11 +33,19 @@ class Teacher:
         model: the trained network, before `prepare`.
         temperature: softens distributions, both the teacher's and the student's.
         outputs: what the model's output is, as for `compress`; a warning says what it is taken for otherwise.
+        features: blocks by module path, such as ``["layer2", "layer3"]``: what they give is drawn together, too, on
+            the channels that the student keeps. The student is called through `watch`.
 
     Raises `InputError` for what is no model or a prepared one, and for a temperature that is not positive.
     """
 
-    def __init__(self, model: nn.Module, temperature: float = 1.0, outputs: Kinds | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        temperature: float = 1.0,
+        outputs: Kinds | None = None,
+        features: Sequence[str] = (),
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"Teacher needs an nn.Module, not {type(model).__name__}")
         if is_prepared(model):
@@ -49,20 +58,38 @@ class Teacher:
         self.temperature = float(temperature)
         self.readings: dict[str, Reading] = {}
         self._outputs = outputs
+        if isinstance(features, str):
+            raise InputError(f"features must be a list of module paths, not {features!r}")
+        require_modules(self.model, features)
+        self.features = list(features)
+        self._student: Student | None = None
+
+    def watch(self, student: nn.Module) -> Student:
+        """Return what to call instead of the student, so that its features are seen: ``teacher.watch(smaller)(x)``.
+
+        A prepared model, what `convert` returns, or a module whose named blocks have all of their channels.
+        """
+        self._student = Student(unwrapped(student), self.features)
+        return self._student
 
     def __call__(self, inputs: Any, outputs: Any) -> Tensor:
         """Return how far the student's answers are from the teacher's, a sum over the outputs that count.
 
         Of class scores it is the mean Kullback-Leibler divergence in nats, as of yes or no; of anything else the
-        squared error relative to the variance of the teacher's answers.
+        squared error relative to the variance of the teacher's answers, as of features.
 
         ``inputs``: what the student was called with: a tensor, a tuple of several, or a dict of keyword inputs.
         ``outputs``: what it returned. Runs in the caller's `torch.autocast`; the distance is computed in float32.
 
         Raises `InputError` where the two have not the same outputs.
         """
-        theirs = named_tensors(outputs)
-        with torch.no_grad():
+        theirs, student = named_tensors(outputs), self._student
+        if self.features and (student is None or not student.found):
+            raise InputError(
+                "features are seen where the student is called through the teacher: call = teacher.watch(student), "
+                "then outputs = call(images)"
+            )
+        with torch.no_grad(), hooked(self.model, self.features) as features:
             if theirs:
                 self.model.to(next(iter(theirs.values())).device)
             answers = self._answer(inputs)
@@ -71,6 +98,8 @@ class Teacher:
             for name, reading in self._read(answers).items():
                 mine = self._matching(name, theirs, ours[name])
                 total.append(self._distance(reading, reading.scores(mine), reading.scores(ours[name])))
+            if student is not None:
+                total += student.distances(features)
         return torch.stack(total).sum()
 
     def _read(self, answers: Any) -> dict[str, Reading]:
