@@ -68,10 +68,8 @@ def test_kept_channels_are_held_against_the_teachers_own() -> None:
     for name, layer in (("layer1", "layer1.two"), ("layer2.norm", "layer2.norm")):
         whole, mine = seen[name]
         assert mine.shape[1] < whole.shape[1]
-        expected = (
-            expected
-            + (mine - whole[:, smaller.kept[layer][1]]).square().mean() / whole.var(0, correction=0).mean()
-        )
+        whole = whole[:, smaller.kept[layer][1]]
+        expected = expected + (mine - whole).square().mean() / whole.var(0, correction=0).mean()
     teacher = smcp_fx.Teacher(model, outputs="classes", features=NAMES)
     for student in (smaller, prepared):
         call = teacher.watch(student)
