@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -191,18 +192,18 @@ def cancelled(value: Tensor, outputs: Any) -> float:
     standard deviation away, with random signs. Takes two more backward passes.
     """
     tensors = [t for t in named_tensors(outputs).values() if t.requires_grad and not t.is_complex()]
-    options = {"retain_graph": True, "allow_unused": True}
+    slopes = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
     found = torch.autograd.grad(value, tensors, create_graph=True, allow_unused=True, materialize_grads=True)
     steps = [_signs(t) * spread(t.float()).sqrt().to(t.dtype) for t in tensors]
     moved = torch.stack([(g * s).sum() for g, s in zip(found, steps, strict=True)]).sum()
     try:
-        bent = torch.autograd.grad(moved, tensors, **options, materialize_grads=True)
+        bent = slopes(moved, tensors, materialize_grads=True)
     except RuntimeError:  # it is linear, or can only be differentiated once
         bent = tuple(torch.zeros_like(t) for t in tensors)
     weights = [(g.detach().abs() + b.abs()) * _signs(b) for g, b in zip(found, bent, strict=True)]
     learning = _learning(value)
-    own = _norm(torch.autograd.grad(value, learning, **options))
-    other = _norm(torch.autograd.grad(tensors, learning, weights, **options))
+    own = _norm(slopes(value, learning))
+    other = _norm(slopes(tensors, learning, weights))
     return own / other if other else 1.0
 
 

@@ -55,7 +55,7 @@ class _Watching(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if n in self._nodes:
-            self.found[self._nodes[n]] = value
+            self.found[self._nodes[n]] = _as_it_is(value)
         return value
 
 
@@ -121,12 +121,17 @@ def hooked(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {}
 
     def keeping(name: str) -> Callable[..., None]:
-        return lambda module, inputs, output: found.update({name: output})
+        return lambda module, inputs, output: found.update({name: _as_it_is(output)})
 
     with ExitStack() as stack:
         for name in names:
             stack.callback(model.get_submodule(name).register_forward_hook(keeping(name)).remove)
         yield found
+
+
+def _as_it_is(value: Any) -> Any:
+    """A copy: what follows may write into it."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _end(network: nn.Module, name: str) -> fx.Node:
@@ -135,7 +140,8 @@ def _end(network: nn.Module, name: str) -> fx.Node:
     inside = [node for node in network.graph.nodes if name in _paths(node)]
     if not inside:
         raise InputError(f"features= names {name!r}, of which the student has nothing")
-    return inside[-1]
+    last: fx.Node = inside[-1]
+    return last
 
 
 def _paths(node: fx.Node) -> list[str]:
@@ -179,4 +185,5 @@ def _distance(name: str, student: Any, teacher: Any, kept: list[int] | None) -> 
             "channels are kept is not known: watch the graph that convert(prepared) returns"
         )
     student, teacher = student.float(), teacher.float()
-    return (student - teacher).square().mean() / spread(teacher).clamp_min(torch.finfo(torch.float32).tiny)
+    error: Tensor = (student - teacher).square().mean()
+    return error / spread(teacher).clamp_min(torch.finfo(torch.float32).tiny)

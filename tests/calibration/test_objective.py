@@ -40,7 +40,8 @@ def _near(found: Tensor, expected: Tensor) -> bool:
 
 
 def _hessian(distance: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
-    return torch.autograd.functional.hessian(distance, at).reshape(at.numel(), at.numel())  # type: ignore[no-untyped-call]
+    found: Tensor = torch.autograd.functional.hessian(distance, at)  # type: ignore[no-untyped-call]
+    return found.reshape(at.numel(), at.numel())
 
 
 KINDS: dict[str, tuple[str, tuple[int, ...], Callable[[Tensor], Tensor]]] = {
@@ -130,7 +131,7 @@ def test_the_reading_is_told_once() -> None:
     torch.manual_seed(0)
     model, x = randomise(chain(8, 12)).eval(), torch.randn(24, 3, 8, 8)
     with pytest.warns(UserWarning, match=r"output \[12, 5\]: values") as told:
-        smcp_fx.compress(model, list(x.split(12)), config=smcp_fx.PruningConfig(multiple=1))
+        smcp_fx.compress(model, [x[:12], x[12:]], config=smcp_fx.PruningConfig(multiple=1))
     assert len(told) == 1 and told[0].filename == __file__
 
 
@@ -151,7 +152,7 @@ def test_a_loss_at_its_minimum_is_refused_with_the_cure(name: str) -> None:
     torch.manual_seed(0)
     model, x = randomise(chain(8, 12)).eval(), torch.randn(12, 3, 8, 8)
     with torch.no_grad():
-        own = torch.cat([model(part) for part in x.split(5)])
+        own = torch.cat([model(part) for part in (x[:5], x[5:])])
     value = OWN[name](outputs := model(x), own + 0.1 * torch.randn_like(own))
     assert cancelled(value, outputs) > 1e-3
     with pytest.raises(InputError, match=r"own outputs\. Leave the labels and loss= away"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ class Block(nn.Module):
         self.two = nn.Conv2d(outputs, outputs, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.one(x)).relu()
+        y = self.norm(self.one(x)).relu_()  # written into what the norm gave
         return F.relu(y + self.two(y))
 
 
@@ -32,7 +34,8 @@ class Net(nn.Module):
         self.layer1, self.layer2, self.head = Block(3, 12), Block(12, 16), nn.Linear(16, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer2(self.layer1(x)).mean((2, 3)))
+        y: Tensor = self.head(self.layer2(self.layer1(x)).mean((2, 3)))
+        return y
 
 
 class Joined(nn.Module):
@@ -62,13 +65,16 @@ def test_kept_channels_are_held_against_the_teachers_own() -> None:
     seen: dict[str, list[Tensor]] = {name: [] for name in NAMES}
     for network in (model, own):
         for name in NAMES:
-            network.get_submodule(name).register_forward_hook(lambda m, i, o, name=name: seen[name].append(o))
+            network.get_submodule(name).register_forward_hook(
+                lambda m, i, o, name=name: seen[name].append(o.clone())
+            )
     dense, outputs = model(x), own(x)
     expected = F.kl_div(outputs.log_softmax(1), dense.log_softmax(1), log_target=True, reduction="batchmean")
     for name, layer in (("layer1", "layer1.two"), ("layer2.norm", "layer2.norm")):
         whole, mine = seen[name]
         assert mine.shape[1] < whole.shape[1]
-        whole = whole[:, smaller.kept[layer][1]]
+        kept: Any = smaller.kept
+        whole = whole[:, kept[layer][1]]
         expected = expected + (mine - whole).square().mean() / whole.var(0, correction=0).mean()
     teacher = smcp_fx.Teacher(model, outputs="classes", features=NAMES)
     for student in (smaller, prepared):
@@ -85,7 +91,7 @@ def test_what_is_learnt_brings_them_together() -> None:
     for _ in range(20):
         loss = teacher(x, call(x))
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         told.append(loss.item())
     assert told[-1] < 0.5 * told[0]
