@@ -14,6 +14,7 @@ from smcp_fx.calibration.repair import repair
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel
 from smcp_fx.errors import InputError
+from smcp_fx.output_kinds import Kinds
 from smcp_fx.prepare import ConvertedModule, convert, prepare
 
 
@@ -24,6 +25,7 @@ def compress(
     target: float | str = 0.5,
     cost: str | CostModel = "flops",
     loss: Loss | None = None,
+    outputs: Kinds | None = None,
     config: PruningConfig | None = None,
     progress: Progress | None = None,
 ) -> ConvertedModule:
@@ -38,6 +40,7 @@ def compress(
         target: as for `prepare`.
         cost: as for `prepare`.
         loss: as for `gather_importance`.
+        outputs: as for `gather_importance`.
         config: as for `prepare`.
         progress: as for `gather_importance`.
 
@@ -55,8 +58,8 @@ def compress(
     example = first.to(device_of(model)).args
     prepared = prepare(model, example, target=target, cost=cost, config=config)
     whole, halfway, repairing = Stretch(progress).split(0.35, 0.8)
-    gather_importance(prepared, batches, loss, progress=whole)
-    gather_halfway(prepared, batches, loss, progress=halfway)
+    gather_importance(prepared, batches, loss, outputs=outputs, progress=whole)
+    gather_halfway(prepared, batches, loss, outputs=outputs, progress=halfway)
     prepared.pruner.solve()
     smaller = convert(prepared)
     repair(smaller, prepared, batches, progress=repairing)

@@ -151,7 +151,7 @@ class Elimination:
             self._take(run, generator, used)
             if loss is None:
                 return None
-            y = run.y if run.y.requires_grad else run.y + torch.zeros((), requires_grad=True).to(run.y)
+            y = run.y if run.y.requires_grad else run.y + torch.zeros_like(run.y, requires_grad=True)
             y.register_hook(gradients.setdefault(run.reader, []).append)  # type: ignore[no-untyped-call]
             return y
 

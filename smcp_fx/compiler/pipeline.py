@@ -324,7 +324,7 @@ class _Compilation:
         images = sum(len(x) for x, _ in batches)
         name = f"gathering importances from {images} images"
         with self.tell.stage(name), self.tell.bar(name) as tick:
-            gather_importance(prepared, batches, progress=tick)
+            gather_importance(prepared, batches, outputs="classes", progress=tick)
         points = []
         targets = sorted(settings.targets, reverse=True) or [corrector.fraction]
         for target in targets:
@@ -334,7 +334,7 @@ class _Compilation:
             pruner.target = target * pruner.full_cost
             name = "gathering importances again, halfway to the target"
             with self.tell.stage(name), self.tell.bar(name) as tick:
-                gather_halfway(prepared, batches, progress=tick)
+                gather_halfway(prepared, batches, outputs="classes", progress=tick)
             with self.tell.stage("solving"), self.tell.bar("solving"):
                 pruner.solve()
                 if corrects:

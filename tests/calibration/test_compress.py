@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import smcp_fx
 from smcp_fx.calibration.gathering import first_order
 from smcp_fx.calibration.objective import Objective
-from smcp_fx.errors import InfeasibleBudgetError, InputError
+from smcp_fx.errors import InfeasibleBudgetError
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
 
@@ -71,13 +71,13 @@ def test_the_target_is_met_and_repair_brings_the_outputs_nearer(labels: bool) ->
     model = randomise(chain(24, 32)).eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     batches = _batches(labels)
-    smaller = smcp_fx.compress(model, batches, target=0.5, config=SMALL)
+    smaller = smcp_fx.compress(model, batches, target=0.5, config=SMALL, outputs="classes")
     assert _flops(smaller) <= 0.5 * _flops(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
     torch.manual_seed(0)
     prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), target=0.5, config=SMALL)
-    smcp_fx.gather_importance(prepared, batches)
+    smcp_fx.gather_importance(prepared, batches, outputs="classes")
     prepared.pruner.solve()
     sliced = smcp_fx.convert(prepared).eval()
     x = torch.randn(64, 3, 8, 8)
@@ -101,7 +101,7 @@ def test_importances_are_the_mean_over_batches_by_autograd() -> None:
     )
     batches = _batches(labels=True)
     prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), config=SMALL)
-    first_order(prepared, batches, Objective())
+    first_order(prepared, batches, Objective(prepared))
     expected = torch.zeros(6)
     for x, y in batches:
         (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), model[2].weight)
@@ -145,10 +145,8 @@ class Outputs(nn.Module):
         return self.outputs(self.net(x))
 
 
-def test_other_outputs_need_a_loss_of_their_own() -> None:
+def test_a_loss_of_ones_own_takes_any_outputs_and_labels() -> None:
     model = randomise(Outputs(lambda y: {"scores": y})).eval()
-    with pytest.raises(InputError, match="give loss="):
-        smcp_fx.compress(model, _batches(labels=True), config=SMALL)
     smcp_fx.compress(
         model,
         _batches(labels=True),
@@ -163,15 +161,22 @@ def test_other_outputs_need_a_loss_of_their_own() -> None:
         ([], {}, "no batches"),
         ([{"x": torch.randn(2, 3, 8, 8)}], {}, "not dicts"),
         ([torch.randn(2, 4, 8, 8)], {}, "4"),
-        ([(torch.randn(2, 3, 8, 8), "label")], {}, "loss of batch 1"),
+        ([(torch.randn(2, 3, 8, 8), "label")], {}, "labels are a str"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: o}, "one finite number"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: o.sum() * torch.nan}, "one finite number"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: 1 / 0}, "ZeroDivisionError: division by zero"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: torch.ones(())}, "has no gradient"),
         ([torch.zeros(2, 3, 8, 8)], {"loss": lambda o, y: 0 * o.sum()}, "no channel matters"),
         ([torch.full((2, 3, 8, 8), 3e38)], {}, "NaN or infinite"),
+        ([torch.full((2, 3, 8, 8), 3e38)], {"outputs": "classes"}, "NaN or infinite"),
+        ([torch.randn(2, 3, 8, 8)], {"outputs": "boxes"}, "outputs= must be"),
+        ([torch.randn(2, 3, 8, 8)], {"outputs": {"box": "values"}}, "names 'box'; the model's output has ''"),
+        ([torch.randn(2, 3, 8, 8)], {"outputs": "classes:4"}, "along dimension 4"),
+        ([torch.randn(2, 3, 8, 8)], {"outputs": "values", "loss": lambda o, y: o.sum()}, "not both"),
+        ([(torch.randn(2, 3, 8, 8), torch.tensor([1, 5]))], {}, "go from 1 to 5"),
+        ([(torch.randn(2, 3, 8, 8), torch.randn(2, 3))], {}, "do not fit the output"),
         ([torch.randn(2, 3, 8, 8)], {"target": "-3%"}, "target"),
-        (torch.randn(1, 3, 8, 8), {}, "two images or more"),
+        (torch.randn(1, 3, 8, 8), {"outputs": "values"}, "two images or more"),
     ],
 )
 def test_bad_input_is_told(batches: Any, options: dict[str, Any], said: str) -> None:
@@ -181,9 +186,13 @@ def test_bad_input_is_told(batches: Any, options: dict[str, Any], said: str) -> 
 
 def test_a_target_out_of_reach_is_told() -> None:
     with pytest.raises(InfeasibleBudgetError):
-        smcp_fx.compress(randomise(chain(8, 12)).eval(), _batches(labels=False), target=0.001)
+        smcp_fx.compress(
+            randomise(chain(8, 12)).eval(), _batches(labels=False), target=0.001, outputs="values"
+        )
 
 
 def test_batches_that_come_once_are_kept() -> None:
-    smaller = smcp_fx.compress(randomise(chain(8, 12)).eval(), iter(_batches(labels=False)), config=SMALL)
+    smaller = smcp_fx.compress(
+        randomise(chain(8, 12)).eval(), iter(_batches(labels=False)), config=SMALL, outputs="values"
+    )
     assert _flops(smaller) <= 0.5 * _flops(chain(8, 12))

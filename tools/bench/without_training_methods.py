@@ -61,7 +61,7 @@ class Setting:
             pruner = prepared.pruner
             smallest = (1 + 1e-6) * pruner.smallest_cost()
             pruner.target = max(self.target * pruner.full_cost, smallest)
-            smcp_fx.gather_halfway(prepared, self.batches)
+            smcp_fx.gather_halfway(prepared, self.batches, outputs="classes")
             self._halfway[key] = prepared
         return self._halfway[key]
 
@@ -73,7 +73,7 @@ class Setting:
     def _gathered(self, cost: str | smcp_fx.LatencyCost) -> smcp_fx.PreparedModel:
         torch.manual_seed(self.seed)
         prepared = smcp_fx.prepare(self.model, self.example, target=0.5, cost=cost)
-        smcp_fx.gather_importance(prepared, self.batches)
+        smcp_fx.gather_importance(prepared, self.batches, outputs="classes")
         return prepared
 
     @cached_property
