@@ -18,7 +18,6 @@ from smcp_fx.backends.timing.measuring import TimingConfig
 from smcp_fx.latency.cost import LatencyCost
 from smcp_fx.latency.table import LatencyTable
 
-
 #: The stand-in's times mean nothing: one sample, which is steady.
 ONCE = TimingConfig(min_repeats=1, max_repeats=1, budget_ms=0.0, warmup_ms=0.0, attempts=1)
 
