@@ -270,6 +270,10 @@ class TensorRTBackend(CalibratedBackend):
         with self._measurable(onnx_file, ahead) as key:
             return BlockLatency(measurement(self.ask("measure", key=key, timing=timing)["measured"]))
 
+    def expect_blocks(self, blocks: Sequence[Block]) -> None:
+        """Export what these blocks will need, many at once."""
+        self._models.expect(blocks)
+
     def prepare_rows(self, rows: Sequence[tuple[Block, tuple[int, ...]]]) -> None:
         """Note which rows come next, so that several builders can build ahead of the one that is measured."""
         if self.builders > 1:

@@ -1,6 +1,6 @@
-"""A stand-in for a CUDA device in PyTorch: tensors stay on the CPU, graphs replay the operations that they captured.
+"""A stand-in for a CUDA device in PyTorch: tensors stay on the CPU, and graphs note the operations.
 
-Time passes by work: a replay takes 1e-6 ms for each number that its operations read, an event 0.01 ms.
+Time passes by work: a replay takes 1e-6 ms for each number that its operations read, an event 0.001 ms.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class CUDAGraph:
         self.captured.append(self)
 
     def replay(self) -> None:
-        for func, args, kwargs in self.calls:
-            func(*args, **kwargs)
+        for _, args, _ in self.calls:
             numbers = sum(each.numel() for each in tree_leaves(args) if isinstance(each, torch.Tensor))
             CUDAGraph.now_ms += 1e-6 * numbers
 
@@ -52,7 +51,7 @@ class Event:
         assert enable_timing
 
     def record(self) -> None:
-        CUDAGraph.now_ms += 0.01
+        CUDAGraph.now_ms += 0.001
         self.at = CUDAGraph.now_ms
 
     def elapsed_time(self, end: Event) -> float:

@@ -37,6 +37,6 @@ def network(name: str, small: bool) -> nn.Module:
 
 
 def images(batch: int, small: bool) -> Tensor:
-    """Return random images: 224 x 224, or two of 8 x 8."""
+    """Return random images: 224 x 224, or two of 4 x 4."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(*((2, 3, 8, 8) if small else (batch, 3, 224, 224)), generator=generator)
+    return torch.randn(*((2, 3, 4, 4) if small else (batch, 3, 224, 224)), generator=generator)

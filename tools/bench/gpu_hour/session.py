@@ -76,7 +76,7 @@ class Session:
         self.small, self.device = settings.small, settings.device
         self._began, self._seconds = time.monotonic(), seconds
         self._record, self._device_name = settings.record, settings.device_name
-        self._versions = versions()
+        self._versions, self._failed = versions(), list[str]()
 
     # ---- time -----------------------------------------------------------------------------------------------
 
@@ -97,15 +97,12 @@ class Session:
 
     def known(self, figure: str, stage: str | None = None) -> dict[str, Any] | None:
         """Return a figure of this device that the record holds, of this stage or another."""
-        found = self._record.find(
-            "figure", stage=stage or self.stage, figure=figure, device=self._device_name
-        )
+        found = self._figures(stage or self.stage, figure=figure)
         return found[-1]["values"] if found else None
 
     def all_known(self, prefix: str) -> list[dict[str, Any]]:
         """Return this stage's figures of this device whose names begin so, in order."""
-        found = self._record.find("figure", stage=self.stage, device=self._device_name)
-        return [line["values"] for line in found if line["figure"].startswith(prefix)]
+        return [line["values"] for line in self._figures(self.stage) if line["figure"].startswith(prefix)]
 
     def tell(self, figure: str, **values: Any) -> dict[str, Any]:
         """Write a figure down, and print it."""
@@ -124,17 +121,26 @@ class Session:
     def attempt(
         self, name: str, work: Callable[[], dict[str, Any]], seconds: float = 0.0
     ) -> dict[str, Any] | None:
-        """As `figure`, but an error is written down as the figure, and the next figures are measured."""
+        """As `figure`, but an error is written down as the figure, and the next figures are measured.
+
+        The stage then ends in an error.
+        """
         try:
             return self.figure(name, work, seconds)
         except Exception as error:
             _print(error)
+            self._failed.append(name)
             self.tell(name, error=f"{type(error).__name__}: {error}"[:600])
             return None
 
     def add_version(self, name: str, version: str) -> None:
         """Tell another version with every line from now on."""
         self._versions[name] = version
+
+    def _figures(self, stage: str, **keys: Any) -> list[dict[str, Any]]:
+        """Return the lines of figures of this device; those that are errors are measured again."""
+        found = self._record.find("figure", stage=stage, device=self._device_name, **keys)
+        return [line for line in found if "error" not in line["values"]]
 
     def _line(self, kind: str, **values: Any) -> None:
         line = self._record.add(
@@ -152,6 +158,8 @@ class Session:
         signal.setitimer(signal.ITIMER_REAL, max(self.left(), 1e-3))
         try:
             work(self)
+            if self._failed:
+                how, why = "error", ", ".join(self._failed)
         except NoTimeError as error:
             how, why = "cut", str(error)
         except Exception as error:

@@ -28,8 +28,6 @@ from smcp_fx.prepared import PreparedModel
 _COMPARE = CompareConfig(seconds=0.5, longest_seconds=6.0)
 #: Importances are gathered over so many batches of at most 32 images; which channels go hardly matters to latency.
 _BATCHES = 4
-#: Random prunings that the table's sums are held against, by how much each group keeps on the average.
-KEEP = (0.85, 0.7, 0.55, 0.4, 0.3)
 
 
 @dataclass
@@ -49,8 +47,11 @@ class Job:
         self.prepared: PreparedModel
         self.latency: NetworkLatency
 
-    def prune(self, targets: Sequence[float], keep: Sequence[float] = KEEP) -> None:
-        """Measure the dense network, fill the table on demand, reach the targets, and hold sums against engines."""
+    def prune(self, targets: Sequence[float], keep: Sequence[float]) -> None:
+        """Measure the dense network, fill the table on demand, reach the targets, and hold sums against engines.
+
+        ``keep``: what groups keep on the average, of each random pruning that sums are held against.
+        """
         session = self.session
         session.figure("dense", self._measure_dense, self.build_s)
         with session.table() as table:
@@ -95,6 +96,9 @@ class Job:
     def _bind(self, table: LatencyTable) -> None:
         """Measure the first rows that the table lacks; what is measured is told also where time ends it."""
         session, began = self.session, time.monotonic()
+        for row in table.rows(self.backend.fingerprint()):
+            if row.error:  # a builder that was ended, or a full memory: once more
+                table.store.forget_failures(row.signature, row.fingerprint)
         before = self._rows(table)
         cost = LatencyCost(table, self.backend, progress=session.watch)
         model = network(self.name, session.small)
@@ -218,7 +222,7 @@ class _Candidate:
         found = compare(job.dense_engine(), self._engine, _COMPARE)
         number = len(job.session.all_known(self._tries)) + 1
         job.session.tell(
-            f"{self._tries} {number}", predicted=self.predicted, measured=found.fraction, error=found.error,
+            f"{self._tries} {number}", predicted=self.predicted, measured=found.fraction, standard_error=found.error,
             dense_ms=found.dense.median_ms, pruned_ms=found.pruned.median_ms,
         )  # fmt: skip
         return found

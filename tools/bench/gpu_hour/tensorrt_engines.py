@@ -39,7 +39,7 @@ def int8(session: Session) -> None:
 
 
 def engines(session: Session) -> None:
-    """ResNet-50 in fp16 at batches 256 and 1, and in fp32 without TF32: outputs, latency, layers."""
+    """ResNet-50 in fp16 at batches 256 and 1, and in fp32 without TF32: outputs and latency."""
     with closing(make_backend(session)) as half, closing(make_backend(session, "fp32")) as exact:
         for name, backend, batch in (("fp16", half, 256), ("fp16, batch 1", half, 1), ("fp32", exact, 8)):
             session.attempt(name, partial(_outputs, session, backend, "resnet50", batch), 60)
@@ -63,6 +63,6 @@ def _outputs(session: Session, backend: TensorRTBackend, name: str, batch: int) 
         }
         build = {k: engine.build[k] for k in ("seconds", "engine_bytes", "types", "reformats", "notes", "tf32")}
         return {
-            "batch": len(given), "relative_error": error, "build": build, **timings, "layers": engine.layers(),
+            "network": name, "side": given.shape[-1], "batch": len(given), "relative_error": error, "build": build, **timings,
             "clocks": backend.ask("clocks")["clocks"], "remarks": engine.remarks,
         }  # fmt: skip
