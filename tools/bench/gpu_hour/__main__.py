@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from gpu_hour.session import Settings
 from gpu_hour.stages import STAGES, endings, run_next
 
@@ -15,10 +16,14 @@ from gpu_hour.stages import STAGES, endings, run_next
 def main() -> int:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(prog="gpu_hour", description=__doc__)
-    parser.add_argument("--state", type=Path, default=Path(".gpu_hour"), help="folder of record, table and caches")
+    parser.add_argument(
+        "--state", type=Path, default=Path(".gpu_hour"), help="folder of record, table and caches"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: for a trial")
     parser.add_argument("--small", action="store_true", help="small networks and images, for a trial")
-    parser.add_argument("--worker-python", default=os.environ.get("TRT_PYTHON"), help="Python that has TensorRT")
+    parser.add_argument(
+        "--worker-python", default=os.environ.get("TRT_PYTHON"), help="Python that has TensorRT"
+    )
     parser.add_argument("--no-library-tactics", action="store_true", help="TensorRT without cuBLAS and cuDNN")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="the next stages that fit the time")
@@ -41,7 +46,11 @@ def main() -> int:
         print("gpu_hour: PyTorch finds no GPU here; --device cpu --small is a trial", file=sys.stderr)
         return 2
     settings = Settings(
-        arguments.state, arguments.device, arguments.small, arguments.worker_python, arguments.no_library_tactics
+        arguments.state,
+        arguments.device,
+        arguments.small,
+        arguments.worker_python,
+        arguments.no_library_tactics,
     )
     if arguments.command == "list":
         ended = endings(settings)

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_hour.networks import images, network
-from gpu_hour.session import Session
 
 import smcp_fx
+from gpu_hour.networks import images, network
+from gpu_hour.session import Session
 
 
 def resnet50(session: Session) -> None:
@@ -28,7 +28,9 @@ def _compress(session: Session, count: int) -> dict[str, Any]:
     batches = [one * (1 + 0.1 * number) for number in range(2 if session.small else count // len(one))]
     parts = _Parts(session, count)
     prepared = parts.run("prepare", lambda: smcp_fx.prepare(model, batches[0], target=0.5))
-    parts.run("gather importances", lambda: smcp_fx.gather_importance(prepared, batches, progress=parts.share))
+    parts.run(
+        "gather importances", lambda: smcp_fx.gather_importance(prepared, batches, progress=parts.share)
+    )
     parts.run("gather halfway", lambda: smcp_fx.gather_halfway(prepared, batches, progress=parts.share))
     parts.run("solve", prepared.pruner.solve)
     smaller = parts.run("convert", lambda: smcp_fx.convert(prepared))
@@ -70,5 +72,3 @@ class _Parts:
     def total(self) -> float:
         """Return the seconds of all parts."""
         return sum(part["seconds"] for part in self.found.values())
-
-

@@ -7,7 +7,6 @@ from functools import partial
 from gpu_hour.networks import images, network
 from gpu_hour.session import Session
 from gpu_hour.targets import Job
-
 from smcp_fx.backends import get_backend
 
 #: Random prunings that the table's sums are held against.

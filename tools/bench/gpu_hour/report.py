@@ -105,8 +105,10 @@ def _targets(lines: Sequence[Line]) -> str:
             f"{dense['median_ms']:.3f} ms", f"{values['asked']:.0%}", f"{values['first_measured']:.1%}",
             f"{values['measured']:.1%}", str(values["tries"]), str(values["rows"]), f"{values['seconds']:.0f} s",
         ])  # fmt: skip
-    head = ("device", "runtime", "network", "dense", "asked", "first", "reached", "measurements", "rows", "time")
-    return _section("Targets", head, rows, "*First*: the first choice as measured, *reached*: after corrections.")
+    head = ("device", "runtime", "network", "dense", "asked", "first", "reached", "measurements", "rows",
+            "time")  # fmt: skip
+    text = "*First*: the first choice as measured, *reached*: after corrections."
+    return _section("Targets", head, rows, text)
 
 
 def _tables(lines: Sequence[Line]) -> str:
@@ -173,13 +175,20 @@ def _training(lines: Sequence[Line]) -> str:
         for line in figures(lines, ("training", "training-compiled"))
         for plain, ours in ((line["values"]["variants"]["plain"], line["values"]["variants"]["default"]),)
     ]  # fmt: skip
-    head = ("device", "step", "plain", "with masks and importances", "peak", "with them", "a solve, by 80 steps")
+    head = ("device", "step", "plain", "with masks and importances", "peak", "with them",
+            "a solve, by 80 steps")  # fmt: skip
     return _section("Training ResNet-50", head, rows)
 
 
 def _compress(lines: Sequence[Line]) -> str:
     rows = [
-        [line["device"], f"{line['values']['images']} images", name, f"{part['seconds']:.1f} s", f"{part['cpu']:.0%}"]
+        [
+            line["device"],
+            f"{line['values']['images']} images",
+            name,
+            f"{part['seconds']:.1f} s",
+            f"{part['cpu']:.0%}",
+        ]
         for line in figures(lines, ("compress",))
         if "parts" in line["values"]
         for name, part in line["values"]["parts"].items()

@@ -146,7 +146,9 @@ class Session:
         line = self._record.add(
             kind, stage=self.stage, device=self._device_name, versions=self._versions, **values
         )
-        shown = {key: value for key, value in line.items() if key not in ("kind", "time", "versions", "device")}
+        shown = {
+            key: value for key, value in line.items() if key not in ("kind", "time", "versions", "device")
+        }
         print(json.dumps(shown)[:600], flush=True)
 
     # ---- the whole stage ------------------------------------------------------------------------------------

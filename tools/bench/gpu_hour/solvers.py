@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_hour.networks import images, network
-from gpu_hour.session import Session
 from knapsack import INSTANCES, random_instance
 
 import smcp_fx
+from gpu_hour.networks import images, network
+from gpu_hour.session import Session
 from smcp_fx.knapsack import solve_knapsack
 
 #: From 38 groups of 64 options to 10,000 of 32, and a network's own.

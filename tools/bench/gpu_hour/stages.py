@@ -20,7 +20,7 @@ _GRACE = 15.0
 
 @dataclass(frozen=True)
 class Stage:
-    """``work``: module and function. ``least``: seconds below which it is not begun, ``most``: after which it is cut."""
+    """``work``: module and function. ``least``: seconds without which it is not begun; after ``most`` it is cut."""
 
     name: str
     work: str
@@ -80,24 +80,34 @@ def run_next(settings: Settings, seconds: float, names: Sequence[str] = (), agai
 
 def _apart(stage: Stage, settings: Settings, seconds: float) -> str:
     """Run a stage in a process of its own, with all that it starts in one group, and end what does not end."""
-    command = [sys.executable, "-m", "gpu_hour", *_flags(settings), "stage", stage.name, "--seconds", f"{seconds}"]
-    process = subprocess.Popen(command, preexec_fn=os.setpgrp)  # noqa: PLW1509 - this process has no threads
-    how = "killed"
+    command = [
+        sys.executable,
+        "-m",
+        "gpu_hour",
+        *_flags(settings),
+        "stage",
+        stage.name,
+        "--seconds",
+        f"{seconds}",
+    ]
+    process = subprocess.Popen(command, preexec_fn=os.setpgrp)
+    how = why = ""
     try:
         code = process.wait(timeout=max(seconds, 0.0) + _GRACE)
-        how = "ended" if code == 0 else f"exit code {code}"
+        if code:
+            how, why = "error", f"exit code {code}"
     except subprocess.TimeoutExpired:
-        how = "killed, as it did not end in time"
+        how, why = "cut", "killed, as it did not end in time"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if how != "ended":
+    if how:  # or it has written its own end
+        name = settings.device_name
         settings.record.add(
-            "end", stage=stage.name, device=settings.device_name, versions={}, how="cut" if "time" in how else "error",
-            why=how, seconds=seconds,
-        )  # fmt: skip
-    return how
+            "end", stage=stage.name, device=name, versions={}, how=how, why=why, seconds=seconds
+        )
+    return why or endings(settings).get(stage.name, "no end")
 
 
 def _flags(settings: Settings) -> list[str]:

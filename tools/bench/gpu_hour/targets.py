@@ -1,4 +1,4 @@
-"""A table on demand, and networks pruned to targets by it, measured beside the dense one: the same for every runtime."""
+"""A table on demand, and networks pruned to targets by it beside the dense one: the same for every runtime."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_hour.networks import images, network
-from gpu_hour.session import Session
 from scipy.stats import spearmanr
 from torch import nn
 
 import smcp_fx
+from gpu_hour.networks import images, network
+from gpu_hour.session import Session
 from smcp_fx.backends import Backend, CompareConfig, Engine, RelativeLatency, compare
 from smcp_fx.compiler.seeking import aim_for, seek
 from smcp_fx.config import PruningConfig
@@ -197,8 +197,9 @@ class Job:
         predicted, measured = np.array(pairs).T
         sums = np.abs(predicted / measured - 1)
         return {
-            "rows": self._rows(table), "failed": len(failed), "held_out": error.points, "held_out_median": error.median,
-            "held_out_p95": error.p95, "run_ms": table.run_overhead(fingerprint), "networks": len(pairs),
+            "rows": self._rows(table), "failed": len(failed), "held_out": error.points,
+            "held_out_median": error.median, "held_out_p95": error.p95,
+            "run_ms": table.run_overhead(fingerprint), "networks": len(pairs),
             "mean_error": float(sums.mean()), "largest_error": float(sums.max()),
             "dense_predicted_ms": pairs[0][0], "dense_measured_ms": pairs[0][1],
             "spearman": float(spearmanr(predicted, measured)[0]) if len(pairs) > 2 else None,

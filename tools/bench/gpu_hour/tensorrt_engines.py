@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+
 from gpu_hour.networks import images, network
 from gpu_hour.session import Session
 from gpu_hour.targets import Job
-from gpu_hour.tensorrt_rows import chosen, make_backend, smoke
-
+from gpu_hour.tensorrt_rows import chosen, make_backend
 from smcp_fx.backends.tensorrt.backend import TensorRTBackend, reference_outputs
 
 #: Random prunings beside the dense network and the targets: an engine takes half a minute.
@@ -46,13 +46,12 @@ def engines(session: Session) -> None:
 
 
 def _prune(session: Session, name: str) -> None:
-    session.figure("smoke", lambda: smoke(session))
     with closing(make_backend(session)) as backend:
         Job(session, backend, name, 64, chosen(session)["multiple"], _BUILD_S).prune((0.5,), KEEP)
 
 
 def _outputs(session: Session, backend: TensorRTBackend, name: str, batch: int) -> dict[str, Any]:
-    """Build the dense network at a batch, compare it with PyTorch's float32, and measure it with and without graph."""
+    """Build the dense network at a batch, compare it with PyTorch's float32, measure it with a graph and without."""
     module, given = network(name, session.small), images(batch, session.small)
     with backend.compile(module, (given,)) as engine:
         expected = reference_outputs(module, (given,))[0]
@@ -61,8 +60,10 @@ def _outputs(session: Session, backend: TensorRTBackend, name: str, batch: int) 
             how: backend.ask("measure", key=engine._key, timing={"graph": how == "graph"})["measured"]
             for how in ("graph", "enqueue")
         }
-        build = {k: engine.build[k] for k in ("seconds", "engine_bytes", "types", "reformats", "notes", "tf32")}
+        build = {
+            k: engine.build[k] for k in ("seconds", "engine_bytes", "types", "reformats", "notes", "tf32")
+        }
         return {
-            "network": name, "side": given.shape[-1], "batch": len(given), "relative_error": error, "build": build, **timings,
-            "clocks": backend.ask("clocks")["clocks"], "remarks": engine.remarks,
+            "network": name, "side": given.shape[-1], "batch": len(given), "relative_error": error,
+            "build": build, **timings, "clocks": backend.ask("clocks")["clocks"], "remarks": engine.remarks,
         }  # fmt: skip

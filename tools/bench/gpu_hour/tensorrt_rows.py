@@ -1,4 +1,4 @@
-"""What a row of TensorRT costs: how much effort the builder needs, and how many builders beside each other are best."""
+"""What a row of TensorRT costs: the effort that the builder needs, and how many builders at a time are best."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_hour.networks import images, network
-from gpu_hour.session import Session
 from torch import nn
 
+from gpu_hour.networks import images, network
+from gpu_hour.session import Session
 from smcp_fx.backends import get_backend
 from smcp_fx.backends.base import Array
 from smcp_fx.backends.tensorrt.backend import TensorRTBackend
@@ -30,7 +30,7 @@ from smcp_fx.tracing.tracer import trace
 Row = tuple[FusedBlock, tuple[int, ...]]
 
 LIBRARIES = ("CUBLAS", "CUBLAS_LT", "CUDNN")
-#: What makes a build shorter, by name: the most effort first. Levels come with 8.6, kernels compiled at build with 8.5.
+#: What makes a build shorter, by name: the most effort first. Levels come with 8.6, compiled kernels with 8.5.
 EFFORTS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "no kernels compiled": {"off": ("JIT_CONVOLUTIONS",)},
@@ -79,7 +79,11 @@ def smoke(session: Session) -> dict[str, Any]:
 
 def chosen(session: Session) -> dict[str, Any]:
     """Return what this stage chose on this device; without it four builders, and all effort."""
-    return session.known("choice", stage="tensorrt-rows") or {"builders": 4, "multiple": 8, "effort": "as it is"}
+    return session.known("choice", stage="tensorrt-rows") or {
+        "builders": 4,
+        "multiple": 8,
+        "effort": "as it is",
+    }
 
 
 def make_backend(
@@ -162,7 +166,9 @@ def _by_builders(session: Session, wanted: list[Row], effort: str) -> dict[int, 
             choice = {"effort": effort, "builders": builders}
             with closing(make_backend(session, choice=choice)) as backend:
                 backend.expect_blocks(blocks)
-                table.learn([left.pop() for _ in range(min(builders, len(left)))], blocks, backend, session.watch)
+                table.learn(
+                    [left.pop() for _ in range(min(builders, len(left)))], blocks, backend, session.watch
+                )
                 some = [left.pop() for _ in range(min(3 * builders, len(left)))]
                 began = time.monotonic()
                 report = table.learn(some, blocks, backend, session.watch)
