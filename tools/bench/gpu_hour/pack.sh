@@ -31,7 +31,7 @@ if [ "$kind" = site ]; then
   exit
 fi
 prefix=${PYTHON310_PREFIX:-$(ls -d "$(pyenv root)"/versions/3.10.* | tail -n 1)}
-for wanted in tensorrt==8.5.3.1 numpy==2.2.6 cuda-bindings==13.4.4 cuda-pathfinder==1.9.0; do fetch 3.10 "$wanted"; done
+for wanted in tensorrt==8.5.3.1 numpy==2.2.6 cuda-bindings==13.4.4 cuda-pathfinder==1.8.3; do fetch 3.10 "$wanted"; done
 for wheel in "$work"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$work/tree/site"; done
 
 # libnvinfer_plugin links cuBLAS 11 and cuDNN 8 for its plugins alone, which a CNN does not use. These stubs satisfy
