@@ -2,7 +2,8 @@
 # One call on the GPU machine: takes in what was carried, then runs the next stages that fit the time.
 #   bash tools/bench/gpu_hour/call.sh RESULTS MINUTES [ARGUMENTS OF run]
 # RESULTS: folder that comes back. CARRIED (default .gpu_hour): earlier results, and pieces of kit.* and site.*;
-# pieces are kept in WORK (default /tmp/gpu_hour) from call to call. Nothing is installed.
+# pieces are kept in WORK (default /tmp/gpu_hour) from call to call. Nothing is installed. For a trial, PYTHON names
+# another Python, and GPU_HOUR_FLAGS holds flags that come before `run`.
 set -u
 results=$1 minutes=$2
 shift 2
