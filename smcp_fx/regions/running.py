@@ -160,10 +160,9 @@ def _extract(graph: fx.Graph, joined: Joined, index: int) -> fx.Graph:
     placed: dict[fx.Node, fx.Node] = {}
     for place, (source, name) in enumerate(zip(joined.sources[index], joined.names[index], strict=True)):
         start = part.placeholder(f"tensor_{place}")
-        if source.call is None:
-            placed.setdefault(nodes[name], start)
-        else:
-            placed.setdefault(every[source.call][source.place], start)
+        given = nodes[name] if source.call is None else every[source.call][source.place]
+        placed.setdefault(given, start)
+        block_hooks.merge_numbers(start, [given])
     wanted = [node for node in graph.nodes if node.meta.get(CALL) == number]
     needed = set(_reaching([*wanted, *pytree.tree_leaves(results)], placed))
     for node in graph.nodes:
@@ -198,3 +197,7 @@ def _relative(graph: fx.Graph, path: str) -> None:
             if not target.startswith(path + "."):
                 raise PassError(f"region {path!r} reads {target!r}, which is not inside it")
             node.target = target.removeprefix(path + ".")
+        stack = node.meta.get("nn_module_stack") or {}
+        node.meta["nn_module_stack"] = {
+            key: (name.removeprefix(path + "."), kind) for key, (name, kind) in stack.items()
+        }

@@ -101,7 +101,12 @@ def merge_notes(made: fx.Node, nodes: Iterable[fx.Node]) -> None:
     for node in others:
         if _CALLS in node.meta:
             made.meta[_CALLS] = {**node.meta[_CALLS], **made.meta.get(_CALLS, {})}
-    numbers = {number for node in (made, *others) for number in node.meta.get(_NUMBERS, ())}
+    merge_numbers(made, others)
+
+
+def merge_numbers(made: fx.Node, nodes: Iterable[fx.Node]) -> None:
+    """Let the node stand for these nodes, too."""
+    numbers = {number for node in (made, *nodes) for number in node.meta.get(_NUMBERS, ())}
     if numbers:
         made.meta[_NUMBERS] = tuple(numbers)
 
