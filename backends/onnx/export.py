@@ -122,7 +122,7 @@ def _at_other_sizes(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
     if other is None:
         raise BackendError(
             f"{type(model).__name__} takes no other sizes of {_listed(axes)}, which would stay open; no file written."
-            f"{_fewer(axes)}"
+            f"{_fewer(model, axes)}"
         )
     return [other]
 
@@ -131,7 +131,7 @@ def _listed(axes: Axes) -> str:
     return ", ".join(dict.fromkeys(repr(name) for own in axes for name in own.values()))
 
 
-def _fewer(axes: Axes) -> str:
+def _fewer(model: nn.Module, axes: Axes) -> str:
     """What to do where open axes are at fault."""
     if not any(axes):
         return ""
@@ -140,7 +140,9 @@ def _fewer(axes: Axes) -> str:
             " If the network only works for one batch size, pass dynamic_batch=False; if an input has its batch on "
             "another axis, dynamic_axes={'x': {0: 'batch'}, 'state': {1: 'batch'}}."
         )
-    return " Leave fewer axes open in dynamic_axes."
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    steps = " Recurrent layers are written step by step, for one number of steps." if recurrent else ""
+    return f"{steps} Leave fewer axes open in dynamic_axes."
 
 
 def export_model_proto(
@@ -220,15 +222,18 @@ def as_tuple(example_inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) -> torch.export.ExportedProgram:
     given = [tuple(tensor.shape) for tensor in inputs]
-    dims = {name: torch.export.Dim(name) for own in axes for name in own.values()}
+    # A batch is of any size; of others, networks may ask for multiples.
+    dims: dict[str, Any] = {
+        name: torch.export.Dim(name) if name == "batch" else torch.export.Dim.DYNAMIC
+        for own in axes
+        for name in own.values()
+    }
     shapes = tuple({axis: dims[name] for axis, name in own.items()} for own in axes) if dims else None
     # torch.export takes a size of 1 for a constant.
     single = {
         n for tensor, own in zip(inputs, axes, strict=True) for a, n in own.items() if tensor.shape[a] < 2
     }
     inputs = resized(inputs, axes, dict.fromkeys(single, 2))
-    # Networks that ask for multiples of a size say so in assertions, which a file leaves out.
-    late = dims.keys() > {"batch"}
     try:
         with FourDimensionalAttention():
             return torch.export.export(
@@ -236,12 +241,11 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
                 inputs,
                 dynamic_shapes=shapes,
                 strict=False,
-                prefer_deferred_runtime_asserts_over_guards=late,
             )
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BackendError(
-            f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}.{_fewer(axes)}"
+            f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}.{_fewer(model, axes)}"
         ) from error
 
 
