@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels import build
+from smcp_fx.channels.limits import limit_widths
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel, bind
 from smcp_fx.errors import InputError, TraceError
@@ -116,6 +117,7 @@ def _prepared(
         keep_first_layer=config.keep_first_convolution,
         other=at_another_size(traced),
     )
+    limit_widths(channels, config.widths)
     if config.layer_pruning:
         allow_layer_pruning(traced, channels, config.layer_pruning_in)
     if joined is not None and not any(group.free for group in channels.groups):

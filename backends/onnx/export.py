@@ -245,7 +245,8 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BackendError(
-            f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}.{_fewer(model, axes)}"
+            f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}."
+            f"{_fewer(model, axes)}"
         ) from error
 
 
