@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from smcp_fx.allocation import Allocation, allocate
 from smcp_fx.backends import get_backend, import_runtime
 from smcp_fx.calibration import RepairReport, compress, gather_halfway, gather_importance, recalibrate, repair
+from smcp_fx.carried_optimizers import carry_optimizer
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.config import PruningConfig
@@ -53,6 +54,7 @@ __all__ = [
     "Teacher",
     "TrainingWarning",
     "allocate",
+    "carry_optimizer",
     "compress",
     "convert",
     "export_onnx",
