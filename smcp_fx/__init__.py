@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from smcp_fx.allocation import Allocation, allocate
 from smcp_fx.backends import get_backend, import_runtime
 from smcp_fx.calibration import RepairReport, compress, gather_halfway, gather_importance, recalibrate, repair
+from smcp_fx.carried_optimizers import carry_optimizer
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.config import PruningConfig
@@ -53,6 +54,7 @@ __all__ = [
     "Teacher",
     "TrainingWarning",
     "allocate",
+    "carry_optimizer",
     "compress",
     "convert",
     "export_onnx",
@@ -93,6 +95,7 @@ def export_onnx(
     *,
     opset: int | None = None,
     dynamic_batch: bool = True,
+    dynamic_axes: Mapping[str | int, Mapping[int, str] | Sequence[int]] | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -102,11 +105,16 @@ def export_onnx(
     Of a model that was traced in regions each region is exported by itself (``converted.backbone``); it takes and
     returns the tensors of its arguments and results one by one.
 
-    The file is run in ONNX Runtime on random inputs and compared with the model before it gets its name.
-    ``opset`` (17 and later; a recent one by default); ``dynamic_batch`` leaves the first axis of every input
-    open, under the name "batch"; ``input_names`` and ``output_names`` replace those of the model's forward and the
-    exporter's; ``metadata`` goes into the file. Raises `BackendError` without ONNX Runtime, for what ONNX cannot
-    express and for results that differ, `InputError` for inputs and opsets that do not fit.
+    The first axis of every input stays open, as "batch", and so do the sides of images that outputs have, too
+    (``height``, ``width``, ``depth``). ``dynamic_axes`` names the axes that stay open instead, by the input's name or
+    place, as PyTorch's exporter takes them: ``{"x": {0: "batch", 2: "time"}, "state": {1: "batch"}}``. Axes of one
+    name have one size. ``dynamic_batch=False`` fixes all.
+
+    The file is run in ONNX Runtime on random inputs, at another size of each open axis too, and compared with the
+    model before it gets its name. ``opset`` (17 and later; a recent one by default); ``input_names`` and
+    ``output_names`` replace those of the model's forward and the exporter's; ``metadata`` goes into the file. Raises
+    `BackendError` without ONNX Runtime, for what ONNX cannot express and for results that differ, `InputError` for
+    inputs, axes and opsets that do not fit.
     """
     export = import_runtime("smcp_fx.backends.onnx.export", "export_onnx", "pip install onnxruntime")
     written: Path = export.export_onnx(
@@ -115,6 +123,7 @@ def export_onnx(
         path,
         opset=opset,
         dynamic_batch=dynamic_batch,
+        dynamic_axes=dynamic_axes,
         input_names=input_names,
         output_names=output_names,
         metadata=metadata,

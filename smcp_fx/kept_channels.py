@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Layer
@@ -15,6 +15,10 @@ from smcp_fx.passes.sliced_labels import Sliced
 #: Module path: positions of the input and of the output channels that are kept, among the original's.
 Kept = dict[str, tuple[list[int], list[int]]]
 
+#: Where a model holds what was cut of its parameters: a graph in its ``meta``, which its copies have, too.
+_CUT = "_smcp_cut"
+#: Parameter: the kept positions along each dimension that lost some.
+Cut = dict[str, dict[int, Tensor]]
 #: Attributes that tell of classes and images, whatever numbers they hold.
 _OF_THE_TASK = {"num_classes", "pretrained_cfg", "default_cfg"}
 
@@ -38,6 +42,18 @@ def kept_channels(channels: ChannelGraph, keep: Tensor) -> Kept:
         through = sliced.positions(norm.labels).tolist()
         kept[norm.path] = (through, through)
     return kept
+
+
+def note_cut(module: nn.Module, cut: Cut | None) -> None:
+    """Let a smaller model, and its copies, know what was cut of each parameter."""
+    if cut is not None:
+        (module.meta if isinstance(module, fx.GraphModule) else vars(module))[_CUT] = cut
+
+
+def cut_of(module: nn.Module) -> Cut | None:
+    """What `note_cut` has noted; None for a model that knows nothing of it."""
+    found: Cut | None = (module.meta if isinstance(module, fx.GraphModule) else vars(module)).get(_CUT)
+    return found
 
 
 def still_true(attributes: Mapping[str, Any], channels: ChannelGraph, kept: Kept) -> dict[str, Any]:

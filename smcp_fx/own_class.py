@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.errors import InputError
+from smcp_fx.kept_channels import cut_of, note_cut
 from smcp_fx.outcomes import LOOSE, Outcome, difference, differs, fitting, in_mode
 from smcp_fx.passes.slice_channels import resize_fields
 from smcp_fx.prepared import PreparedModel
@@ -56,7 +57,10 @@ def resize(
     if check and (example_inputs is not None or isinstance(like, nn.Module)):
         inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs, model)
         _check(trial, like, inputs)
-    return _resized(model, like)
+    resized = _resized(model, like)
+    if isinstance(like, nn.Module):
+        note_cut(resized, cut_of(like))
+    return resized
 
 
 def _resized(model: Model, like: nn.Module | Mapping[str, Tensor]) -> Model:

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels import build
+from smcp_fx.channels.limits import limit_widths
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel, bind
 from smcp_fx.errors import InputError, TraceError
-from smcp_fx.kept_channels import kept_channels, still_true
+from smcp_fx.kept_channels import kept_channels, note_cut, still_true
 from smcp_fx.outcomes import in_mode
 from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning
 from smcp_fx.passes.other_mode import fuses_in_one_mode
 from smcp_fx.passes.pipelines import convert_pipeline, fold_pipeline, prepare_pipeline
+from smcp_fx.passes.slice_channels import SliceChannels
 from smcp_fx.prepared import Preparation, PreparedGraph, PreparedModel, PreparedRegions, Tracing, copy_modes
 from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
@@ -116,6 +118,7 @@ def _prepared(
         keep_first_layer=config.keep_first_convolution,
         other=at_another_size(traced),
     )
+    limit_widths(channels, config.widths)
     if config.layer_pruning:
         allow_layer_pruning(traced, channels, config.layer_pruning_in)
     if joined is not None and not any(group.free for group in channels.groups):
@@ -316,8 +319,11 @@ def _plain_graph(
     for node in module.graph.nodes:
         node.meta.pop(META, None)
     module.recompile()
+    cut = next((one.cut for one in passes if isinstance(one, SliceChannels)), {})
     if not isinstance(copied, PreparedRegions):
+        note_cut(module, cut)
         return module, module
+    note_cut(copied.python, cut)
     assert copied.plan.traced.joined is not None
     run_by_graphs(copied.python, module.graph, copied.plan.traced.joined, alone=True)
     return module, copied.python

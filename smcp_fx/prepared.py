@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
@@ -18,6 +19,7 @@ from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.summaries import model_summary, share_of
+from smcp_fx.tracing import block_hooks
 from smcp_fx.tracing.buffers import keep_in_state
 from smcp_fx.tracing.carried import carried_attributes, carry
 from smcp_fx.tracing.copying import deep_copy
@@ -148,6 +150,12 @@ class PreparedGraph(PreparedModel, fx.GraphModule):
         self.pruner = Pruner(
             self, plan.channels, state, plan.cost, plan.target, plan.config, plan.schedule, plan.asked
         )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As a prepared model's, with the hooks of blocks that the graph holds."""
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        return block_hooks.call(self, super().__call__, args, kwargs)
 
     def train(self, mode: bool = True) -> PreparedGraph:
         """As the original's."""

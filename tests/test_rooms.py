@@ -19,7 +19,17 @@ except ModuleNotFoundError:
 ROOT = Path(__file__).parents[1]
 #: Modules at the top of the package: those that import nothing of ours, and those that users call.
 CONTRACTS = {"errors", "config", "cost_model", "schedule", "texts", "output_kinds"}
-VERBS = {"prepare", "summaries", "prepared", "checkpoint", "proof", "outcomes", "own_class", "kept_channels"}
+VERBS = {
+    "prepare",
+    "summaries",
+    "prepared",
+    "checkpoint",
+    "proof",
+    "outcomes",
+    "own_class",
+    "kept_channels",
+    "carried_optimizers",
+}
 
 #: Room: the rooms that it may import, beside the contracts, which all may. A room stands below those it is listed in.
 MAY_IMPORT = {

@@ -181,10 +181,11 @@ class Pruner:
     def check_target(self) -> None:
         """Raise `InfeasibleBudgetError` now if no permitted choice reaches the final target."""
         cost = self.cost
-        if cost.cost(cost.smallest_counts) <= self.target:
+        smallest = self._selector.within_limits(cost).smallest_counts
+        if cost.cost(smallest) <= self.target:
             return  # good enough: with equal importances, searching for the best choice would take long
-        if self._learn(cost.smallest_counts, LASTING):
-            cost = cost.at(cost.smallest_counts)
+        if self._learn(smallest, LASTING):
+            cost = cost.at(smallest)
         flat = torch.ones_like(self._state.gathered)
         try:
             self._selector.best(flat, cost, self.target)

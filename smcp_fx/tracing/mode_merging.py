@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx, nn
 
 from smcp_fx.errors import TraceError
+from smcp_fx.tracing.block_hooks import merge_notes
 from smcp_fx.tracing.contexts import NO_GRAD, same_gradients
 from smcp_fx.tracing.mode_paths import ModeTrace, Path, Paths
 from smcp_fx.tracing.mode_reads import FRAME, VIA, leaves
@@ -177,6 +178,7 @@ class _Writer:
                 step.made = node
             before = step.made
             trained = [made for number, made in step.nodes.items() if self.traces[number].modes[""]]
+            merge_notes(step.made, step.nodes.values())
             same_gradients(step.made, trained or list(step.nodes.values()))
             self._fill(step)
         self._keep_effects()

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.errors import SmcpError, TraceError
 from smcp_fx.tracing.attributes import Attributes
 from smcp_fx.tracing.autograd_functions import functions_kept
+from smcp_fx.tracing.block_hooks import note_call
 from smcp_fx.tracing.buffers import Buffers, WritesBuffersError
 from smcp_fx.tracing.contexts import AutocastError, Contexts
 from smcp_fx.tracing.counts import Counters, Counts, CountsError, paths_of
@@ -87,31 +88,32 @@ class _Tracer(ShapeTracer):
         """Remember where tracing stops. Modules that another thread calls meanwhile just run."""
         if self.contexts.elsewhere:
             return forward(*args, **kwargs)
-        outer = self.contexts.path
+        outer, path = self.contexts.path, self._paths.get(m, "")
+        before = self.num_calls.get(path, 0)
         if not self._evaluating and m in self._paths:
-            self.contexts.path = self._paths[m]
+            self.contexts.path = path
         try:
-            if not self._evaluating and is_plain_attention(m, args, kwargs):
-                return self._call_plainly(m, forward_of(m, forward, self._seen), args, kwargs)
-            if not self._evaluating and (
-                is_parametrised_layer(m) or computed_by_hooks(m) or self._is_overwritten(m)
-            ):
-                return self._call_computing(m, forward, args, kwargs)
-            output = super().call_module(m, forward, args, kwargs)
-            path = self._paths.get(m, "")
-            if (
-                m._forward_hooks
-                and not self._evaluating
-                and self._traces_hooks(m)
-                and self.is_leaf_module(m, path)
-            ):
-                self._run_hooks(m, args, kwargs, output)
+            output = self._called(m, forward, args, kwargs)
+            if not self._evaluating:
+                note_call(f"{path}@{before}" if before else path, (args, kwargs), output)
             return output
         except Exception:
             self.stopped = self.stopped or m
             raise
         finally:
             self.contexts.path = outer
+
+    def _called(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._evaluating:
+            return super().call_module(m, forward, args, kwargs)
+        if is_plain_attention(m, args, kwargs):
+            return self._call_plainly(m, forward_of(m, forward, self._seen), args, kwargs)
+        if is_parametrised_layer(m) or computed_by_hooks(m) or self._is_overwritten(m):
+            return self._call_computing(m, forward, args, kwargs)
+        output = super().call_module(m, forward, args, kwargs)
+        if m._forward_hooks and self._traces_hooks(m) and self.is_leaf_module(m, self._paths.get(m, "")):
+            self._run_hooks(m, args, kwargs, output)
+        return output
 
     def _call_plainly(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._looked_into.add(m)

@@ -29,6 +29,7 @@ NAMES = [
     "Teacher",
     "TrainingWarning",
     "allocate",
+    "carry_optimizer",
     "compress",
     "convert",
     "export_onnx",
