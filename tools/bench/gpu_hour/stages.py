@@ -68,7 +68,7 @@ def run_next(settings: Settings, seconds: float, names: Sequence[str] = (), agai
             continue
         left = seconds - (time.monotonic() - began)
         why = "there is no TensorRT yet" if stage.tensorrt and not built else ""
-        if not why and left < (least := 0.0 if settings.small else stage.least):
+        if not why and left < (least := 2 * _GRACE if settings.small else stage.least):
             why = f"{left:.0f} s are left, it needs {least:.0f} s"
         if why:
             print(f"-- {stage.name}: not now, {why}", flush=True)
