@@ -101,10 +101,10 @@ def _resized(model: Model, like: nn.Module | Mapping[str, Tensor]) -> Model:
         _set_fields(module, twins.get(path), path)
     now = {path: _widths(module) for path, module in model.named_modules()}
     widths: Widths = {}
-    for path, old in before.items():
-        new = now[path]
-        if old is not None and new is not None:
-            widths[path] = ((old[0], new[0]), (old[1], new[1]))
+    for path, was in before.items():
+        is_now = now[path]
+        if was is not None and is_now is not None:
+            widths[path] = ((was[0], is_now[0]), (was[1], is_now[1]))
     for path, module in model.named_modules():
         if before[path] is None:
             for name in WIDTHS:

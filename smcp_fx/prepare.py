@@ -14,7 +14,7 @@ from smcp_fx.channels.limits import limit_widths
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel, bind
 from smcp_fx.errors import InputError, TraceError
-from smcp_fx.kept_channels import kept_channels, note_cut, still_true
+from smcp_fx.kept_channels import Cut, kept_channels, note_cut, still_true
 from smcp_fx.outcomes import in_mode
 from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
@@ -319,7 +319,7 @@ def _plain_graph(
     for node in module.graph.nodes:
         node.meta.pop(META, None)
     module.recompile()
-    cut = next((one.cut for one in passes if isinstance(one, SliceChannels)), {})
+    cut: Cut = next((one.cut for one in passes if isinstance(one, SliceChannels)), {})
     if not isinstance(copied, PreparedRegions):
         note_cut(module, cut)
         return module, module
