@@ -48,8 +48,8 @@ def carry_optimizer(optimizer: AnyOptimizer, model: nn.Module, smaller: nn.Modul
             "returned, before it is saved; a loaded model knows no more"
         )
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(path)
     there = dict(smaller.named_parameters(remove_duplicate=False))
     groups: list[dict[str, Any]] = []
     state: dict[Tensor, dict[str, Any]] = {}
@@ -82,9 +82,10 @@ def carry_optimizer(optimizer: AnyOptimizer, model: nn.Module, smaller: nn.Modul
             f"the optimiser holds no parameter of {type(model).__name__}: give the model that it was made for"
         )
     known = {name for mine in names.values() for name in mine}
-    for name, parameter in smaller.named_parameters():
-        if name not in known and gone:
-            groups[max(gone, key=lambda one: _together(one[0], name))[1]]["params"].append((name, parameter))
+    for path, parameter in smaller.named_parameters():
+        if path not in known and gone:
+            nearest = max(gone, key=lambda one: _together(one[0], path))
+            groups[nearest[1]]["params"].append((path, parameter))
     return _made(optimizer, groups, state)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.errors import InputError
-from smcp_fx.kept_channels import cut_of, note_cut
+from smcp_fx.kept_channels import WIDTHS, Widths, cut_of, note_cut, renumbered
 from smcp_fx.outcomes import LOOSE, Outcome, difference, differs, fitting, in_mode
 from smcp_fx.passes.slice_channels import resize_fields
 from smcp_fx.prepared import PreparedModel
@@ -22,6 +22,7 @@ from smcp_fx.tracing.own_weights import settle_named
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.batchnorm._NormBase)
 #: What modules say of their sizes, besides what their weights' shapes say.
 _FIELDS = (int, tuple, torch.Size)
 
@@ -95,9 +96,29 @@ def _resized(model: Model, like: nn.Module | Mapping[str, Tensor]) -> Model:
                     nn.Parameter(fresh, old.requires_grad) if isinstance(old, nn.Parameter) else fresh
                 )
             setattr(owner, attribute, new[id(old)])
+    before = {path: _widths(module) for path, module in model.named_modules()}
     for path, module in model.named_modules():
         _set_fields(module, twins.get(path), path)
+    now = {path: _widths(module) for path, module in model.named_modules()}
+    widths: Widths = {}
+    for path, was in before.items():
+        is_now = now[path]
+        if was is not None and is_now is not None:
+            widths[path] = ((was[0], is_now[0]), (was[1], is_now[1]))
+    for path, module in model.named_modules():
+        if before[path] is None:
+            for name in WIDTHS:
+                if name in vars(module):
+                    setattr(module, name, renumbered(name, vars(module)[name], widths, path))
     return model
+
+
+def _widths(module: nn.Module) -> tuple[int, int] | None:
+    """The channels that a layer says it reads and writes; None for another module."""
+    for names in (("in_channels", "out_channels"), ("in_features", "out_features"), ("num_features",) * 2):
+        if isinstance(module, _LAYERS) and all(hasattr(module, name) for name in names):
+            return getattr(module, names[0]), getattr(module, names[1])
+    return None
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

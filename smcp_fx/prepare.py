@@ -14,7 +14,7 @@ from smcp_fx.channels.limits import limit_widths
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel, bind
 from smcp_fx.errors import InputError, TraceError
-from smcp_fx.kept_channels import kept_channels, note_cut, still_true
+from smcp_fx.kept_channels import Cut, kept_channels, note_cut, still_true
 from smcp_fx.outcomes import in_mode
 from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
@@ -26,12 +26,12 @@ from smcp_fx.prepared import Preparation, PreparedGraph, PreparedModel, Prepared
 from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
 from smcp_fx.pruning.state import PruningState
-from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs, sharing
+from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.serialization.converted import ConvertedModule
 from smcp_fx.tracing.buffers import keep_in_state
 from smcp_fx.tracing.carried import carried_attributes, carry, plain_attributes
-from smcp_fx.tracing.copying import deep_copy
+from smcp_fx.tracing.copying import deep_copy, sharing
 from smcp_fx.tracing.example_inputs import as_inputs, default_inputs
 from smcp_fx.tracing.masking import META, STATE
 from smcp_fx.tracing.other_sizes import at_another_size
@@ -319,7 +319,7 @@ def _plain_graph(
     for node in module.graph.nodes:
         node.meta.pop(META, None)
     module.recompile()
-    cut = next((one.cut for one in passes if isinstance(one, SliceChannels)), {})
+    cut: Cut = next((one.cut for one in passes if isinstance(one, SliceChannels)), {})
     if not isinstance(copied, PreparedRegions):
         note_cut(module, cut)
         return module, module

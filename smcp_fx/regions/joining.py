@@ -10,10 +10,11 @@ from torch.utils import _pytree as pytree
 from smcp_fx.errors import TraceError
 from smcp_fx.regions.carriers import carried_channels
 from smcp_fx.regions.finding import Region, Split
-from smcp_fx.regions.running import CALL, Joined, sharing
+from smcp_fx.regions.running import CALL, Joined
 from smcp_fx.regions.wiring import Passage, Source, Wiring, observe
 from smcp_fx.tracing.block_hooks import merge_numbers
 from smcp_fx.tracing.contexts import pin_layers
+from smcp_fx.tracing.copying import sharing
 from smcp_fx.tracing.example_runs import images_in, record, run_eager, same_values
 from smcp_fx.tracing.modes import with_branches
 from smcp_fx.tracing.multiply_adds import MultiplyAdds

@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch.fx.graph_module import _CodeOnlyModule
 
 from smcp_fx.tracing import block_hooks
+from smcp_fx.tracing.carried import without_answers
 from smcp_fx.tracing.graph_pickle import listed, rebuilt
 from smcp_fx.tracing.names import holds_unfit_names
 from smcp_fx.tracing.values import NO_AUTOCAST
@@ -44,7 +45,8 @@ class ConvertedModule(fx.GraphModule):
         self._graphmodule_cls_name = type(self).__name__
         self.__dict__.pop("_tracer_extras", None)
         if retraces_the_same(self):
-            return super().__reduce__()
+            made, (state, *code) = super().__reduce__()
+            return made, (without_answers(state), *code)
         name = type(self).__name__
         state = {key: value for key, value in vars(self).items() if key not in _OF_THE_GRAPH}
         return _unpickled, (name, listed(self.graph, name)), state
