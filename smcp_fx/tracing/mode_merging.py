@@ -20,7 +20,7 @@ from smcp_fx.tracing.contexts import NO_GRAD, same_gradients
 from smcp_fx.tracing.mode_paths import ModeTrace, Path, Paths
 from smcp_fx.tracing.mode_reads import FRAME, VIA, leaves
 from smcp_fx.tracing.mode_steps import Step, computes, in_steps, returning_other_shapes, same, structure
-from smcp_fx.tracing.modes import by_mode, conditions, is_by_mode, with_branches
+from smcp_fx.tracing.modes import by_mode, conditions, is_by_mode, is_flag, with_branches
 from smcp_fx.tracing.values import FROZEN, OPAQUE
 
 
@@ -181,7 +181,7 @@ class _Writer:
             self._fill(step)
         self._keep_effects()
         last = [node for node in self.graph.nodes if node.op == "placeholder"][-1:]
-        for flag in [node for node in self.graph.nodes if _is_flag(node)]:
+        for flag in [node for node in self.graph.nodes if is_flag(node)]:
             if last:
                 last[0].append(flag)
         for node in self.graph.nodes:
@@ -336,7 +336,7 @@ class _Writer:
         when = conditions(self.graph.nodes)
         for number, trace in enumerate(self.traces):
             modes = {
-                n.name: trace.modes[str(n.target).rpartition(".")[0]] for n in self.graph.nodes if _is_flag(n)
+                n.name: trace.modes[str(n.target).rpartition(".")[0]] for n in self.graph.nodes if is_flag(n)
             }
             for step in self.steps:
                 node = step.made
@@ -368,7 +368,3 @@ def _flag(graph: fx.Graph, owner: str) -> fx.Node:
 
 def _hashable(tree: Any) -> Any:
     return tree if isinstance(tree, fx.Node) else repr(tree)
-
-
-def _is_flag(node: fx.Node) -> bool:
-    return node.op == "get_attr" and str(node.target).rpartition(".")[2] == "training"

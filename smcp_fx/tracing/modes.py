@@ -75,6 +75,11 @@ def is_by_mode(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is by_mode
 
 
+def is_flag(node: fx.Node) -> bool:
+    """Whether the node reads a module's mode."""
+    return node.op == "get_attr" and str(node.target).rpartition(".")[2] == "training"
+
+
 def conditions(nodes: Iterable[fx.Node]) -> dict[fx.Node, Condition]:
     """When each node runs: as its users need it; nodes without users, and in both modes, always."""
     found: dict[fx.Node, Condition] = {}
