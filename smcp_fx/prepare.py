@@ -38,7 +38,7 @@ from smcp_fx.tracing.own_modes import own_modes
 from smcp_fx.tracing.scripts import without_scripts
 from smcp_fx.tracing.sentences import listed_paths
 from smcp_fx.tracing.tracer import Traced, trace
-from smcp_fx.tracing.wrapping import unwrapped
+from smcp_fx.tracing.wrapping import require_whole, unwrapped
 
 __all__ = ["ConvertedModule", "PreparedModel", "convert", "prepare"]
 
@@ -154,7 +154,8 @@ def _prepared(
 
 
 def _check_tensors(model: nn.Module) -> None:
-    """Raise `InputError` for weights that hold no numbers yet."""
+    """Raise `InputError` for weights that hold no numbers yet, `TrainingError` for parts of weights."""
+    require_whole(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise InputError(f"{name!r} has no shape yet: call the model once, on inputs of its kind, first")
@@ -233,14 +234,15 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
     (lists of two), and ``widths()``, their numbers. It has the original's plain attributes (``num_classes``,
     ``pretrained_cfg``), but for numbers of channels that are others now.
 
-    Raises `PassError` where masked and sliced differ, and what `resize` raises.
+    Raises `PassError` where masked and sliced differ, `TrainingError` under FSDP, and what `resize` raises.
     """
+    require_whole(prepared)
     prepared = unwrapped(prepared)
     if not isinstance(prepared, PreparedModel):
         raise InputError(f"convert needs what prepare returned, not {type(prepared).__name__}")
     prepared.pruner.check_finished()
     converted = sliced(prepared)
-    if prepared.plan.traced.modes is not None:
+    if into is None and prepared.plan.traced.modes is not None:
         frozen = [n for n, part in prepared.named_modules() if prepared.training and not part.training]
         warnings.warn(
             f"{type(prepared).__name__} has a train() of its own; the converted model is a plain graph, whose "

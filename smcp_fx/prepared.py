@@ -24,7 +24,7 @@ from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.masking import STATE
 from smcp_fx.tracing.own_modes import set_own_modes
 from smcp_fx.tracing.sentences import TAKEN
-from smcp_fx.tracing.wrapping import without_wrappers
+from smcp_fx.tracing.wrapping import require_whole, without_wrappers
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,10 @@ class PreparedModel(nn.Module):
         except AssertionError as error:
             if str(error).startswith(TAKEN):
                 raise AssumptionError(str(error)) from None
+            raise
+        except RuntimeError as error:
+            if "DTensor" in str(error):  # parts of the model are sharded, and the graph reads their weights
+                require_whole(self)
             raise
 
     def __reduce__(self) -> Any:

@@ -27,6 +27,7 @@ from smcp_fx.pruning.importance import TaylorImportance
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Floats
 from smcp_fx.tracing.example_runs import first_line
+from smcp_fx.tracing.wrapping import require_whole
 
 Loss = Callable[[Any, Any], Tensor]
 #: Shares of the time after which the first and the second of three parts of gathering are done. Estimates.
@@ -223,6 +224,7 @@ def first_order(
     prepared: PreparedModel, batches: Any, loss: Loss | None = None, progress: Progress | None = None
 ) -> None:
     """Gather the first-order importances of channels alone; as `gather_importance` otherwise."""
+    require_whole(prepared)
     state, importance = (
         prepared.smcp,
         TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance),
