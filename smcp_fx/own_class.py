@@ -17,10 +17,11 @@ from smcp_fx.passes.slice_channels import resize_fields
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.proof import IMAGES, OTHERS, more_images, on_some, run_watched
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.example_inputs import as_inputs, default_inputs
+from smcp_fx.tracing.example_inputs import default_inputs
 from smcp_fx.tracing.example_runs import first_line, unchanged
 from smcp_fx.tracing.modes import conditions, is_flag
 from smcp_fx.tracing.own_weights import LAYERS, settle_named
+from smcp_fx.tracing.positional import positional
 from smcp_fx.tracing.sentences import is_ours
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -32,7 +33,7 @@ _FIELDS = (int, tuple, torch.Size)
 def resize(
     model: Model,
     like: nn.Module | Mapping[str, Tensor],
-    example_inputs: Tensor | tuple[Any, ...] | None = None,
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
     *,
     check: bool = True,
 ) -> Model:
@@ -59,8 +60,10 @@ def resize(
         )
     trial = _resized(deep_copy(model), like)  # what fails leaves the model as it was
     if check and (example_inputs is not None or isinstance(like, nn.Module)):
-        inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs, model)
-        _check(trial, like, inputs)
+        called, inputs = positional(
+            trial, default_inputs(model) if example_inputs is None else example_inputs
+        )
+        _check(called, like, inputs)
     return _resized(model, like)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
@@ -30,11 +31,12 @@ from smcp_fx.serialization.converted import ConvertedModule
 from smcp_fx.tracing.buffers import keep_in_state
 from smcp_fx.tracing.carried import carried_attributes, carry, plain_attributes
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.example_inputs import as_inputs, default_inputs
+from smcp_fx.tracing.example_inputs import default_inputs
 from smcp_fx.tracing.masking import META, STATE
 from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.tracing.output_types import keep_output_types
 from smcp_fx.tracing.own_modes import own_modes
+from smcp_fx.tracing.positional import positional
 from smcp_fx.tracing.scripts import without_scripts
 from smcp_fx.tracing.sentences import listed_paths
 from smcp_fx.tracing.tracer import Traced, trace
@@ -64,8 +66,9 @@ def prepare(
         model: any model that `torch.fx` can trace, or parts of which it can: the rest stays the Python it is
             (see `smcp_fx.regions`; ``prepared.regions`` lists the parts, ``prepared.untraced`` what stopped it).
         example_inputs: a tensor, a tuple of the model's inputs, or a dict of them by the names of its forward's
-            arguments; by default the model's own ``example_input_array``, timm's ``pretrained_cfg``, or images of
-            the first convolution's channels.
+            arguments; an input may itself be a list, tuple or dict of tensors, as in ``([slow, fast],)``. By default
+            the model's own ``example_input_array``, timm's ``pretrained_cfg``, or images of the first convolution's
+            channels.
         target: what to reach: a fraction of the unpruned cost (by default a half), or an absolute cost with its
             unit. `convert` warns when a target was given and the model is still whole.
         cost: "flops", "params", or a cost model such as a `LatencyCost`.
@@ -89,8 +92,14 @@ def prepare(
         if given is not None and not isinstance(given, kind):
             raise InputError(f"prepare needs a {kind.__name__}, not a {type(given).__name__}: {given!r}")
     _check_tensors(model)
-    inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs, model)
+    own, inputs = model, default_inputs(model) if example_inputs is None else example_inputs
+    model, inputs = positional(model, inputs)
     prepared = _prepared(model, inputs, target, cost, schedule, config or PruningConfig(), leaves)
+    if prepared.regions and model is not own:
+        raise InputError(
+            f"{type(model).__name__} takes inputs by name only or as *args, and can be traced in parts alone, where "
+            "that is not known: wrap the model in one that takes them by position"
+        )
     if check:
         check_prepared(model, prepared, inputs)
     return prepared
@@ -262,9 +271,20 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
         check_converted(prepared, converted, prepared.plan.example_inputs)
     if into is None:
         return converted  # of a model traced in regions: a module of its class
-    own = resize(deep_copy(into), converted, prepared.plan.example_inputs, check=check)
+    own = resize(deep_copy(into), converted, _example_for(into, prepared), check=check)
     copy_modes(converted, own)
     return own
+
+
+def _example_for(model: nn.Module, prepared: PreparedModel) -> Any:
+    """The example inputs as the original's class takes them: by name what it takes by name only."""
+    inputs = prepared.plan.example_inputs
+    try:
+        inspect.signature(model.forward).bind(*inputs)
+    except TypeError:
+        names = [str(node.target) for node in prepared.graph.nodes if node.op == "placeholder"]
+        return dict(zip(names, inputs, strict=True))
+    return inputs
 
 
 def sliced(prepared: PreparedModel) -> nn.Module:

@@ -31,6 +31,7 @@ from smcp_fx.backends.onnx.refusals import explain
 from smcp_fx.errors import BackendError, InputError
 from smcp_fx.storage.files import check_replaceable
 from smcp_fx.tracing.names import any_names
+from smcp_fx.tracing.positional import flattened
 from smcp_fx.tracing.wrapping import is_prepared
 
 DEFAULT_OPSET = 20
@@ -41,7 +42,7 @@ _EXPORTER_OPSET = 18
 
 def export_onnx(
     model: nn.Module,
-    example_inputs: Tensor | tuple[Tensor, ...],
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
     path: Path | str,
     *,
     opset: int | None = None,
@@ -53,6 +54,9 @@ def export_onnx(
     check: bool = True,
 ) -> Path:
     """Write ``model`` in eval mode as an ONNX file and return its path.
+
+    ``example_inputs``: as for `prepare`. Each tensor in a list, tuple or dict is an input of the file, called
+    ``pair_0``, ``batch_left``, by the argument and its place or key; those given by name are called so.
 
     The batch (the first axis of every input) stays open, as "batch", unless ``dynamic_batch`` is False. ``precision``
     writes weights, inputs and outputs in that type instead of the module's own. ``input_names`` and ``output_names``
@@ -74,16 +78,17 @@ def export_onnx(
         check_replaceable(path)
     except OSError as error:
         raise BackendError(f"cannot write {path}: {error.strerror}") from error
+    model, example_inputs, names = flattened(model, example_inputs)
     if precision is not None:
-        model, example_inputs = in_precision(model, as_tuple(example_inputs), precision)
+        model, example_inputs = in_precision(model, example_inputs, precision)
     proto = export_model_proto(model, example_inputs, opset=opset, dynamic_batch=dynamic_batch)
-    name_values(proto, input_names, output_names)
+    name_values(proto, names if input_names is None else input_names, output_names)
     for key, value in {"producer": "smcp_fx", **(metadata or {})}.items():
         proto.metadata_props.add(key=key, value=value if isinstance(value, str) else json.dumps(value))
     with _replacing(path) as scratch:
         scratch.write_bytes(_serialise(proto))
         if check:
-            compare_with_module(scratch, model, as_tuple(example_inputs), dynamic_batch)
+            compare_with_module(scratch, model, example_inputs, dynamic_batch)
     return path
 
 
