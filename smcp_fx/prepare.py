@@ -24,6 +24,7 @@ from smcp_fx.passes.pipelines import convert_pipeline, fold_pipeline, prepare_pi
 from smcp_fx.prepared import Preparation, PreparedGraph, PreparedModel, PreparedRegions, Tracing, copy_modes
 from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
+from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs, sharing
 from smcp_fx.schedule import Schedule
@@ -40,7 +41,7 @@ from smcp_fx.tracing.positional import positional
 from smcp_fx.tracing.scripts import without_scripts
 from smcp_fx.tracing.sentences import listed_paths
 from smcp_fx.tracing.tracer import Traced, trace
-from smcp_fx.tracing.wrapping import require_whole, unwrapped
+from smcp_fx.tracing.wrapping import unwrapped
 
 __all__ = ["ConvertedModule", "PreparedModel", "convert", "prepare"]
 

@@ -14,6 +14,7 @@ from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.errors import AssumptionError, CheckpointError
 from smcp_fx.pruning.pruner import Pruner
+from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
@@ -24,7 +25,7 @@ from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.masking import STATE
 from smcp_fx.tracing.own_modes import set_own_modes
 from smcp_fx.tracing.sentences import TAKEN
-from smcp_fx.tracing.wrapping import require_whole, without_wrappers
+from smcp_fx.tracing.wrapping import without_wrappers
 
 
 @dataclass(frozen=True)

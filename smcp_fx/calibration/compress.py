@@ -24,10 +24,10 @@ from smcp_fx.outcomes import in_mode
 from smcp_fx.prepare import ConvertedModule, convert, prepare, sliced_graph, trained_graph
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning.importance import TaylorImportance
+from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Floats
 from smcp_fx.tracing.example_runs import first_line
-from smcp_fx.tracing.wrapping import require_whole
 
 Loss = Callable[[Any, Any], Tensor]
 #: Shares of the time after which the first and the second of three parts of gathering are done. Estimates.

@@ -36,7 +36,6 @@ from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Floats, KnownWorth, Worth
 from smcp_fx.schedule import Schedule
 from smcp_fx.texts import amount
-from smcp_fx.tracing.wrapping import require_whole
 
 __all__ = ["Pruner", "Solve"]
 
@@ -131,7 +130,7 @@ class Pruner:
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise InputError(f"scaler must be the GradScaler in use or None, not {scaler!r}")
         if not self._calls:
-            require_whole(self._model)
+            ranks.require_whole(self._model)
         state = self._state
         state.rises = None
         self._watch.before_step(self._model.training, scaler is not None)

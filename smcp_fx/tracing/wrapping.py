@@ -1,4 +1,4 @@
-"""Wrappers around models: which there are, and those that pruning does not work with."""
+"""Wrappers around models, and whether a model has been prepared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from smcp_fx.errors import TrainingError
 from smcp_fx.tracing.masking import STATE
 
 #: What `torch.compile` and other wrappers of parts put into names, and `DistributedDataParallel` before them.
@@ -29,17 +28,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
-
-
-def require_whole(model: nn.Module) -> None:
-    """Raise `TrainingError` for a model whose parameters lie in parts on several ranks."""
-    by_fsdp = any("_is_fsdp_managed_module" in vars(module) for module in model.modules())
-    if by_fsdp or any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
-        raise TrainingError(
-            f"the parameters are sharded, by {'FSDP' if by_fsdp else 'tensor parallelism'}, and channels are chosen "
-            "from whole ones. Train the prepared model with DistributedDataParallel; or prune first, and shard the "
-            "plain model that convert or compress returns: fully_shard(smaller)."
-        )
 
 
 def without_wrappers(state: dict[str, Any], prefix: str, own: Container[str]) -> None:

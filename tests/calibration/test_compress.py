@@ -160,7 +160,7 @@ def test_other_outputs_need_a_loss_of_their_own() -> None:
     ("batches", "options", "said"),
     [
         ([], {}, "no batches"),
-        ([{"x": torch.randn(2, 3, 8, 8)}], {}, "not dicts"),
+        ([{"x": torch.randn(2, 3, 8, 8)}], {}, "by the names in forward"),
         ([torch.randn(2, 4, 8, 8)], {}, "4"),
         ([(torch.randn(2, 3, 8, 8), "label")], {}, "loss of batch 1"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: o}, "one finite number"),
