@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from smcp_fx.errors import TrainingError
 from smcp_fx.storage.tensor_file import raw
