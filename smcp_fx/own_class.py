@@ -236,7 +236,11 @@ def _drawing(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
             if isinstance(model, fx.GraphModule):
                 nodes = model.graph.nodes
                 when = conditions(nodes)
-                modes = {n.name: str(n.target).rpartition(".")[0] for n in nodes if is_flag(n)}
+                modes = {
+                    n.name: str(n.target).rpartition(".")[0]
+                    for n in nodes
+                    if n.op == "get_attr" and is_flag(n)
+                }
                 run_watched(model, inputs, True, seen)
             else:
                 outcome_or_none(model, inputs, True)

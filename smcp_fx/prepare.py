@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, fx, nn
 
-from smcp_fx.channels import build
+from smcp_fx.channels import ChannelGraph, build
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel, bind
 from smcp_fx.errors import InputError, TraceError
@@ -29,7 +29,9 @@ from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs, sharing
 from smcp_fx.schedule import Schedule
 from smcp_fx.serialization.converted import ConvertedModule
+from smcp_fx.tracing.as_traced import CALL, call_of
 from smcp_fx.tracing.buffers import keep_in_state
+from smcp_fx.tracing.call_forms import may_pin
 from smcp_fx.tracing.carried import carried_attributes, carry, plain_attributes
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.example_inputs import default_inputs
@@ -103,6 +105,8 @@ def prepare(
         )
     if check:
         check_prepared(model, prepared, inputs)
+        for form in prepared.plan.traced.forms:
+            check_prepared(model, prepared, form.of(inputs))
     return prepared
 
 
@@ -117,15 +121,15 @@ def _prepared(
 ) -> PreparedModel:
     own = without_scripts(deep_copy(model), inputs, leaves)
     _check_names(model)
-    traced, joined = trace_parts(own, inputs, leaves)
-    channels = build(
-        traced.module,
-        traced.values,
-        multiple=config.multiple,
-        exclude=config.exclude,
-        keep_first_layer=config.keep_first_convolution,
-        other=at_another_size(traced),
-    )
+    traced, joined = trace_parts(own, inputs, leaves, options=True)
+    channels = _channels(traced, config)
+    if traced.forms and may_pin(
+        traced.module.graph
+    ):  # no channel stays for the sake of a call that no one asked for
+        alone = trace(own, inputs, tuple(leaves))
+        without = _channels(alone, config)
+        if without.free_share > channels.free_share:
+            traced, channels = alone, without
     if config.layer_pruning:
         allow_layer_pruning(traced, channels, config.layer_pruning_in)
     if joined is not None and not any(group.free for group in channels.groups):
@@ -141,7 +145,7 @@ def _prepared(
         config=config,
         schedule=schedule,
         example_inputs=inputs,
-        traced=Tracing(traced.assumptions, joined, own_modes(own) if joined is None else None),
+        traced=Tracing(traced.assumptions, joined, own_modes(own) if joined is None else None, traced.forms),
         asked=target is not None,
     )
     state = PruningState(channels, traced.module)
@@ -157,10 +161,22 @@ def _prepared(
         keep_output_types(traced.module.graph, traced.returned)
         prepared = PreparedGraph(traced.module, traced.module.graph, plan, state, type(model).__name__)
         carry(prepared, plain_attributes(model))
+        carry(prepared, call_of(model, inputs, traced.forms))
         keep_in_state(own, prepared)
         copy_modes(traced.module, prepared)
     prepared.pruner.warn_of_idle_target(prepared.pruner.target)
     return prepared
+
+
+def _channels(traced: Traced, config: PruningConfig) -> ChannelGraph:
+    return build(
+        traced.module,
+        traced.values,
+        multiple=config.multiple,
+        exclude=config.exclude,
+        keep_first_layer=config.keep_first_convolution,
+        other=at_another_size(traced),
+    )
 
 
 def _check_tensors(model: nn.Module) -> None:
@@ -190,11 +206,11 @@ def _check_names(model: nn.Module) -> None:
 
 
 def trace_parts(
-    model: nn.Module, inputs: tuple[Any, ...], leaves: Sequence[str] = ()
+    model: nn.Module, inputs: tuple[Any, ...], leaves: Sequence[str] = (), *, options: bool = False
 ) -> tuple[Traced, Joined | None]:
     """Trace a model as a whole, or else the parts of it that can be traced, joined in one graph.
 
-    The result's module shares the model's parameters. Raises as `prepare` does.
+    The result's module shares the model's parameters. ``options``: as for `trace`. Raises as `prepare` does.
     """
     if isinstance(leaves, str):
         raise InputError(f"leaves must be a list of module names, not the string {leaves!r}")
@@ -213,7 +229,7 @@ def trace_parts(
                 + (f"; did you mean {', '.join(near[:4])}?" if near else "; model.named_modules() lists them")
             )
     try:
-        return trace(model, inputs, tuple(leaves)), None
+        return trace(model, inputs, tuple(leaves), options=options), None
     except TraceError as error:
         split = find_regions(model, inputs, tuple(leaves), str(error))
         if not split.regions:
@@ -330,7 +346,9 @@ def _plain_graph(
         module = ConvertedModule(copied, copied.graph, class_name=type(prepared).__name__)
         copy_modes(prepared, module)
         kept = kept_channels(prepared.channels, units)
-        carry(module, still_true(carried_attributes(copied), prepared.channels, kept) | {"kept": kept})
+        carried = carried_attributes(copied)
+        called = {CALL: carried[CALL]} if CALL in carried else {}
+        carry(module, still_true(carried, prepared.channels, kept) | called | {"kept": kept})
     passes = convert_pipeline(prepared.channels, units) if slicing else fold_pipeline()
     with in_mode(module, False):  # reading a spectrally normed weight in training changes its buffers
         run_pipeline(module, passes)
