@@ -30,6 +30,7 @@ from smcp_fx.backends.onnx.opset import lower_opset
 from smcp_fx.backends.onnx.refusals import explain
 from smcp_fx.errors import BackendError, InputError
 from smcp_fx.storage.files import check_replaceable
+from smcp_fx.tracing.modes import left_out
 from smcp_fx.tracing.names import any_names
 from smcp_fx.tracing.positional import flattened
 from smcp_fx.tracing.wrapping import is_prepared
@@ -191,10 +192,12 @@ def _plain_class(model: nn.Module) -> nn.Module:
     """A graph module as a module of its generated forward, where it calls a function that is not torch's.
 
     `torch.export` interprets a graph node by node, with lists that such a function (torchvision's windowed
-    attention in three dimensions) cannot write into; the generated code has lists of its own.
+    attention in three dimensions) cannot write into; the generated code has lists of its own. It would also run what
+    a call that leaves out arguments does not.
     """
     if not isinstance(model, fx.GraphModule) or not any(
-        node.op == "call_function" and _is_foreign(node.target) for node in model.graph.nodes
+        node.op == "call_function" and (node.target is left_out or _is_foreign(node.target))
+        for node in model.graph.nodes
     ):
         return model
     plain: nn.Module = nn.Module.__new__(

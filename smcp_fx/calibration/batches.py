@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError, SmcpError
 from smcp_fx.regions import Joined, joined_inputs
+from smcp_fx.tracing.example_inputs import parameters_of
 from smcp_fx.tracing.example_runs import first_line, run_eager
 
 #: Most bytes of batches, or of the values computed from them, that are held at a time. Chosen, not measured.
@@ -51,7 +52,7 @@ class Batch:
 
     def for_model(self, model: nn.Module) -> Batch:
         """The batch as forward takes it: where one argument holds all inputs, that is their list or dict."""
-        parameters = inspect.signature(model.forward).parameters.values()
+        parameters = parameters_of(model)
         kinds = {parameter.kind for parameter in parameters}
         places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if self.kwargs:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.errors import AssumptionError, InputError
 from smcp_fx.tracing.call_forms import Form, is_default, is_option
 from smcp_fx.tracing.carried import is_plain
+from smcp_fx.tracing.example_inputs import parameters_of
 from smcp_fx.tracing.sentences import TAKEN
 
 #: The attribute of a graph that says how it was traced: ``fixed`` {argument: its default}, of those that the example
@@ -20,7 +21,7 @@ CALL = "traced_call"
 
 def call_of(model: nn.Module, inputs: tuple[Any, ...], forms: tuple[Form, ...]) -> dict[str, Any]:
     """{`CALL`: what it holds} for a model traced on these inputs and on calls of these forms; {} without any."""
-    parameters = [*inspect.signature(model.forward).parameters.values()]
+    parameters = parameters_of(model)
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     spare = {name for form in forms for name in form.names}
     needed = [

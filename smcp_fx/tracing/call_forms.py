@@ -7,13 +7,13 @@ A graph runs the operations of the call that it gets: its flag `left_out` tells 
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 from torch import fx, nn
 
+from smcp_fx.tracing.example_inputs import parameters_of
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.tracing.modes import form_key, is_by_mode, left_out
 
@@ -54,7 +54,7 @@ def is_default(given: Any, default: Any) -> bool:
 
 def forms_of(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Form, ...]:
     """The calls that leave out optional arguments of the example and that the model takes, those of most first."""
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = parameters_of(model)
     options = [
         (place, parameter.name, parameter.default)
         for place, (parameter, given) in enumerate(zip(parameters, inputs, strict=False))

@@ -9,7 +9,6 @@ modules: torch.export would read a graph node by node.)
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError
-from smcp_fx.tracing.example_inputs import bound_inputs
+from smcp_fx.tracing.example_inputs import bound_inputs, parameters_of
 
 #: Arguments of a call: by position, and by name.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -83,7 +82,7 @@ def flattened(
 def _names(model: nn.Module, count: int) -> list[str]:
     """The names of the first arguments of forward; "*" and the name for each of those that have none."""
     found: list[str] = []
-    for parameter in inspect.signature(model.forward).parameters.values():
+    for parameter in parameters_of(model):
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             found.append(parameter.name)
         elif parameter.kind == parameter.VAR_POSITIONAL:
