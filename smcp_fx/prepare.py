@@ -128,7 +128,7 @@ def _prepared(
     ):  # no channel stays for the sake of a call that no one asked for
         alone = trace(own, inputs, tuple(leaves))
         without = _channels(alone, config)
-        if without.free_share > channels.free_share:
+        if int(without.free_units.sum()) > int(channels.free_units.sum()):
             traced, channels = alone, without
     if config.layer_pruning:
         allow_layer_pruning(traced, channels, config.layer_pruning_in)

@@ -77,7 +77,7 @@ class CalledAsTraced(nn.Module):
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError as error:
-            told_of = ", ".join(str(parameter) for parameter in own)
+            told_of = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in own)
             raise InputError(
                 f"{type(self).__name__} does not take this call: {error}. It was traced as forward({told_of})"
             ) from None
