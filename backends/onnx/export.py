@@ -39,7 +39,9 @@ from smcp_fx.backends.onnx.opset import lower_opset
 from smcp_fx.backends.onnx.refusals import explain
 from smcp_fx.errors import BackendError, InputError
 from smcp_fx.storage.files import check_replaceable
+from smcp_fx.tracing.modes import left_out
 from smcp_fx.tracing.names import any_names
+from smcp_fx.tracing.positional import flattened
 from smcp_fx.tracing.wrapping import is_prepared
 
 DEFAULT_OPSET = 20
@@ -50,7 +52,7 @@ _EXPORTER_OPSET = 18
 
 def export_onnx(
     model: nn.Module,
-    example_inputs: Tensor | tuple[Tensor, ...],
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
     path: Path | str,
     *,
     opset: int | None = None,
@@ -63,6 +65,9 @@ def export_onnx(
     check: bool = True,
 ) -> Path:
     """Write ``model`` in eval mode as an ONNX file and return its path.
+
+    ``example_inputs``: as for `prepare`. Each tensor in a list, tuple or dict is an input of the file, called
+    ``pair_0``, ``batch_left``, by the argument and its place or key; those given by name are called so.
 
     Which axes stay open, `smcp_fx.export_onnx` says. ``precision``
     writes weights, inputs and outputs in that type instead of the module's own. ``input_names`` and ``output_names``
@@ -84,13 +89,14 @@ def export_onnx(
         check_replaceable(path)
     except OSError as error:
         raise BackendError(f"cannot write {path}: {error.strerror}") from error
-    inputs = as_tuple(example_inputs)
+    model, inputs, names = flattened(model, example_inputs)
+    names = names if input_names is None else input_names
     if precision is not None:
         model, inputs = in_precision(model, inputs, precision)
 
     def write(axes: Axes) -> Path:
         proto = _model_proto(model, inputs, axes, opset)
-        name_values(proto, input_names, output_names)
+        name_values(proto, names, output_names)
         for key, value in {"producer": "smcp_fx", **(metadata or {})}.items():
             proto.metadata_props.add(key=key, value=value if isinstance(value, str) else json.dumps(value))
         with _replacing(path) as scratch:
@@ -104,7 +110,7 @@ def export_onnx(
             raise InputError(
                 "dynamic_batch=False fixes all axes: leave it out, and name in dynamic_axes those that stay open"
             )
-        return write(given_axes(dynamic_axes, model, inputs, input_names, output_names))
+        return write(given_axes(dynamic_axes, model, inputs, names, output_names))
     if not dynamic_batch:
         return write(tuple({} for _ in inputs))
     images = image_axes(model, inputs)
@@ -254,10 +260,12 @@ def _plain_class(model: nn.Module) -> nn.Module:
     """A graph module as a module of its generated forward, where it calls a function that is not torch's.
 
     `torch.export` interprets a graph node by node, with lists that such a function (torchvision's windowed
-    attention in three dimensions) cannot write into; the generated code has lists of its own.
+    attention in three dimensions) cannot write into; the generated code has lists of its own. It would also run what
+    a call that leaves out arguments does not.
     """
     if not isinstance(model, fx.GraphModule) or not any(
-        node.op == "call_function" and _is_foreign(node.target) for node in model.graph.nodes
+        node.op == "call_function" and (node.target is left_out or _is_foreign(node.target))
+        for node in model.graph.nodes
     ):
         return model
     plain: nn.Module = nn.Module.__new__(

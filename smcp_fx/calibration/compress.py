@@ -50,12 +50,8 @@ def compress(
     if not isinstance(model, nn.Module):
         raise InputError(f"compress needs an nn.Module, not {type(model).__name__}")
     batches = again(batches)
-    first = next(each_batch(batches))
-    if first.kwargs:
-        raise InputError(
-            "compress takes positional inputs: give batches of tensors or (inputs, labels), not dicts"
-        )
-    example = first.to(device_of(model)).args
+    first = next(each_batch(batches)).to(device_of(model)).for_model(model)
+    example = first.kwargs or first.args
     prepared = prepare(model, example, target=target, cost=cost, config=config)
     whole, halfway, repairing = Stretch(progress).split(0.35, 0.8)
     gather_importance(prepared, batches, loss, outputs=outputs, progress=whole)

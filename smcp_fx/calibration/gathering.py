@@ -24,6 +24,7 @@ from smcp_fx.output_kinds import Kinds
 from smcp_fx.prepare import sliced_graph, trained_graph
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning.importance import TaylorImportance
+from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Floats
 
@@ -71,6 +72,7 @@ def gather_importance(
 
     Raises `InputError` for batches and losses that do not fit, `TrainingError` where no channel is free.
     """
+    require_whole(prepared)
     TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance).require_layers()
     state, batches, objective = prepared.smcp, again(batches), Objective(prepared, loss, outputs)
     weighing, standing_in = Stretch(progress).split(0.999)

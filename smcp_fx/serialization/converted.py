@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch.fx.graph_module import _CodeOnlyModule
 
 from smcp_fx.tracing import block_hooks
+from smcp_fx.tracing.as_traced import CalledAsTraced
 from smcp_fx.tracing.carried import without_answers
 from smcp_fx.tracing.graph_pickle import listed, rebuilt
 from smcp_fx.tracing.names import holds_unfit_names
@@ -18,7 +19,7 @@ from smcp_fx.tracing.values import NO_AUTOCAST
 _OF_THE_GRAPH = vars(fx.GraphModule(nn.Module(), fx.Graph())).keys() - vars(nn.Module()).keys()
 
 
-class ConvertedModule(fx.GraphModule):
+class ConvertedModule(CalledAsTraced, fx.GraphModule):
     """A `GraphModule` that pickles as a plain one, without this library, if that gives the same graph.
 
     `torch.fx` pickles a graph as code and traces that code again on loading. Tracing freezes what the code asks of a

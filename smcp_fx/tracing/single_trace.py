@@ -57,8 +57,10 @@ class _Tracer(ShapeTracer):
     ``stopped`` is the innermost module in which tracing failed.
     """
 
-    def __init__(self, inputs: tuple[Any, ...], leaves: Leaves, proxy_buffers: bool) -> None:
-        super().__init__(inputs)
+    def __init__(
+        self, inputs: tuple[Any, ...], leaves: Leaves, proxy_buffers: bool, fixed: tuple[int, ...]
+    ) -> None:
+        super().__init__(inputs, fixed)
         self.leaves = leaves
         self.stopped: nn.Module | None = None
         self.contexts = Contexts()
@@ -234,18 +236,22 @@ def fails(model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes]) 
 
 
 def trace_in_mode(
-    model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: Leaves
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    modes: tuple[bool, Modes],
+    leaves: Leaves,
+    fixed: tuple[int, ...] = (),
 ) -> ModeTrace:
-    """Trace the model in these modes.
+    """Trace the model in these modes. ``fixed``: the places of inputs that are what they are in the example.
 
     Raises `CountsError` where its forward counts its calls, and the count changes what it does.
     """
     counts, before = Counts(model), Attributes(model)
-    traced = _trace_so(model, inputs, modes, leaves)
+    traced = _trace_so(model, inputs, modes, leaves, fixed)
     if counters := traced[1]:  # would a later call be traced to something else?
         counts.put(counters)
         try:
-            later = _trace_so(model, inputs, modes, leaves)
+            later = _trace_so(model, inputs, modes, leaves, fixed)
             same = alike(model, traced[0].graph, later[0].graph)
         except TraceError:
             same = False
@@ -256,16 +262,22 @@ def trace_in_mode(
     return traced[0]
 
 
-def _trace_so(model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: Leaves) -> _Once:
+def _trace_so(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    modes: tuple[bool, Modes],
+    leaves: Leaves,
+    fixed: tuple[int, ...],
+) -> _Once:
     try:
-        return _trace_once(model, inputs, modes, leaves, proxy_buffers=True)
+        return _trace_once(model, inputs, modes, leaves, fixed, proxy_buffers=True)
     except (WritesBuffersError, InitialisesItselfError, RecallsError, AutocastError, HooksError):
         raise
     except TraceError:
         if not any(True for _ in model.buffers()):
             raise
     # Python asks for a buffer's values, which are then fixed.
-    return _trace_once(model, inputs, modes, leaves, proxy_buffers=False)
+    return _trace_once(model, inputs, modes, leaves, fixed, proxy_buffers=False)
 
 
 def _trace_once(
@@ -273,13 +285,14 @@ def _trace_once(
     inputs: tuple[Any, ...],
     modes: tuple[bool, Modes],
     leaves: Leaves,
+    fixed: tuple[int, ...],
     *,
     proxy_buffers: bool,
 ) -> _Once:
     before, counts = Attributes(model), Counts(model)
     _set(model, modes)
     seen = {path: module.training for path, module in model.named_modules()}
-    tracer = _Tracer(inputs, leaves, proxy_buffers)
+    tracer = _Tracer(inputs, leaves, proxy_buffers, fixed)
     buffers, written, flags = Buffers(model), set[str](), Flags(model)
     reads = ReadsOfTraining(model, tracer.log.read, tracer.evaluating)
     try:

@@ -159,7 +159,7 @@ def test_a_loss_of_ones_own_takes_any_outputs_and_labels() -> None:
     ("batches", "options", "said"),
     [
         ([], {}, "no batches"),
-        ([{"x": torch.randn(2, 3, 8, 8)}], {}, "not dicts"),
+        ([{"x": torch.randn(2, 3, 8, 8)}], {}, "by the names in forward"),
         ([torch.randn(2, 4, 8, 8)], {}, "4"),
         ([(torch.randn(2, 3, 8, 8), "label")], {}, "labels are a str"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: o}, "one finite number"),

@@ -163,6 +163,53 @@ def test_a_class_that_computes_something_else_is_refused() -> None:
         smcp_fx.convert(prepared, into=Mine())
 
 
+class Drawing(nn.Module):
+    """Draws in a module, in a function, and in its own forward."""
+
+    def __init__(self, share: float, slope: float = 0.1) -> None:
+        super().__init__()
+        self.share = share
+        self.stem, self.norm = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)
+        self.drop = nn.Dropout(share) if share else nn.Identity()
+        self.act, self.mix, self.head = nn.LeakyReLU(slope), nn.Conv2d(16, 16, 1), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.act(self.norm(self.stem(x))))
+        if self.training and self.share:
+            y = y + self.mix(y) * torch.bernoulli(torch.full((len(y), 1, 1, 1), 1 - self.share))
+        else:
+            y = y + self.mix(y)
+        return self.head(nn.functional.dropout(y, self.share, self.training).mean((2, 3)))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_another_dropout_is_no_other_class(share: float) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    prepared = halved(Drawing(0.1), x)
+    graph = smcp_fx.convert(prepared).eval()
+    fresh = smcp_fx.resize(Drawing(share), graph, x)
+    assert_close(fresh.eval()(x), graph(x), "slicing")
+    assert fresh.share == share
+    assert smcp_fx.convert(prepared, into=Drawing(share)).stem.out_channels < 16
+    with pytest.raises(InputError, match=r"'act.negative_slope' is 0.3 here, and 0.1 in the smaller"):
+        smcp_fx.resize(Drawing(share, slope=0.3), graph, x)
+
+
+def test_what_does_not_draw_is_compared_in_train_mode() -> None:
+    class Other(nn.Conv2d):
+        """Another function in training."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2 if self.training else 1)
+
+    x, other = torch.randn(2, 3, 8, 8), Drawing(0.5)
+    other.mix = Other(16, 16, 1)
+    with pytest.raises(
+        InputError, match="something else at these widths than the smaller model, in train mode"
+    ):
+        smcp_fx.resize(other, smcp_fx.convert(halved(Drawing(0.1), x)), x)
+
+
 def test_kept_says_which_channels_of_which_module() -> None:
     model, x = Mine(), torch.randn(2, 3, 16, 16)
     smaller = smcp_fx.convert(halved(model, x))
