@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 #: Shares of the time after which inputs are gathered, and channels in order; the rest is for rises. Estimates.
 _SHARES = (0.5, 0.7)
 #: One image in so many is held out of the fits, to tell what they raise the loss by. Chosen, not measured.
-_FOLD = 4
+FOLD = 4
 
 
 def gather_importance(
@@ -200,9 +200,9 @@ def _weigh(
 
 def _held_out(batch: Batch, batches: int) -> Tensor:
     """Return which of a batch's images are held out, [images]: of whole batches where there are enough."""
-    if batches >= _FOLD:
-        return torch.full((batch.images,), batch.number % _FOLD == 0)
-    return torch.arange(batch.images) % _FOLD == _FOLD - 1
+    if batches >= FOLD:
+        return torch.full((batch.images,), batch.number % FOLD == 0)
+    return torch.arange(batch.images) % FOLD == FOLD - 1
 
 
 def _steps(rises: Floats) -> Tensor:

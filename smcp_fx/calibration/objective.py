@@ -116,6 +116,32 @@ class Objective:
         self._checks = False
         return value
 
+    @torch.no_grad()
+    def distance(self, outputs: Any, whole: Any, batch: Batch) -> float:
+        """Return how far a batch's outputs are from the whole network's, or the user's loss where there is one.
+
+        The divergence of classes, and of yes or no, the mean over positions; the squared error of values relative to
+        their variance.
+        """
+        if self._loss is not None:
+            return float(self._loss(outputs, batch.labels))
+        total, ours, theirs = 0.0, named_tensors(outputs), named_tensors(whole)
+        for name, reading in self._read(whole, batch).items():
+            if name not in ours or name not in theirs:
+                continue
+            a, b = reading.scores(ours[name]), reading.scores(theirs[name])
+            if reading.kind == "classes":
+                away = F.kl_div(a.log_softmax(-1), b.log_softmax(-1), log_target=True, reduction="none")
+                total += float(away.sum(-1).mean())
+            elif reading.kind == "binary":
+                p = b.sigmoid()
+                total += float(
+                    F.binary_cross_entropy_with_logits(a, p) - F.binary_cross_entropy_with_logits(b, p)
+                )
+            else:
+                total += float((a - b).square().sum()) / batch.images * self._scales[name] ** 2 / 2
+        return total
+
     def _own(self, outputs: Any, batch: Batch, drawn: dict[str, Tensor] | None) -> Tensor:
         """Return the sum of all outputs' parts, each a mean over images."""
         readings, tensors = self._read(outputs, batch), named_tensors(outputs)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import chain, randomise
 from tolerances import assert_close
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import smcp_fx
+from smcp_fx.calibration.batches import each_batch
 from smcp_fx.calibration.gathering import first_order
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.errors import InfeasibleBudgetError
@@ -196,3 +199,48 @@ def test_batches_that_come_once_are_kept() -> None:
         randomise(chain(8, 12)).eval(), iter(_batches(labels=False)), config=SMALL, outputs="values"
     )
     assert _flops(smaller) <= 0.5 * _flops(chain(8, 12))
+
+
+def test_uniform_widths_are_taken_where_the_choice_loses_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group is said to be worth nothing, so that the choice ruins it."""
+    module = importlib.import_module("smcp_fx.calibration.compress")
+    torch.manual_seed(0)
+    model, images = randomise(chain(16, 24, 16)).eval(), list(torch.randn(8, 16, 3, 8, 8))
+
+    def wrong(prepared: smcp_fx.PreparedModel, *args: Any, **options: Any) -> None:
+        smcp_fx.gather_importance(prepared, *args, **options)
+        rises = prepared.smcp.rises
+        assert rises is not None
+        prepared.smcp.rises = {n: 0 * r if i == 1 else 1e6 * r for i, (n, r) in enumerate(rises.items())}
+
+    prepared = smcp_fx.prepare(model, images[0], target=0.5, config=SMALL)
+    smcp_fx.gather_importance(prepared, images, outputs="classes")
+    masks = module.uniform_masks(prepared)
+    kept = {name: int(mask.sum()) for name, mask in masks.items()}
+    shares = [kept[name] / mask.numel() for name, mask in masks.items()]
+    assert max(shares) - min(shares) < 1 / 16
+    prepared.set_masks(masks)
+    assert 0.4 < prepared.pruner.present_cost / prepared.pruner.full_cost <= 0.5
+    for name, mask in masks.items():
+        importance = prepared.pruner.importance[name]
+        assert float(importance[mask].min()) > float(importance[~mask].max())
+
+    monkeypatch.setattr(module, "gather_importance", wrong)
+    monkeypatch.setattr(module, "gather_halfway", lambda *args, **options: None)
+    smaller = smcp_fx.compress(model, images, target=0.5, config=SMALL, outputs="classes")
+    widths = [layer.out_channels for layer in smaller.modules() if isinstance(layer, torch.nn.Conv2d)]
+    assert widths[: len(kept)] == list(kept.values())
+
+
+def test_distances_of_outputs_are_divergences_and_relative_errors() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(6, 5), torch.randn(6, 5)
+    (batch,) = each_batch(torch.randn(6, 3))
+    kinds = {"classes": F.kl_div(a.log_softmax(1), b.softmax(1), reduction="batchmean"),
+             "values": (a - b).square().mean() / b.var(0, correction=0).mean()}  # fmt: skip
+    p, q = b.sigmoid(), a.sigmoid()
+    kinds["binary"] = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
+    for kind, expected in kinds.items():
+        found = Objective(torch.nn.Identity(), outputs=kind).distance(a, b, batch)
+        assert abs(found - float(expected)) < 1e-5 * float(expected)
+    assert Objective(torch.nn.Identity(), lambda o, y: o.sum()).distance(a, b, batch) == float(a.sum())
