@@ -33,8 +33,9 @@ class Builder:
     A value is a tensor where it is constant, an `fx.Node`, a `SizeArray`, or a list of values (a sequence).
     """
 
-    def __init__(self, file: OnnxFile, shapes: tuple[Shapes, Shapes]) -> None:
+    def __init__(self, file: OnnxFile, shapes: tuple[Shapes, Shapes], opened: bool = False) -> None:
         self.file = file
+        self._batches = (shapes[0][0][0], shapes[1][0][0]) if opened else None
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.values: dict[str, Any] = {"": None}
@@ -139,6 +140,11 @@ class Builder:
             return at[0]
         return Size(self.graph.call_method("size", (value, axis)), (at[0], at[1]))
 
+    def has_opened_batch(self, value: Any) -> bool:
+        """Is a value's first axis the batch that the file fixes to one sample, and that was opened?"""
+        at = self.shapes(value)
+        return self._batches is not None and bool(at[0]) and (at[0][0], at[1][0]) == self._batches
+
     def sizes(self, call: Call, position: int) -> list[Any]:
         """Return the numbers and sizes that a shape holds; `InputError` where it follows from data."""
         value = call.input(position)
@@ -159,31 +165,26 @@ class Builder:
 
     def place(self, path: str, what: nn.Module | Tensor) -> str:
         """Put a module or tensor at a path, or at one like it that is free; return the path."""
-        wanted, number = path, 1
-        while wanted in self._paths or any(wanted.startswith(f"{leaf}.") for leaf in self._leaves(wanted)):
-            number += 1
-            wanted = f"{path}_{number}"
-        *folders, last = wanted.split(".")
-        wanted, owner = "", self.root
+        *folders, last = path.split(".")
+        owner, found = self.root, ""
         for folder in folders:
+            while f"{found}{folder}" in self._paths or (hasattr(owner, folder) and folder not in owner._modules):
+                folder += "_"  # a layer, or a name that modules have for themselves
             if folder not in owner._modules:
-                folder = f"{folder}_" if hasattr(owner, folder) else folder
-                owner.add_module(folder, owner._modules.get(folder) or nn.Module())
-            owner, wanted = owner.get_submodule(folder), f"{wanted}{folder}."
-        if hasattr(owner, last):  # a folder of others, or a name that modules have for themselves
-            return self.place(f"{path}_", what)
+                owner.add_module(folder, nn.Module())
+            owner, found = owner.get_submodule(folder), f"{found}{folder}."
+        free, number = last, 1
+        while hasattr(owner, free):
+            number += 1
+            free = f"{last}_{number}"
         if isinstance(what, nn.Module):
-            owner.add_module(last, what)
+            owner.add_module(free, what)
         elif isinstance(what, nn.Parameter):
-            owner.register_parameter(last, what)
+            owner.register_parameter(free, what)
         else:
-            owner.register_buffer(last, what)
-        self._paths.add(wanted + last)
-        return wanted + last
-
-    def _leaves(self, path: str) -> list[str]:
-        parts = path.split(".")
-        return [p for p in (".".join(parts[:end]) for end in range(1, len(parts))) if p in self._paths]
+            owner.register_buffer(free, what)
+        self._paths.add(found + free)
+        return found + free
 
     def placed(self, tensor: Tensor) -> fx.Node:
         """Return the node that reads a constant: a parameter where the file names it and it is no integer."""

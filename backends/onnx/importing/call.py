@@ -80,9 +80,13 @@ class Call:
             return [int(value)] if isinstance(value, int) else [int(v) for v in value]
         return [int(v) for v in self.constant(position).reshape(-1)] if self.has(position) else None
 
-    def axes(self, position: int = 1, extra: int = 0) -> list[int]:
+    def new_axes(self) -> list[int]:
+        """Return the axes that the result has beside the input's."""
+        return self.axes(len(self.given("axes", 1) or []))
+
+    def axes(self, extra: int = 0) -> list[int]:
         """Return the axes, counted from the front; ``extra``: so many more axes has the result."""
-        found = self.given("axes", position) or []
+        found = self.given("axes", 1) or []
         rank = self.rank
         if any(axis < 0 for axis in found) and rank is None:
             raise self.refused("axes are counted from the end of a value of unknown rank")

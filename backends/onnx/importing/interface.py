@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -86,6 +86,13 @@ class Interface:
             yield shapes[0], shapes[1]
             if shapes[0] == shapes[1]:
                 return
+
+    def opened(self) -> Interface | None:
+        """Return the interface with an open batch where the file fixes it to one sample; None elsewhere."""
+        if any(not port.sizes or port.sizes[0] != 1 for port in self.inputs):
+            return None
+        inputs = tuple(replace(port, sizes=("batch", *port.sizes[1:])) for port in self.inputs)
+        return replace(self, inputs=inputs)
 
     def pairs_from(self, shapes: Shapes) -> Iterator[tuple[Shapes, Shapes]]:
         """Yield these shapes beside others with open axes twice as large, or less where the network takes no such."""

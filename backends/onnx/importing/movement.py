@@ -42,6 +42,8 @@ def _reshape(b: Builder, call: Call) -> Any:
         if any(size == 0 and axis >= rank for axis, size in enumerate(wanted)):
             raise call.refused(f"a reshape to {wanted} of a value of rank {rank}")
         wanted = [b.size(x, axis) if isinstance(s, int) and s == 0 else s for axis, s in enumerate(wanted)]
+    if wanted and isinstance(wanted[0], int) and wanted[0] == 1 and b.has_opened_batch(x):
+        wanted[0] = b.size(x, 0)
     return reshape(b, x, wanted)
 
 
@@ -84,7 +86,7 @@ def _squeeze(b: Builder, call: Call) -> Any:
 
 def _unsqueeze(b: Builder, call: Call) -> Any:
     x = call.inputs[0]
-    for axis in call.axes(extra=len(call.given("axes", 1) or [])):
+    for axis in call.new_axes():
         x = b.call(torch.unsqueeze, x, axis)
     return regrouped(b, x)
 
@@ -145,8 +147,12 @@ def _split(b: Builder, call: Call) -> Any:
 
 
 def _concat(b: Builder, call: Call) -> Any:
-    values = [scalar(v).flat if isinstance(v, list) else v for v in call.inputs]
-    return values[0] if len(values) == 1 else b.call(torch.cat, values, call.axis(0))
+    values, axis = list(call.inputs), call.axis(0)
+    batched = next((v for v in values if axis and isinstance(v, fx.Node) and b.has_opened_batch(v)), None)
+    if batched is not None:
+        whole = b.size(batched, 0)
+        values = [b.method("expand", b.placed(v), whole, *v.shape[1:]) if isinstance(v, Tensor) else v for v in values]
+    return values[0] if len(values) == 1 else b.call(torch.cat, values, axis)
 
 
 def _gather(b: Builder, call: Call) -> Any:

@@ -32,12 +32,16 @@ _RULES: dict[str, Rule] = {
 VALUE = "onnx"
 
 
-def build_network(file: OnnxFile, shapes: tuple[Shapes, Shapes]) -> tuple[Builder, list[Any]]:
+def build_network(
+    file: OnnxFile, shapes: tuple[Shapes, Shapes], opened: bool = False
+) -> tuple[Builder, list[Any]]:
     """Return the graph of a file, and its outputs' values, for examples of these shapes.
+
+    ``opened``: these have several samples, and the file takes one.
 
     `SizesError` where values of these sizes do not go through the network, `InputError` for what cannot be imported.
     """
-    builder = Builder(file, shapes)
+    builder = Builder(file, shapes, opened)
     _run(builder, file.graph)
     return builder, [_value(builder, port.name, "the network's outputs") for port in file.interface.outputs]
 
@@ -48,9 +52,11 @@ def finished(builder: Builder, outputs: list[Any]) -> fx.GraphModule:
     if any(not isinstance(value, fx.Node) for value in found):
         raise builder.file.refused("an output is a shape, not a tensor")
     builder.graph.output(found[0] if len(found) == 1 else tuple(found))
-    builder.graph.eliminate_dead_code()
-    builder.graph.lint()
     module = fx.GraphModule(builder.root, builder.graph, identifier(builder.file.path.stem))
+    module.graph.eliminate_dead_code()
+    module.delete_all_unused_submodules()
+    module.recompile()
+    module.graph.lint()
     module.eval()
     return module
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx
 
-from smcp_fx.backends.onnx.importing.building import Builder, SizesError
-from smcp_fx.backends.onnx.importing.comparing import compare
+from smcp_fx.backends.onnx.importing.building import SizesError
+from smcp_fx.backends.onnx.importing.comparing import compare, opens_the_batch
 from smcp_fx.backends.onnx.importing.file import OnnxFile, read_onnx
 from smcp_fx.backends.onnx.importing.interface import Interface, Shapes
 from smcp_fx.backends.onnx.importing.network import build_network, finished
@@ -19,31 +20,39 @@ from smcp_fx.errors import InputError
 #: The key of a module's `meta` under which its file's `Interface` is.
 INTERFACE = "onnx"
 
+Examples = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None
 
-def from_onnx(
-    path: Path | str, example_inputs: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None
-) -> fx.GraphModule:
+
+def from_onnx(path: Path | str, example_inputs: Examples = None) -> fx.GraphModule:
     """Return an ONNX file as a graph module of torch.nn modules; as `smcp_fx.from_onnx`."""
     file = read_onnx(path)
-    shapes, (builder, outputs) = _built(file, example_inputs)
-    recognise(builder, outputs)
-    module = finished(builder, outputs)
-    runs = tuple(dict.fromkeys(shapes))
-    inputs = [file.interface.random_inputs(given, seed) for seed, given in enumerate(runs)]
-    if example_inputs is not None:
-        inputs[0] = _as_tuple(file.interface, example_inputs)
+    given = None if example_inputs is None else _as_tuple(file.interface, example_inputs)
+    module, shapes = _built(file, given)
+    inputs = [file.interface.random_inputs(sizes, seed) for seed, sizes in enumerate(dict.fromkeys(shapes))]
+    if given is not None:
+        inputs[0] = given
     compare(file, module, inputs)
+    larger = _with_open_batch(file, inputs[0])
+    module = larger or module
     module.meta[INTERFACE] = file.interface
     module.example_input_array = inputs[0]
     return module
 
 
-def _built(file: OnnxFile, given: Any) -> tuple[tuple[Shapes, Shapes], tuple[Builder, list[Any]]]:
+def _built(
+    file: OnnxFile, given: tuple[Tensor, ...] | None
+) -> tuple[fx.GraphModule, tuple[Shapes, Shapes]]:
     """Build the network at the first pair of sizes that it takes."""
     first: SizesError | None = None
-    for shapes in _pairs(file.interface, given):
+    interface = file.interface
+    pairs: Iterator[tuple[Shapes, Shapes]]
+    if given is None:
+        pairs = interface.pairs_of_shapes()
+    else:
+        pairs = interface.pairs_from(tuple(tuple(tensor.shape) for tensor in given))
+    for shapes in pairs:
         try:
-            return shapes, build_network(file, shapes)
+            return _network(file, shapes), shapes
         except SizesError as error:
             first = first or error
     cure = (
@@ -54,16 +63,28 @@ def _built(file: OnnxFile, given: Any) -> tuple[tuple[Shapes, Shapes], tuple[Bui
     raise InputError(f"{first}. {cure}.")
 
 
-def _pairs(interface: Interface, given: Any) -> Iterator[tuple[Shapes, Shapes]]:
-    if given is None:
-        yield from interface.pairs_of_shapes()
-        return
-    inputs = _as_tuple(interface, given)
-    shapes = tuple(tuple(tensor.shape) for tensor in inputs)
-    yield from interface.pairs_from(shapes)
+def _network(file: OnnxFile, shapes: tuple[Shapes, Shapes], opened: bool = False) -> fx.GraphModule:
+    builder, outputs = build_network(file, shapes, opened)
+    recognise(builder, outputs)
+    return finished(builder, outputs)
+
+
+def _with_open_batch(file: OnnxFile, given: tuple[Tensor, ...]) -> fx.GraphModule | None:
+    """Return the network of a file for one sample as one for several, if that computes the same for each."""
+    opened = file.interface.opened()
+    if opened is None:
+        return None
+    shapes = tuple(tuple((batch, *tensor.shape[1:]) for tensor in given) for batch in (2, 3))
+    with contextlib.suppress(InputError):
+        module = _network(file, (shapes[0], shapes[1]), True)
+        compare(file, module, [given])
+        if opens_the_batch(file, module, opened.random_inputs(shapes[0])):
+            return module
+    return None
 
 
 def _as_tuple(interface: Interface, given: Any) -> tuple[Tensor, ...]:
+    """Return example inputs in the file's order and types; `InputError` where they do not fit."""
     names = [port.name for port in interface.inputs]
     if isinstance(given, Mapping):
         if set(given) != set(names):

@@ -129,7 +129,7 @@ def _concat(builder: Builder, call: Call) -> Any:
 
 
 def _unsqueeze(builder: Builder, call: Call) -> Any:
-    return as_value(np.expand_dims(as_array(call.inputs[0]), tuple(call.axes())), call.inputs[0].dtype)
+    return as_value(np.expand_dims(as_array(call.inputs[0]), tuple(call.new_axes())), call.inputs[0].dtype)
 
 
 def _squeeze(builder: Builder, call: Call) -> Any:
