@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from smcp_fx.backends.base import Array, to_arrays
-from smcp_fx.backends.onnx.checking import TOLERANCES, flatten_outputs, largest_difference
+from smcp_fx.backends.onnx.checking import ROUNDED, TOLERANCES, flatten_outputs, largest_difference
 from smcp_fx.backends.onnx.importing.file import OnnxFile
 from smcp_fx.backends.onnx.importing.network import VALUE
 from smcp_fx.backends.onnxruntime.session import create_session, run_session, session_options
@@ -85,7 +85,8 @@ def _differs(file: OnnxFile, found: Array, expected: Array, rounding: float = 0.
         return True
     kind = "float16" if file.half else str(expected.dtype)
     allowed = max(TOLERANCES.get(kind, 0.0), _ROUNDINGS * rounding)
-    return not largest_difference(found, expected)[0] <= allowed
+    relative, absolute, *_ = largest_difference(found, expected)
+    return not (relative <= allowed or absolute <= ROUNDED.get(kind, 0.0))
 
 
 def _told(
