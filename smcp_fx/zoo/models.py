@@ -39,6 +39,15 @@ class FittedModel:
     notes: tuple[str, ...]
     accuracy: float | None = None
     trained: bool = False
+    inputs: tuple[Tensor, ...] | None = None  # of an ONNX file
+
+    def examples(self, batch: int) -> tuple[Tensor, ...]:
+        """Return random inputs of so many samples."""
+        if self.inputs is None:
+            return (example_images(batch, self.channels, self.size, self.size),)
+        if batch == len(self.inputs[0]):
+            return self.inputs
+        return tuple(tensor[:1].expand(batch, *tensor.shape[1:]).clone() for tensor in self.inputs)
 
 
 def load_model(

@@ -103,3 +103,12 @@ def _as_tuple(interface: Interface, given: Any) -> tuple[Tensor, ...]:
                 f"{list(tensor.shape)}"
             )
     return tuple(tensor.to(port.dtype) for port, tensor in zip(interface.inputs, inputs, strict=True))
+
+
+def inputs_of(path: Path | str, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    """Return random inputs of these sizes, given without the batch; `InputError` where they are not the file's."""
+    interface = read_onnx(path).interface
+    if len(shapes) != len(interface.inputs) or any(min(shape, default=1) < 1 for shape in shapes):
+        raise InputError(f"{path} has {len(interface.inputs)} inputs; sizes of {len(shapes)} are given")
+    batches = [2 if 0 in port.open_axes else 1 for port in interface.inputs]
+    return interface.random_inputs(tuple((n, *shape) for n, shape in zip(batches, shapes, strict=True)))
