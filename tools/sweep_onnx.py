@@ -44,7 +44,9 @@ TARGET, _BATCHES, _LIMIT = 0.7, 2, 900
 
 def main() -> int:
     """Run the files without a line. Exit code 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--files", nargs="+", type=Path, default=[], help="files to run instead of the list")
     parser.add_argument("--only", default="", help="files whose name holds this")
     parser.add_argument("--record", type=Path, default=RECORD)
@@ -91,12 +93,16 @@ def _exported(spec: str, exporter: str, opset: int) -> Maker:
 
         model = build_model(spec).eval()
         randomise(model)
-        return export(model, 224 if spec.startswith("timm:") or "swin" in spec else 128, folder, exporter, opset)
+        return export(
+            model, 224 if spec.startswith("timm:") or "swin" in spec else 128, folder, exporter, opset
+        )
 
     return write
 
 
-def export(model: Any, inputs: Any, folder: Path, exporter: str, opset: int, axes: Any = None, **more: Any) -> Path:
+def export(
+    model: Any, inputs: Any, folder: Path, exporter: str, opset: int, axes: Any = None, **more: Any
+) -> Path:
     """Write a file with PyTorch's exporter; the batch is open unless ``axes`` says otherwise."""
     import torch
 
@@ -126,7 +132,9 @@ def _special(key: str, folder: Path) -> Path:
 
     torch.manual_seed(0)
     if key == "tagger":
-        return export(Tagger().eval(), torch.randint(0, 50, (2, 12)), folder, "script", 17, {"x": {0: "b", 1: "t"}})
+        return export(
+            Tagger().eval(), torch.randint(0, 50, (2, 12)), folder, "script", 17, {"x": {0: "b", 1: "t"}}
+        )
     if key == "unet":
         return export(UNet().eval(), 64, folder, "script", 17, {"x": {0: "b", 2: "h", 3: "w"}})
     if key == "half":
@@ -184,7 +192,10 @@ def run(key: str, maker: Maker, prunes: bool) -> dict[str, Any]:
             row["status"] = "exact"
         except smcp_fx.SmcpError as error:
             refused = "quantised" in str(error)
-            row |= {"status": "refused" if refused else "failed", "why": f"{type(error).__name__}: {str(error)[:400]}"}
+            row |= {
+                "status": "refused" if refused else "failed",
+                "why": f"{type(error).__name__}: {str(error)[:400]}",
+            }
         except Exception as error:
             row |= {"status": "crashed", "why": f"{type(error).__name__}: {str(error)[:400]}"}
         row["seconds"] = round(time.perf_counter() - began, 1)

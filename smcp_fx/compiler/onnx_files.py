@@ -72,7 +72,9 @@ def take_over_names(fitted: FittedModel, folder: Path, tell: Teller) -> None:
 
 
 def _reading(name: str) -> Any:
-    return import_runtime(f"smcp_fx.backends.onnx.importing.{name}", "--model onnx:", "pip install onnxruntime")
+    return import_runtime(
+        f"smcp_fx.backends.onnx.importing.{name}", "--model onnx:", "pip install onnxruntime"
+    )
 
 
 def _shapes(text: str) -> list[tuple[int, ...]]:

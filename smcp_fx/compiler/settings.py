@@ -55,7 +55,9 @@ class CompileSettings:
     input_shape: str | None = option(
         None, "of an ONNX file: sizes of its inputs without the batch, such as 3x48x320; several with commas"
     )
-    mean: str | None = option(None, "what is subtracted from each channel, of values in [0, 1]: 0.5 or 0.485,0.456,0.406")
+    mean: str | None = option(
+        None, "what is subtracted from each channel, of values in [0, 1]: 0.5 or 0.485,0.456,0.406"
+    )
     std: str | None = option(None, "... and divided by")
     channel_order: str = option("rgb", "order of the channels of image files", ("rgb", "bgr"))
     augment: str = option("usual", "how images of an imagefolder are varied in training", AUGMENTATIONS)
@@ -193,7 +195,11 @@ class CompileSettings:
 
     def prepared(self, images: Preprocessing) -> Preprocessing:
         """Return how images become inputs, with what the flags say of it."""
-        changed = {name: _numbers(name, text) for name in ("mean", "std") if (text := getattr(self, name)) is not None}
+        changed = {
+            name: _numbers(name, text)
+            for name in ("mean", "std")
+            if (text := getattr(self, name)) is not None
+        }
         return replace(images, order=self.channel_order, **changed)
 
     @property

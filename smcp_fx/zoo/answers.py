@@ -107,7 +107,10 @@ def loss(outputs: Any, labels: Any) -> Tensor:
     for output, label in zip(outputs_of(outputs), labels, strict=True):
         axis = class_axis(output)
         if axis is None:
-            total = total + ((output - label) / (output.detach() - label).std().clamp_min(1e-12)).square().mean() / 2
+            total = (
+                total
+                + ((output - label) / (output.detach() - label).std().clamp_min(1e-12)).square().mean() / 2
+            )
         else:
             total = total + F.nll_loss(_log_shares(output.float(), axis).movedim(axis, 1), label)
     return total

@@ -152,7 +152,9 @@ def build_model(spec: str, **options: Any) -> nn.Module:
     if kind == "onnx" and name:
         from smcp_fx.backends import import_runtime
 
-        read = import_runtime("smcp_fx.backends.onnx.importing.reading", "--model onnx:", "pip install onnxruntime")
+        read = import_runtime(
+            "smcp_fx.backends.onnx.importing.reading", "--model onnx:", "pip install onnxruntime"
+        )
         imported: nn.Module = read.from_onnx(name)
         return imported
     if kind == "smcp" and name:

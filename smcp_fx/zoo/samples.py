@@ -74,11 +74,15 @@ class _Beside(Dataset[Any]):
         return self.samples[index][0], self.outputs[index]
 
 
-def load_samples(spec: str, base: Path, examples: dict[str, Tensor], images: Preprocessing, most: int) -> Samples:
+def load_samples(
+    spec: str, base: Path, examples: dict[str, Tensor], images: Preprocessing, most: int
+) -> Samples:
     """Load ``images:FOLDER`` or ``npz:FOLDER`` for inputs like ``examples``, by name. Raises `InputError`."""
     kind, _, rest = spec.partition(":")
     if kind not in ("images", "npz") or not rest:
-        raise InputError(f"--data {spec!r}: for an ONNX file give images:FOLDER, or npz:FOLDER of arrays by input name")
+        raise InputError(
+            f"--data {spec!r}: for an ONNX file give images:FOLDER, or npz:FOLDER of arrays by input name"
+        )
     root = base / rest
     if kind == "images":
         if len(examples) != 1 or next(iter(examples.values())).dim() != 4:
@@ -114,10 +118,14 @@ class _Prepared:
         channels, height, width = (self.sizes[2], *self.sizes[:2]) if last else self.sizes
         if channels not in (1, 3):
             raise InputError(f"an input of sizes {list(self.sizes)} is no image: give --data npz:FOLDER")
-        picture = read_image(file).convert("L" if channels == 1 else "RGB").resize((width, height), resample=2)
+        picture = (
+            read_image(file).convert("L" if channels == 1 else "RGB").resize((width, height), resample=2)
+        )
         values = np.asarray(picture, np.float32).reshape(height, width, channels) / 255
         values = values[..., ::-1] if self.images.order == "bgr" else values
-        mean, std = (np.resize(np.asarray(v, np.float32), channels) for v in (self.images.mean, self.images.std))
+        mean, std = (
+            np.resize(np.asarray(v, np.float32), channels) for v in (self.images.mean, self.images.std)
+        )
         values = np.ascontiguousarray((values - mean) / std)
         return torch.from_numpy(values if last else values.transpose(2, 0, 1).copy())
 
@@ -151,7 +159,9 @@ class _Arrays(Dataset[Any]):
             raise InputError(f"{file} cannot be read as arrays: {error}") from error
         missing = [name for name in self.examples if name not in arrays]
         if missing:
-            raise InputError(f"{file} has no array {missing[0]!r}; the network's inputs are {_told(self.examples)}")
+            raise InputError(
+                f"{file} has no array {missing[0]!r}; the network's inputs are {_told(self.examples)}"
+            )
         inputs = []
         for name, like in self.examples.items():
             array = torch.from_numpy(arrays[name])

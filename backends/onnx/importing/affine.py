@@ -47,7 +47,10 @@ def fold_affine(b: Builder, outputs: list[Any]) -> None:
 
 def _per_channel(b: Builder, node: fx.Node, reader: fx.Node, layer: Any) -> Tensor | None:
     """Return the constant that the reader combines the layer's result with, [channels]."""
-    if reader.target not in (operator.add, operator.sub, operator.mul, operator.truediv) or reader.args[0] is not node:
+    if (
+        reader.target not in (operator.add, operator.sub, operator.mul, operator.truediv)
+        or reader.args[0] is not node
+    ):
         if reader.target not in (operator.add, operator.mul) or reader.args[1] is not node:
             return None
     other = reader.args[1] if reader.args[0] is node else reader.args[0]

@@ -168,7 +168,9 @@ class Builder:
         *folders, last = path.split(".")
         owner, found = self.root, ""
         for folder in folders:
-            while f"{found}{folder}" in self._paths or (hasattr(owner, folder) and folder not in owner._modules):
+            while f"{found}{folder}" in self._paths or (
+                hasattr(owner, folder) and folder not in owner._modules
+            ):
                 folder += "_"  # a layer, or a name that modules have for themselves
             if folder not in owner._modules:
                 owner.add_module(folder, nn.Module())
@@ -185,6 +187,25 @@ class Builder:
             owner.register_buffer(free, what)
         self._paths.add(found + free)
         return found + free
+
+    def make_room(self, path: str) -> None:
+        """Take away a folder of weights that one node each reads, for the layer that is made of them."""
+        owner, _, last = path.rpartition(".")
+        folder = self.root.get_submodule(owner)._modules.get(last) if self._is_folder(owner) else None
+        if folder is None or path in self._paths or list(folder.children()):
+            return
+        names = [f"{path}.{name}" for name in folder._parameters]
+        readers = [node for node in self.graph.nodes if node.op == "get_attr" and node.target in names]
+        if all(len(node.users) == 1 for node in readers):
+            del self.root.get_submodule(owner)._modules[last]
+            self._paths -= set(names)
+
+    def _is_folder(self, path: str) -> bool:
+        try:
+            self.root.get_submodule(path)
+        except AttributeError:
+            return False
+        return True
 
     def placed(self, tensor: Tensor) -> fx.Node:
         """Return the node that reads a constant: a parameter where the file names it and it is no integer."""
@@ -290,7 +311,9 @@ def module_path(call: Call, weight: str) -> str:
     if call.proto.name.startswith("/"):
         found: list[str] = []
         for part in call.proto.name.split("/")[1:-1]:
-            found = [part] if found and part.startswith(f"{found[-1]}.") and len(found) == 1 else [*found, part]
+            found = (
+                [part] if found and part.startswith(f"{found[-1]}.") and len(found) == 1 else [*found, part]
+            )
             if len(found) > 1 and found[-1].startswith(f"{found[-2]}."):
                 found = [*found[:-2], found[-1]]
         if path := attribute_path(".".join(found)):

@@ -90,7 +90,11 @@ def _differs(file: OnnxFile, found: Array, expected: Array, rounding: float = 0.
 
 
 def _told(
-    file: OnnxFile, module: fx.GraphModule, given: tuple[Tensor, ...], found: list[Array], expected: list[Array]
+    file: OnnxFile,
+    module: fx.GraphModule,
+    given: tuple[Tensor, ...],
+    found: list[Array],
+    expected: list[Array],
 ) -> str:
     """Say which output differs, and which node is the first."""
     names = [port.name for port in file.interface.outputs]

@@ -75,7 +75,11 @@ def _binary(function: Callable[..., Any]) -> Rule:
 def _div(b: Builder, call: Call) -> Any:
     left, right = operands(b, call)
     whole = not b.dtype(call.inputs[0]).is_floating_point
-    return b.call(torch.div, left, right, rounding_mode="trunc") if whole else b.call(operator.truediv, left, right)
+    return (
+        b.call(torch.div, left, right, rounding_mode="trunc")
+        if whole
+        else b.call(operator.truediv, left, right)
+    )
 
 
 def _mod(b: Builder, call: Call) -> Any:
@@ -124,7 +128,12 @@ def _prelu(b: Builder, call: Call) -> Any:
     x, slope = call.inputs
     if isinstance(slope, Tensor) and slope.numel() == 1:
         return b.call(F.leaky_relu, x, slope.item())
-    if isinstance(slope, Tensor) and call.rank and slope.dim() == call.rank - 1 and slope.numel() == slope.shape[0]:
+    if (
+        isinstance(slope, Tensor)
+        and call.rank
+        and slope.dim() == call.rank - 1
+        and slope.numel() == slope.shape[0]
+    ):
         flat = b.name(slope.reshape(-1), b.name_of(slope))
         return b.call(F.prelu, x, flat)
     positive = b.call(F.relu, x)
@@ -144,7 +153,9 @@ def _with(function: Callable[..., Any], **defaults: float) -> Rule:
 
 def _selu(b: Builder, call: Call) -> Any:
     alpha, gamma = call.attribute("alpha", 1.6732632423543772), call.attribute("gamma", 1.0507009873554805)
-    if math.isclose(alpha, 1.6732632423543772, rel_tol=1e-6) and math.isclose(gamma, 1.0507009873554805, rel_tol=1e-6):
+    if math.isclose(alpha, 1.6732632423543772, rel_tol=1e-6) and math.isclose(
+        gamma, 1.0507009873554805, rel_tol=1e-6
+    ):
         return b.call(F.selu, call.inputs[0])
     return b.call(operator.mul, b.call(F.elu, call.inputs[0], alpha), gamma)
 
@@ -164,8 +175,10 @@ def _cast_like(b: Builder, call: Call) -> Any:
 
 def _where(b: Builder, call: Call) -> Any:
     condition, *chosen = call.inputs
-    if isinstance(condition, Tensor) and condition.numel() == 1 and not any(
-        b.shapes(value) != b.shapes(chosen[0]) for value in chosen
+    if (
+        isinstance(condition, Tensor)
+        and condition.numel() == 1
+        and not any(b.shapes(value) != b.shapes(chosen[0]) for value in chosen)
     ):
         return chosen[0] if bool(condition) else chosen[1]
     return b.call(torch.where, condition, *chosen)

@@ -68,7 +68,9 @@ class OnnxFile:
         """Return a tensor of the file; half precision is widened to float32. `InputError` for what is no tensor."""
         kind = DTYPES.get(proto.data_type)
         if kind is None:
-            name = TensorProto.DataType.Name(proto.data_type) if proto.data_type in _KINDS else proto.data_type
+            name = (
+                TensorProto.DataType.Name(proto.data_type) if proto.data_type in _KINDS else proto.data_type
+            )
             raise self.refused(f"tensor {proto.name!r} is of type {name}, which cannot be imported")
         count = math.prod(proto.dims)
         if any(size < 0 for size in proto.dims) or count > MOST_ELEMENTS:
@@ -111,7 +113,9 @@ def read_onnx(path: Path | str) -> OnnxFile:
     if not path.is_file():
         raise InputError(f"{path}: there is no such file")
     if path.stat().st_size > _LARGEST_FILE:
-        raise InputError(f"{path} is larger than 2 GiB, which no ONNX file is: weights go into a file beside it")
+        raise InputError(
+            f"{path} is larger than 2 GiB, which no ONNX file is: weights go into a file beside it"
+        )
     try:
         model = onnx.load_model_from_string(path.read_bytes())
     except Exception as error:

@@ -96,7 +96,12 @@ class Interface:
 
     def pairs_from(self, shapes: Shapes) -> Iterator[tuple[Shapes, Shapes]]:
         """Yield these shapes beside others with open axes twice as large, or less where the network takes no such."""
-        for enlarged in (lambda axis: True, lambda axis: axis == 0, lambda axis: axis != 0, lambda axis: False):
+        for enlarged in (
+            lambda axis: True,
+            lambda axis: axis == 0,
+            lambda axis: axis != 0,
+            lambda axis: False,
+        ):
             other = []
             for port, shape in zip(self.inputs, shapes, strict=True):
                 other.append(
@@ -120,9 +125,7 @@ def _open_sizes() -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     yield from (((height, height), pair) for height in _HEIGHTS for pair in (_PAIRS[0], _PAIRS[1]))
 
 
-def _size(
-    port: Port, axis: int, which: int, heights: tuple[int, int], widths: tuple[int, int]
-) -> int:
+def _size(port: Port, axis: int, which: int, heights: tuple[int, int], widths: tuple[int, int]) -> int:
     if axis == 0 and len(port.sizes) > 1:
         return _BATCHES[which]
     is_height = axis == len(port.sizes) - 2 and len(port.sizes) >= 4

@@ -39,6 +39,11 @@ def _windows(b: Builder, call: Call, kernel: list[int]) -> tuple[Any, list[int],
     rank, x = len(kernel), call.inputs[0]
     strides = list(call.attribute("strides", [1] * rank))
     dilations = list(call.attribute("dilations", [1] * rank))
+    told = list(call.attribute("kernel_shape", kernel))
+    if not len(strides) == len(dilations) == rank == (call.rank or 0) - 2 or told != kernel:
+        raise call.refused(
+            f"strides {strides}, dilations {dilations} or kernel_shape {told} do not fit a window {kernel}"
+        )
     automatic = call.attribute("auto_pad", "NOTSET")
     if automatic.startswith("SAME"):
         begins, ends = [], []
@@ -66,7 +71,9 @@ def _same_padding(b: Builder, size: Any, reach: int, stride: int) -> Any:
     if isinstance(over, int):
         return max(reach - (over or stride), 0)
     steps = combined(b, operator.floordiv, combined(b, operator.add, size, stride - 1), stride)
-    needed = combined(b, operator.add, combined(b, operator.mul, combined(b, operator.sub, steps, 1), stride), reach)
+    needed = combined(
+        b, operator.add, combined(b, operator.mul, combined(b, operator.sub, steps, 1), stride), reach
+    )
     return combined(b, max, combined(b, operator.sub, needed, size), 0)
 
 
@@ -78,7 +85,9 @@ def _conv(b: Builder, call: Call) -> Any:
     if rank not in _CONV:
         raise call.refused(f"a convolution over {rank} dimensions")
     if not isinstance(weight, Tensor) or not isinstance(bias, (Tensor, type(None))):
-        return b.call(_CONV_FUNCTIONS[rank], x, weight, bias, tuple(strides), tuple(padding), tuple(dilations), groups)
+        return b.call(
+            _CONV_FUNCTIONS[rank], x, weight, bias, tuple(strides), tuple(padding), tuple(dilations), groups
+        )
     layer = _CONV[rank](
         weight.shape[1] * groups, weight.shape[0], tuple(kernel), tuple(strides), tuple(padding), tuple(dilations),
         groups, bias is not None, device="meta",
@@ -157,7 +166,9 @@ def _matmul(b: Builder, call: Call) -> Any:
 def _batch_norm(b: Builder, call: Call) -> Any:
     weight, bias, mean, var = (call.constant(position) for position in range(1, 5))
     if call.attribute("training_mode", 0):
-        raise call.refused("it normalises by the batch, as in training: export the network after model.eval()")
+        raise call.refused(
+            "it normalises by the batch, as in training: export the network after model.eval()"
+        )
     if call.rank not in _BATCH_NORM:
         raise call.refused(f"a value of rank {call.rank}")
     epsilon, momentum = call.attribute("epsilon", 1e-5), call.attribute("momentum", 0.9)
@@ -197,9 +208,7 @@ def _group_norm(b: Builder, call: Call) -> Any:
     weight, bias, groups = call.constant(1), call.constant(2), call.attribute("num_groups")
     channels = b.shapes(call.inputs[0])[0][1]
     if weight.numel() == groups != channels:  # before opset 21, of groups
-        weight, bias = (
-            b.name(v.repeat_interleave(channels // groups), b.name_of(v)) for v in (weight, bias)
-        )
+        weight, bias = (b.name(v.repeat_interleave(channels // groups), b.name_of(v)) for v in (weight, bias))
     layer = nn.GroupNorm(groups, channels, call.attribute("epsilon", 1e-5))
     return _called(b, call, layer, call.inputs[0], weight=weight, bias=bias)
 

@@ -115,7 +115,12 @@ def _slice(b: Builder, call: Call) -> Any:
     keys: list[Any] = [slice(None)] * (call.rank or 0)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         if step < 0:
-            if step != -1 or end is not None or start not in (-1,) and not (isinstance(start, int) and start > 2**30):
+            if (
+                step != -1
+                or end is not None
+                or start not in (-1,)
+                and not (isinstance(start, int) and start > 2**30)
+            ):
                 raise call.refused(f"a slice from {start} to {end} in steps of {step}")
             x = b.call(torch.flip, x, (axis,))
         else:
@@ -128,7 +133,9 @@ def _slice(b: Builder, call: Call) -> Any:
 
 
 def _plain_slice(key: slice) -> slice:
-    return slice(*(v if v is None or isinstance(v, Size) else int(v) for v in (key.start, key.stop, key.step)))
+    return slice(
+        *(v if v is None or isinstance(v, Size) else int(v) for v in (key.start, key.stop, key.step))
+    )
 
 
 def _split(b: Builder, call: Call) -> Any:
@@ -151,7 +158,10 @@ def _concat(b: Builder, call: Call) -> Any:
     batched = next((v for v in values if axis and isinstance(v, fx.Node) and b.has_opened_batch(v)), None)
     if batched is not None:
         whole = b.size(batched, 0)
-        values = [b.method("expand", b.placed(v), whole, *v.shape[1:]) if isinstance(v, Tensor) else v for v in values]
+        values = [
+            b.method("expand", b.placed(v), whole, *v.shape[1:]) if isinstance(v, Tensor) else v
+            for v in values
+        ]
     return values[0] if len(values) == 1 else b.call(torch.cat, values, axis)
 
 
@@ -171,7 +181,9 @@ def _gather(b: Builder, call: Call) -> Any:
     if rank == 1:
         return b.call(torch.index_select, data, axis, indices)
     if rank == 0:
-        return b.call(torch.squeeze, b.call(torch.index_select, data, axis, b.call(torch.unsqueeze, indices, 0)), axis)
+        return b.call(
+            torch.squeeze, b.call(torch.index_select, data, axis, b.call(torch.unsqueeze, indices, 0)), axis
+        )
     flat = b.call(torch.index_select, data, axis, b.call(torch.flatten, indices))
     return b.call(torch.unflatten, flat, axis, tuple(b.size(indices, a) for a in range(rank or 0)))
 
@@ -296,8 +308,12 @@ def _one_hot(b: Builder, call: Call) -> Any:
     found = b.call(F.one_hot, indices, int(call.constant(1)))
     rank = (b.rank(indices) or 0) + 1
     axis = call.attribute("axis", -1) % rank
-    found = b.method("to", b.call(torch.movedim, found, -1, axis) if axis != rank - 1 else found, values.dtype)
-    return found if (low, high) == (0, 1) else b.call(operator.add, b.call(operator.mul, found, high - low), low)
+    found = b.method(
+        "to", b.call(torch.movedim, found, -1, axis) if axis != rank - 1 else found, values.dtype
+    )
+    return (
+        found if (low, high) == (0, 1) else b.call(operator.add, b.call(operator.mul, found, high - low), low)
+    )
 
 
 def _trilu(b: Builder, call: Call) -> Any:

@@ -106,7 +106,9 @@ def _results(b: Builder, node: onnx.NodeProto, given: list[Any]) -> list[Any]:
     except SmcpError:
         raise
     except Exception as error:  # what a damaged file says of its node fits no rule
-        raise call.refused(f"its inputs and attributes do not fit: {type(error).__name__}: {error}") from error
+        raise call.refused(
+            f"its inputs and attributes do not fit: {type(error).__name__}: {error}"
+        ) from error
     return found if isinstance(found, list) else [found]
 
 
@@ -114,7 +116,9 @@ def _chosen(b: Builder, call: Call) -> list[Any]:
     """The branch of an If that is known."""
     condition = call.inputs[0]
     if not isinstance(condition, Tensor):
-        raise call.refused("which branch is taken follows from data or open sizes: export the network without it")
+        raise call.refused(
+            "which branch is taken follows from data or open sizes: export the network without it"
+        )
     branch = call.attributes["then_branch" if bool(condition) else "else_branch"]
     _run(b, branch)
     return [_value(b, output.name, call.name) for output in branch.output]

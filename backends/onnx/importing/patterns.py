@@ -40,7 +40,7 @@ def recognise(b: Builder, outputs: list[Any]) -> None:
 
 def _drop(b: Builder, node: fx.Node, outputs: list[Any]) -> None:
     """Erase a node that nothing reads, and those that it alone read."""
-    if node.users or node in outputs or node.op in ("placeholder", "get_attr"):
+    if node.users or node in outputs or node.op == "placeholder":
         return
     sources = node.all_input_nodes
     b.graph.erase_node(node)
@@ -181,7 +181,11 @@ def _layer_norm(b: Builder, node: fx.Node) -> fx.Node | None:
 def _normalised(core: fx.Node) -> tuple[fx.Node, float, Sequence[int]] | None:
     """Return x, epsilon and the axes of a value that is normalised."""
     centred, deviation = core.args
-    if not isinstance(centred, fx.Node) or centred.target is not operator.sub or not _is(deviation, torch.sqrt):
+    if (
+        not isinstance(centred, fx.Node)
+        or centred.target is not operator.sub
+        or not _is(deviation, torch.sqrt)
+    ):
         return None
     x, mean = centred.args
     variance, epsilon = _sum(deviation.args[0])
@@ -250,8 +254,11 @@ def _placed(b: Builder, node: fx.Node, layer: Any, scaled: _Scaled, x: fx.Node) 
         layer.weight = nn.Parameter(scaled.weight)
     if scaled.bias is not None:
         layer.bias = nn.Parameter(scaled.bias)
-    path = name.removesuffix(".bias").removesuffix(".weight") or type(layer).__name__.lower()
-    return b.graph.call_module(b.place(path if path != name else f"{name}_norm", layer.eval()), (x,))
+    path = name.removesuffix(".bias").removesuffix(".weight")
+    if not path or path == name:
+        path = f"{name}_norm" if name else type(layer).__name__.lower()
+    b.make_room(path)
+    return b.graph.call_module(b.place(path, layer.eval()), (x,))
 
 
 def _is(node: Any, function: Callable[..., Any]) -> bool:

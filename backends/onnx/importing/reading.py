@@ -39,9 +39,7 @@ def from_onnx(path: Path | str, example_inputs: Examples = None) -> fx.GraphModu
     return module
 
 
-def _built(
-    file: OnnxFile, given: tuple[Tensor, ...] | None
-) -> tuple[fx.GraphModule, tuple[Shapes, Shapes]]:
+def _built(file: OnnxFile, given: tuple[Tensor, ...] | None) -> tuple[fx.GraphModule, tuple[Shapes, Shapes]]:
     """Build the network at the first pair of sizes that it takes."""
     first: SizesError | None = None
     interface = file.interface
@@ -88,7 +86,9 @@ def _as_tuple(interface: Interface, given: Any) -> tuple[Tensor, ...]:
     names = [port.name for port in interface.inputs]
     if isinstance(given, Mapping):
         if set(given) != set(names):
-            raise InputError(f"example_inputs must be of {', '.join(names)}, not {', '.join(map(str, given))}")
+            raise InputError(
+                f"example_inputs must be of {', '.join(names)}, not {', '.join(map(str, given))}"
+            )
         given = [given[name] for name in names]
     inputs = (given,) if isinstance(given, Tensor) else tuple(given)
     if len(inputs) != len(names) or not all(isinstance(tensor, Tensor) for tensor in inputs):

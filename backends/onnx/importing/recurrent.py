@@ -27,7 +27,9 @@ def _recurrent(b: Builder, call: Call) -> Any:
     directions, size = weight.shape[0], hidden.shape[-1]
     reverse = call.attribute("direction", "forward") == "reverse"
     options = _checked(b, call, directions)
-    layer = _LAYERS[call.kind](weight.shape[-1], size, bias=bias is not None, bidirectional=directions == 2, **options)
+    layer = _LAYERS[call.kind](
+        weight.shape[-1], size, bias=bias is not None, bidirectional=directions == 2, **options
+    )
     gates = _GATES[call.kind]
 
     def ordered(value: Tensor) -> nn.Parameter:
@@ -61,7 +63,8 @@ def _recurrent(b: Builder, call: Call) -> Any:
 def _checked(b: Builder, call: Call, directions: int) -> dict[str, Any]:
     """Return the layer's options; `InputError` for what PyTorch's layers do not have."""
     given = [
-        value.decode() if isinstance(value, bytes) else value for value in call.attribute("activations", []) or []
+        value.decode() if isinstance(value, bytes) else value
+        for value in call.attribute("activations", []) or []
     ]
     options: dict[str, Any] = {}
     if call.kind == "RNN":

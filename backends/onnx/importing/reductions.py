@@ -40,7 +40,9 @@ def _reduced(function: Callable[..., Any], prepare: Callable[..., Any] | None = 
 def _norm(order: int) -> Rule:
     def apply(b: Builder, call: Call) -> Any:
         axes = tuple(call.axes()) or tuple(range(call.rank or 0))
-        return b.call(torch.linalg.vector_norm, call.inputs[0], order, axes, bool(call.attribute("keepdims", 1)))
+        return b.call(
+            torch.linalg.vector_norm, call.inputs[0], order, axes, bool(call.attribute("keepdims", 1))
+        )
 
     return apply
 
@@ -63,8 +65,10 @@ def _softmax(function: Callable[..., Any]) -> Rule:
     def apply(b: Builder, call: Call) -> Any:
         x, rank = call.inputs[0], call.rank or 0
         axis = call.axis(-1 if call.opset >= _OF_ONE_AXIS else 1)
-        if call.opset >= _OF_ONE_AXIS or axis == rank - 1 or all(
-            shape[axis + 1 :] == (1,) * (rank - axis - 1) for shape in b.shapes(x)
+        if (
+            call.opset >= _OF_ONE_AXIS
+            or axis == rank - 1
+            or all(shape[axis + 1 :] == (1,) * (rank - axis - 1) for shape in b.shapes(x))
         ):
             return b.call(function, x, axis)
         flat = b.call(function, b.call(torch.flatten, x, axis), axis)
@@ -80,8 +84,6 @@ def _top_k(b: Builder, call: Call) -> Any:
     largest, ordered = bool(call.attribute("largest", 1)), bool(call.attribute("sorted", 1))
     found = b.call(torch.topk, call.inputs[0], count, call.axis(-1), largest, ordered)
     return [b.item(found, 0), b.item(found, 1)]
-
-
 
 
 def _einsum(b: Builder, call: Call) -> Any:
@@ -101,7 +103,12 @@ def _normalize(b: Builder, call: Call) -> Any:
 def _response_norm(b: Builder, call: Call) -> Any:
     size, alpha = call.attribute("size"), call.attribute("alpha", 1e-4)
     return b.call(
-        F.local_response_norm, call.inputs[0], size, alpha, call.attribute("beta", 0.75), call.attribute("bias", 1.0)
+        F.local_response_norm,
+        call.inputs[0],
+        size,
+        alpha,
+        call.attribute("beta", 0.75),
+        call.attribute("bias", 1.0),
     )
 
 
@@ -121,14 +128,14 @@ def _global_average(b: Builder, call: Call) -> Any:
 
 
 def _grid_sample(b: Builder, call: Call) -> Any:
-    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(call.attribute("mode", "linear"), call.attribute("mode"))
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(
+        call.attribute("mode", "linear"), call.attribute("mode")
+    )
     aligned = bool(call.attribute("align_corners", 0))
     return b.call(
         F.grid_sample, *call.inputs, mode=mode or "bilinear",
         padding_mode=call.attribute("padding_mode", "zeros"), align_corners=aligned,
     )  # fmt: skip
-
-
 
 
 REDUCTIONS: dict[str, Rule] = {

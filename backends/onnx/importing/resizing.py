@@ -30,7 +30,9 @@ def _resize(b: Builder, call: Call) -> Any:
     if way == "nearest":
         whole = scales is not None and all(scale == int(scale) for scale in scales[2:])
         floor = call.attribute("nearest_mode", "round_prefer_floor") == "floor"
-        if not (at == "asymmetric" and (floor or whole)) and not (whole and at in ("half_pixel", "pytorch_half_pixel")):
+        if not (at == "asymmetric" and (floor or whole)) and not (
+            whole and at in ("half_pixel", "pytorch_half_pixel")
+        ):
             options["mode"] = "nearest-exact"
         else:
             options["mode"] = "nearest"
@@ -39,7 +41,10 @@ def _resize(b: Builder, call: Call) -> Any:
             raise call.refused(f"{way} interpolation at coordinates {at!r}")
         if way == "cubic" and (rank != 4 or abs(call.attribute("cubic_coeff_a", _CUBIC) - _CUBIC) > 1e-6):
             raise call.refused(f"cubic interpolation with coefficient {call.attribute('cubic_coeff_a')}")
-        options = {"mode": _LINEAR[rank] if way == "linear" else "bicubic", "align_corners": at == "align_corners"}
+        options = {
+            "mode": _LINEAR[rank] if way == "linear" else "bicubic",
+            "align_corners": at == "align_corners",
+        }
         if call.attribute("antialias", 0):
             options["antialias"] = True
     else:
@@ -74,7 +79,9 @@ def _upsample(b: Builder, call: Call) -> Any:
     if scales is None or any(scale != 1 for scale in scales[:2]) or (call.rank or 0) not in _LINEAR:
         raise call.refused("an upsampling that is not of images")
     if call.attribute("mode", "nearest") != "nearest":
-        raise call.refused("Upsample with interpolation, whose coordinates torch has not: export it in opset 11 or later")
+        raise call.refused(
+            "Upsample with interpolation, whose coordinates torch has not: export it in opset 11 or later"
+        )
     return b.call(F.interpolate, call.inputs[0], scale_factor=tuple(scales[2:]), mode="nearest")
 
 

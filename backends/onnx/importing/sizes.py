@@ -110,7 +110,9 @@ def _cast(builder: Builder, call: Call) -> Any:
 
 def _gather(builder: Builder, call: Call) -> Any:
     data, indices = as_array(call.inputs[0]), call.constant(1)
-    return as_value(np.asarray(np.take(data, indices.numpy(), call.attribute("axis", 0)), object), call.inputs[0].dtype)
+    return as_value(
+        np.asarray(np.take(data, indices.numpy(), call.attribute("axis", 0)), object), call.inputs[0].dtype
+    )
 
 
 def _slice(builder: Builder, call: Call) -> Any:
@@ -157,8 +159,6 @@ def _where(builder: Builder, call: Call) -> Any:
     arrays = np.broadcast_arrays(*(as_array(value) for value in call.inputs))
     chosen = [a if c else b for c, a, b in zip(*(array.reshape(-1) for array in arrays), strict=True)]
     return as_value(array_of(chosen, arrays[0].shape), call.inputs[1].dtype)
-
-
 
 
 _COMPARISONS = (operator.eq, operator.lt, operator.gt, operator.le, operator.ge)
