@@ -117,7 +117,7 @@ def export(
                 dynamic_axes=axes, **more,
             )  # fmt: skip
         else:
-            open_axes = {axis: torch.export.Dim.DYNAMIC for axis in axes["x"]}
+            open_axes = dict.fromkeys(axes["x"], torch.export.Dim.DYNAMIC)
             torch.onnx.export(
                 model, (example,), path, dynamo=True, opset_version=opset, input_names=["x"],
                 dynamic_shapes=(open_axes,), verbose=False, **more,

@@ -97,8 +97,7 @@ class _Compilation:
         images = preprocessing_of(settings.model)
         images = settings.prepared(replace(images, size=settings.input_size or images.size))
         if settings.model.startswith("onnx:"):
-            fitted, data = network_and_samples(settings, images, self.base, self.tell)
-            return self._begin(fitted, data, backend)
+            return self._begin(*network_and_samples(settings, images, self.base, self.tell), backend)
         data = load_data(
             settings.data,
             self.base,

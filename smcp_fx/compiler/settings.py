@@ -195,7 +195,7 @@ class CompileSettings:
 
     def prepared(self, images: Preprocessing) -> Preprocessing:
         """Return how images become inputs, with what the flags say of it."""
-        changed = {
+        changed: dict[str, Any] = {
             name: _numbers(name, text)
             for name in ("mean", "std")
             if (text := getattr(self, name)) is not None

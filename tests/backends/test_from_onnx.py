@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from onnx import TensorProto, helper, numpy_helper
-from torch import Tensor, nn
+from torch import nn
 
 import smcp_fx
 from smcp_fx.backends.onnx.importing import network
@@ -237,7 +236,9 @@ def test_a_pruned_file_has_the_names_and_metadata_of_the_first(tmp_path: Path) -
     model.metadata_props.add(key="stride", value="32")
     onnx.save(model, path)
     module = smcp_fx.from_onnx(path)
-    prepared = smcp_fx.prepare(module, module.example_input_array, target=0.6)
+    prepared = smcp_fx.prepare(
+        module, module.example_input_array, target=0.6, config=smcp_fx.PruningConfig(multiple=1)
+    )
     smcp_fx.gather_importance(prepared, torch.randn(8, 4, 16, 16))
     prepared.pruner.solve()
     smaller = smcp_fx.convert(prepared)

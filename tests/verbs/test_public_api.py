@@ -32,6 +32,7 @@ NAMES = [
     "compress",
     "convert",
     "export_onnx",
+    "from_onnx",
     "gather_halfway",
     "gather_importance",
     "get_backend",

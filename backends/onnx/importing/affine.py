@@ -33,7 +33,7 @@ def fold_affine(b: Builder, outputs: list[Any]) -> None:
             layer = b.root.get_submodule(str(node.target))
             reader = next(iter(node.users)) if len(node.users) == 1 else None
             known = isinstance(layer, (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear))
-            if reader is None or not known or weights.count(id(layer.weight)) != 1:
+            if reader is None or not known or weights.count(id(layer.weight)) > 1:
                 break
             value = _per_channel(b, node, reader, layer)
             if value is None or not _fold(reader, layer, value):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from smcp_fx.backends.onnx.importing.building import Builder, module_path
 from smcp_fx.backends.onnx.importing.call import Call
 from smcp_fx.backends.onnx.importing.elementwise import Rule
-from smcp_fx.backends.onnx.importing.sizes import combined
+from smcp_fx.backends.onnx.importing.size_arithmetic import combined
 
 _CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _CONV_TRANSPOSE = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}

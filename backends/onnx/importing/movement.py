@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -13,6 +12,7 @@ from torch import Tensor, fx, nn
 from smcp_fx.backends.onnx.importing.building import Builder, module_path
 from smcp_fx.backends.onnx.importing.call import Call
 from smcp_fx.backends.onnx.importing.elementwise import Rule, scalar
+from smcp_fx.backends.onnx.importing.size_arithmetic import combined
 from smcp_fx.backends.onnx.importing.sizes import Size, array_of, as_value
 
 #: Calls that change only how a tensor is divided into axes.
@@ -118,8 +118,7 @@ def _slice(b: Builder, call: Call) -> Any:
             if (
                 step != -1
                 or end is not None
-                or start not in (-1,)
-                and not (isinstance(start, int) and start > 2**30)
+                or (start not in (-1,) and not (isinstance(start, int) and start > 2**30))
             ):
                 raise call.refused(f"a slice from {start} to {end} in steps of {step}")
             x = b.call(torch.flip, x, (axis,))
@@ -267,8 +266,6 @@ def _shape(b: Builder, call: Call) -> Any:
 
 
 def _size(b: Builder, call: Call) -> Any:
-    from smcp_fx.backends.onnx.importing.sizes import combined
-
     total: Any = 1
     for axis in range(call.rank or 0):
         total = combined(b, operator.mul, total, b.size(call.inputs[0], axis))

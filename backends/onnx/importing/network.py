@@ -19,7 +19,8 @@ from smcp_fx.backends.onnx.importing.movement import MOVEMENT
 from smcp_fx.backends.onnx.importing.recurrent import RECURRENT
 from smcp_fx.backends.onnx.importing.reductions import REDUCTIONS
 from smcp_fx.backends.onnx.importing.resizing import RESIZING
-from smcp_fx.backends.onnx.importing.sizes import SIZE_OPERATORS, SizeArray
+from smcp_fx.backends.onnx.importing.size_arithmetic import SIZE_OPERATORS
+from smcp_fx.backends.onnx.importing.sizes import SizeArray
 from smcp_fx.errors import InputError, SmcpError
 
 _RULES: dict[str, Rule] = {

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from smcp_fx.backends.onnx.importing.building import Builder
 from smcp_fx.backends.onnx.importing.call import Call
