@@ -63,7 +63,8 @@ def take_over_names(fitted: FittedModel, folder: Path, tell: Teller) -> None:
     """Give the run's files the names and metadata of the file that it began with."""
     if fitted.inputs is None:
         return
-    interface: Any = fitted.model.meta[_reading("reading").INTERFACE]  # type: ignore[index, union-attr]
+    model: Any = fitted.model
+    interface = model.meta[_reading("reading").INTERFACE]
     closed: tuple[str, ...] = ()
     for path in sorted({folder / "dense.onnx", folder / "pruned.onnx", *folder.glob("pruned-*.onnx")}):
         closed = _reading("writing").take_over(path, interface)

@@ -33,7 +33,8 @@ class CompileSettings:
 
     model: str = option(
         "torchvision:resnet18",
-        "torchvision:NAME, timm:NAME, onnx:FILE (with --epochs 0), or path/to/file.py:factory (called without arguments)",
+        "torchvision:NAME, timm:NAME, onnx:FILE (with --epochs 0), or path/to/file.py:factory (called without "
+        "arguments)",
     )
     weights: str | None = option(
         None,
@@ -46,8 +47,8 @@ class CompileSettings:
     data: str = option(
         "digits",
         "digits (scikit-learn's), imagefolder:PATH (with train/ and val/ or test/ below it), images:PATH (without "
-        "labels, for --epochs 0), npz:PATH (arrays by the names of an ONNX file's inputs), or path/to/file.py:factory "
-        "returning (train, test) datasets",
+        "labels, for --epochs 0), npz:PATH (arrays by the names of an ONNX file's inputs), or "
+        "path/to/file.py:factory returning (train, test) datasets",
     )
     input_size: int | None = option(
         None, "side of the images in pixels (default: what the model's published weights, or the data, have)"

@@ -1,4 +1,4 @@
-"""ONNX files as networks: each operator against ONNX Runtime (`from_onnx` compares), patterns, sizes, and hostile files."""
+"""ONNX files as networks: operators against ONNX Runtime, patterns, sizes, and hostile files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ W["var"] = np.abs(W["v"]) + 0.5
 I64 = {
     name: np.array(value, np.int64)
     for name, value in {
-        "one": [1], "two": [2], "zero": [0], "far": [2**62], "end": [-1], "axes": [2, 3], "pads": [0, 0, 1, 0, 0, 0, 2, 1],
+        "one": [1], "two": [2], "zero": [0], "far": [2**62], "end": [-1], "axes": [2, 3],
+        "pads": [0, 0, 1, 0, 0, 0, 2, 1],
         "flat": [0, -1], "heads": [0, 2, -1], "pick": [2, 0], "first": 0, "three": [3], "parts": [1, 3],
         "tiles": [1, 1, 2, 1],
     }.items()
@@ -97,7 +98,9 @@ CASES: dict[str, list[onnx.NodeProto]] = {
     "softmax": [n("Softmax", axis=1)],
     "pad": [n("Pad", "x pads")],
     "pad_reflect": [n("Pad", "x pads", mode="reflect")],
-    "resize_nearest": [n("Resize", "x none scales", mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor")],
+    "resize_nearest": [
+        n("Resize", "x none scales", coordinate_transformation_mode="asymmetric", nearest_mode="floor")
+    ],
     "resize_linear": [n("Resize", "x none scales", mode="linear", coordinate_transformation_mode="half_pixel")],
     "resize_to": [n("Shape", "x", "s"), n("Mul", "s tiles", "t"), n("Resize", "x none none t", mode="linear")],
     "slice": [n("Slice", "x one end three")],

@@ -47,12 +47,11 @@ def fold_affine(b: Builder, outputs: list[Any]) -> None:
 
 def _per_channel(b: Builder, node: fx.Node, reader: fx.Node, layer: Any) -> Tensor | None:
     """Return the constant that the reader combines the layer's result with, [channels]."""
-    if (
-        reader.target not in (operator.add, operator.sub, operator.mul, operator.truediv)
-        or reader.args[0] is not node
-    ):
-        if reader.target not in (operator.add, operator.mul) or reader.args[1] is not node:
-            return None
+    either = (operator.add, operator.mul)
+    if reader.target not in (*either, operator.sub, operator.truediv):
+        return None
+    if reader.args[0] is not node and reader.target not in either:
+        return None
     other = reader.args[1] if reader.args[0] is node else reader.args[0]
     (shape, _), channels = b.shapes(node), layer.weight.shape[0]
     if isinstance(layer, _TRANSPOSED):

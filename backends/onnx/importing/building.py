@@ -1,4 +1,4 @@
-"""Builds the graph of a network node by node: folds what is constant, and knows each value's sizes at two examples."""
+"""Builds the graph of a network: folds what is constant, and knows each value's sizes at two examples."""
 
 from __future__ import annotations
 
@@ -101,6 +101,11 @@ class Builder:
         if not self._varies((tuple(sizes), {})):
             return self._folded(torch.full, (tuple(sizes), value), {"dtype": dtype})
         return self.method("new_full", self.first, tuple(sizes), value, dtype=dtype)
+
+    def tensor(self, sizes: SizeArray) -> fx.Node:
+        """Return sizes as a tensor, on the device of the first input."""
+        nested = sizes.values.tolist()
+        return self.call(torch.tensor, nested, dtype=sizes.dtype, device=self.device)  # type: ignore[no-any-return]
 
     @property
     def device(self) -> fx.Node:

@@ -74,7 +74,7 @@ class Call:
         return value
 
     def given(self, name: str, position: int) -> list[int] | None:
-        """Return integers that are an attribute in old opsets and an input in new ones; None where they are left out."""
+        """Return integers: an attribute in old opsets, an input in new ones; None where they are left out."""
         if name in self.attributes:
             value = self.attributes[name]
             return [int(value)] if isinstance(value, int) else [int(v) for v in value]

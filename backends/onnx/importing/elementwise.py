@@ -53,7 +53,8 @@ def _unary(function: Callable[..., Any]) -> Rule:
 
 def operands(b: Builder, call: Call) -> list[Any]:
     """Return the inputs with numbers for constants of one element, where the other one is a tensor of higher rank."""
-    values = call.inputs
+    long = [isinstance(v, SizeArray) and v.values.size > 1 for v in call.inputs]
+    values = [b.tensor(v) if several else v for v, several in zip(call.inputs, long, strict=True)]
     ranks = [b.rank(value) or 0 for value in values]
     if not any(isinstance(value, fx.Node) for value in values):
         return [scalar(v) if isinstance(v, SizeArray) else v for v in values]

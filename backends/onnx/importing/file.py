@@ -33,7 +33,7 @@ _DOMAINS = ("", "ai.onnx")
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """A file's model, whose functions are inlined; weights in other files are not loaded before they are asked for."""
+    """A file's model, its functions inlined; weights in other files are not loaded before they are asked for."""
 
     path: Path
     model: onnx.ModelProto
@@ -46,7 +46,7 @@ class OnnxFile:
     @cached_property
     def opset(self) -> int:
         """The version of ONNX's own operators."""
-        return max(entry.version for entry in self.model.opset_import if entry.domain in _DOMAINS)
+        return max(int(entry.version) for entry in self.model.opset_import if entry.domain in _DOMAINS)
 
     @cached_property
     def interface(self) -> Interface:

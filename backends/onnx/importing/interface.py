@@ -14,7 +14,7 @@ from torch import Tensor
 from smcp_fx.errors import InputError
 
 #: PyTorch's types of a file's; half precision is computed in float32, and unsigned integers in int64.
-DTYPES = {
+DTYPES: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32,
     TensorProto.FLOAT16: torch.float32,
     TensorProto.BFLOAT16: torch.float32,

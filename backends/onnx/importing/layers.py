@@ -15,8 +15,12 @@ from smcp_fx.backends.onnx.importing.call import Call
 from smcp_fx.backends.onnx.importing.elementwise import Rule
 from smcp_fx.backends.onnx.importing.size_arithmetic import combined
 
-_CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_CONV_TRANSPOSE = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+_CONV: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_CONV_TRANSPOSE: dict[int, Callable[..., nn.Module]] = {
+    1: nn.ConvTranspose1d,
+    2: nn.ConvTranspose2d,
+    3: nn.ConvTranspose3d,
+}
 _CONV_FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _BATCH_NORM: dict[int, Callable[..., nn.Module]] = {
     2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d,
@@ -108,7 +112,8 @@ def _conv_transpose(b: Builder, call: Call) -> Any:
     begins, ends = pads[:rank], pads[rank:]
     layer = _CONV_TRANSPOSE[rank](
         weight.shape[0], weight.shape[1] * groups, tuple(kernel), tuple(strides),
-        tuple(begins) if begins == ends else 0, tuple(extra), groups, bias is not None, tuple(dilations), device="meta",
+        tuple(begins) if begins == ends else 0, tuple(extra), groups, bias is not None, tuple(dilations),
+        device="meta",
     )  # fmt: skip
     found = _called(b, call, layer, call.inputs[0], weight=weight, bias=bias)
     if begins == ends:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -52,6 +53,8 @@ def _flatten(b: Builder, call: Call) -> Any:
     if axis == 1 and (call.rank or 0) > 1:
         return regrouped(b, b.call(torch.flatten, call.inputs[0], 1))
     first: Any = 1
+    if isinstance(call.inputs[0], Tensor):
+        return call.inputs[0].reshape(math.prod(call.inputs[0].shape[:axis]), -1)
     if axis:
         sizes = [b.size(call.inputs[0], a) for a in range(axis)]
         first = sizes[0] if len(sizes) == 1 else b.call(torch.flatten, call.inputs[0], 0, axis - 1)
@@ -68,8 +71,9 @@ def _transpose(b: Builder, call: Call) -> Any:
 def permuted(b: Builder, x: Any, order: list[int]) -> Any:
     """Permute; two permutations become one, or none."""
     if isinstance(x, fx.Node) and x.target is torch.permute:
-        order = [x.args[1][axis] for axis in order]  # type: ignore[index]
-        x = x.args[0]
+        source, before, *_ = x.args
+        order = [int(before[axis]) for axis in order]  # type: ignore[index, arg-type]
+        x = source
     return x if order == sorted(order) else b.call(torch.permute, x, tuple(order))
 
 
@@ -300,7 +304,7 @@ def _range(b: Builder, call: Call) -> Any:
 
 
 def _one_hot(b: Builder, call: Call) -> Any:
-    indices, depth, values = call.inputs
+    indices, _, values = call.inputs
     low, high = (float(v) for v in call.constant(2))
     found = b.call(F.one_hot, indices, int(call.constant(1)))
     rank = (b.rank(indices) or 0) + 1

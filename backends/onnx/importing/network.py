@@ -29,6 +29,8 @@ _RULES: dict[str, Rule] = {
     "SequenceAt": lambda b, call: call.inputs[0][int(call.constant(1))],
     "ConcatFromSequence": lambda b, call: b.call(torch.cat, list(call.inputs[0]), call.attribute("axis")),
 }  # fmt: skip
+#: Operators whose first input is sizes, not a tensor.
+_OF_SIZES = ("ConstantOfShape", "Range", "Where", *ELEMENTWISE)
 #: Where a node's metadata names the value of the file that it computes.
 VALUE = "onnx"
 
@@ -94,9 +96,11 @@ def _results(b: Builder, node: onnx.NodeProto, given: list[Any]) -> list[Any]:
     rule = _RULES.get(node.op_type)
     if rule is None:
         raise call.refused("this operator cannot be imported. Export a file that does without it")
-    if node.op_type in SIZE_OPERATORS and any(isinstance(value, SizeArray) for value in given):
-        if all(isinstance(value, (SizeArray, Tensor, type(None))) for value in given):
-            rule = SIZE_OPERATORS[node.op_type]
+    sizes = any(isinstance(value, SizeArray) for value in given)
+    if sizes and all(isinstance(value, (SizeArray, Tensor, type(None))) for value in given):
+        rule = SIZE_OPERATORS.get(node.op_type, rule)
+    elif given and isinstance(given[0], SizeArray) and node.op_type not in _OF_SIZES:
+        given[0] = b.tensor(given[0])
     try:
         found = rule(b, call)
     except SizesError as error:

@@ -38,7 +38,7 @@ def recognise(b: Builder, outputs: list[Any]) -> None:
     fold_affine(b, outputs)
 
 
-def _drop(b: Builder, node: fx.Node, outputs: list[Any]) -> None:
+def _drop(b: Builder, node: Any, outputs: list[Any]) -> None:
     """Erase a node that nothing reads, and those that it alone read."""
     if node.users or node in outputs or node.op == "placeholder":
         return
@@ -51,7 +51,7 @@ def _drop(b: Builder, node: fx.Node, outputs: list[Any]) -> None:
 # ---- activations ------------------------------------------------------------------------------------------
 
 
-def _activation(b: Builder, node: fx.Node) -> fx.Node | None:
+def _activation(b: Builder, node: Any) -> fx.Node | None:
     """x * sigmoid(x), x * relu6(x + 3) / 6, x / 2 * (1 + erf(x / sqrt(2))), and the like."""
     if node.target not in (operator.mul, operator.truediv):
         return None
@@ -72,7 +72,7 @@ def _activation(b: Builder, node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _is_erf_gate(gate: fx.Node, x: fx.Node) -> bool:
+def _is_erf_gate(gate: Any, x: Any) -> bool:
     inner, one = _sum(gate)
     if inner is None or one != 1 or inner.target is not torch.erf:
         return False
@@ -80,7 +80,7 @@ def _is_erf_gate(gate: fx.Node, x: fx.Node) -> bool:
     return parts == [x] and _close(factor, math.sqrt(0.5))
 
 
-def _is_tanh_gate(gate: fx.Node, x: fx.Node) -> bool:
+def _is_tanh_gate(gate: Any, x: Any) -> bool:
     inner, one = _sum(gate)
     if inner is None or one != 1 or inner.target is not torch.tanh:
         return False
@@ -97,12 +97,12 @@ def _is_tanh_gate(gate: fx.Node, x: fx.Node) -> bool:
     return third and _close(weight, 0.044715)
 
 
-def _is_shifted(gate: fx.Node, x: fx.Node) -> bool:
+def _is_shifted(gate: Any, x: Any) -> bool:
     return gate.target is F.relu6 and _sum(gate.args[0]) == (x, 3)
 
 
 #: Function, constant factor, and what the other factor beside x is.
-_GATES: tuple[tuple[Callable[..., Any], float, Callable[[fx.Node, fx.Node], bool]], ...] = (
+_GATES: tuple[tuple[Callable[..., Any], float, Callable[[Any, Any], bool]], ...] = (
     (F.silu, 1.0, lambda gate, x: gate.target is torch.sigmoid and gate.args[0] is x),
     (F.hardswish, 1.0, lambda gate, x: gate.target is F.hardsigmoid and gate.args[0] is x),
     (F.hardswish, 1 / 6, _is_shifted),
@@ -110,7 +110,7 @@ _GATES: tuple[tuple[Callable[..., Any], float, Callable[[fx.Node, fx.Node], bool
 )
 
 
-def _product(node: Any) -> tuple[float, list[fx.Node]]:
+def _product(node: Any) -> tuple[float, list[Any]]:
     """Return a value as a number times nodes; products that others read, too, are not taken apart."""
     if not isinstance(node, fx.Node) or node.target not in (operator.mul, operator.truediv):
         return 1.0, [node]
@@ -127,11 +127,11 @@ def _product(node: Any) -> tuple[float, list[fx.Node]]:
     return a * c, [*first, *second]
 
 
-def _inner(node: Any) -> tuple[float, list[fx.Node]]:
+def _inner(node: Any) -> tuple[float, list[Any]]:
     return _product(node) if isinstance(node, fx.Node) and len(node.users) == 1 else (1.0, [node])
 
 
-def _sum(node: Any) -> tuple[fx.Node | None, float]:
+def _sum(node: Any) -> tuple[Any, float]:
     """Return a value as a node plus a number; no node for another sum."""
     if isinstance(node, fx.Node) and node.target is operator.add:
         for x, number in (node.args, node.args[::-1]):
@@ -159,7 +159,7 @@ class _Scaled:
     bias: Tensor | None
 
 
-def _layer_norm(b: Builder, node: fx.Node) -> fx.Node | None:
+def _layer_norm(b: Builder, node: Any) -> fx.Node | None:
     """(x - mean(x)) / sqrt(mean((x - mean(x)) ** 2) + epsilon) * weight + bias, from its end."""
     scaled, core = _affine_of(b, node)
     if core.target is not operator.truediv or (found := _normalised(core)) is None:
@@ -178,7 +178,7 @@ def _layer_norm(b: Builder, node: fx.Node) -> fx.Node | None:
     return _placed(b, node, layer, scaled, x)
 
 
-def _normalised(core: fx.Node) -> tuple[fx.Node, float, Sequence[int]] | None:
+def _normalised(core: Any) -> tuple[Any, float, Sequence[int]] | None:
     """Return x, epsilon and the axes of a value that is normalised."""
     centred, deviation = core.args
     if (
@@ -187,11 +187,12 @@ def _normalised(core: fx.Node) -> tuple[fx.Node, float, Sequence[int]] | None:
         or not _is(deviation, torch.sqrt)
     ):
         return None
-    x, mean = centred.args
-    variance, epsilon = _sum(deviation.args[0])
+    parts: Any = (*centred.args, *deviation.args)
+    x, mean, shifted = parts[:3]
+    variance, epsilon = _sum(shifted)
     if not _is(mean, torch.mean) or mean.args[0] is not x or not _is(variance, torch.mean):
         return None
-    square = variance.args[0]
+    square: Any = variance.args[0]
     squared = (_is(square, operator.pow) and square.args == (centred, 2.0)) or (
         _is(square, operator.mul) and square.args == (centred, centred)
     )
@@ -200,12 +201,12 @@ def _normalised(core: fx.Node) -> tuple[fx.Node, float, Sequence[int]] | None:
     return x, epsilon, mean.args[1]
 
 
-def _group_norm(b: Builder, node: fx.Node) -> fx.Node | None:
+def _group_norm(b: Builder, node: Any) -> fx.Node | None:
     """reshape to [n, groups, -1], instance norm, reshape back, * weight + bias."""
     scaled, core = _affine_of(b, node)
     if not _is(core, torch.reshape) or not isinstance(core.args[0], fx.Node):
         return None
-    norm = core.args[0]
+    norm: Any = core.args[0]
     layer = b.root.get_submodule(str(norm.target)) if norm.op == "call_module" else None
     if not isinstance(layer, nn.InstanceNorm1d) or not _is(norm.args[0], torch.reshape):
         return None
@@ -223,14 +224,14 @@ def _group_norm(b: Builder, node: fx.Node) -> fx.Node | None:
     return _placed(b, node, new, flat, x)
 
 
-def _affine_of(b: Builder, node: fx.Node) -> tuple[_Scaled, fx.Node]:
+def _affine_of(b: Builder, node: Any) -> tuple[_Scaled, Any]:
     """Take a node apart into core * weight + bias."""
     bias, core = _operand(b, node, operator.add)
     weight, core = _operand(b, core, operator.mul)
     return _Scaled(weight, bias), core
 
 
-def _operand(b: Builder, node: fx.Node, function: Any) -> tuple[Tensor | None, fx.Node]:
+def _operand(b: Builder, node: Any, function: Any) -> tuple[Tensor | None, Any]:
     if node.target is function:
         for value, other in (node.args, node.args[::-1]):
             tensor = tensor_of(b, value)
@@ -239,7 +240,7 @@ def _operand(b: Builder, node: fx.Node, function: Any) -> tuple[Tensor | None, f
     return None, node
 
 
-def _goes_on(b: Builder, node: fx.Node, scaled: _Scaled) -> bool:
+def _goes_on(b: Builder, node: Any, scaled: _Scaled) -> bool:
     """Is the value read by nothing but a weight or bias that belongs to it?"""
     if len(node.users) != 1 or scaled.bias is not None:
         return False
@@ -248,7 +249,7 @@ def _goes_on(b: Builder, node: fx.Node, scaled: _Scaled) -> bool:
     return reader.target in wanted and any(tensor_of(b, value) is not None for value in reader.args)
 
 
-def _placed(b: Builder, node: fx.Node, layer: Any, scaled: _Scaled, x: fx.Node) -> fx.Node:
+def _placed(b: Builder, node: Any, layer: Any, scaled: _Scaled, x: Any) -> fx.Node:
     name = next((str(v.target) for v in node.all_input_nodes if v.op == "get_attr"), "")
     if scaled.weight is not None:
         layer.weight = nn.Parameter(scaled.weight)

@@ -35,7 +35,7 @@ def from_onnx(path: Path | str, example_inputs: Examples = None) -> fx.GraphModu
     larger = _with_open_batch(file, inputs[0])
     module = larger or module
     module.meta[INTERFACE] = file.interface
-    module.example_input_array = inputs[0]
+    module.__dict__["example_input_array"] = inputs[0]
     return module
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from smcp_fx.backends.onnx.importing.movement import permuted
 #: PyTorch's gates as positions among the file's: LSTM i, o, f, c -> i, f, c, o; GRU z, r, h -> r, z, h.
 _GATES = {"LSTM": [0, 2, 3, 1], "GRU": [1, 0, 2], "RNN": [0]}
 _ACTIVATIONS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"]}
-_LAYERS: dict[str, type[nn.RNNBase]] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
+_LAYERS: dict[str, Callable[..., nn.RNNBase]] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 _MOVES = ("expand", torch.reshape, torch.unsqueeze, torch.squeeze, torch.cat, operator.getitem, torch.permute)
 
 
@@ -107,7 +108,7 @@ def _zeros(value: Any) -> bool:
     if not isinstance(value, fx.Node):
         return False
     if value.target == "new_full":
-        return value.args[2] == 0
+        return bool(value.args[2] == 0)
     if value.target not in _MOVES:
         return False
     source = value.args[0]

@@ -44,7 +44,8 @@ def _elementwise(function: Callable[..., Any]) -> Callable[[Builder, Call], Any]
 def _dtype_of(call: Call, function: Callable[..., Any]) -> torch.dtype:
     if function in _COMPARISONS:
         return torch.bool
-    return next(value.dtype for value in call.inputs)
+    found: torch.dtype = next(value.dtype for value in call.inputs)
+    return found
 
 
 def _div(builder: Builder, call: Call) -> Any:
@@ -97,6 +98,10 @@ def _reshape(builder: Builder, call: Call) -> Any:
     return as_value(as_array(call.inputs[0]).reshape(tuple(call.constant(1).tolist())), call.inputs[0].dtype)
 
 
+def _transpose(builder: Builder, call: Call) -> Any:
+    return as_value(as_array(call.inputs[0]).transpose(call.attribute("perm")), call.inputs[0].dtype)
+
+
 def _product(builder: Builder, call: Call) -> Any:
     factors = as_array(call.inputs[0]).reshape(-1)
     total = functools.reduce(lambda a, b: combined(builder, operator.mul, a, b), factors, 1)
@@ -139,6 +144,7 @@ SIZE_OPERATORS: dict[str, Callable[[Builder, Call], Any]] = {
     "Unsqueeze": _unsqueeze,
     "Squeeze": _squeeze,
     "Reshape": _reshape,
+    "Transpose": _transpose,
     "ReduceProd": _product,
     "Where": _where,
     "Identity": lambda builder, call: call.inputs[0],
