@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from smcp_fx.allocation import Allocation, allocate
 from smcp_fx.backends import get_backend, import_runtime
@@ -58,6 +58,7 @@ __all__ = [
     "compress",
     "convert",
     "export_onnx",
+    "from_onnx",
     "gather_halfway",
     "gather_importance",
     "get_backend",
@@ -129,3 +130,25 @@ def export_onnx(
         metadata=metadata,
     )
     return written
+
+
+def from_onnx(
+    path: Path | str, example_inputs: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None
+) -> fx.GraphModule:
+    """Return the network of an ONNX file as a graph module of torch.nn modules, in eval mode, to prune and train.
+
+    Modules have the names that the file's weights and nodes have; batch norms, layer norms, recurrent layers and
+    activations come back as such where exporters took them apart. Half precision is computed in float32. Axes that
+    are open in the file stay open; a batch of one sample is opened where the network computes each sample alone.
+
+    Before it is returned, its outputs are compared with those of ONNX Runtime on random inputs, at two sizes where
+    axes are open. ``example_inputs`` (a tensor, several in the file's order, or a dict by name) give the first size,
+    where none that is tried fits. The module's ``example_input_array`` holds what it was compared on.
+
+    Raises `InputError` for a file that is damaged, reads outside its folder, is quantised, or holds an operator that
+    cannot be imported, naming the node; `BackendError` where outputs differ by more than rounding, naming the first
+    node that differs, and without ONNX Runtime.
+    """
+    read = import_runtime("smcp_fx.backends.onnx.importing.reading", "from_onnx", "pip install onnxruntime")
+    found: fx.GraphModule = read.from_onnx(path, example_inputs)
+    return found

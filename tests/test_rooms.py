@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "backends",
     "training": "verbs pruning tracing",
     "report": "storage",
-    "zoo": "tracing",
+    "zoo": "backends tracing",
     "inspection": "report zoo verbs channels tracing",
     "compiler": "training calibration report zoo latency backends verbs serialization pruning costs storage",
     "recipes": "training report zoo latency backends verbs serialization pruning allocation storage",

@@ -16,6 +16,8 @@ from smcp_fx.errors import BackendError
 
 #: Largest difference over the output's scale, by the output's type: rounding of another order of summation.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2}
+#: ONNX Runtime's sigmoid and tanh (1.32) are off by 2e-7, however small the result is.
+ROUNDED = {"float32": 1e-6, "float16": 1e-3}
 
 
 @contextlib.contextmanager
@@ -102,7 +104,7 @@ def compare_outputs(
             )
         relative, absolute, value, reference = largest_difference(a, b)
         allowed = TOLERANCES.get(str(b.dtype), 0.0) if limit is None else limit
-        if not relative <= allowed:
+        if not (relative <= allowed or absolute <= ROUNDED.get(str(b.dtype), 0.0)):
             raise BackendError(
                 f"output {name!r} differs: {runtime} computes {value:.9g} where PyTorch computes "
                 f"{reference:.9g} (difference {absolute:.3g}, {relative:.3g} of the output's scale, limit "

@@ -37,7 +37,7 @@ def build_parser() -> CommandParser:
         "may be kept, and what must stay and why.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("model", help="torchvision:NAME, timm:NAME, or path/to/file.py:factory")
+    parser.add_argument("model", help="torchvision:NAME, timm:NAME, onnx:FILE, or path/to/file.py:factory")
     parser.add_argument(
         "--input-size", metavar="SIZE", help="trace with this input: a side (224), or sizes (3x224x224)"
     )

@@ -33,6 +33,7 @@ NAMES = [
     "compress",
     "convert",
     "export_onnx",
+    "from_onnx",
     "gather_halfway",
     "gather_importance",
     "get_backend",
