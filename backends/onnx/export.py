@@ -89,8 +89,8 @@ def export_onnx(
         check_replaceable(path)
     except OSError as error:
         raise BackendError(f"cannot write {path}: {error.strerror}") from error
-    model, inputs, names = flattened(model, example_inputs)
-    names = names if input_names is None else input_names
+    model, inputs, known = flattened(model, example_inputs)
+    names = known if input_names is None else input_names
     if precision is not None:
         model, inputs = in_precision(model, inputs, precision)
 

@@ -117,6 +117,6 @@ def _distance(network: nn.Module, prepared: PreparedModel, batches: Any, objecti
         for batch in each_batch(batches):
             if batch.number % every == 0:
                 batch = batch.to(device)
-                outputs = (run_batch(model, batch) for model in (network, whole))
-                total += objective.distance(*outputs, batch) * batch.images
+                found, wanted = run_batch(network, batch), run_batch(whole, batch)
+                total += objective.distance(found, wanted, batch) * batch.images
     return total

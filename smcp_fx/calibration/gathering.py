@@ -163,7 +163,7 @@ def _weigh(
     Batches without labels get some that ``labelling`` predicts, or the network itself.
     """
     device, held = device_of(elimination.whole), list[tuple[Batch, Tensor]]()
-    gathering, ordering, rising = Stretch(progress).split(*_SHARES)  # type: ignore[arg-type]
+    gathering, ordering, rising = Stretch(progress).split(*_SHARES)
 
     def loss_of(batch: Batch) -> Callable[[Any], Tensor]:
         drawn = None

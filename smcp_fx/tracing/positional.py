@@ -107,6 +107,6 @@ def _taking(model: nn.Module, names: list[str], rebuilt: Callable[[tuple[Any, ..
     kind = type(
         type(model).__name__, (base,), {"forward": space["forward"], "__module__": type(model).__module__}
     )
-    taking: nn.Module = kind.__new__(kind)
+    taking: nn.Module = nn.Module.__new__(kind)
     vars(taking).update(held)
     return taking

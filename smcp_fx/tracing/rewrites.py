@@ -46,7 +46,7 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
         _without_addend(graph, node)
         _in_steps(model, graph, node)
         if _asks_for_idle_gradients(graph, node):
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     for node in graph.nodes:
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
