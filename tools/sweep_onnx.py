@@ -76,10 +76,10 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# ONNX files",
         "",
-        "Written by `python tools/sweep_onnx.py`, with `--files` for those that packages hold. Each file is read by",
-        "`from_onnx`, which compares it with ONNX Runtime, and prepared. Those with a share of the FLOPs were pruned to",
-        "70% of them or less, repaired, exported, and compared again. Weights are random but for the OCR files; *script*",
-        "and *dynamo* are PyTorch's exporters, with the opset.",
+        "Written by `python tools/sweep_onnx.py`, with `--files` for those that packages hold. Each file is",
+        "read by `from_onnx`, which compares it with ONNX Runtime, and prepared. Those with a share of the FLOPs",
+        "were pruned to 70% of them or less, repaired, exported, and compared again. Weights are random but for",
+        "the OCR files; *script* and *dynamo* are PyTorch's exporters, with the opset.",
         "",
         "| file | read and compared | free | pruned to | not |",
         "|---|---|---|---|---|",
@@ -228,7 +228,7 @@ def run(key: str, maker: Maker, prunes: bool) -> dict[str, Any]:
             refused = "quantised" in str(error)
             row |= {
                 "status": "refused" if refused else "failed",
-                "why": f"{type(error).__name__}: {str(error)[:400]}",
+                "why": f"{type(error).__name__}: {str(error).replace(str(path), path.name)[:400]}",
             }
         except Exception as error:
             row |= {"status": "crashed", "why": f"{type(error).__name__}: {str(error)[:400]}"}
