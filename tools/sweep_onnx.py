@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 RECORD = HERE.parent / "docs" / "records" / "onnx_files.jsonl"
+PAGE = HERE.parent / "docs" / "results" / "onnx_files.md"
 #: Exporter and opset; the first two are pruned, the others imported and prepared.
 _WAYS = (("script", 13), ("dynamo", 18), ("script", 11), ("script", 17), ("script", 20), ("dynamo", 20))
 _TORCHVISION = (
@@ -62,7 +63,40 @@ def main() -> int:
         with options.record.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
+    if options.record == RECORD:
+        PAGE.write_text(page(known))
     return int(any(row["status"] not in ("exact", "refused", "not exported") for row in known.values()))
+
+
+def page(rows: dict[str, dict[str, Any]]) -> str:
+    """Return the document: a line a network, what was read of each exporter's files, and what was pruned."""
+    networks: dict[str, list[dict[str, Any]]] = {}
+    for key, row in rows.items():
+        networks.setdefault(key.split(" ")[0], []).append(row)
+    lines = [
+        "# ONNX files",
+        "",
+        "Written by `python tools/sweep_onnx.py`, with `--files` for those that packages hold. Each file is",
+        "read by `from_onnx`, which compares it with ONNX Runtime, and prepared. Those with a share of the FLOPs",
+        "were pruned to 70% of them or less, repaired, exported, and compared again. Weights are random but for",
+        "the OCR files; *script* and *dynamo* are PyTorch's exporters, with the opset.",
+        "",
+        "| file | read and compared | free | pruned to | not |",
+        "|---|---|---|---|---|",
+    ]
+    for name, found in networks.items():
+        exact = [row["key"].partition(" ")[2] or "yes" for row in found if row["status"] == "exact"]
+        others = [
+            f"{row['key'].partition(' ')[2]} {row['status']}: {row['why'][:120]}"
+            for row in found
+            if row["status"] != "exact"
+        ]
+        free = min((row["free"] for row in found if "free" in row), default=None)
+        pruned = sorted({f"{row['flops']:.0%}" for row in found if "flops" in row})
+        told = " ".join("; ".join(others).replace("|", "/").split())
+        shown = "" if free is None else f"{free:.3f}"
+        lines.append(f"| {name} | {', '.join(exact)} | {shown} | {', '.join(pruned)} | {told} |")
+    return "\n".join(lines) + "\n"
 
 
 Maker = Callable[[Path], Path]
@@ -194,7 +228,7 @@ def run(key: str, maker: Maker, prunes: bool) -> dict[str, Any]:
             refused = "quantised" in str(error)
             row |= {
                 "status": "refused" if refused else "failed",
-                "why": f"{type(error).__name__}: {str(error)[:400]}",
+                "why": f"{type(error).__name__}: {str(error).replace(str(path), path.name)[:400]}",
             }
         except Exception as error:
             row |= {"status": "crashed", "why": f"{type(error).__name__}: {str(error)[:400]}"}

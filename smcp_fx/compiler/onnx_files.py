@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from smcp_fx.backends import import_runtime
+from smcp_fx.calibration.batches import device_of
 from smcp_fx.compiler.settings import CompileSettings
 from smcp_fx.compiler.telling import Teller
 from smcp_fx.errors import InputError
-from smcp_fx.zoo.answers import outputs_of, told
+from smcp_fx.outcomes import in_mode
+from smcp_fx.zoo.answers import divergence, outputs_of, told
+from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
 from smcp_fx.zoo.pretrained import Preprocessing
-from smcp_fx.zoo.samples import Samples, load_samples
+from smcp_fx.zoo.samples import Samples, as_tuple, load_samples
 
 #: Samples that go through the network at a time. Chosen, not measured.
 _AT_ONCE = 32
@@ -48,6 +52,17 @@ def network_and_samples(
     if most == 1:
         notes.append("the file takes one sample at a time")
     return FittedModel(model, str(settings.model), 0, 0, tuple(notes), None, True, inputs), samples
+
+
+def held_out_divergence(network: nn.Module, data: ImageData) -> float:
+    """Return how far a network's outputs are from those kept beside the test samples, the mean over samples."""
+    total, count, device = 0.0, 0, device_of(network)
+    with torch.no_grad(), in_mode(network, False):
+        for inputs, wanted in data.tests(_AT_ONCE, 0, 0):
+            found = outputs_of(network(*(value.to(device) for value in as_tuple(inputs))))
+            total += divergence(tuple(output.cpu() for output in found), tuple(wanted))
+            count += len(as_tuple(inputs)[0])
+    return total / count
 
 
 def _takes(model: Any, inputs: tuple[torch.Tensor, ...]) -> bool:

@@ -25,7 +25,7 @@ from smcp_fx.compiler.calibrating import (
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.compiler.judging import dense_accuracy, note_guesses
 from smcp_fx.compiler.measuring import Corrector, accuracy_of, compared
-from smcp_fx.compiler.onnx_files import network_and_samples, take_over_names
+from smcp_fx.compiler.onnx_files import held_out_divergence, network_and_samples, take_over_names
 from smcp_fx.compiler.phases import Phases
 from smcp_fx.compiler.precision import Precision
 from smcp_fx.compiler.pricing import asked_fraction, chosen_cost, dense_latency
@@ -360,6 +360,11 @@ class _Compilation:
                 f"{'accuracy' if data.labelled else 'agreement'} {dense:.2%} -> "
                 f"{found.sliced:.2%} sliced -> {found.repaired:.2%} repaired; {str(found.report).splitlines()[0]}"
             )
+            if fitted.inputs is not None:
+                apart = held_out_divergence(found.network, data)
+                self.tell.note(
+                    f"at {target:.0%}, held-out samples diverge by {apart:.3g} (nats, or relative squared error)"
+                )
             if target != targets[-1]:
                 points.append(self._emitted(prepared, found, corrector, target))
         facts = calibration_facts(found, prepared, images, data.labelled, dense)
