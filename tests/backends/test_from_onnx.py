@@ -242,7 +242,7 @@ def test_a_pruned_file_has_the_names_and_metadata_of_the_first(tmp_path: Path) -
     prepared = smcp_fx.prepare(
         module, module.example_input_array, target=0.6, config=smcp_fx.PruningConfig(multiple=1)
     )
-    smcp_fx.gather_importance(prepared, torch.randn(8, 4, 16, 16))
+    smcp_fx.gather_importance(prepared, torch.randn(8, 4, 16, 16), outputs="values")
     prepared.pruner.solve()
     smaller = smcp_fx.convert(prepared)
     pruned = smcp_fx.export_onnx(smaller, module.example_input_array, tmp_path / "pruned.onnx")

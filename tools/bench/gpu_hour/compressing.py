@@ -29,9 +29,13 @@ def _compress(session: Session, count: int) -> dict[str, Any]:
     parts = _Parts(session, count)
     prepared = parts.run("prepare", lambda: smcp_fx.prepare(model, batches[0], target=0.5))
     parts.run(
-        "gather importances", lambda: smcp_fx.gather_importance(prepared, batches, progress=parts.share)
+        "gather importances",
+        lambda: smcp_fx.gather_importance(prepared, batches, outputs="classes", progress=parts.share),
     )
-    parts.run("gather halfway", lambda: smcp_fx.gather_halfway(prepared, batches, progress=parts.share))
+    parts.run(
+        "gather halfway",
+        lambda: smcp_fx.gather_halfway(prepared, batches, outputs="classes", progress=parts.share),
+    )
     parts.run("solve", prepared.pruner.solve)
     smaller = parts.run("convert", lambda: smcp_fx.convert(prepared))
     parts.run("repair", lambda: smcp_fx.repair(smaller, prepared, batches, progress=parts.share))
