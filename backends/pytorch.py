@@ -1,6 +1,7 @@
 """PyTorch itself as a runtime: eager or `torch.compile`, on the CPU or on a CUDA device.
 
-On CUDA a run is timed by events, as a replay of a captured graph unless that is switched off.
+On CUDA a run is timed by events, as a replay of a captured graph unless that is switched off. A block is timed as
+several runs in a row between two events, as layers follow each other in a network.
 """
 
 from __future__ import annotations
@@ -9,20 +10,41 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.backends.base import Array, Backend, Engine, Fingerprint, cpu_name, to_arrays
-from smcp_fx.backends.timing.measuring import Timer, stopwatch
+from smcp_fx.backends.base import Array, Backend, BlockLatency, Engine, Fingerprint, cpu_name, to_arrays
+from smcp_fx.backends.timing.measuring import (
+    Measurement,
+    Timer,
+    TimingConfig,
+    measure_timers,
+    stopwatch,
+)
 from smcp_fx.backends.timing.pages import page_settings
 from smcp_fx.backends.timing.quiet import require_core
 from smcp_fx.errors import BackendError, InputError
 
+if TYPE_CHECKING:
+    from smcp_fx.blocks.sharing import Block
+
+#: What modules and inputs are converted to; a precision that is not here leaves them as they are.
+_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+#: How long a block's runs in a row take together (ms), at most how many they are, and how long a row is measured.
+#: Chosen, not measured.
+_IN_A_ROW_MS, _MOST_IN_A_ROW = 2.0, 50
+_ROW = TimingConfig(min_repeats=10, max_repeats=40, budget_ms=60.0, warmup_ms=10.0)
+
 
 class TorchEngine(Engine):
-    """A copy of a module in eval mode, ready to run on ``device``."""
+    """A copy of a module in eval mode, ready to run on ``device``.
+
+    In half precision the copy and its inputs are converted, and on CUDA images lie with their channels last, as
+    tensor cores read them. Outputs are then float32.
+    """
 
     def __init__(
         self,
@@ -33,23 +55,32 @@ class TorchEngine(Engine):
         threads: int = 1,
         compiled: bool = False,
         graph_replay: bool = True,
+        precision: str | None = None,
     ) -> None:
-        self._device = torch.device(device)
-        self._threads, self._graph_replay, self._compiled = threads, graph_replay, compiled
+        self._device, self._type = torch.device(device), _TYPES.get(precision or "")
+        self._options: dict[str, Any] = {
+            "device": device, "threads": threads, "compiled": compiled, "graph_replay": graph_replay,
+            "precision": precision,
+        }  # fmt: skip
+        self._threads, self._graph_replay = threads, graph_replay
         self.cpu_bound = self._device.type == "cpu" and threads == 1
-        self._module: nn.Module | None = copy.deepcopy(module).eval().to(self._device)
+        self._module: nn.Module | None = copy.deepcopy(module).eval().to(self._device, self._type)
+        if _channels_last(self._device, self._type):
+            for parameter in self._module.parameters():
+                parameter.data = _laid_out(parameter.data)
         self._call: Callable[..., Any] = torch.compile(self._module) if compiled else self._module
-        self._inputs = [tensor.detach().to(self._device) for tensor in example_inputs]
+        self._inputs = [self._given(tensor.detach()) for tensor in example_inputs]
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
         """Return the network's outputs, in order."""
         with self._running():
-            outputs = self._forward([torch.as_tensor(array).to(self._device) for array in inputs])
-        return to_arrays([o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, Tensor)])
+            outputs = self._forward([self._given(torch.as_tensor(array)) for array in inputs])
+        tensors = [o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, Tensor)]
+        return to_arrays([o.float() if o.dtype == self._type else o for o in tensors])
 
     def timer(self, inputs: Sequence[Array] | None = None) -> Timer:
         """Return a function that runs once and returns the ms it took, the device synchronised."""
-        given = self._inputs if inputs is None else [torch.as_tensor(a).to(self._device) for a in inputs]
+        given = self._inputs if inputs is None else [self._given(torch.as_tensor(a)) for a in inputs]
         if self._device.type == "cuda":
             return self._cuda_timer(given)
 
@@ -61,18 +92,28 @@ class TorchEngine(Engine):
 
         return once
 
+    def in_a_row(self, config: TimingConfig) -> Measurement:
+        """Measure one of several runs in a row on CUDA; a run alone would count the launch of its graph, too."""
+        alone = self._between_events(lambda: self._forward(self._inputs))
+        ms = float(np.median([alone() for _ in range(5)]))
+        inner = int(np.clip(np.ceil(_IN_A_ROW_MS / max(ms, 1e-4)), 1, _MOST_IN_A_ROW))
+        together = self._cuda_timer(self._inputs, inner)
+        return measure_timers([lambda: together() / inner], config)[0]
+
     def reload(self) -> TorchEngine:
         """Return it with a copy of the module."""
         if self._module is None:
             raise BackendError("this engine is closed")
-        return TorchEngine(
-            self._module, self._inputs, device=str(self._device), threads=self._threads, compiled=self._compiled,
-            graph_replay=self._graph_replay,
-        )  # fmt: skip
+        return TorchEngine(self._module, self._inputs, **self._options)
 
     def close(self) -> None:
         """Free the module."""
         self._module = None
+
+    def _given(self, tensor: Tensor) -> Tensor:
+        """Return an input on the device, in the engine's type and layout."""
+        tensor = tensor.to(self._device, self._type if tensor.is_floating_point() else None)
+        return _laid_out(tensor) if _channels_last(self._device, self._type) else tensor
 
     def _forward(self, inputs: Sequence[Tensor]) -> Any:
         if self._module is None:
@@ -94,26 +135,36 @@ class TorchEngine(Engine):
         finally:
             torch.set_num_threads(before)
 
-    def _cuda_timer(self, inputs: Sequence[Tensor]) -> Timer:
-        replay: Callable[[], object] = lambda: self._forward(inputs)  # noqa: E731
-        if self._graph_replay:
-            side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(side), self._running():
-                for _ in range(3):  # a capture must not meet lazy initialisation
-                    self._forward(inputs)
-            torch.cuda.current_stream(self._device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with self._running(), torch.cuda.graph(graph):
-                self._forward(inputs)
-            replay = graph.replay
+    def _cuda_timer(self, inputs: Sequence[Tensor], inner: int = 1) -> Timer:
+        """Return a function that returns the ms of ``inner`` runs in a row."""
 
+        def run() -> None:
+            for _ in range(inner):
+                self._forward(inputs)
+
+        return self._between_events(self._captured(run) if self._graph_replay else run)
+
+    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return a replay of a CUDA graph of ``run``."""
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side), self._running():
+            for _ in range(3):  # a capture must not meet lazy initialisation
+                run()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with self._running(), torch.cuda.graph(graph):
+            run()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def _between_events(self, run: Callable[[], None]) -> Timer:
         def once() -> float:
             start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             with self._running():
                 start.record()
-                replay()
+                run()
                 end.record()
             torch.cuda.synchronize(self._device)
             return float(start.elapsed_time(end))
@@ -122,7 +173,10 @@ class TorchEngine(Engine):
 
 
 class TorchBackend(Backend):
-    """PyTorch on ``device`` ("cpu", "cuda", "cuda:1"), eager or ``compiled``; ``threads`` on the CPU."""
+    """PyTorch on ``device`` ("cpu", "cuda", "cuda:1"), eager or ``compiled``; ``threads`` on the CPU.
+
+    ``precision``: "fp16" or "bf16" converts what is compiled; otherwise networks keep the precision that they have.
+    """
 
     name: ClassVar[str] = "torch"
 
@@ -134,8 +188,8 @@ class TorchBackend(Backend):
         graph_replay: bool = True,
         precision: str | None = None,
     ) -> None:
-        if precision not in (None, "fp32"):
-            raise InputError(f"precision {precision!r}: PyTorch runs a network in the precision that it has")
+        if precision not in (None, "fp32", *_TYPES):
+            raise InputError(f"precision {precision!r}: PyTorch runs networks here in fp32, fp16 or bf16")
         if threads < 1:
             raise InputError(f"threads = {threads}: at least 1 is needed")
         try:
@@ -150,6 +204,8 @@ class TorchBackend(Backend):
                 "install a driver and a CUDA build of torch, or use 'cpu'"
             )
         self.threads, self.compiled, self.graph_replay = threads, compiled, graph_replay
+        self.precision = precision if precision in _TYPES else None
+        self._run_ms: float | None = None
 
     def fingerprint(self) -> Fingerprint:
         """Return the device, the version, threads, and how the network is run."""
@@ -164,14 +220,17 @@ class TorchBackend(Backend):
                 "tf32": str(torch.backends.cudnn.allow_tf32).lower(),
                 "cuda": str(torch.version.cuda),
                 "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+                "block_timing": "runs in a row",
             }
+            if _channels_last(self._device, _TYPES.get(self.precision or "")):
+                settings["layout"] = "channels last"
         return Fingerprint(
             backend=self.name,
             device=device,
             runtime="PyTorch",
             version=str(torch.__version__),
             threads=self.threads,
-            precision="as in the network",
+            precision=self.precision or "as in the network",
             settings=tuple(sorted(settings.items())),
         )
 
@@ -179,6 +238,39 @@ class TorchBackend(Backend):
         """Ask for a core that this thread has most of the time; on CUDA for nothing."""
         if self._device.type == "cpu":
             require_core()
+
+    def full_precision(self) -> TorchBackend | None:
+        """Return this without a precision of its own; None where it has none."""
+        if self.precision is None:
+            return None
+        return TorchBackend(str(self._device), self.threads, self.compiled, self.graph_replay)
+
+    def cache_bytes(self) -> int:
+        """Return the size of the GPU's L2 cache; on a CPU as for every backend."""
+        if self._device.type == "cpu":
+            return super().cache_bytes()
+        return int(torch.cuda.get_device_properties(self._device).L2_cache_size)
+
+    def run_overhead_ms(self) -> float | None:
+        """Return what a run costs on CUDA beside its layers, measured on one small layer; None on a CPU."""
+        if self._device.type == "cpu":
+            return None
+        if self._run_ms is None:
+            engine = self.compile(nn.ReLU(), (torch.ones(1, 8, 1, 1),))
+            with engine:
+                alone, row = engine.latency(config=_ROW), engine.in_a_row(_ROW)
+            self._run_ms = max(alone.median_ms - row.median_ms, 0.0)
+        return self._run_ms
+
+    def block_latency(
+        self, block: Block, widths: tuple[int, ...], config: TimingConfig | None = None
+    ) -> BlockLatency:
+        """Measure ``block`` at ``widths``: alone on a CPU, as runs in a row on CUDA."""
+        if self._device.type == "cpu":
+            return super().block_latency(block, widths, config)
+        engine = self.compile(*block.build(widths))
+        with engine:
+            return BlockLatency(engine.in_a_row(config or _ROW))
 
     def compile(
         self, module: nn.Module, example_inputs: tuple[Tensor, ...], path: Path | str | None = None
@@ -191,4 +283,14 @@ class TorchBackend(Backend):
             threads=self.threads,
             compiled=self.compiled,
             graph_replay=self.graph_replay,
+            precision=self.precision,
         )
+
+
+def _channels_last(device: torch.device, kind: torch.dtype | None) -> bool:
+    return device.type == "cuda" and kind is not None
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    """Return images and kernels with their channels last, others as they are."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

@@ -13,6 +13,7 @@ import torch
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.branches import Branches, Flow, bits
+from smcp_fx.config import names
 from smcp_fx.errors import InputError
 from smcp_fx.passes.remove_branches import Removal
 from smcp_fx.tracing.tracer import Traced
@@ -25,7 +26,8 @@ def allow_layer_pruning(traced: Traced, channels: ChannelGraph, within: tuple[st
     """
     groups = channels.groups
     mixed = _mixed_with_others(channels)
-    free = [i for i, group in enumerate(groups) if group.free and group.consumers and i not in mixed]
+    floor = {i for i, group in enumerate(groups) if any("<=" not in limit for limit in group.limits)}
+    free = [i for i, group in enumerate(groups) if group.free and group.consumers and i not in mixed | floor]
     inside = {path: {i for i in free if _is_in(path, groups[i].producers)} for path in within}
     for path, found in inside.items():
         if not found:
@@ -63,4 +65,4 @@ def _mixed_with_others(channels: ChannelGraph) -> set[int]:
 
 
 def _is_in(path: str, layers: tuple[str, ...]) -> bool:
-    return any(layer == path or layer.startswith(f"{path}.") for layer in layers)
+    return any(names(path, layer) for layer in layers)

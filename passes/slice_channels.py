@@ -33,6 +33,8 @@ class SliceChannels(GraphPass):
     def __init__(self, channels: ChannelGraph, keep: Tensor) -> None:
         self.channels = channels
         self._keep = keep
+        #: What was cut: for parameters, the kept positions along each dimension that lost some.
+        self.cut: dict[str, dict[int, Tensor]] = {}
 
     @property
     def keep(self) -> Tensor:
@@ -62,6 +64,11 @@ class SliceChannels(GraphPass):
         sliced = Sliced(self.channels, self.keep)
         indices = self._indices(sliced)
         owners = _owners(module)
+        for name, dims in indices.items():
+            size = getattr(*owners[name][0]).shape if name in owners else ()
+            lost = {dim: p for dim, p in dims.items() if size and p.numel() < size[dim]}
+            if lost:
+                self.cut[name] = lost
         report = _slice_parameters(owners, {**indices, **self._constants(module, sliced)})
         if not report and any(self._goes(name, dims) for name, dims in indices.items() if name in owners):
             return PassResult(module, False)  # sliced already: every parameter has its final shape

@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from smcp_fx.allocation import Allocation, allocate
 from smcp_fx.backends import get_backend, import_runtime
 from smcp_fx.calibration import RepairReport, compress, gather_halfway, gather_importance, recalibrate, repair
+from smcp_fx.carried_optimizers import carry_optimizer
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.checkpoint import load_checkpoint, save_checkpoint
 from smcp_fx.config import PruningConfig
@@ -53,9 +54,11 @@ __all__ = [
     "Teacher",
     "TrainingWarning",
     "allocate",
+    "carry_optimizer",
     "compress",
     "convert",
     "export_onnx",
+    "from_onnx",
     "gather_halfway",
     "gather_importance",
     "get_backend",
@@ -93,6 +96,7 @@ def export_onnx(
     *,
     opset: int | None = None,
     dynamic_batch: bool = True,
+    dynamic_axes: Mapping[str | int, Mapping[int, str] | Sequence[int]] | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -102,11 +106,16 @@ def export_onnx(
     Of a model that was traced in regions each region is exported by itself (``converted.backbone``); it takes and
     returns the tensors of its arguments and results one by one.
 
-    The file is run in ONNX Runtime on random inputs and compared with the model before it gets its name.
-    ``opset`` (17 and later; a recent one by default); ``dynamic_batch`` leaves the first axis of every input
-    open, under the name "batch"; ``input_names`` and ``output_names`` replace those of the model's forward and the
-    exporter's; ``metadata`` goes into the file. Raises `BackendError` without ONNX Runtime, for what ONNX cannot
-    express and for results that differ, `InputError` for inputs and opsets that do not fit.
+    The first axis of every input stays open, as "batch", and so do the sides of images that outputs have, too
+    (``height``, ``width``, ``depth``). ``dynamic_axes`` names the axes that stay open instead, by the input's name or
+    place, as PyTorch's exporter takes them: ``{"x": {0: "batch", 2: "time"}, "state": {1: "batch"}}``. Axes of one
+    name have one size. ``dynamic_batch=False`` fixes all.
+
+    The file is run in ONNX Runtime on random inputs, at another size of each open axis too, and compared with the
+    model before it gets its name. ``opset`` (17 and later; a recent one by default); ``input_names`` and
+    ``output_names`` replace those of the model's forward and the exporter's; ``metadata`` goes into the file. Raises
+    `BackendError` without ONNX Runtime, for what ONNX cannot express and for results that differ, `InputError` for
+    inputs, axes and opsets that do not fit.
     """
     export = import_runtime("smcp_fx.backends.onnx.export", "export_onnx", "pip install onnxruntime")
     written: Path = export.export_onnx(
@@ -115,8 +124,31 @@ def export_onnx(
         path,
         opset=opset,
         dynamic_batch=dynamic_batch,
+        dynamic_axes=dynamic_axes,
         input_names=input_names,
         output_names=output_names,
         metadata=metadata,
     )
     return written
+
+
+def from_onnx(
+    path: Path | str, example_inputs: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None
+) -> fx.GraphModule:
+    """Return the network of an ONNX file as a graph module of torch.nn modules, in eval mode, to prune and train.
+
+    Modules have the names that the file's weights and nodes have; batch norms, layer norms, recurrent layers and
+    activations come back as such where exporters took them apart. Half precision is computed in float32. Axes that
+    are open in the file stay open; a batch of one sample is opened where the network computes each sample alone.
+
+    Before it is returned, its outputs are compared with those of ONNX Runtime on random inputs, at two sizes where
+    axes are open. ``example_inputs`` (a tensor, several in the file's order, or a dict by name) give the first size,
+    where none that is tried fits. The module's ``example_input_array`` holds what it was compared on.
+
+    Raises `InputError` for a file that is damaged, reads outside its folder, is quantised, or holds an operator that
+    cannot be imported, naming the node; `BackendError` where outputs differ by more than rounding, naming the first
+    node that differs, and without ONNX Runtime.
+    """
+    read = import_runtime("smcp_fx.backends.onnx.importing.reading", "from_onnx", "pip install onnxruntime")
+    found: fx.GraphModule = read.from_onnx(path, example_inputs)
+    return found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numbers
+import re
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from smcp_fx.errors import InputError
@@ -24,9 +26,44 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def names(pattern: str, path: str) -> bool:
+    """Whether a pattern with * and ? names the module at this path, or one that holds it."""
+    parts = path.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
 def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     """A dataclass field that carries its help text for the command line."""
     return field(default=default, metadata={"help": help, "choices": choices})
+
+
+_LIMIT = re.compile(r"\s*(\S+?)\s*(>=|<=|=)\s*([0-9]+(?:\.[0-9]+)?)\s*(%?)\s*")
+
+
+@dataclass(frozen=True)
+class WidthLimit:
+    """A limit on the output channels of layers: "layer4.* >= 50%".
+
+    ``pattern``: module paths with * and ?; ``sign``: ">=", "<=" or "="; ``number``: of channels, or a share of them.
+    """
+
+    text: str
+    pattern: str
+    sign: str
+    number: float
+    is_share: bool
+
+    @classmethod
+    def of(cls, text: str) -> WidthLimit:
+        """Return the limit that a text says; `InputError` for other texts."""
+        match = _LIMIT.fullmatch(text)
+        number = float(match[3]) if match else 0.0
+        if match is None or number <= 0 or (number > 100 if match[4] else not number.is_integer()):
+            raise InputError(
+                f"widths: {text!r} is no limit; give a layer or pattern, >=, <= or =, and a number of channels or a "
+                "share, as 'stem >= 16' or 'layer4.* = 50%'"
+            )
+        return cls(text, match[1], match[2], number / 100 if match[4] else number, bool(match[4]))
 
 
 @dataclass(frozen=True)
@@ -71,7 +108,10 @@ class PruningConfig:
     keep_first_convolution: bool = option(
         False, "never prune the first convolution's outputs (the paper's setting)"
     )
-    exclude: tuple[str, ...] = option((), "modules whose output channels stay")
+    exclude: tuple[str, ...] = option((), "modules whose output channels stay, by name or pattern (layer4.*)")
+    widths: tuple[str, ...] = option(
+        (), "limits on output channels of layers: 'stem >= 16', 'layer4.* >= 50%', 'head <= 64', 'neck = 25%'"
+    )
     layer_pruning: bool = option(
         False,
         "let layers keep no channel at all where the network stays in one piece: branches go as a whole",
@@ -88,10 +128,13 @@ class PruningConfig:
     def __post_init__(self) -> None:
         if not is_whole(self.multiple) or self.multiple < 1:
             raise InputError(f"multiple must be a whole number of at least 1, not {self.multiple!r}")
-        for name in ("exclude", "layer_pruning_in"):
+        for name in ("exclude", "widths", "layer_pruning_in"):
             paths = getattr(self, name)
             if not isinstance(paths, (tuple, list)) or not all(isinstance(path, str) for path in paths):
-                raise InputError(f"{name} must be a tuple of module paths, not {paths!r}")
+                kind = "limits" if name == "widths" else "module paths"
+                raise InputError(f"{name} must be a tuple of {kind}, not {paths!r}")
+        for limit in self.widths:
+            WidthLimit.of(limit)
         for name in ("batch_norm_scaling", "keep_first_convolution", "layer_pruning"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be True or False, not {getattr(self, name)!r}")

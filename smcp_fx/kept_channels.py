@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Layer
@@ -15,8 +15,16 @@ from smcp_fx.passes.sliced_labels import Sliced
 #: Module path: positions of the input and of the output channels that are kept, among the original's.
 Kept = dict[str, tuple[list[int], list[int]]]
 
+#: Where a model holds what was cut of its parameters: a graph in its ``meta``, which its copies have, too.
+_CUT = "_smcp_cut"
+#: Parameter: the kept positions along each dimension that lost some.
+Cut = dict[str, dict[int, Tensor]]
+#: Module path: the input channels before and now, and the output channels, in the order in which layers run.
+Widths = dict[str, tuple[tuple[int, int], tuple[int, int]]]
+#: Attributes that tell of the widths of features.
+WIDTHS = ("num_features", "head_hidden_size", "in_features", "hidden_size", "embed_dim", "feature_info")
 #: Attributes that tell of classes and images, whatever numbers they hold.
-_OF_THE_TASK = {"num_classes", "pretrained_cfg", "default_cfg"}
+_OF_THE_TASK = {"num_classes", "pretrained_cfg", "default_cfg", "answers"}
 
 
 def kept_channels(channels: ChannelGraph, keep: Tensor) -> Kept:
@@ -40,19 +48,58 @@ def kept_channels(channels: ChannelGraph, keep: Tensor) -> Kept:
     return kept
 
 
+def note_cut(module: nn.Module, cut: Cut | None) -> None:
+    """Let a smaller model, and its copies, know what was cut of each parameter."""
+    if cut is not None:
+        (module.meta if isinstance(module, fx.GraphModule) else vars(module))[_CUT] = cut
+
+
+def cut_of(module: nn.Module) -> Cut | None:
+    """What `note_cut` has noted; None for a model that knows nothing of it."""
+    found: Cut | None = (module.meta if isinstance(module, fx.GraphModule) else vars(module)).get(_CUT)
+    return found
+
+
 def still_true(attributes: Mapping[str, Any], channels: ChannelGraph, kept: Kept) -> dict[str, Any]:
-    """The attributes that hold no number of channels which is another one now (timm's ``num_features``)."""
-    changed = set()
+    """The attributes, with new widths where they tell of widths; others that hold a changed number are left out."""
+    widths: Widths = {}
     for layer in channels.layers:
-        units, (ins, outs) = _units(layer), kept[_module_of(layer)]
-        changed |= {units} if units != len(outs) else set()
-        if units == layer.output_channels.numel() and layer.input_channels.numel() != len(ins):
-            changed.add(layer.input_channels.numel())
+        path, (ins, outs) = _module_of(layer), kept[_module_of(layer)]
+        sides = (layer.input_channels.numel(), len(ins)), (_units(layer), len(outs))
+        widths.setdefault(path, sides)  # of a recurrent layer's weights the first says what it reads
+    changed = {old for sides in widths.values() for old, new in sides if old != new}
+    found = {name: renumbered(name, value, widths) for name, value in attributes.items()}
     return {
         name: value
-        for name, value in attributes.items()
-        if name in _OF_THE_TASK or not changed.intersection(_numbers(value))
+        for name, value in found.items()
+        if name in _OF_THE_TASK or name in WIDTHS or not changed.intersection(_numbers(value))
     }
+
+
+def renumbered(name: str, value: Any, widths: Widths, path: str = "") -> Any:
+    """What an attribute of the module at ``path`` holds now, if it is one of those that tell of widths.
+
+    A width of features is that of the last layer that reads as many; timm's ``feature_info`` tells, by module, how
+    many channels it gives. What no layer has stays.
+    """
+    if name == "feature_info" and isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        return [
+            {**one, "num_chs": _now(one["num_chs"], widths, str(one.get("module", "")), (1,))}
+            if type(one.get("num_chs")) is int
+            else one
+            for one in value
+        ]
+    return _now(value, widths, path, (0, 1)) if name in WIDTHS and type(value) is int else value
+
+
+def _now(old: int, widths: Widths, path: str, sides: tuple[int, ...]) -> int:
+    inside = {name: pair for name, pair in widths.items() if not path or f"{name}.".startswith(f"{path}.")}
+    for pairs in (inside, widths):
+        for side in sides:
+            same = [pair[side][1] for pair in pairs.values() if pair[side][0] == old]
+            if same:
+                return same[-1] if pairs is inside else same[0]
+    return old
 
 
 def _module_of(layer: Layer) -> str:

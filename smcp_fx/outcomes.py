@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,22 +64,26 @@ def fitting(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return moved
 
 
-def outcome_or_none(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> Outcome | None:
+def outcome_or_none(
+    model: nn.Module, inputs: tuple[Any, ...], training: bool, but: Collection[str] = ()
+) -> Outcome | None:
     """What the model computes; None where it does not take these inputs in this mode."""
     try:
-        return outcome_of(model, inputs, training)
+        return outcome_of(model, inputs, training, but)
     except Exception as error:  # whatever a model says to inputs that it was not made for
         if is_out_of_memory(error):
             raise
         return None
 
 
-def outcome_of(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> Outcome:
-    """Run the model; in `train()` with gradients. The model is left as it was."""
+def outcome_of(
+    model: nn.Module, inputs: tuple[Any, ...], training: bool, but: Collection[str] = ()
+) -> Outcome:
+    """Run the model; in `train()` with gradients. The model is left as it was. ``but``: as for `in_mode`."""
     given = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs)
     own = model.python if isinstance(model, PreparedRegions) else model
     with (
-        in_mode(model, training),
+        in_mode(model, training, but),
         unchanged(model),
         unchanged(own),
         same_draws(),
@@ -113,13 +117,14 @@ def _gradients(model: nn.Module, outputs: list[Any]) -> dict[frozenset[str], Ten
 
 
 @contextmanager
-def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """All modules in one mode while it lasts."""
+def in_mode(model: nn.Module, training: bool, but: Collection[str] = ()) -> Iterator[None]:
+    """All modules in one mode while it lasts; those at the paths ``but`` in eval mode."""
+    evaluated = {id(module) for path, module in model.named_modules() if path in but} if but else set()
     parts = [*model.modules(), *([model.python] if isinstance(model, PreparedRegions) else [])]
     modes = [(module, module.training) for module in parts]
     try:
         for module, _ in modes:
-            module.training = training
+            module.training = training and id(module) not in evaluated
         yield
     finally:
         for module, mode in modes:
@@ -146,14 +151,16 @@ def differs(
     expected: Outcome,
     widen_one: Callable[[nn.Module], nn.Module] = widened_copy,
     more: tuple[Any, ...] | None = None,
+    but: Collection[str] = (),
 ) -> str | None:
     """What differs, in words; None when nothing does, or no more than rounding explains.
 
     ``widen_one``: makes the copy of ``one`` in double precision. ``more``: inputs for both there, where they take
-    them. Raises `AssumptionError` where the other says itself that it was not traced for such inputs.
+    them. ``but``: as for `in_mode`. Raises `AssumptionError` where the other says itself that it was not traced for
+    such inputs.
     """
     try:
-        found = outcome_of(other, inputs, training)
+        found = outcome_of(other, inputs, training, but)
     except (SmcpError, AssertionError) as error:
         if TAKEN in str(error):
             raise AssumptionError(str(error)) from error
@@ -168,7 +175,7 @@ def differs(
     wide = widen_one(one), widened_copy(other)
     for given in (inputs,) if more is None else (more, inputs):
         try:
-            first, second = (outcome_or_none(model, widened(given), training) for model in wide)
+            first, second = (outcome_or_none(model, widened(given), training, but) for model in wide)
         except Exception as error:
             if given is inputs or not is_out_of_memory(error):
                 raise

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smcp_fx.errors import InputError
-from smcp_fx.outcomes import LOOSE, Outcome, difference, differs, fitting, in_mode
+from smcp_fx.kept_channels import WIDTHS, Widths, cut_of, note_cut, renumbered
+from smcp_fx.outcomes import LOOSE, Outcome, difference, differs, fitting, in_mode, outcome_or_none
 from smcp_fx.passes.slice_channels import resize_fields
 from smcp_fx.prepared import PreparedModel
-from smcp_fx.proof import IMAGES, OTHERS, more_images, on_some
+from smcp_fx.proof import IMAGES, OTHERS, more_images, on_some, run_watched
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.example_inputs import as_inputs, default_inputs
+from smcp_fx.tracing.example_inputs import default_inputs
 from smcp_fx.tracing.example_runs import first_line, unchanged
-from smcp_fx.tracing.own_weights import settle_named
+from smcp_fx.tracing.modes import conditions, is_flag
+from smcp_fx.tracing.own_weights import LAYERS, settle_named
+from smcp_fx.tracing.positional import positional
+from smcp_fx.tracing.sentences import is_ours
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.batchnorm._NormBase)
 #: What modules say of their sizes, besides what their weights' shapes say.
 _FIELDS = (int, tuple, torch.Size)
 
@@ -28,7 +35,7 @@ _FIELDS = (int, tuple, torch.Size)
 def resize(
     model: Model,
     like: nn.Module | Mapping[str, Tensor],
-    example_inputs: Tensor | tuple[Any, ...] | None = None,
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
     *,
     check: bool = True,
 ) -> Model:
@@ -40,8 +47,9 @@ def resize(
         model: the original, or a fresh instance of its class.
         like: what `convert`, `compress` or `load` returned, or the state dict of such a model.
         example_inputs: as for `prepare`.
-        check: run the model on them first, with two numbers of images, in train and eval mode, and hold it against
-            ``like``. A state dict has nothing to be held against: the model is run if ``example_inputs`` are given.
+        check: run the model on them first, with two numbers of images, in eval and train mode, and hold it against
+            ``like``; another dropout or drop path is no difference. A state dict has nothing to be held against: the
+            model is run if ``example_inputs`` are given.
 
     Raises `InputError`, and leaves the model as it was, where the class does not run at these widths or computes
     something else: where its forward holds numbers of channels, or moves channels by position.
@@ -54,9 +62,14 @@ def resize(
         )
     trial = _resized(deep_copy(model), like)  # what fails leaves the model as it was
     if check and (example_inputs is not None or isinstance(like, nn.Module)):
-        inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs, model)
-        _check(trial, like, inputs)
-    return _resized(model, like)
+        called, inputs = positional(
+            trial, default_inputs(model) if example_inputs is None else example_inputs
+        )
+        _check(called, like, inputs)
+    resized = _resized(model, like)
+    if isinstance(like, nn.Module):
+        note_cut(resized, cut_of(like))
+    return resized
 
 
 def _resized(model: Model, like: nn.Module | Mapping[str, Tensor]) -> Model:
@@ -91,9 +104,29 @@ def _resized(model: Model, like: nn.Module | Mapping[str, Tensor]) -> Model:
                     nn.Parameter(fresh, old.requires_grad) if isinstance(old, nn.Parameter) else fresh
                 )
             setattr(owner, attribute, new[id(old)])
+    before = {path: _widths(module) for path, module in model.named_modules()}
     for path, module in model.named_modules():
         _set_fields(module, twins.get(path), path)
+    now = {path: _widths(module) for path, module in model.named_modules()}
+    widths: Widths = {}
+    for path, was in before.items():
+        is_now = now[path]
+        if was is not None and is_now is not None:
+            widths[path] = ((was[0], is_now[0]), (was[1], is_now[1]))
+    for path, module in model.named_modules():
+        if before[path] is None:
+            for name in WIDTHS:
+                if name in vars(module):
+                    setattr(module, name, renumbered(name, vars(module)[name], widths, path))
     return model
+
+
+def _widths(module: nn.Module) -> tuple[int, int] | None:
+    """The channels that a layer says it reads and writes; None for another module."""
+    for names in (("in_channels", "out_channels"), ("in_features", "out_features"), ("num_features",) * 2):
+        if isinstance(module, _LAYERS) and all(hasattr(module, name) for name in names):
+            return getattr(module, names[0]), getattr(module, names[1])
+    return None
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -133,34 +166,119 @@ def _is_ambiguous(conv: nn.modules.conv._ConvNd) -> bool:
 
 
 def _check(model: nn.Module, like: nn.Module | Mapping[str, Tensor], inputs: tuple[Any, ...]) -> None:
-    """Raise `InputError` where a model does not run, or does not compute what ``like`` does."""
+    """Raise `InputError` where a model does not run, or does not compute what ``like`` does.
+
+    In train mode, too; where the two draw other random numbers there, the modules that draw are in eval mode.
+    """
     inputs = fitting(model, inputs)
-    for training, images in ((True, IMAGES), (False, OTHERS)):
+    for training, images in ((False, OTHERS), (True, IMAGES)):
         if not isinstance(like, nn.Module):
-            _run(model, inputs, training)
+            _run(model, like, inputs, training)
             continue
         given, expected = on_some(like, inputs, images, training)
         if expected is None:
             continue
-        _run(model, given, training)
+        _run(model, like, given, training)
         what = differs(like, model, given, training, expected, more=more_images(inputs))
+        if what is not None and training:
+            drawing = _drawing(like, given) | _drawing(model, given)
+            given, expected = on_some(like, inputs, images, training, drawing) if drawing else (given, None)
+            if drawing and expected is not None:
+                more = more_images(inputs)
+                what = differs(like, model, given, training, expected, more=more, but=drawing)
         if what is not None:
             where = _first_difference(model, like, given)
             raise InputError(
-                f"{type(model).__name__} computes something else at these widths than the smaller model: {what}"
+                f"{type(model).__name__} computes something else at these widths than the smaller model, in "
+                f"{'train' if training else 'eval'} mode: {what}"
                 + (f"; the first module that differs is {where!r}" if where else "")
-                + f".{_ADVICE}"
+                + f". {_reason(model, like, given, where)}"
             )
 
 
 _ADVICE = (
-    " Its forward takes channels by number: use the graph that convert returns, or keep the layer there with "
-    "PruningConfig(exclude=...)."
+    " Use the graph that convert returns, or keep the layers there whole with PruningConfig(exclude=...)."
 )
 
 
-def _run(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> None:
-    """Raise `InputError`, naming the innermost module, where a model does not run."""
+def _reason(model: nn.Module, like: nn.Module, inputs: tuple[Any, ...], where: str | None) -> str:
+    """The cause and the cure: an option of the module at fault, or weights that forward reads itself; or neither."""
+    one, other = (vars(dict(m.named_modules())[where]) if where else {} for m in (model, like))
+    for name, value in one.items():
+        if type(value) is float and type(other.get(name)) is float and value != other[name]:
+            return (
+                f"{f'{where}.{name}'!r} is {value:g} here, and {other[name]:g} in the smaller model: make the "
+                "instance with the options of the model that was pruned."
+            )
+    called = _outputs(model, inputs).keys()
+    for path, module in model.named_modules():
+        if path and path not in called and isinstance(module, LAYERS):
+            return (
+                f"Forward computes with the weight of {path!r} itself, which depends on the width.{_ADVICE}"
+            )
+    return (
+        "Its forward takes channels by position or by their number, or this instance was made with other options "
+        f"than the model that was pruned.{_ADVICE}"
+    )
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the calls that draw random numbers."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.count += torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _drawing(model: nn.Module, inputs: tuple[Any, ...]) -> set[str]:
+    """The modules whose own forwards draw random numbers in train mode; of a graph, whose mode lets it draw."""
+    found, draws = set[str](), _Draws()  # type: ignore[no-untyped-call]
+    calls = [[0, 0]]  # draws before each call that runs; the same, with those of the calls inside
+
+    def left(path: str) -> None:
+        before, known = calls.pop()
+        if draws.count > known:
+            found.add(path)
+        calls[-1][1] += draws.count - before
+
+    def seen(node: fx.Node, _: Any) -> None:
+        if draws.count > calls[-1][1]:
+            flags = {name for case in when[node] for name, _ in case} | {n.name for n in node.all_input_nodes}
+            found.update(path for name, path in modes.items() if name in flags)
+        calls[-1][1] = draws.count
+
+    hooks = []
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            hooks.append(module.register_forward_pre_hook(lambda _m, _i: calls.append([draws.count] * 2)))
+            hooks.append(module.register_forward_hook(lambda _m, _i, _o, path=path: left(path)))
+    try:
+        with draws:
+            if isinstance(model, fx.GraphModule):
+                nodes = model.graph.nodes
+                when = conditions(nodes)
+                modes = {
+                    n.name: str(n.target).rpartition(".")[0]
+                    for n in nodes
+                    if n.op == "get_attr" and is_flag(n)
+                }
+                run_watched(model, inputs, True, seen)
+            else:
+                outcome_or_none(model, inputs, True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _run(
+    model: nn.Module, like: nn.Module | Mapping[str, Tensor], inputs: tuple[Any, ...], training: bool
+) -> None:
+    """Raise `InputError`, naming the innermost module and the line, where a model does not run."""
     try:
         with torch.no_grad(), in_mode(model, training), unchanged(model):
             model(*inputs)
@@ -176,9 +294,20 @@ def _run(model: nn.Module, inputs: tuple[Any, ...], training: bool) -> None:
             if any(inside[-1:])
             else "forward"
         )
-        why = first_line(error).rstrip(".")
+        lines = [f for f in traceback.extract_tb(error.__traceback__)[1:] if not is_ours(f.filename)]
+        line = (
+            f" ({Path(lines[-1].filename).name}, line {lines[-1].lineno}: {lines[-1].line})" if lines else ""
+        )
+        there = like.state_dict() if isinstance(like, nn.Module) else like
+        gone = [name for name, tensor in model.state_dict().items() if name not in there and tensor.dim()]
+        reason = (
+            f"The smaller model holds what forward computes from {gone[0]!r}, and not that itself"
+            if gone
+            else "Forward takes channels by number or position there"
+        )
         raise InputError(
-            f"{type(model).__name__} does not run at these widths: in {where}, {why}.{_ADVICE}"
+            f"{type(model).__name__} does not run at these widths: in {where}, "
+            f"{first_line(error).rstrip('.')}{line}. {reason}.{_ADVICE}"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
@@ -9,32 +10,38 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, fx, nn
 
-from smcp_fx.channels import build
+from smcp_fx.channels import ChannelGraph, build
+from smcp_fx.channels.limits import limit_widths
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel, bind
 from smcp_fx.errors import InputError, TraceError
-from smcp_fx.kept_channels import kept_channels, still_true
+from smcp_fx.kept_channels import Cut, kept_channels, note_cut, still_true
 from smcp_fx.outcomes import in_mode
 from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
 from smcp_fx.passes.layer_pruning import allow_layer_pruning
 from smcp_fx.passes.other_mode import fuses_in_one_mode
 from smcp_fx.passes.pipelines import convert_pipeline, fold_pipeline, prepare_pipeline
+from smcp_fx.passes.slice_channels import SliceChannels
 from smcp_fx.prepared import Preparation, PreparedGraph, PreparedModel, PreparedRegions, Tracing, copy_modes
 from smcp_fx.proof import check_converted, check_prepared
 from smcp_fx.pruning.loop_watch import TrainingWarning
+from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState
-from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs, sharing
+from smcp_fx.regions import Joined, find_regions, join_regions, run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.serialization.converted import ConvertedModule
+from smcp_fx.tracing.as_traced import CALL, call_of
 from smcp_fx.tracing.buffers import keep_in_state
+from smcp_fx.tracing.call_forms import may_pin
 from smcp_fx.tracing.carried import carried_attributes, carry, plain_attributes
-from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.example_inputs import as_inputs, default_inputs
+from smcp_fx.tracing.copying import deep_copy, sharing
+from smcp_fx.tracing.example_inputs import default_inputs
 from smcp_fx.tracing.masking import META, STATE
 from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.tracing.output_types import keep_output_types
 from smcp_fx.tracing.own_modes import own_modes
+from smcp_fx.tracing.positional import positional
 from smcp_fx.tracing.scripts import without_scripts
 from smcp_fx.tracing.sentences import listed_paths
 from smcp_fx.tracing.tracer import Traced, trace
@@ -64,8 +71,9 @@ def prepare(
         model: any model that `torch.fx` can trace, or parts of which it can: the rest stays the Python it is
             (see `smcp_fx.regions`; ``prepared.regions`` lists the parts, ``prepared.untraced`` what stopped it).
         example_inputs: a tensor, a tuple of the model's inputs, or a dict of them by the names of its forward's
-            arguments; by default the model's own ``example_input_array``, timm's ``pretrained_cfg``, or images of
-            the first convolution's channels.
+            arguments; an input may itself be a list, tuple or dict of tensors, as in ``([slow, fast],)``. By default
+            the model's own ``example_input_array``, timm's ``pretrained_cfg``, or images of the first convolution's
+            channels.
         target: what to reach: a fraction of the unpruned cost (by default a half), or an absolute cost with its
             unit. `convert` warns when a target was given and the model is still whole.
         cost: "flops", "params", or a cost model such as a `LatencyCost`.
@@ -89,10 +97,18 @@ def prepare(
         if given is not None and not isinstance(given, kind):
             raise InputError(f"prepare needs a {kind.__name__}, not a {type(given).__name__}: {given!r}")
     _check_tensors(model)
-    inputs = default_inputs(model) if example_inputs is None else as_inputs(example_inputs, model)
+    own, inputs = model, default_inputs(model) if example_inputs is None else example_inputs
+    model, inputs = positional(model, inputs)
     prepared = _prepared(model, inputs, target, cost, schedule, config or PruningConfig(), leaves)
+    if prepared.regions and model is not own:
+        raise InputError(
+            f"{type(model).__name__} takes inputs by name only or as *args, and can be traced in parts alone, where "
+            "that is not known: wrap the model in one that takes them by position"
+        )
     if check:
         check_prepared(model, prepared, inputs)
+        for form in prepared.plan.traced.forms:
+            check_prepared(model, prepared, form.of(inputs))
     return prepared
 
 
@@ -107,15 +123,16 @@ def _prepared(
 ) -> PreparedModel:
     own = without_scripts(deep_copy(model), inputs, leaves)
     _check_names(model)
-    traced, joined = trace_parts(own, inputs, leaves)
-    channels = build(
-        traced.module,
-        traced.values,
-        multiple=config.multiple,
-        exclude=config.exclude,
-        keep_first_layer=config.keep_first_convolution,
-        other=at_another_size(traced),
-    )
+    traced, joined = trace_parts(own, inputs, leaves, options=True)
+    channels = _channels(traced, config)
+    if traced.forms and may_pin(
+        traced.module.graph
+    ):  # no channel stays for the sake of a call that no one asked for
+        alone = trace(own, inputs, tuple(leaves))
+        without = _channels(alone, config)
+        if int(without.free_units.sum()) > int(channels.free_units.sum()):
+            traced, channels = alone, without
+    limit_widths(channels, config.widths)
     if config.layer_pruning:
         allow_layer_pruning(traced, channels, config.layer_pruning_in)
     if joined is not None and not any(group.free for group in channels.groups):
@@ -131,7 +148,7 @@ def _prepared(
         config=config,
         schedule=schedule,
         example_inputs=inputs,
-        traced=Tracing(traced.assumptions, joined, own_modes(own) if joined is None else None),
+        traced=Tracing(traced.assumptions, joined, own_modes(own) if joined is None else None, traced.forms),
         asked=target is not None,
     )
     state = PruningState(channels, traced.module)
@@ -147,14 +164,27 @@ def _prepared(
         keep_output_types(traced.module.graph, traced.returned)
         prepared = PreparedGraph(traced.module, traced.module.graph, plan, state, type(model).__name__)
         carry(prepared, plain_attributes(model))
+        carry(prepared, call_of(model, inputs, traced.forms))
         keep_in_state(own, prepared)
         copy_modes(traced.module, prepared)
     prepared.pruner.warn_of_idle_target(prepared.pruner.target)
     return prepared
 
 
+def _channels(traced: Traced, config: PruningConfig) -> ChannelGraph:
+    return build(
+        traced.module,
+        traced.values,
+        multiple=config.multiple,
+        exclude=config.exclude,
+        keep_first_layer=config.keep_first_convolution,
+        other=at_another_size(traced),
+    )
+
+
 def _check_tensors(model: nn.Module) -> None:
-    """Raise `InputError` for weights that hold no numbers yet."""
+    """Raise `InputError` for weights that hold no numbers yet, `TrainingError` for parts of weights."""
+    require_whole(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise InputError(f"{name!r} has no shape yet: call the model once, on inputs of its kind, first")
@@ -179,11 +209,11 @@ def _check_names(model: nn.Module) -> None:
 
 
 def trace_parts(
-    model: nn.Module, inputs: tuple[Any, ...], leaves: Sequence[str] = ()
+    model: nn.Module, inputs: tuple[Any, ...], leaves: Sequence[str] = (), *, options: bool = False
 ) -> tuple[Traced, Joined | None]:
     """Trace a model as a whole, or else the parts of it that can be traced, joined in one graph.
 
-    The result's module shares the model's parameters. Raises as `prepare` does.
+    The result's module shares the model's parameters. ``options``: as for `trace`. Raises as `prepare` does.
     """
     if isinstance(leaves, str):
         raise InputError(f"leaves must be a list of module names, not the string {leaves!r}")
@@ -202,7 +232,7 @@ def trace_parts(
                 + (f"; did you mean {', '.join(near[:4])}?" if near else "; model.named_modules() lists them")
             )
     try:
-        return trace(model, inputs, tuple(leaves)), None
+        return trace(model, inputs, tuple(leaves), options=options), None
     except TraceError as error:
         split = find_regions(model, inputs, tuple(leaves), str(error))
         if not split.regions:
@@ -233,14 +263,15 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
     (lists of two), and ``widths()``, their numbers. It has the original's plain attributes (``num_classes``,
     ``pretrained_cfg``), but for numbers of channels that are others now.
 
-    Raises `PassError` where masked and sliced differ, and what `resize` raises.
+    Raises `PassError` where masked and sliced differ, `TrainingError` under FSDP, and what `resize` raises.
     """
+    require_whole(prepared)
     prepared = unwrapped(prepared)
     if not isinstance(prepared, PreparedModel):
         raise InputError(f"convert needs what prepare returned, not {type(prepared).__name__}")
     prepared.pruner.check_finished()
     converted = sliced(prepared)
-    if prepared.plan.traced.modes is not None:
+    if into is None and prepared.plan.traced.modes is not None:
         frozen = [n for n, part in prepared.named_modules() if prepared.training and not part.training]
         warnings.warn(
             f"{type(prepared).__name__} has a train() of its own; the converted model is a plain graph, whose "
@@ -260,9 +291,20 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
         check_converted(prepared, converted, prepared.plan.example_inputs)
     if into is None:
         return converted  # of a model traced in regions: a module of its class
-    own = resize(deep_copy(into), converted, prepared.plan.example_inputs, check=check)
+    own = resize(deep_copy(into), converted, _example_for(into, prepared), check=check)
     copy_modes(converted, own)
     return own
+
+
+def _example_for(model: nn.Module, prepared: PreparedModel) -> Any:
+    """The example inputs as the original's class takes them: by name what it takes by name only."""
+    inputs = prepared.plan.example_inputs
+    try:
+        inspect.signature(model.forward).bind(*inputs)
+    except TypeError:
+        names = [str(node.target) for node in prepared.graph.nodes if node.op == "placeholder"]
+        return dict(zip(names, inputs, strict=True))
+    return inputs
 
 
 def sliced(prepared: PreparedModel) -> nn.Module:
@@ -307,7 +349,9 @@ def _plain_graph(
         module = ConvertedModule(copied, copied.graph, class_name=type(prepared).__name__)
         copy_modes(prepared, module)
         kept = kept_channels(prepared.channels, units)
-        carry(module, still_true(carried_attributes(copied), prepared.channels, kept) | {"kept": kept})
+        carried = carried_attributes(copied)
+        called = {CALL: carried[CALL]} if CALL in carried else {}
+        carry(module, still_true(carried, prepared.channels, kept) | called | {"kept": kept})
     passes = convert_pipeline(prepared.channels, units) if slicing else fold_pipeline()
     with in_mode(module, False):  # reading a spectrally normed weight in training changes its buffers
         run_pipeline(module, passes)
@@ -316,8 +360,11 @@ def _plain_graph(
     for node in module.graph.nodes:
         node.meta.pop(META, None)
     module.recompile()
+    cut: Cut = next((one.cut for one in passes if isinstance(one, SliceChannels)), {})
     if not isinstance(copied, PreparedRegions):
+        note_cut(module, cut)
         return module, module
+    note_cut(copied.python, cut)
     assert copied.plan.traced.joined is not None
     run_by_graphs(copied.python, module.graph, copied.plan.traced.joined, alone=True)
     return module, copied.python

@@ -7,33 +7,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.config import PruningConfig
 from smcp_fx.cost_model import NetworkCost
-from smcp_fx.errors import AssumptionError, CheckpointError
+from smcp_fx.errors import CheckpointError
 from smcp_fx.pruning.pruner import Pruner
+from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.summaries import model_summary, share_of
+from smcp_fx.tracing import block_hooks
+from smcp_fx.tracing.as_traced import CalledAsTraced
 from smcp_fx.tracing.buffers import keep_in_state
+from smcp_fx.tracing.call_forms import Form
 from smcp_fx.tracing.carried import carried_attributes, carry
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.masking import STATE
 from smcp_fx.tracing.own_modes import set_own_modes
-from smcp_fx.tracing.sentences import TAKEN
 from smcp_fx.tracing.wrapping import without_wrappers
 
 
 @dataclass(frozen=True)
 class Tracing:
-    """How a model was traced: what its graph assumes about the inputs, and the parts if it was traced in parts."""
+    """How a model was traced: what its graph assumes about the inputs, and the parts if it was traced in parts.
+
+    ``forms``: the calls that leave out arguments of the example, and that it was traced for, too.
+    """
 
     assumptions: tuple[str, ...] = ()
     joined: Joined | None = None
     modes: nn.Module | None = None  # see `own_modes`
+    forms: tuple[Form, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class Preparation:
     asked: bool = True
 
 
-class PreparedModel(nn.Module):
+class PreparedModel(CalledAsTraced):
     """A model with channel masks and batch-norm scales in it; called and trained like the original.
 
     Its parameters keep their names. ``channels`` is the channel graph, ``pruner`` goes into the training
@@ -124,9 +132,9 @@ class PreparedModel(nn.Module):
         """As usual; raises `AssumptionError` for an input of another kind than the example."""
         try:
             return super().__call__(*args, **kwargs)
-        except AssertionError as error:
-            if str(error).startswith(TAKEN):
-                raise AssumptionError(str(error)) from None
+        except RuntimeError as error:
+            if "DTensor" in str(error):  # parts of the model are sharded, and the graph reads their weights
+                require_whole(self)
             raise
 
     def __reduce__(self) -> Any:
@@ -148,6 +156,12 @@ class PreparedGraph(PreparedModel, fx.GraphModule):
         self.pruner = Pruner(
             self, plan.channels, state, plan.cost, plan.target, plan.config, plan.schedule, plan.asked
         )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As a prepared model's, with the hooks of blocks that the graph holds."""
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        return block_hooks.call(self, super().__call__, args, kwargs)
 
     def train(self, mode: bool = True) -> PreparedGraph:
         """As the original's."""

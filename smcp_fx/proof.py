@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -141,12 +141,14 @@ def more_images(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def on_some(
-    model: nn.Module, inputs: tuple[Any, ...], images: int, training: bool
+    model: nn.Module, inputs: tuple[Any, ...], images: int, training: bool, but: Collection[str] = ()
 ) -> tuple[tuple[Any, ...], Outcome | None]:
     """So many images and what the model makes of them; the inputs as they are where it does not take those."""
     given = _some(inputs, images)
-    expected = outcome_or_none(model, given, training)
-    return (given, expected) if expected is not None else (inputs, outcome_or_none(model, inputs, training))
+    expected = outcome_or_none(model, given, training, but)
+    if expected is not None:
+        return given, expected
+    return inputs, outcome_or_none(model, inputs, training, but)
 
 
 def _widened_as_folded(prepared: nn.Module) -> nn.Module:
@@ -250,9 +252,10 @@ class _Watching(Recorder):
         return result
 
 
-def _run(
+def run_watched(
     module: fx.GraphModule, inputs: tuple[Any, ...], training: bool, seen: Callable[[fx.Node, Any], None]
 ) -> None:
+    """Run a graph, and tell of every node's result."""
     given = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, inputs)
     with in_mode(module, training), unchanged(module), same_draws(), torch.no_grad():
         _Watching(module, training, seen).run(*given)
@@ -286,7 +289,7 @@ def _first_module(
                 wrong.append(path)
 
     try:
-        _run(prepared, inputs, training, seen)
+        run_watched(prepared, inputs, training, seen)
     except Exception:  # it may be what does not run
         return wrong[0] if wrong else None
     return wrong[0] if wrong else None
@@ -302,7 +305,7 @@ def _first_sliced(prepared: nn.Module, converted: nn.Module, inputs: tuple[Any, 
         # A copy: a later operation may write into it, as in-place activations do.
         masked[node.name] = result.clone() if isinstance(result, Tensor) else result
 
-    _run(prepared, inputs, False, note)
+    run_watched(prepared, inputs, False, note)
     sliced = Sliced(prepared.channels, prepared.smcp.units_kept().cpu() | ~prepared.channels.free_units)
     wrong: list[str] = []
 
@@ -316,7 +319,7 @@ def _first_sliced(prepared: nn.Module, converted: nn.Module, inputs: tuple[Any, 
             wrong.append(str(node.target) if node.op == "call_module" else node.name)
 
     try:
-        _run(converted, inputs, False, seen)
+        run_watched(converted, inputs, False, seen)
     except Exception:  # it may be what does not run
         return wrong[0] if wrong else None
     return wrong[0] if wrong else None

@@ -51,11 +51,15 @@ def model_summary(
     for group in channels.groups:
         if group.free:
             touched = (_touched(cost, group.name, counts) for cost in (parameters, flops))
-            groups.append((group.name, f"{counts[group.name]} of {group.size}", *touched))
+            limits = ", ".join(group.limits)
+            groups.append((group.name, f"{counts[group.name]} of {group.size}", *touched, limits))
     return "\n\n".join(
         (
             table(("layer", "inputs kept", "outputs kept", "parameters", "multiply-adds"), rows),
-            table(("free group", "units kept", "parameters with a part in it", "multiply-adds"), groups),
+            table(
+                ("free group", "units kept", "parameters with a part in it", "multiply-adds", "limits"),
+                groups,
+            ),
         )
     )
 

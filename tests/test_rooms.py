@@ -18,8 +18,18 @@ except ModuleNotFoundError:
 
 ROOT = Path(__file__).parents[1]
 #: Modules at the top of the package: those that import nothing of ours, and those that users call.
-CONTRACTS = {"errors", "config", "cost_model", "schedule", "texts"}
-VERBS = {"prepare", "summaries", "prepared", "checkpoint", "proof", "outcomes", "own_class", "kept_channels"}
+CONTRACTS = {"errors", "config", "cost_model", "schedule", "texts", "output_kinds"}
+VERBS = {
+    "prepare",
+    "summaries",
+    "prepared",
+    "checkpoint",
+    "proof",
+    "outcomes",
+    "own_class",
+    "kept_channels",
+    "carried_optimizers",
+}
 
 #: Room: the rooms that it may import, beside the contracts, which all may. A room stands below those it is listed in.
 MAY_IMPORT = {
@@ -43,7 +53,7 @@ MAY_IMPORT = {
     "backends",
     "training": "verbs pruning tracing",
     "report": "storage",
-    "zoo": "tracing",
+    "zoo": "backends tracing",
     "inspection": "report zoo verbs channels tracing",
     "compiler": "training calibration report zoo latency backends verbs serialization pruning costs storage",
     "recipes": "training report zoo latency backends verbs serialization pruning allocation storage",

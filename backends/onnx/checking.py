@@ -16,6 +16,8 @@ from smcp_fx.errors import BackendError
 
 #: Largest difference over the output's scale, by the output's type: rounding of another order of summation.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2}
+#: ONNX Runtime's sigmoid and tanh (1.32) are off by 2e-7, however small the result is.
+ROUNDED = {"float32": 1e-6, "float16": 1e-4}
 
 
 @contextlib.contextmanager
@@ -30,14 +32,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def random_inputs(inputs: Sequence[Tensor], batch: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
-    """Return inputs like ``inputs``, normally distributed (integers: drawn from theirs), ``batch`` rows."""
+def random_inputs(inputs: Sequence[Tensor], seed: int = 0) -> tuple[Tensor, ...]:
+    """Return inputs like ``inputs``, normally distributed (integers: drawn from theirs)."""
     generator = torch.Generator().manual_seed(seed)
     out = []
     for tensor in inputs:
         shape = list(tensor.shape)
-        if batch is not None and shape:
-            shape[0] = batch
         if tensor.is_floating_point():
             drawn = torch.randn(shape, generator=generator).to(tensor.dtype)
         else:
@@ -60,21 +60,16 @@ def largest_difference(found: Array, expected: Array) -> tuple[float, float, flo
     return absolute / scale, absolute, float(a[worst]), float(b[worst])
 
 
-def compare_with_module(
-    file: Path, model: nn.Module, example_inputs: tuple[Tensor, ...], dynamic_batch: bool
-) -> None:
-    """Raise `BackendError` where the file, run by ONNX Runtime, differs from the module on random inputs."""
+def compare_with_module(file: Path, model: nn.Module, examples: Sequence[tuple[Tensor, ...]]) -> None:
+    """Raise `BackendError` where the file, run by ONNX Runtime, differs from the module on inputs like these."""
     from smcp_fx.backends.onnxruntime.session import create_session, run_session, session_options
 
-    batches: list[int | None] = [None]
-    if dynamic_batch:
-        batches.append(3 if example_inputs[0].shape[0] != 3 else 2)
     session = create_session(file, session_options())
     read, written = (
         [value.name for value in values] for values in (session.get_inputs(), session.get_outputs())
     )
-    for seed, batch in enumerate(batches):
-        inputs = random_inputs(example_inputs, batch, seed)
+    for seed, example in enumerate(examples):
+        inputs = random_inputs(example, seed)
         # First: the module may write into its inputs.
         found = run_session(session, dict(zip(read, to_arrays(inputs), strict=True)))
         with eval_mode(model), torch.no_grad():
@@ -109,7 +104,7 @@ def compare_outputs(
             )
         relative, absolute, value, reference = largest_difference(a, b)
         allowed = TOLERANCES.get(str(b.dtype), 0.0) if limit is None else limit
-        if not relative <= allowed:
+        if not (relative <= allowed or absolute <= ROUNDED.get(str(b.dtype), 0.0)):
             raise BackendError(
                 f"output {name!r} differs: {runtime} computes {value:.9g} where PyTorch computes "
                 f"{reference:.9g} (difference {absolute:.3g}, {relative:.3g} of the output's scale, limit "

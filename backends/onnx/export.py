@@ -23,14 +23,25 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.backends.onnx.attention import FourDimensionalAttention
+from smcp_fx.backends.onnx.axes import (
+    Axes,
+    GivenAxes,
+    batch_axes,
+    given_axes,
+    image_axes,
+    other_sizes,
+    resized,
+)
 from smcp_fx.backends.onnx.checking import compare_with_module, eval_mode
 from smcp_fx.backends.onnx.clean import clean_model
-from smcp_fx.backends.onnx.naming import name_batch, name_values
+from smcp_fx.backends.onnx.naming import name_axes, name_values
 from smcp_fx.backends.onnx.opset import lower_opset
 from smcp_fx.backends.onnx.refusals import explain
 from smcp_fx.errors import BackendError, InputError
 from smcp_fx.storage.files import check_replaceable
+from smcp_fx.tracing.modes import left_out
 from smcp_fx.tracing.names import any_names
+from smcp_fx.tracing.positional import flattened
 from smcp_fx.tracing.wrapping import is_prepared
 
 DEFAULT_OPSET = 20
@@ -41,11 +52,12 @@ _EXPORTER_OPSET = 18
 
 def export_onnx(
     model: nn.Module,
-    example_inputs: Tensor | tuple[Tensor, ...],
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
     path: Path | str,
     *,
     opset: int | None = None,
     dynamic_batch: bool = True,
+    dynamic_axes: GivenAxes | None = None,
     precision: Literal["fp32", "fp16"] | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
@@ -54,10 +66,13 @@ def export_onnx(
 ) -> Path:
     """Write ``model`` in eval mode as an ONNX file and return its path.
 
-    The batch (the first axis of every input) stays open, as "batch", unless ``dynamic_batch`` is False. ``precision``
+    ``example_inputs``: as for `prepare`. Each tensor in a list, tuple or dict is an input of the file, called
+    ``pair_0``, ``batch_left``, by the argument and its place or key; those given by name are called so.
+
+    Which axes stay open, `smcp_fx.export_onnx` says. ``precision``
     writes weights, inputs and outputs in that type instead of the module's own. ``input_names`` and ``output_names``
     replace the default names. ``metadata`` goes into the file, values other than strings as JSON. ``check`` runs the
-    file in ONNX Runtime on random inputs of the examples' shapes, and of another batch, and compares with the module.
+    file in ONNX Runtime on random inputs of the examples' shapes, and of others, and compares with the module.
     The file gets its name only after that: a failure leaves nothing behind.
 
     Errors: `BackendError` for an operation ONNX cannot express (named with its module), for outputs that
@@ -74,17 +89,66 @@ def export_onnx(
         check_replaceable(path)
     except OSError as error:
         raise BackendError(f"cannot write {path}: {error.strerror}") from error
+    model, inputs, known = flattened(model, example_inputs)
+    names = known if input_names is None else input_names
     if precision is not None:
-        model, example_inputs = in_precision(model, as_tuple(example_inputs), precision)
-    proto = export_model_proto(model, example_inputs, opset=opset, dynamic_batch=dynamic_batch)
-    name_values(proto, input_names, output_names)
-    for key, value in {"producer": "smcp_fx", **(metadata or {})}.items():
-        proto.metadata_props.add(key=key, value=value if isinstance(value, str) else json.dumps(value))
-    with _replacing(path) as scratch:
-        scratch.write_bytes(_serialise(proto))
-        if check:
-            compare_with_module(scratch, model, as_tuple(example_inputs), dynamic_batch)
-    return path
+        model, inputs = in_precision(model, inputs, precision)
+
+    def write(axes: Axes) -> Path:
+        proto = _model_proto(model, inputs, axes, opset)
+        name_values(proto, names, output_names)
+        for key, value in {"producer": "smcp_fx", **(metadata or {})}.items():
+            proto.metadata_props.add(key=key, value=value if isinstance(value, str) else json.dumps(value))
+        with _replacing(path) as scratch:
+            scratch.write_bytes(_serialise(proto))
+            if check:
+                compare_with_module(scratch, model, [inputs, *_at_other_sizes(model, inputs, axes)])
+        return path
+
+    if dynamic_axes is not None:
+        if not dynamic_batch:
+            raise InputError(
+                "dynamic_batch=False fixes all axes: leave it out, and name in dynamic_axes those that stay open"
+            )
+        return write(given_axes(dynamic_axes, model, inputs, names, output_names))
+    if not dynamic_batch:
+        return write(tuple({} for _ in inputs))
+    images = image_axes(model, inputs)
+    if images is not None:
+        with contextlib.suppress(BackendError):  # nobody asked for it
+            return write(images)
+    return write(batch_axes(inputs))
+
+
+def _at_other_sizes(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) -> list[tuple[Tensor, ...]]:
+    """Inputs of other sizes on all open axes, if there are any."""
+    if not any(axes):
+        return []
+    other = next(other_sizes(model, inputs, axes), None)
+    if other is None:
+        raise BackendError(
+            f"{type(model).__name__} takes no other sizes of {_listed(axes)}, which would stay open; no file written."
+            f"{_fewer(model, axes)}"
+        )
+    return [other]
+
+
+def _listed(axes: Axes) -> str:
+    return ", ".join(dict.fromkeys(repr(name) for own in axes for name in own.values()))
+
+
+def _fewer(model: nn.Module, axes: Axes) -> str:
+    """What to do where open axes are at fault."""
+    if not any(axes):
+        return ""
+    if all(own == {0: "batch"} for own in axes):
+        return (
+            " If the network only works for one batch size, pass dynamic_batch=False; if an input has its batch on "
+            "another axis, dynamic_axes={'x': {0: 'batch'}, 'state': {1: 'batch'}}."
+        )
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    steps = " Recurrent layers are written step by step, for one number of steps." if recurrent else ""
+    return f"{steps} Leave fewer axes open in dynamic_axes."
 
 
 def export_model_proto(
@@ -95,27 +159,35 @@ def export_model_proto(
     dynamic_batch: bool = True,
 ) -> onnx.ModelProto:
     """Return ``model`` in eval mode as an ONNX model in memory, cleaned, neither named nor checked."""
+    inputs = as_tuple(example_inputs)
+    return _model_proto(
+        model, inputs, batch_axes(inputs) if dynamic_batch else tuple({} for _ in inputs), opset
+    )
+
+
+def _model_proto(
+    model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes, opset: int | None
+) -> onnx.ModelProto:
     opset = DEFAULT_OPSET if opset is None else opset
     if not OLDEST_OPSET <= opset <= onnx.defs.onnx_opset_version():
         raise InputError(
             f"opset {opset}: {OLDEST_OPSET} to {onnx.defs.onnx_opset_version()} can be written with the "
             f"installed onnx {onnx.__version__}"
         )
-    inputs = as_tuple(example_inputs)
     with eval_mode(model), torch.no_grad(), _quiet(), any_names():
-        program = _export_program(model, inputs, dynamic_batch)
+        program = _export_program(model, inputs, axes)
         try:
             exported = torch.onnx.export(
                 program, dynamo=True, opset_version=max(opset, _EXPORTER_OPSET), verbose=False
             )
         except Exception as error:
-            fixed = " Try dynamic_batch=False, which makes the batch a constant." if dynamic_batch else ""
+            fixed = " Try dynamic_batch=False, which makes all sizes constants." if any(axes) else ""
             raise BackendError(explain(error, program) + fixed) from error
         if exported is None:  # pragma: no cover - the dynamo exporter always returns a program
             raise BackendError("torch.onnx.export returned no program")
         proto = exported.model_proto
         clean_model(proto)
-        name_batch(proto)
+        name_axes(proto, axes)
         if opset < _EXPORTER_OPSET:
             proto = lower_opset(proto)
     found = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
@@ -154,31 +226,33 @@ def as_tuple(example_inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return inputs
 
 
-def _export_program(
-    model: nn.Module, inputs: tuple[Tensor, ...], dynamic_batch: bool
-) -> torch.export.ExportedProgram:
+def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) -> torch.export.ExportedProgram:
     given = [tuple(tensor.shape) for tensor in inputs]
-    shapes = None
-    if dynamic_batch:
-        scalars = [i for i, tensor in enumerate(inputs) if tensor.dim() == 0]
-        if scalars:
-            raise InputError(f"input {scalars[0]} has no batch axis; pass dynamic_batch=False")
-        batch = torch.export.Dim("batch")
-        shapes = tuple({0: batch} for _ in inputs)
-        if any(tensor.shape[0] < 2 for tensor in inputs):  # torch.export takes a batch of 1 for a constant
-            inputs = tuple(torch.cat([tensor, tensor]) for tensor in inputs)
+    # A batch is of any size; of others, networks may ask for multiples.
+    dims: dict[str, Any] = {
+        name: torch.export.Dim(name) if name == "batch" else torch.export.Dim.DYNAMIC
+        for own in axes
+        for name in own.values()
+    }
+    shapes = tuple({axis: dims[name] for axis, name in own.items()} for own in axes) if dims else None
+    # torch.export takes a size of 1 for a constant.
+    single = {
+        n for tensor, own in zip(inputs, axes, strict=True) for a, n in own.items() if tensor.shape[a] < 2
+    }
+    inputs = resized(inputs, axes, dict.fromkeys(single, 2))
     try:
         with FourDimensionalAttention():
-            return torch.export.export(_plain_class(model), inputs, dynamic_shapes=shapes, strict=False)
+            return torch.export.export(
+                _plain_class(model),
+                inputs,
+                dynamic_shapes=shapes,
+                strict=False,
+            )
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        advice = (
-            " If the network only works for one batch size, pass dynamic_batch=False."
-            if dynamic_batch
-            else ""
-        )
         raise BackendError(
-            f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}.{advice}"
+            f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}."
+            f"{_fewer(model, axes)}"
         ) from error
 
 
@@ -186,10 +260,12 @@ def _plain_class(model: nn.Module) -> nn.Module:
     """A graph module as a module of its generated forward, where it calls a function that is not torch's.
 
     `torch.export` interprets a graph node by node, with lists that such a function (torchvision's windowed
-    attention in three dimensions) cannot write into; the generated code has lists of its own.
+    attention in three dimensions) cannot write into; the generated code has lists of its own. It would also run what
+    a call that leaves out arguments does not.
     """
     if not isinstance(model, fx.GraphModule) or not any(
-        node.op == "call_function" and _is_foreign(node.target) for node in model.graph.nodes
+        node.op == "call_function" and (node.target is left_out or _is_foreign(node.target))
+        for node in model.graph.nodes
     ):
         return model
     plain: nn.Module = nn.Module.__new__(

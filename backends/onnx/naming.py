@@ -1,9 +1,9 @@
-"""Names that users of an ONNX file meet: those of inputs and outputs, and of the batch's axis."""
+"""Names that users of an ONNX file meet: those of inputs and outputs, and of open axes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import onnx
 
@@ -37,18 +37,20 @@ def name_values(proto: onnx.ModelProto, inputs: Sequence[str] | None, outputs: S
             value.name = new.get(value.name, value.name)
 
 
-def name_batch(proto: onnx.ModelProto) -> None:
-    """Call the open first axis of the inputs "batch", instead of the exporter's own symbol."""
-    first = [value.type.tensor_type.shape.dim for value in proto.graph.input]
-    symbols = {dims[0].dim_param for dims in first if dims and dims[0].dim_param}
-    if len(symbols) != 1:
+def name_axes(proto: onnx.ModelProto, axes: Sequence[Mapping[int, str]]) -> None:
+    """Call the open axes of the inputs by these names, instead of the exporter's own symbols."""
+    names: dict[str, str] = {}
+    for value, own in zip(proto.graph.input, axes, strict=True):
+        dims = value.type.tensor_type.shape.dim
+        names |= {dims[axis].dim_param: name for axis, name in own.items() if dims[axis].dim_param}
+    if not names:
         return
-    symbol = re.compile(rf"\b{re.escape(symbols.pop())}\b")
+    symbols = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
     for part in _graphs(proto.graph):
         for value in (*part.input, *part.output, *part.value_info):
             for dim in value.type.tensor_type.shape.dim:
                 if dim.dim_param:
-                    dim.dim_param = symbol.sub("batch", dim.dim_param)
+                    dim.dim_param = symbols.sub(lambda found: names[found[1]], dim.dim_param)
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

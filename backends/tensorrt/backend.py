@@ -66,7 +66,7 @@ class TensorRTBackend(CalibratedBackend):
     ``precision``: "fp32", "fp16" (the default), "bf16", or "int8", calibrated on the batches of ``calibration``;
     checked layer by layer in every engine. ``tf32``: whether fp32 may use it. ``worker_python``: command of the
     Python that has TensorRT (default: this one). ``in_process``: no process of its own. ``builders``: processes that
-    build in parallel. ``folder``: where timing caches are kept.
+    build in parallel, from the next rows on. ``folder``: where timing caches are kept.
     ``check``: start the worker at once, so that whatever is missing shows now. The rest: see `BuildOptions`.
     """
 
@@ -109,7 +109,7 @@ class TensorRTBackend(CalibratedBackend):
         command += [str(self.scratch / "worker.pyz"), "--serve", "--gpu", str(gpu)]
         self._workers: list[Worker] = []
         self._command, self._in_process, self._gpu, self._timeout_s = command, in_process, gpu, timeout_s
-        self._builders, self._keys = builders, itertools.count()
+        self.builders, self._keys = builders, itertools.count()
         self._models = BlockModels(OPSET)
         self._prebuilt: dict[tuple[str, tuple[int, ...]], Path | Exception] = {}
         self._coming: dict[tuple[str, tuple[int, ...]], Block] = {}  # rows that may be built ahead
@@ -270,9 +270,13 @@ class TensorRTBackend(CalibratedBackend):
         with self._measurable(onnx_file, ahead) as key:
             return BlockLatency(measurement(self.ask("measure", key=key, timing=timing)["measured"]))
 
+    def expect_blocks(self, blocks: Sequence[Block]) -> None:
+        """Export what these blocks will need, many at once."""
+        self._models.expect(blocks)
+
     def prepare_rows(self, rows: Sequence[tuple[Block, tuple[int, ...]]]) -> None:
         """Note which rows come next, so that several builders can build ahead of the one that is measured."""
-        if self._builders > 1:
+        if self.builders > 1:
             self._coming = {(block.signature, point): block for block, point in rows}
 
     def _build_ahead(self, signature: str, widths: tuple[int, ...]) -> None:
@@ -281,14 +285,14 @@ class TensorRTBackend(CalibratedBackend):
         Nothing is measured meanwhile: builders time kernels on the same GPU. Only a few, so that an interrupted
         run loses no more than these.
         """
-        block, count = self._coming.pop((signature, widths)), _AHEAD * self._builders
+        block, count = self._coming.pop((signature, widths)), _AHEAD * self.builders
         wanted = [((signature, widths), block)]
         wanted += itertools.islice(
             (entry for entry in self._coming.items() if entry[0] not in self._prebuilt), count - 1
         )
         for key, _ in wanted[1:]:
             del self._coming[key]
-        workers = [self._worker(number) for number in range(min(self._builders, len(wanted)))]
+        workers = [self._worker(number) for number in range(min(self.builders, len(wanted)))]
         jobs = []
         for key, block in wanted:
             try:

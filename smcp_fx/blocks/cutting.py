@@ -14,13 +14,13 @@ from torch import fx
 
 from smcp_fx.blocks.feeding import gated, how_written
 from smcp_fx.blocks.fused import FusedBlock
-from smcp_fx.blocks.loaded import computes, loaded, reached
+from smcp_fx.blocks.loaded import computes, holds_tensors, loaded, reached
 from smcp_fx.blocks.making import make_block
 from smcp_fx.blocks.signature import MOVES
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.mixed_weights import fold
 from smcp_fx.channels.weight_views import is_layer, weight_and_bias
-from smcp_fx.tracing.modes import evaluated_graph
+from smcp_fx.tracing.modes import evaluated_graph, with_branches
 from smcp_fx.tracing.operations import operation_of
 from smcp_fx.tracing.recurrent import recurrent, recurrent_weight
 from smcp_fx.tracing.tracer import Traced
@@ -42,7 +42,8 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
     Every operation on tensors is in exactly one, but for those that follow from parameters alone (computed weights,
     expanded tokens): engines compute these when they load the network, so each block that reads one has it inside.
     """
-    traced = replace(traced, module=fx.GraphModule(traced.module, evaluated_graph(traced.module.graph)))
+    graph = _with_single_inputs(evaluated_graph(traced.module.graph), traced)
+    traced = replace(traced, module=fx.GraphModule(traced.module, graph))
     how, dynamic = how_written(traced), reached(traced, channels)
     gates = gated(traced, how)
     read_by_concatenations: set[fx.Node] = set()
@@ -60,6 +61,22 @@ def cut(traced: Traced, channels: ChannelGraph) -> list[FusedBlock]:
         before = loaded(traced, nodes, dynamic)
         blocks.append(make_block(traced, channels, nodes, converted, how, before, tried))
     return blocks
+
+
+def _with_single_inputs(graph: fx.Graph, traced: Traced) -> fx.Graph:
+    """The graph with an input for each tensor that it takes out of a list, tuple or dict of them."""
+    made, parts, copied = fx.Graph(), set[fx.Node](), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        single = isinstance(traced.values.get(node.name), TensorInfo)
+        taken = node.op.startswith("call") and node.all_input_nodes and parts.issuperset(node.all_input_nodes)
+        if node.op == "placeholder" or (taken and holds_tensors(traced, node)):
+            if not single:
+                parts.add(node)
+            elif taken:
+                copied[node] = made.placeholder(node.name)
+                continue
+        copied[node] = made.node_copy(node, copied.__getitem__)
+    return with_branches(made) if parts else graph
 
 
 def _fused(traced: Traced, channels: ChannelGraph, dynamic: set[fx.Node]) -> list[list[fx.Node]]:

@@ -60,7 +60,7 @@ class FusedBlock:
     alone: bool = True  # are ``channels`` of the block alone, or those of the network?
 
     def build(self, widths: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
-        """Return the block at these widths in eval mode, its weights random, and example inputs."""
+        """Return the block at these widths in eval mode, its weights random, and example inputs, all on the CPU."""
         keep = torch.ones(self.channels.free_units.numel(), dtype=torch.bool)
         with_channels = [port for port in self.inputs if port.axis is not None]
         if self.alone:
@@ -68,7 +68,7 @@ class FusedBlock:
                 thin(line, width, keep, self.name, [port.units for port in with_channels])
         else:
             thin_groups(self.lines, widths, keep, self.channels)
-        module = copy.deepcopy(self.module)
+        module = copy.deepcopy(self.module).cpu()  # the network may be on a GPU by now
         # A concatenation with fewer channels than inputs loses inputs.
         absent = {port.node for port in with_channels if not keep[port.units].any()}
         if absent:

@@ -78,12 +78,12 @@ class Moments:
 
     def add(self, x: Tensor) -> None:
         """Add a tensor [N, channels, ...]."""
-        others = [dim for dim in range(x.dim()) if dim != 1]
         if x.dtype in (torch.float16, torch.bfloat16):
             x = x.float()
-        variance, mean = torch.var_mean(x, others, correction=0)
-        count = x.numel() // x.shape[1]
-        mean, squares = mean.double(), variance.double() * count
+        rows, count = x.flatten(2) if x.dim() > 2 else x.unsqueeze(2), x.numel() // x.shape[1]
+        # Along rows, twice: ten times as fast as `var_mean` over several dimensions.
+        mean = rows.sum(-1).double().sum(0) / count
+        squares = torch.linalg.vector_norm(rows - mean.to(x).unsqueeze(1), dim=-1).double().square().sum(0)
         if not self.count:
             self.mean, self._squares = torch.zeros_like(mean), torch.zeros_like(mean)
         total = self.count + count

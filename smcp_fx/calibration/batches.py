@@ -2,22 +2,24 @@
 
 A batch is a tensor, a dict of keyword inputs, or a pair ``(inputs, labels)`` as data loaders give it. The inputs of a
 pair are a tensor, a dict, or a tuple of several positional inputs; its labels may be None. A list or tuple of one
-element holds the inputs alone.
+element holds the inputs alone. A model whose one argument is a list or dict gets the inputs as such.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError, SmcpError
 from smcp_fx.regions import Joined, joined_inputs
-from smcp_fx.tracing.example_runs import first_line
+from smcp_fx.tracing.example_inputs import parameters_of
+from smcp_fx.tracing.example_runs import first_line, run_eager
 
 #: Most bytes of batches, or of the values computed from them, that are held at a time. Chosen, not measured.
 MEMORY = 2 * 2**30
@@ -47,6 +49,26 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The batch with its tensors there."""
         return Batch(self.number, *pytree.tree_map(lambda v: _moved(v, device), self._parts()))
+
+    def for_model(self, model: nn.Module) -> Batch:
+        """The batch as forward takes it: where one argument holds all inputs, that is their list or dict."""
+        parameters = parameters_of(model)
+        kinds = {parameter.kind for parameter in parameters}
+        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if self.kwargs:
+            names = {p.name for p in parameters} & self.kwargs.keys()
+            fits = names or inspect.Parameter.VAR_KEYWORD in kinds or not places
+            return self if fits else replace(self, args=(self.kwargs,), kwargs={})
+        if len(self.args) < 2 or inspect.Parameter.VAR_POSITIONAL in kinds or not places:
+            return self
+        fits = len(self.args) <= len(places)
+        if (
+            fits
+            and places[1].default is not inspect.Parameter.empty
+            and not isinstance(model, fx.GraphModule)
+        ):
+            fits = _runs(model, self.args)  # the second may be an option, and the first a list
+        return self if fits else replace(self, args=([*self.args],))
 
     def _parts(self) -> tuple[Any, ...]:
         return self.args, self.kwargs, self.labels
@@ -105,6 +127,7 @@ def number_of(batches: Any) -> int:
 def run_batch(model: nn.Module, batch: Batch) -> Any:
     """Call the model; raises `InputError`, naming the batch, where it does not take it."""
     try:
+        batch = batch.for_model(model)
         return model(*batch.args, **batch.kwargs)
     except (SmcpError, torch.OutOfMemoryError):
         raise
@@ -114,6 +137,7 @@ def run_batch(model: nn.Module, batch: Batch) -> Any:
 
 def entering(model: nn.Module, joined: Joined | None, batch: Batch) -> Batch:
     """The batch as the model's graph takes it: for one traced in regions, what its Python gives these."""
+    batch = batch.for_model(model)
     if joined is None:
         return batch
     try:
@@ -158,6 +182,14 @@ def _batch(number: int, item: Any) -> Batch:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise InputError(f"the inputs of batch {number} are not all finite numbers (NaN or infinity)")
     return Batch(number, args, kwargs, labels)
+
+
+def _runs(model: nn.Module, args: tuple[Any, ...]) -> bool:
+    try:
+        run_eager(model, args)
+    except Exception:  # whatever a model says to inputs that it was not made for
+        return False
+    return True
 
 
 def _moved(value: Any, device: torch.device) -> Any:

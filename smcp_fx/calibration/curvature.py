@@ -43,7 +43,7 @@ class Curvature:
         found: dict[tuple[str, int], Tensor] = {}
 
         def see(run: Run) -> Tensor | None:
-            y = run.y if run.y.requires_grad else run.y + torch.zeros((), requires_grad=True).to(run.y)
+            y = run.y if run.y.requires_grad else run.y + torch.zeros_like(run.y, requires_grad=True)
 
             @torch.no_grad()
             def heed(gradient: Tensor) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from smcp_fx.calibration.batches import Batch, run_batch
-from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT
+from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT, some_of
 from smcp_fx.calibration.readers import Reader, Run, readers_of, watching
 from smcp_fx.calibration.regression import Gram
 from smcp_fx.prepared import PreparedModel
@@ -151,7 +151,7 @@ class Elimination:
             self._take(run, generator, used)
             if loss is None:
                 return None
-            y = run.y if run.y.requires_grad else run.y + torch.zeros((), requires_grad=True).to(run.y)
+            y = run.y if run.y.requires_grad else run.y + torch.zeros_like(run.y, requires_grad=True)
             y.register_hook(gradients.setdefault(run.reader, []).append)  # type: ignore[no-untyped-call]
             return y
 
@@ -168,15 +168,14 @@ class Elimination:
     @torch.no_grad()
     def _take(self, run: Run, generator: torch.Generator, used: Tensor | None) -> None:
         reader = run.reader
-        _, positions = reader.consumer.positions(run.y)
+        images, positions = reader.consumer.positions(run.y)
         wanted = max(LEAST_ROWS, ROWS_PER_INPUT * reader.places.numel())
-        chosen = torch.arange(positions)
-        if used is not None and positions % used.numel() == 0:
-            chosen = used.repeat_interleave(positions // used.numel()).nonzero().flatten()
-        if chosen.numel() > -(-wanted // self.batches):
-            taken = torch.randperm(chosen.numel(), generator=generator)
-            chosen = chosen[taken[: -(-wanted // self.batches)]]
-        for inputs, _ in reader.consumer.rows(run.x.detach(), run.y.detach(), chosen.to(run.y.device)):
+        mine = None  # images are apart where the first dimension is theirs
+        if used is not None and images % used.numel() == 0:
+            mine = used.repeat_interleave(images // used.numel()).nonzero().flatten().to(run.y.device)
+            images = mine.numel()
+        chosen = some_of(positions, -(-wanted // (self.batches * images)), generator).to(run.y.device)
+        for inputs, _ in reader.consumer.rows(run.x.detach(), run.y.detach(), chosen, mine):
             reader.gram.add(inputs)
 
     @torch.no_grad()

@@ -20,9 +20,11 @@ from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.repair import repair
 from smcp_fx.errors import InputError
 from smcp_fx.outcomes import in_mode
+from smcp_fx.output_kinds import Kinds
 from smcp_fx.prepare import sliced_graph, trained_graph
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning.importance import TaylorImportance
+from smcp_fx.pruning.ranks import require_whole
 from smcp_fx.pruning.state import PruningState
 from smcp_fx.pruning.worth import Floats
 
@@ -31,11 +33,16 @@ _logger = logging.getLogger(__name__)
 #: Shares of the time after which inputs are gathered, and channels in order; the rest is for rises. Estimates.
 _SHARES = (0.5, 0.7)
 #: One image in so many is held out of the fits, to tell what they raise the loss by. Chosen, not measured.
-_FOLD = 4
+FOLD = 4
 
 
 def gather_importance(
-    prepared: PreparedModel, batches: Any, loss: Loss | None = None, *, progress: Progress | None = None
+    prepared: PreparedModel,
+    batches: Any,
+    loss: Loss | None = None,
+    *,
+    outputs: Kinds | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Gather from batches what channels are worth, in eval mode, so that ``prepared.pruner.solve()`` can choose.
 
@@ -49,17 +56,25 @@ def gather_importance(
     Memory does not grow with the images, but for those held out (2 GiB at most): 8 bytes for each pair of a layer's
     inputs (ResNet-50: 0.9 GiB in all).
 
-    ``loss(outputs, labels)`` returns a scalar; cross entropy by default. Batches without labels get some that are
-    drawn from the model's own predictions, so that the gradients are those of the Fisher information: gradients of a
-    distance to the model itself would be zero. Frozen weights count like others. Weights, their gradients and
-    statistics are left as they were.
+    By default the loss is told by the outputs (`smcp_fx.calibration.objective`): for class scores and yes or no the
+    cross entropy of the labels, or without any of labels drawn by the model's own predictions, so that the gradients
+    are those of the Fisher information; for anything else the squared error relative to the outputs' variance, whose
+    Gauss-Newton matrix random signs estimate. A warning says what was taken for what where neither ``outputs`` nor
+    labels tell. Frozen weights count like others. Weights, their gradients and statistics are left as they were.
+
+    ``loss(outputs, labels)`` returns a scalar, and takes the place of all that.
+
+    ``outputs`` says what the model's output is: "classes" ("classes:2": along dimension 2), "binary" (yes or no, each
+    number a score or a probability) or "values"; of nested outputs a dict of those that count by name, such as
+    ``{"boxes": "values", "0.logits": "classes"}``.
 
     ``progress`` is called with the share that is done, 0 to 1, after each batch and each group.
 
     Raises `InputError` for batches and losses that do not fit, `TrainingError` where no channel is free.
     """
+    require_whole(prepared)
     TaylorImportance(prepared.channels, prepared.smcp, prepared.pruner.config.importance).require_layers()
-    state, batches, objective = prepared.smcp, again(batches), Objective(loss)
+    state, batches, objective = prepared.smcp, again(batches), Objective(prepared, loss, outputs)
     weighing, standing_in = Stretch(progress).split(0.999)
     elimination = Elimination(
         prepared, trained_graph(prepared), torch.ones_like(state.keep), number_of(batches)
@@ -67,7 +82,8 @@ def gather_importance(
     orders = _weigh(elimination, state, batches, objective, weighing)
     if orders and all(order.rises is not None and not order.rises.any() for order in orders.values()):
         raise InputError(
-            "no channel matters to the loss of these batches: are all inputs, or all outputs, zero?"
+            "no channel matters to the loss of these batches: are all inputs, or all outputs, zero? Or are the "
+            "labels the network's own outputs, so that the loss is at its minimum? Then leave them and loss= away"
         )
     rises = {name: order.rises for name, order in orders.items() if order.rises is not None}
     unknown = [name for name in state.free_masks() if name not in rises]
@@ -92,7 +108,12 @@ def gather_importance(
 
 
 def gather_halfway(
-    prepared: PreparedModel, batches: Any, loss: Loss | None = None, *, progress: Progress | None = None
+    prepared: PreparedModel,
+    batches: Any,
+    loss: Loss | None = None,
+    *,
+    outputs: Kinds | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Gather again from a network halfway to the target, after `gather_importance` and before the solve.
 
@@ -105,6 +126,7 @@ def gather_halfway(
         batches: as for `gather_importance`; those without labels get some that are drawn from the whole model's
             predictions.
         loss: as for `gather_importance`.
+        outputs: as for `gather_importance`.
         progress: as for `gather_importance`.
 
     Raises what `gather_importance`, `repair` and `Pruner.solve` raise.
@@ -119,7 +141,8 @@ def gather_halfway(
     repairing, weighing = Stretch(progress).split(0.4)
     repair(network[1], prepared, batches, progress=repairing)
     elimination = Elimination(prepared, network, there, number_of(batches))
-    orders = _weigh(elimination, state, batches, Objective(loss), weighing, trained_graph(prepared)[1])
+    objective = Objective(prepared, loss, outputs, quiet=True)
+    orders = _weigh(elimination, state, batches, objective, weighing, trained_graph(prepared)[1])
     for name, order in orders.items():
         mine = state.of_group(state.remembered, name)
         mine[order.units.to(mine.device)] = mine.sort().values[mine.numel() - order.units.numel() :]
@@ -140,7 +163,7 @@ def _weigh(
     Batches without labels get some that ``labelling`` predicts, or the network itself.
     """
     device, held = device_of(elimination.whole), list[tuple[Batch, Tensor]]()
-    gathering, ordering, rising = Stretch(progress).split(*_SHARES)  # type: ignore[arg-type]
+    gathering, ordering, rising = Stretch(progress).split(*_SHARES)
 
     def loss_of(batch: Batch) -> Callable[[Any], Tensor]:
         drawn = None
@@ -177,9 +200,9 @@ def _weigh(
 
 def _held_out(batch: Batch, batches: int) -> Tensor:
     """Return which of a batch's images are held out, [images]: of whole batches where there are enough."""
-    if batches >= _FOLD:
-        return torch.full((batch.images,), batch.number % _FOLD == 0)
-    return torch.arange(batch.images) % _FOLD == _FOLD - 1
+    if batches >= FOLD:
+        return torch.full((batch.images,), batch.number % FOLD == 0)
+    return torch.arange(batch.images) % FOLD == FOLD - 1
 
 
 def _steps(rises: Floats) -> Tensor:

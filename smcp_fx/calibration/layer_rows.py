@@ -61,10 +61,10 @@ class Consumer:
         return found.flip(tuple(range(2, found.dim()))).to(self.weight)
 
     def positions(self, y: Tensor) -> tuple[int, int]:
-        """Return an output's images (length of the first dimension) and total output positions."""
+        """Return an output's images (length of the first dimension) and the positions of each."""
         y = self._batched(y)
         channels = y.shape[1] if self.rank else y.shape[-1]
-        return y.shape[0], y.numel() // channels
+        return y.shape[0], y.numel() // channels // y.shape[0]
 
     def along_outputs(self, value: Tensor) -> Tensor:
         """Return [outputs] so that it broadcasts against the layer's output."""
@@ -76,28 +76,43 @@ class Consumer:
         last = y.movedim(1, -1) if self.rank else y
         return last.flatten(0, -2).double().square().sum(0).reshape(self.groups, -1)
 
-    def rows(self, x: Tensor, y: Tensor, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the chosen positions (flat indices) of the layer's input and output, a chunk at a time.
+    def rows(
+        self, x: Tensor, y: Tensor, chosen: Tensor, images: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs and outputs at the chosen positions of each image, or of some ``images``, a chunk at a time.
 
-        Chunks are [positions, groups, inputs] and [positions, groups, outputs].
+        Chunks are [images, positions, groups, inputs] and [images, positions, groups, outputs].
         """
         x, y = self._batched(x), self._batched(y)
-        if self.rank:
-            windows = self._windows(x, y.shape[2:])
-            y = y.movedim(1, -1)
-        else:
-            windows = x
-        lengths = y.shape[:-1]
+        if images is not None:
+            x, y = x.index_select(0, images), y.index_select(0, images)
         columns = self.matrix(self.weight).shape[:2].numel()
-        for part in torch.split(chosen, max(1, _CHUNK // columns)) if chosen.numel() else ():
-            first, *others = torch.unravel_index(part, lengths)
-            place: tuple[Any, ...] = (first, slice(None), *others) if self.rank else (first, *others)
-            inputs = windows[place]
-            outputs = y[(first, *others)]
+        at_once = max(1, _CHUNK // max(1, columns * chosen.numel()))
+        for some in range(0, x.shape[0] if chosen.numel() else 0, at_once):
+            part, outputs = x[some : some + at_once], y[some : some + at_once]
+            if self.rank:
+                inputs = self._read(part, outputs.shape[2:], chosen)
+                outputs = outputs.flatten(2).index_select(2, chosen).transpose(1, 2)
+            else:
+                inputs, outputs = (
+                    value.reshape(value.shape[0], -1, value.shape[-1]).index_select(1, chosen)
+                    for value in (part, outputs)
+                )
             yield (
-                inputs.reshape(part.numel(), self.groups, -1),
-                outputs.reshape(part.numel(), self.groups, -1),
+                inputs.reshape(*inputs.shape[:2], self.groups, -1),
+                outputs.reshape(*outputs.shape[:2], self.groups, -1),
             )
+
+    def _read(self, x: Tensor, lengths: torch.Size, chosen: Tensor) -> Tensor:
+        """Return what the outputs at chosen positions read, [images, positions, channels, kernel]."""
+        x, stride = self._padded(x, lengths)
+        flat = torch.zeros((chosen.numel(), 1), dtype=torch.int64, device=x.device)
+        for dim, place in enumerate(torch.unravel_index(chosen, lengths)):
+            taps = torch.arange(self.weight.shape[2 + dim], device=x.device) * self.dilation[dim]
+            reads = place.unsqueeze(1) * stride[dim] + taps
+            flat = (flat.unsqueeze(2) * x.shape[2 + dim] + reads.unsqueeze(1)).flatten(1)
+        found = x.flatten(2).index_select(2, flat.flatten())
+        return found.reshape(*found.shape[:2], *flat.shape).transpose(1, 2)
 
     def _batched(self, value: Tensor) -> Tensor:
         """Add a first dimension of images where it is missing."""
@@ -105,8 +120,8 @@ class Consumer:
             value.unsqueeze(0) if value.dim() == self.rank + 1 and (self.rank or value.dim() == 1) else value
         )
 
-    def _windows(self, x: Tensor, lengths: torch.Size) -> Tensor:
-        """Return a view [images, channels, output positions ..., kernel ...] of the padded input."""
+    def _padded(self, x: Tensor, lengths: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
+        """Return the padded input, and the stride with which the kernel goes over it."""
         kernel, pads, stride = self.weight.shape[2:], list(self.pads), self.stride
         if self.transposed:
             x = _stuffed(x, stride)
@@ -116,12 +131,14 @@ class Consumer:
                 left = reach - self.pads[2 * dim]
                 place = 2 * (self.rank - 1 - dim)
                 pads[place], pads[place + 1] = left, lengths[dim] + reach - left - x.shape[2 + dim]
-        if any(pads):
-            x = F.pad(x, pads, self.mode)
-        for dim, (k, s, d) in enumerate(zip(kernel, stride, self.dilation, strict=True)):
-            x = x.unfold(2 + dim, d * (k - 1) + 1, s)
-        taken: tuple[Any, ...] = (..., *(slice(None, None, d) for d in self.dilation))
-        return x[taken]
+        return (F.pad(x, pads, self.mode) if any(pads) else x), stride
+
+
+def some_of(positions: int, number: int, generator: torch.Generator) -> Tensor:
+    """Return so many of the positions, drawn; all of them where there are no more."""
+    if positions <= number:
+        return torch.arange(positions)
+    return torch.randperm(positions, generator=generator)[:number]
 
 
 def _stuffed(x: Tensor, stride: tuple[int, ...]) -> Tensor:

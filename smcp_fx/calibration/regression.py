@@ -12,7 +12,7 @@ deep neural networks", section 3.1, on each layer's own inputs in the pruned net
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
@@ -34,13 +34,13 @@ class Gram:
     x: Tensor = field(default_factory=lambda: torch.zeros(()))
     xx: Tensor = field(default_factory=lambda: torch.zeros(()))
 
-    def add(self, x: Tensor) -> None:
-        """Add rows [rows, groups, inputs]; products are computed in their own type."""
-        by_group = x.transpose(0, 1)
-        self.count += x.shape[0]
-        self.x = self.x + x.sum(0, dtype=torch.float64)
-        products = by_group.mT @ by_group
-        self.xx = self.xx.add_(products) if self.xx.dim() else products.double()
+    def add(self, x: Tensor) -> Tensor:
+        """Add rows [..., groups, inputs], products in their own type; return them as [groups, rows, inputs]."""
+        by_group = x.flatten(0, -3).transpose(0, 1)
+        self.count += by_group.shape[1]
+        self.x = self.x + by_group.sum(1, dtype=torch.float64)
+        self.xx = _plus(self.xx, by_group.mT @ by_group)
+        return by_group
 
     def covariance(self) -> Tensor:
         """Return the mean product of inputs without their means, [groups, inputs, inputs]."""
@@ -49,57 +49,56 @@ class Gram:
 
 
 @dataclass
-class Sums:
-    """Sums over rows, in float64: of x, y, and their products by group; ``yy`` of all squares of y."""
+class Sums(Gram):
+    """Sums for a regression of y on x, in float64: of y, and of what is left by the weights before, r = y - x W0.
 
-    count: int = 0
-    x: Tensor = field(default_factory=lambda: torch.zeros(()))
+    ``xr`` holds products by group, ``rr`` and ``yy`` all squares. Products of what is left keep their digits in
+    single precision, where those of y would not.
+    """
+
     y: Tensor = field(default_factory=lambda: torch.zeros(()))
-    xx: Tensor = field(default_factory=lambda: torch.zeros(()))
-    xy: Tensor = field(default_factory=lambda: torch.zeros(()))
+    r: Tensor = field(default_factory=lambda: torch.zeros(()))
+    xr: Tensor = field(default_factory=lambda: torch.zeros(()))
+    rr: float = 0.0
     yy: float = 0.0
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Add rows [rows, groups, inputs] and outputs [rows, groups, outputs]."""
-        if not x.shape[0]:
+    def add_pairs(self, x: Tensor, y: Tensor, before: Tensor) -> None:
+        """Add rows [..., groups, inputs] and outputs [..., groups, outputs]; ``before`` is W0."""
+        if not x.numel():
             return
-        x, y = x.double(), y.double()
-        self.count += x.shape[0]
-        by_group = x.transpose(0, 1)
-        found = (x.sum(0), y.sum(0), by_group.mT @ by_group, by_group.mT @ y.transpose(0, 1))
-        if self.count == x.shape[0]:
-            self.x, self.y, self.xx, self.xy = found
-        else:
-            for mine, more in zip((self.x, self.y, self.xx, self.xy), found, strict=True):
-                mine.add_(more)
-        self.yy += float((y * y).sum())
+        x = self.add(x)
+        y = y.flatten(0, -3).transpose(0, 1)
+        left = torch.baddbmm(y, x, before, alpha=-1)
+        self.y, self.r = (
+            mine + more.sum(1, dtype=torch.float64) for mine, more in ((self.y, y), (self.r, left))
+        )
+        self.xr = _plus(self.xr, x.mT @ left)
+        self.rr += float(left.square().sum(dtype=torch.float64))
+        self.yy += float(y.square().sum(dtype=torch.float64))
 
     def __add__(self, other: Sums) -> Sums:
         if not (self.count and other.count):
             return self if self.count else other
-        return Sums(
-            self.count + other.count, self.x + other.x, self.y + other.y, self.xx + other.xx, self.xy + other.xy,
-            self.yy + other.yy,
-        )  # fmt: skip
+        return Sums(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
     def centred(self) -> tuple[Tensor, Tensor]:
-        """Return products of x with x and with y, with means removed."""
+        """Return products of x with x and with r, with means removed."""
         mean = (self.x / self.count).unsqueeze(-1)
-        return self.xx - mean @ self.x.unsqueeze(-2), self.xy - mean @ self.y.unsqueeze(-2)
+        return self.xx - mean @ self.x.unsqueeze(-2), self.xr - mean @ self.r.unsqueeze(-2)
 
-    def intercept(self, weight: Tensor) -> Tensor:
-        """Return the best b for a weight, [groups, outputs]."""
-        return (self.y - _times(self.x, weight)) / self.count
+    def intercept(self, change: Tensor) -> Tensor:
+        """Return the best b for a change of the weight, [groups, outputs]."""
+        return (self.r - _times(self.x, change)) / self.count
 
-    def error(self, weight: Tensor, intercept: Tensor | None) -> float:
-        """Return the sum of squared errors of x W + b; b is the best one if None."""
-        change = (weight * (self.xx @ weight)).sum() - 2 * (weight * self.xy).sum()
-        away = self.y - _times(self.x, weight)
+    def error(self, change: Tensor, intercept: Tensor | None) -> float:
+        """Return the sum of squared errors of x (W0 + change) + b; b is the best one if None."""
+        moved = (change * (self.xx @ change)).sum() - 2 * (change * self.xr).sum()
+        away = self.r - _times(self.x, change)
         if intercept is None:
-            found = change - (away * away).sum() / self.count
+            found = moved - (away * away).sum() / self.count
         else:
-            found = change - 2 * (intercept * away).sum() + self.count * (intercept * intercept).sum()
-        return max(float(found) + self.yy, 0.0)
+            found = moved - 2 * (intercept * away).sum() + self.count * (intercept * intercept).sum()
+        return max(float(found) + self.rr, 0.0)
 
     @property
     def spread(self) -> float:
@@ -109,7 +108,7 @@ class Sums:
     @property
     def finite(self) -> bool:
         """Whether all sums are finite."""
-        return all(bool(torch.isfinite(t).all()) for t in (self.xx, self.xy, torch.tensor(self.yy)))
+        return all(bool(torch.isfinite(t).all()) for t in (self.xx, self.xr, torch.tensor(self.yy)))
 
 
 @dataclass
@@ -142,66 +141,71 @@ def solve(
     the solution is the old weight and biases, with ridge infinity.
     """
     spread = sum(use.held_out.spread for use in uses) or sum(use.held_out.yy for use in uses) or 1.0
-    before = _error(uses, weight, [use.bias for use in uses])
+    none = torch.zeros_like(weight)
+    before = _error(uses, none, [use.bias for use in uses])
     same = Solution(weight, tuple(use.bias for use in uses), float("inf"), before / spread, before / spread)
     if before <= rounding * sum(use.held_out.yy for use in uses):
         return same
     found = []
-    normal = _normal(uses, [use.fit for use in uses], weight)
+    normal = _normal(uses, [use.fit for use in uses])
     for ridge in RIDGES:
-        candidate = _ridge(normal, weight, ridge)
+        candidate = _ridge(normal, ridge)
         if candidate is not None:
             biases = [_bias(use, use.fit, candidate) for use in uses]
             found.append((_error(uses, candidate, biases), ridge, candidate))
-    found.append((_error(uses, weight, [_bias(use, use.fit, weight) for use in uses]), float("inf"), weight))
+    found.append((_error(uses, none, [_bias(use, use.fit, none) for use in uses]), float("inf"), none))
     error, ridge, best = min(found, key=lambda item: item[0])
     if not error < before:
         return same
     every = [use.fit + use.held_out for use in uses]
-    refitted = best if ridge == float("inf") else _ridge(_normal(uses, every, weight), weight, ridge)
+    refitted = best if ridge == float("inf") else _ridge(_normal(uses, every), ridge)
     for chosen, rows in ((refitted, every), (best, [use.fit for use in uses])):
         if chosen is None:
             continue
-        chosen = stored(chosen)
-        biases = [_bias(use, sums, chosen) for use, sums in zip(uses, rows, strict=True)]
-        after = _error(uses, chosen, biases)
-        if after < before and bool(torch.isfinite(chosen).all()):
-            return Solution(chosen, tuple(biases), ridge, before / spread, min(error, before) / spread)
+        rounded = stored(weight + chosen)
+        biases = [_bias(use, sums, rounded - weight) for use, sums in zip(uses, rows, strict=True)]
+        after = _error(uses, rounded - weight, biases)
+        if after < before and bool(torch.isfinite(rounded).all()):
+            return Solution(rounded, tuple(biases), ridge, before / spread, min(error, before) / spread)
     return same
 
 
-def _normal(uses: Sequence[Use], rows: Sequence[Sums], weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return X'X and X'Y - X'X W0, over all uses."""
+def _normal(uses: Sequence[Use], rows: Sequence[Sums]) -> tuple[Tensor, Tensor]:
+    """Return X'X and X'R, over all uses."""
     pairs = [
-        (sums.xx, sums.xy) if use.intercept == "none" else sums.centred()
+        (sums.xx, sums.xr) if use.intercept == "none" else sums.centred()
         for use, sums in zip(uses, rows, strict=True)
         if sums.count
     ]
     products = torch.stack([pair[0] for pair in pairs]).sum(0)
-    return products, torch.stack([pair[1] for pair in pairs]).sum(0) - products @ weight
+    return products, torch.stack([pair[1] for pair in pairs]).sum(0)
 
 
-def _ridge(normal: tuple[Tensor, Tensor], weight: Tensor, ridge: float) -> Tensor | None:
-    """Return the weights for a ridge; None if double precision cannot solve the equations."""
+def _ridge(normal: tuple[Tensor, Tensor], ridge: float) -> Tensor | None:
+    """Return the change of the weights for a ridge; None if double precision cannot solve the equations."""
     products, away = normal
     diagonal = products.diagonal(dim1=-2, dim2=-1)
     strength = ridge * diagonal.mean(-1, keepdim=True).clamp(min=torch.finfo(products.dtype).tiny ** 0.5)
     factor, failed = torch.linalg.cholesky_ex(products + torch.diag_embed(strength.expand_as(diagonal)))
     if bool(failed.any()):
         return None
-    return weight + torch.cholesky_solve(away, factor)
+    return torch.cholesky_solve(away, factor)
 
 
-def _bias(use: Use, rows: Sums, weight: Tensor) -> Tensor | None:
-    return rows.intercept(weight) if use.intercept == "bias" and rows.count else use.bias
+def _plus(sums: Tensor, products: Tensor) -> Tensor:
+    return sums.add_(products) if sums.dim() else products.double()
 
 
-def _error(uses: Sequence[Use], weight: Tensor, biases: Sequence[Tensor | None]) -> float:
+def _bias(use: Use, rows: Sums, change: Tensor) -> Tensor | None:
+    return rows.intercept(change) if use.intercept == "bias" and rows.count else use.bias
+
+
+def _error(uses: Sequence[Use], change: Tensor, biases: Sequence[Tensor | None]) -> float:
     total = 0.0
     for use, bias in zip(uses, biases, strict=True):
         if use.held_out.count:
-            zero = torch.zeros_like(use.held_out.y) if bias is None else bias
-            total += use.held_out.error(weight, None if use.intercept == "norm" else zero)
+            zero = torch.zeros_like(use.held_out.r) if bias is None else bias
+            total += use.held_out.error(change, None if use.intercept == "norm" else zero)
     return total
 
 

@@ -17,7 +17,7 @@ from smcp_fx.outcomes import in_mode
 from smcp_fx.passes.sliced_labels import Sliced
 from smcp_fx.prepare import sliced_graph, trained_graph
 from smcp_fx.prepared import PreparedModel
-from smcp_fx.regions import sharing
+from smcp_fx.tracing.copying import sharing
 from smcp_fx.tracing.wrapping import unwrapped
 
 

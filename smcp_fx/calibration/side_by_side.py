@@ -16,7 +16,7 @@ from smcp_fx.calibration.batch_norms import Moments
 from smcp_fx.calibration.batches import MEMORY, Batch
 from smcp_fx.calibration.consumers import by_weight
 from smcp_fx.calibration.frontier import Frontier, Values
-from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT, Consumer
+from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT, Consumer, some_of
 from smcp_fx.calibration.norms import Normalisation, norms_of
 from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.regression import WIDEST, Use, solve
@@ -185,23 +185,23 @@ class SideBySide:
         keys = [id(c.node) if c.bias is None else id(c.bias) for c in consumers]
         for consumer, key in zip(consumers, keys, strict=True):
             uses.setdefault(key, self._use(consumer))
-        wanted = max(LEAST_ROWS, ROWS_PER_INPUT * int(consumers[0].matrix(consumers[0].weight).shape[1]))
+        matrix = consumers[0].matrix(consumers[0].weight)
+        wanted = max(LEAST_ROWS, ROWS_PER_INPUT * int(matrix.shape[1]))
         quota = -(-wanted // (len(self.smaller.batches) * len(consumers)))
         generator = torch.Generator().manual_seed(0)
-        before = [0] * len(consumers)
+        seen = [0] * len(consumers)
         for batch in range(len(self.smaller.batches)):
             inputs, outputs = self._pairs(batch, consumers, whole)
             for index, (consumer, key) in enumerate(zip(consumers, keys, strict=True)):
                 x, y = inputs[index], outputs[index]
                 images, positions = consumer.positions(y)
-                chosen = torch.arange(positions)
-                if positions > quota:
-                    chosen = torch.randperm(positions, generator=generator)[:quota]
-                last = (before[index] + chosen // (positions // images)) % self.fold == self.fold - 1
-                before[index] += images
-                for sums, part in ((uses[key].fit, chosen[~last]), (uses[key].held_out, chosen[last])):
-                    for rows in consumer.rows(x, y, part.to(y.device)):
-                        sums.add(*rows)
+                chosen = some_of(positions, -(-quota // images), generator).to(y.device)
+                last = (seen[index] + torch.arange(images)) % self.fold == self.fold - 1
+                seen[index] += images
+                before = matrix.to(y)
+                for sums, part in ((uses[key].fit, ~last), (uses[key].held_out, last)):
+                    for rows in consumer.rows(x, y, chosen, part.nonzero().flatten().to(y.device)):
+                        sums.add_pairs(*rows, before)
         return uses
 
     def _pairs(

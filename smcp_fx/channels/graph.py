@@ -30,6 +30,7 @@ from smcp_fx.channels.propagation import Propagation, Rule
 from smcp_fx.channels.steadiness import keep_unsteady
 from smcp_fx.channels.trail import Layer, Norm, Trail
 from smcp_fx.channels.units import EMPTY, Units, close
+from smcp_fx.config import names
 from smcp_fx.cost_model import Width
 from smcp_fx.errors import InputError
 from smcp_fx.texts import table
@@ -100,8 +101,12 @@ class ChannelGraph:
         self.branches = branches
         for index in bits(branches.removable):
             group = self.groups[index]
-            self.groups[index] = replace(group, permitted=(0, *group.permitted))
-        self._by_name = {group.name: group for group in self.groups}
+            limited = (0, *group.limited) if group.limited else ()
+            self.replace_group(index, replace(group, permitted=(0, *group.permitted), limited=limited))
+
+    def replace_group(self, index: int, group: Group) -> None:
+        """Put a group of the same units in the place of the one at ``index``."""
+        self.groups[index] = self._by_name[group.name] = group
 
     def __getitem__(self, name: str) -> Group:
         """Return the group of this name; `InputError` if there is none."""
@@ -136,7 +141,7 @@ class ChannelGraph:
             (
                 g.name,
                 str(g.size),
-                *map(_shortened, (g.producers, g.consumers, g.pinned[:1] or ("it may go",))),
+                *map(_shortened, (g.producers, g.consumers, g.pinned[:1] or ("it may go", *g.limits))),
             )
             for g in self.groups
         ]
@@ -372,7 +377,7 @@ def _exclude(run: Propagation, paths: tuple[str, ...], first_layer: bool) -> Non
     if first_layer and run.trail.layers:
         paths = (*paths, run.trail.layers[0].path)
     for path in paths:
-        layers = [la for la in run.trail.layers if la.path == path or la.path.startswith(path + ".")]
+        layers = [layer for layer in run.trail.layers if names(path, layer.path)]
         if not layers:
             raise InputError(
                 f"exclude: {path!r} is not a convolution or linear of this network, and holds none; it has "

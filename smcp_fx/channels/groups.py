@@ -22,7 +22,8 @@ class Group:
 
     ``consumers`` and ``producers`` are module paths (the weight's name for functional calls); ``pinned`` holds the
     reasons why its units must stay, and is empty if they are free; ``channels`` maps each consumer or producer, as
-    ``(path, "in" | "out")``, to the number of channels that one unit has there.
+    ``(path, "in" | "out")``, to the number of channels that one unit has there. ``limits``: what the user asks of its
+    layers' widths; ``limited``: the permitted counts at which these hold.
     """
 
     name: str
@@ -33,11 +34,18 @@ class Group:
     pinned: tuple[str, ...]
     channels: Mapping[tuple[str, str], int] = field(repr=False)
     units: Tensor = field(repr=False, compare=False)  # [size], ascending
+    limits: tuple[str, ...] = ()
+    limited: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def free(self) -> bool:
         """Whether its units may go."""
         return not self.pinned
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The counts among which a solve chooses."""
+        return self.limited or self.permitted
 
 
 def form_groups(trail: Trail, units: Units, multiple: int) -> tuple[list[Group], Units]:

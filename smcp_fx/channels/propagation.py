@@ -46,7 +46,7 @@ _LABELLING = tuple("bymode indexadd indexcopy indexfill indexreduce recurrent sc
 _QUESTIONS = frozenset(
     """
 getattr size dim ndimension numel nelement len isfloatingpoint iscomplex iscontiguous getdevice elementsize
-type assert bymode
+type assert bymode leftout
 """.split()
 )
 

@@ -37,7 +37,7 @@ def build_parser() -> CommandParser:
         "may be kept, and what must stay and why.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("model", help="torchvision:NAME, timm:NAME, or path/to/file.py:factory")
+    parser.add_argument("model", help="torchvision:NAME, timm:NAME, onnx:FILE, or path/to/file.py:factory")
     parser.add_argument(
         "--input-size", metavar="SIZE", help="trace with this input: a side (224), or sizes (3x224x224)"
     )
@@ -45,6 +45,9 @@ def build_parser() -> CommandParser:
         "--multiple", type=int, default=8, help="keep multiples of this many channels (default: 8)"
     )
     parser.add_argument("--exclude", nargs="*", default=[], metavar="NAME", help="modules whose outputs stay")
+    parser.add_argument(
+        "--widths", nargs="*", default=[], metavar="LIMIT", help="limits, as 'layer4.* >= 50%%'"
+    )
     ask = parser.add_argument_group("ask about")
     ask.add_argument("--group", metavar="NAME", help="one group: its members, its counts, what pins it")
     ask.add_argument("--module", metavar="PATH", help="the layers of one module and their groups")
@@ -89,6 +92,7 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> None:
         input_size=arguments.input_size,
         multiple=arguments.multiple,
         exclude=tuple(arguments.exclude),
+        widths=tuple(arguments.widths),
     )
     told = describe(found)
     texts: dict[Path, str] = {}

@@ -73,7 +73,7 @@ def add_network_options(parser: argparse.ArgumentParser, model: bool = False) ->
     """Add the options that say which network at which size, and measured in what."""
     if model:
         parser.add_argument(
-            "--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, or file.py:factory"
+            "--model", metavar="MODEL", help="torchvision:NAME, timm:NAME, onnx:FILE, or file.py:factory"
         )
         parser.add_argument("--device", metavar="NAME", help="whose rows (default: those of this machine)")
     parser.add_argument("--batch", type=int, default=1, help="batch size (default: 1)")

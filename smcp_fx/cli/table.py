@@ -59,7 +59,7 @@ def build_parser() -> CommandParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     measure = commands.add_parser("measure", help="measure what a model needs and the table lacks")
-    measure.add_argument("model", help="torchvision:NAME, timm:NAME, or path/to/file.py:factory")
+    measure.add_argument("model", help="torchvision:NAME, timm:NAME, onnx:FILE, or path/to/file.py:factory")
     measure.add_argument("--table", type=Path, default=Path("table.sqlite"), metavar="FILE",
                          help="file to fill (default: table.sqlite)")  # fmt: skip
     add_network_options(measure)

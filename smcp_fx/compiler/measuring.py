@@ -20,8 +20,10 @@ from smcp_fx.errors import CheckpointError, TableError
 from smcp_fx.prepare import PreparedModel, sliced
 from smcp_fx.pruning.solve import Solve
 from smcp_fx.storage.files import brief, read_json, write_texts
+from smcp_fx.zoo.answers import agreement, outputs_of
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
+from smcp_fx.zoo.samples import as_tuple
 
 #: A table is refused if it differs from the dense network's engine by more than this factor, and how often the engine
 #: is measured before that.
@@ -228,12 +230,17 @@ def _comparison(record: dict[str, Any]) -> Comparison:
 
 def accuracy_of(engine: Engine, data: ImageData, fitted: FittedModel, batch: int) -> float:
     """Return the share of test images that an emitted network gets right."""
-    right = total = 0
+    right, total = 0.0, 0
     for images, labels in data.tests(batch, fitted.channels, fitted.size):
-        filled = images
-        if len(images) < batch:  # engines of a fixed batch take only full ones
-            filled = torch.cat([images, images[:1].expand(batch - len(images), *images.shape[1:])])
-        logits = engine.run([filled.numpy()])[0][: len(images)]
-        right += int((np.argmax(logits, axis=1) == labels.numpy()).sum())
-        total += len(labels)
+        inputs, count = as_tuple(images), len(as_tuple(images)[0])
+        filled = [
+            torch.cat([value, value[:1].expand(batch - count, *value.shape[1:])]) if count < batch else value
+            for value in inputs  # engines of a fixed batch take only full ones
+        ]
+        found = [output[:count] for output in engine.run([value.numpy() for value in filled])]
+        if isinstance(labels, Tensor):
+            right += int((np.argmax(found[0], axis=1) == labels.numpy()).sum())
+        else:
+            right += agreement(outputs_of([torch.from_numpy(output) for output in found]), tuple(labels))
+        total += count
     return right / total

@@ -25,6 +25,7 @@ from smcp_fx.compiler.calibrating import (
 from smcp_fx.compiler.folder import RunFolder, placed
 from smcp_fx.compiler.judging import dense_accuracy, note_guesses
 from smcp_fx.compiler.measuring import Corrector, accuracy_of, compared
+from smcp_fx.compiler.onnx_files import held_out_divergence, network_and_samples, take_over_names
 from smcp_fx.compiler.phases import Phases
 from smcp_fx.compiler.precision import Precision
 from smcp_fx.compiler.pricing import asked_fraction, chosen_cost, dense_latency
@@ -44,9 +45,11 @@ from smcp_fx.report import Report, summary_table, target_table, write_report
 from smcp_fx.report.schema import TargetRow
 from smcp_fx.texts import amount
 from smcp_fx.training import Epoch
+from smcp_fx.zoo import answers
 from smcp_fx.zoo.data import ImageData, load_data
-from smcp_fx.zoo.models import FittedModel, example_images, load_model
+from smcp_fx.zoo.models import FittedModel, load_model
 from smcp_fx.zoo.pretrained import preprocessing_of, pretrained_weights
+from smcp_fx.zoo.samples import as_tuple
 from smcp_fx.zoo.weights import read_weights
 
 #: What only masks that are learnt while training heed.
@@ -92,7 +95,9 @@ class _Compilation:
         torch.manual_seed(settings.seed)
         self.device = usable_device(settings.device)
         images = preprocessing_of(settings.model)
-        images = replace(images, size=settings.input_size or images.size)
+        images = settings.prepared(replace(images, size=settings.input_size or images.size))
+        if settings.model.startswith("onnx:"):
+            return self._begin(*network_and_samples(settings, images, self.base, self.tell), backend)
         data = load_data(
             settings.data,
             self.base,
@@ -107,10 +112,16 @@ class _Compilation:
             given = settings.weights
             weights = read_weights(self.base / given) if given else pretrained_weights(settings.model)
         fitted = load_model(settings.model, data, weights, self.base, size=settings.input_size)
+        return self._begin(fitted, data, backend)
+
+    def _begin(self, fitted: FittedModel, data: ImageData, backend: Backend) -> Report:
+        """Look whether the run can be done, and do it."""
+        settings = self.settings
         for note in fitted.notes:
             self.tell.note(note)
-        inputs = (example_images(settings.batch, fitted.channels, fitted.size, fitted.size),)
+        inputs = fitted.examples(settings.batch)
         self._check_early(fitted, backend, inputs)
+        self.fitted = fitted
         with self.folder.held():
             # A damaged or foreign table is refused before anything is trained.
             cost = chosen_cost(settings, self.base, backend, self.tell)
@@ -203,7 +214,8 @@ class _Compilation:
             predicted = {block.name: block.pruned_ms or 0.0 for block in report.blocks}
             beside = blocks_beside_layers(network_latency.blocks, predicted, layers)
             report = replace(report, engine_layers=beside)
-        write_report(report, folder)
+        take_over_names(self.fitted, folder, self.tell)
+        write_report(replace(report, notes=tuple(self.tell.notes)), folder)
         for table in (summary_table(report), target_table(report)):
             if table is not None:
                 self.tell.console.print(table, markup=False)
@@ -214,7 +226,7 @@ class _Compilation:
 
     def _check_early(self, fitted: FittedModel, backend: Backend, inputs: tuple[torch.Tensor, ...]) -> None:
         """Find out first whether the model can be prepared and written, and an exact target reached."""
-        image = torch.randn(2, fitted.channels, fitted.size, fitted.size)
+        image = fitted.examples(2 if fitted.inputs is None else self.settings.batch)
         exact = self.settings.cost != "latency"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run's own `prepare` says it again
@@ -321,10 +333,11 @@ class _Compilation:
         fitted, data, dense = phases.fitted, phases.data, phases.dense_accuracy
         settings, pruner = self.settings, prepared.pruner
         batches = calibration_batches(data, fitted, settings.calibration, settings.seed, self.device)
-        images = sum(len(x) for x, _ in batches)
+        images = sum(len(as_tuple(x)[0]) for x, _ in batches)
+        loss, kinds = (answers.loss, None) if fitted.inputs else (None, "classes")
         name = f"gathering importances from {images} images"
         with self.tell.stage(name), self.tell.bar(name) as tick:
-            gather_importance(prepared, batches, progress=tick)
+            gather_importance(prepared, batches, loss, outputs=kinds, progress=tick)
         points = []
         targets = sorted(settings.targets, reverse=True) or [corrector.fraction]
         for target in targets:
@@ -334,7 +347,7 @@ class _Compilation:
             pruner.target = target * pruner.full_cost
             name = "gathering importances again, halfway to the target"
             with self.tell.stage(name), self.tell.bar(name) as tick:
-                gather_halfway(prepared, batches, progress=tick)
+                gather_halfway(prepared, batches, loss, outputs=kinds, progress=tick)
             with self.tell.stage("solving"), self.tell.bar("solving"):
                 pruner.solve()
                 if corrects:
@@ -347,6 +360,11 @@ class _Compilation:
                 f"{'accuracy' if data.labelled else 'agreement'} {dense:.2%} -> "
                 f"{found.sliced:.2%} sliced -> {found.repaired:.2%} repaired; {str(found.report).splitlines()[0]}"
             )
+            if fitted.inputs is not None:
+                apart = held_out_divergence(found.network, data)
+                self.tell.note(
+                    f"at {target:.0%}, held-out samples diverge by {apart:.3g} (nats, or relative squared error)"
+                )
             if target != targets[-1]:
                 points.append(self._emitted(prepared, found, corrector, target))
         facts = calibration_facts(found, prepared, images, data.labelled, dense)

@@ -187,7 +187,7 @@ def _layers(prepared: PreparedModel) -> tuple[LayerRow, ...]:
 def _groups(prepared: PreparedModel) -> tuple[GroupRow, ...]:
     counts = prepared.pruner.counts
     return tuple(
-        GroupRow(g.name, g.size, counts.get(g.name, g.size), g.consumers, g.producers, g.pinned)
+        GroupRow(g.name, g.size, counts.get(g.name, g.size), g.consumers, g.producers, g.pinned, g.limits)
         for g in prepared.channels.groups
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from smcp_fx.costs.binding import absolute_target
 from smcp_fx.errors import InputError
 from smcp_fx.schedule import Schedule
 from smcp_fx.zoo.image_folder import AUGMENTATIONS
+from smcp_fx.zoo.pretrained import Preprocessing
 
 _MOST_EPOCHS, _MOST_WORKERS = 1e6, 256
 _SCHEDULE = ("warmup", "ramp", "cooldown", "every")
@@ -32,7 +33,8 @@ class CompileSettings:
 
     model: str = option(
         "torchvision:resnet18",
-        "torchvision:NAME, timm:NAME, or path/to/file.py:factory (called without arguments)",
+        "torchvision:NAME, timm:NAME, onnx:FILE (with --epochs 0), or path/to/file.py:factory (called without "
+        "arguments)",
     )
     weights: str | None = option(
         None,
@@ -45,11 +47,20 @@ class CompileSettings:
     data: str = option(
         "digits",
         "digits (scikit-learn's), imagefolder:PATH (with train/ and val/ or test/ below it), images:PATH (without "
-        "labels, for --epochs 0), or path/to/file.py:factory returning (train, test) datasets",
+        "labels, for --epochs 0), npz:PATH (arrays by the names of an ONNX file's inputs), or "
+        "path/to/file.py:factory returning (train, test) datasets",
     )
     input_size: int | None = option(
         None, "side of the images in pixels (default: what the model's published weights, or the data, have)"
     )
+    input_shape: str | None = option(
+        None, "of an ONNX file: sizes of its inputs without the batch, such as 3x48x320; several with commas"
+    )
+    mean: str | None = option(
+        None, "what is subtracted from each channel, of values in [0, 1]: 0.5 or 0.485,0.456,0.406"
+    )
+    std: str | None = option(None, "... and divided by")
+    channel_order: str = option("rgb", "order of the channels of image files", ("rgb", "bgr"))
     augment: str = option("usual", "how images of an imagefolder are varied in training", AUGMENTATIONS)
     workers: int | None = option(
         None, "processes that load images (default: one a core, up to 8, for an imagefolder; else 0)"
@@ -183,6 +194,15 @@ class CompileSettings:
             self.wanted, 1.0, {"latency": "ms", "flops": "FLOPs", "params": "parameters"}[self.cost]
         )
 
+    def prepared(self, images: Preprocessing) -> Preprocessing:
+        """Return how images become inputs, with what the flags say of it."""
+        changed: dict[str, Any] = {
+            name: _numbers(name, text)
+            for name in ("mean", "std")
+            if (text := getattr(self, name)) is not None
+        }
+        return replace(images, order=self.channel_order, **changed)
+
     @property
     def wanted(self) -> float | str:
         """The target as `smcp_fx.prepare` takes it."""
@@ -234,6 +254,16 @@ class CompileSettings:
             default.cooldown if self.cooldown is None else self.cooldown,
             default.every,
         )
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if len(found) not in (1, 3) or (name == "std" and min(found) <= 0):
+        raise InputError(f"--{name} {text!r}: give one number or three, as 0.485,0.456,0.406")
+    return found * (3 // len(found))
 
 
 #: Settings that may change between a run and its resumption without changing its result.

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from smcp_fx.calibration.batches import device_of
 from smcp_fx.compiler.settings import CompileSettings
 from smcp_fx.errors import InputError
 from smcp_fx.training import Teacher, TrainingLoop
+from smcp_fx.zoo.answers import agreement, outputs_of
 from smcp_fx.zoo.data import ImageData
 from smcp_fx.zoo.models import FittedModel
+from smcp_fx.zoo.samples import as_tuple
 
 #: Share of the steps in which the learning rate rises, and label smoothing.
 _RISE, _SMOOTHING = 0.15, 0.05
@@ -84,10 +86,14 @@ def accuracy(network: nn.Module, fitted: FittedModel, data: ImageData) -> float:
     """Return the share of test images that a network gets right in eval mode. Its mode is kept."""
     training, device = network.training, device_of(network)
     network.eval()
-    right = total = 0
+    right, total = 0.0, 0
     for images, labels in data.tests(256, fitted.channels, fitted.size):
-        right += int((network(images.to(device)).argmax(1).cpu() == labels).sum())
-        total += labels.numel()
+        outputs = network(*(value.to(device) for value in as_tuple(images)))
+        if isinstance(labels, Tensor):
+            right += int((outputs.argmax(1).cpu() == labels).sum())
+        else:
+            right += agreement(tuple(output.cpu() for output in outputs_of(outputs)), tuple(labels))
+        total += len(as_tuple(images)[0])
     network.train(training)
     return right / total
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from smcp_fx.channels import ChannelGraph, build
 from smcp_fx.channels.groups import Group
+from smcp_fx.channels.limits import limit_widths
 from smcp_fx.channels.trail import Layer
 from smcp_fx.prepare import trace_parts
 from smcp_fx.tracing.example_inputs import default_inputs, first_convolution, shape_of_text
@@ -37,7 +38,12 @@ class Inspection:
 
 
 def inspect_model(
-    spec: str, *, input_size: str | None = None, multiple: int = 8, exclude: tuple[str, ...] = ()
+    spec: str,
+    *,
+    input_size: str | None = None,
+    multiple: int = 8,
+    exclude: tuple[str, ...] = (),
+    widths: tuple[str, ...] = (),
 ) -> Inspection:
     """Build a model, trace it and derive its channel graph.
 
@@ -50,6 +56,7 @@ def inspect_model(
     traced, joined = trace_parts(model, inputs)
     other = at_another_size(traced)
     channels = build(traced.module, traced.values, multiple=multiple, exclude=exclude, other=other)
+    limit_widths(channels, widths)
     shapes = tuple(tuple(value.shape) for value in inputs if isinstance(value, Tensor))
     if joined is None:
         return Inspection(spec, shapes, channels)
@@ -123,7 +130,8 @@ def group_record(group: Group) -> dict[str, Any]:
     return {
         "name": group.name,
         "size": group.size,
-        "permitted": list(group.permitted),
+        "permitted": list(group.choices),
+        "limits": list(group.limits),
         "pinned": list(group.pinned),
         "producers": list(group.producers),
         "consumers": list(group.consumers),

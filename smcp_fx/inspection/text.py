@@ -112,7 +112,7 @@ def _group_line(group: Group) -> Text:
     line = Text(name, style="cyan" if group.free else "dim")
     line.append(f"  {group.size} unit{'s' * (group.size > 1)}", style="default")
     if group.free:
-        line.append(f", may keep {counts(group.permitted)}", style="default")
+        line.append(f", may keep {counts(group.choices)}{_limits(group)}", style="default")
     else:
         line.append(f", must stay: {'; '.join(group.pinned)}", style="yellow")
     others = [path for path in group.producers if path != home]
@@ -122,6 +122,10 @@ def _group_line(group: Group) -> Text:
     if readers:
         line.append(f"; read by {names(readers)}", style="dim")
     return line
+
+
+def _limits(group: Group) -> str:
+    return f" ({', '.join(group.limits)})" if group.limits else ""
 
 
 def _sum(groups: Sequence[Group]) -> str:
@@ -147,7 +151,9 @@ def group_text(channels: ChannelGraph, name: str) -> Text:
     text = Text(group.name, style="bold")
     text.append(f"\n{group.size} units", style="not bold")
     if group.free:
-        text.append(f", free; may keep {', '.join(map(str, group.permitted))}", style="not bold")
+        text.append(
+            f", free; may keep {', '.join(map(str, group.choices))}{_limits(group)}", style="not bold"
+        )
     else:
         text.append("; must stay:", style="not bold")
         units = set(group.units.tolist())

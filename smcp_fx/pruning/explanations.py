@@ -13,11 +13,13 @@ def out_of_reach(
     """Return the error with costs in words and the groups that must stay whole."""
     pinned = [f"{group.name} ({group.pinned[0]})" for group in channels.groups if not group.free]
     shown = ", ".join(pinned[:5]) + (f" and {len(pinned) - 5} more" if len(pinned) > 5 else "")
+    limits = dict.fromkeys(text for group in channels.groups for text in group.limits)
+    held = f" Limits on widths: {', '.join(map(repr, limits))}." if limits else ""
     return InfeasibleBudgetError(
         f"the target of {amount(error.budget, unit)} cannot be reached: the smallest reachable cost is "
         f"{amount(error.smallest, unit)} ({error.smallest:.6g} {unit}), {error.smallest / full_cost:.1%} of the "
-        f"unpruned {amount(full_cost, unit)}. These groups must stay whole: {shown or 'none'}. Raise the target, or "
-        f"let fewer channels be kept (multiple={multiple}).",
+        f"unpruned {amount(full_cost, unit)}. These groups must stay whole: {shown or 'none'}.{held} Raise the "
+        f"target, or let fewer channels be kept (multiple={multiple}).",
         smallest=error.smallest,
         budget=error.budget,
     )

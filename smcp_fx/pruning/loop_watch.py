@@ -34,12 +34,12 @@ class TrainingWarning(UserWarning):
     """The training loop makes pruning work badly; the message says what to change."""
 
 
-def tell(message: str) -> None:
+def tell(message: str, category: type[Warning] = TrainingWarning) -> None:
     """Warn, at the line of the user's code that led here."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, TrainingWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 class LoopWatch:

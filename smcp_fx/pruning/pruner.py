@@ -124,11 +124,13 @@ class Pruner:
         not. Steps with gradients that are not finite are neither gathered nor counted. Returns the solve, if
         there was one. Values are read from the device only when a solve is due.
 
-        Raises `TrainingError` when there are no gradients, or none since the last call, and what `solve` raises;
-        `InputError` for a ``scaler`` of another type.
+        Raises `TrainingError` when there are no gradients, or none since the last call, under FSDP, and what `solve`
+        raises; `InputError` for a ``scaler`` of another type.
         """
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
             raise InputError(f"scaler must be the GradScaler in use or None, not {scaler!r}")
+        if not self._calls:
+            ranks.require_whole(self._model)
         state = self._state
         state.rises = None
         self._watch.before_step(self._model.training, scaler is not None)
@@ -181,10 +183,11 @@ class Pruner:
     def check_target(self) -> None:
         """Raise `InfeasibleBudgetError` now if no permitted choice reaches the final target."""
         cost = self.cost
-        if cost.cost(cost.smallest_counts) <= self.target:
+        smallest = self._selector.within_limits(cost).smallest_counts
+        if cost.cost(smallest) <= self.target:
             return  # good enough: with equal importances, searching for the best choice would take long
-        if self._learn(cost.smallest_counts, LASTING):
-            cost = cost.at(cost.smallest_counts)
+        if self._learn(smallest, LASTING):
+            cost = cost.at(smallest)
         flat = torch.ones_like(self._state.gathered)
         try:
             self._selector.best(flat, cost, self.target)

@@ -175,10 +175,11 @@ class Selector:
         return Choice(keep, found, worth.of_units(scores, keep, state))
 
     def _coupled(self, cost: NetworkCost) -> NetworkCost:
-        """Return the cost with a prohibitive price for groups that keep units useless at the others' counts.
+        """Return the cost with the counts that limits allow, and prices for units useless at the others' counts.
 
-        (Not for the paper's linearisation, which would read such prices as those of single groups.)
+        (The paper's linearisation would read these prohibitive prices as those of single groups: it gets none.)
         """
+        cost = self.within_limits(cost)
         if self.branches is None or self.config.allocation == "paper":
             return cost
         beyond = 2.0 * (abs(cost.constant) + sum(abs(term.cost(cost.full_counts)) for term in cost.terms))
@@ -189,6 +190,18 @@ class Selector:
             if 0 in cost.permitted[a] and 0 in cost.permitted[b]
         ]
         return dataclasses.replace(cost, terms=(*cost.terms, *terms))
+
+    def within_limits(self, cost: NetworkCost) -> NetworkCost:
+        """Return the cost with those permitted counts only at which the user's limits on widths hold."""
+        limited = self.state.limited
+        if not limited:
+            return cost
+        allowed = {
+            name: tuple(count for count in counts if count in limited[name]) or limited[name]
+            for name, counts in cost.permitted.items()
+            if name in limited
+        }
+        return dataclasses.replace(cost, permitted={**cost.permitted, **allowed})
 
     def _near(self, permitted: Mapping[str, tuple[int, ...]], window: int) -> dict[str, tuple[int, ...]]:
         """Return permitted counts at most ``window`` steps from the present one (or the nearest below it)."""

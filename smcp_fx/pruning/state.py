@@ -132,6 +132,11 @@ class PruningState(nn.Module):
             for group in self._channels.groups
         }
 
+    @property
+    def limited(self) -> dict[str, tuple[int, ...]]:
+        """The counts that limits on widths allow, by free group; only those of groups that have limits."""
+        return {group.name: group.limited for group in self._free if group.limits}
+
     def free_masks(self) -> dict[str, Tensor]:
         """Return the masks of the free groups by name, as views of ``keep``."""
         return {name: self.keep[part] for name, part in self._slices.items()}

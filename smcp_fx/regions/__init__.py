@@ -25,7 +25,7 @@ are among them).
 from smcp_fx.regions.feeding import joined_inputs
 from smcp_fx.regions.finding import Form, Region, find_regions
 from smcp_fx.regions.joining import join_regions
-from smcp_fx.regions.running import Joined, RegionForward, graph_of, run_by_graphs, runs_in_regions, sharing
+from smcp_fx.regions.running import Joined, RegionForward, graph_of, run_by_graphs, runs_in_regions
 
 __all__ = [
     "Form",
@@ -38,5 +38,4 @@ __all__ = [
     "joined_inputs",
     "run_by_graphs",
     "runs_in_regions",
-    "sharing",
 ]

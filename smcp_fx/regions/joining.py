@@ -10,9 +10,11 @@ from torch.utils import _pytree as pytree
 from smcp_fx.errors import TraceError
 from smcp_fx.regions.carriers import carried_channels
 from smcp_fx.regions.finding import Region, Split
-from smcp_fx.regions.running import CALL, Joined, sharing
+from smcp_fx.regions.running import CALL, Joined
 from smcp_fx.regions.wiring import Passage, Source, Wiring, observe
+from smcp_fx.tracing.block_hooks import merge_numbers
 from smcp_fx.tracing.contexts import pin_layers
+from smcp_fx.tracing.copying import sharing
 from smcp_fx.tracing.example_runs import images_in, record, run_eager, same_values
 from smcp_fx.tracing.modes import with_branches
 from smcp_fx.tracing.multiply_adds import MultiplyAdds
@@ -128,6 +130,7 @@ def _copy(graph: fx.Graph, region: Region, starts: list[fx.Node], number: int) -
     for node in region.graph.nodes:
         if node.op == "placeholder":
             placed[node] = next(remaining)
+            merge_numbers(placed[node], [node])
         elif node.op == "output":
             results = fx.node.map_arg(node.args[0], lambda n: placed[n])
             return pytree.tree_leaves(results) if region.output is not None else [results]

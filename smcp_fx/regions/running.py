@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 from smcp_fx.errors import InputError, PassError
 from smcp_fx.regions.finding import Region
 from smcp_fx.regions.wiring import Source
+from smcp_fx.tracing import block_hooks
+from smcp_fx.tracing.copying import TABLES, sharing
 from smcp_fx.tracing.graph_pickle import check_pickles, listed, rebuilt
 from smcp_fx.tracing.modes import with_branches
 
 #: In a node's meta: the number of the region's call it belongs to.
 CALL = "smcp_call"
-_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,6 @@ class Joined:
     names: tuple[tuple[str, ...], ...]
     stopped: dict[str, str]
     calls: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
-
-
-def sharing(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A `GraphModule` of the graph that shares ``owner``'s tables of submodules, parameters and buffers."""
-    module = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(owner).__name__)
-    for table in _TABLES:
-        module.__dict__[table] = owner.__dict__[table]
-    module.training = owner.training
-    module.graph = graph
-    return module
 
 
 class RegionForward:
@@ -84,9 +75,9 @@ class RegionForward:
             plain = self.owner.get_submodule(self.path)
             return type(plain).forward(plain, *args, **kwargs)
         self.module.training = self.owner.training
-        self.busy = True
+        self.busy, root = True, "" if vars(self.owner).get("forward") is self else self.path
         try:
-            output = self.module(*self.form.tensors(leaves))
+            output = block_hooks.call(self.module, self.module, self.form.tensors(leaves), {}, root)
         finally:
             self.busy = False
         return output[0] if self.output is None else pytree.tree_unflatten(list(output), self.output)
@@ -112,7 +103,7 @@ class RegionForward:
     def _kept(self) -> dict[str, Any]:
         """Everything but the graph, with the owner's tables, which a copy's owner may only get later."""
         rest = {name: value for name, value in vars(self).items() if name not in ("module", "busy")}
-        return {**rest, "tables": {table: self.owner.__dict__[table] for table in _TABLES}}
+        return {**rest, "tables": {table: self.owner.__dict__[table] for table in TABLES}}
 
     def _set(self, kept: dict[str, Any], graph: fx.Graph) -> None:
         tables = nn.Module()
@@ -169,10 +160,9 @@ def _extract(graph: fx.Graph, joined: Joined, index: int) -> fx.Graph:
     placed: dict[fx.Node, fx.Node] = {}
     for place, (source, name) in enumerate(zip(joined.sources[index], joined.names[index], strict=True)):
         start = part.placeholder(f"tensor_{place}")
-        if source.call is None:
-            placed.setdefault(nodes[name], start)
-        else:
-            placed.setdefault(every[source.call][source.place], start)
+        given = nodes[name] if source.call is None else every[source.call][source.place]
+        placed.setdefault(given, start)
+        block_hooks.merge_numbers(start, [given])
     wanted = [node for node in graph.nodes if node.meta.get(CALL) == number]
     needed = set(_reaching([*wanted, *pytree.tree_leaves(results)], placed))
     for node in graph.nodes:
@@ -207,3 +197,7 @@ def _relative(graph: fx.Graph, path: str) -> None:
             if not target.startswith(path + "."):
                 raise PassError(f"region {path!r} reads {target!r}, which is not inside it")
             node.target = target.removeprefix(path + ".")
+        stack = node.meta.get("nn_module_stack") or {}
+        node.meta["nn_module_stack"] = {
+            key: (name.removeprefix(path + "."), kind) for key, (name, kind) in stack.items()
+        }

@@ -105,12 +105,14 @@ def describe_group(group: Mapping[str, Any]) -> str:
     reasons = list(group.get("pinned") or [])
     if reasons:
         lines.append(f"must stay: {'; '.join(reasons)}")
+    if limits := list(group.get("limits") or []):
+        lines.append(f"asked for: {', '.join(limits)}")
     return "\n".join(lines)
 
 
 def _data(groups: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]]) -> str:
     """Return what the script tells of each group and layer: {"groups": [...], "layers": {path: {...}}}."""
-    of_group = ("name", "size", "kept", "producers", "consumers", "pinned", "permitted", "channels")
+    of_group = ("name", "size", "kept", "producers", "consumers", "pinned", "limits", "permitted", "channels")
     of_layer = ("kind", "weight_shape", "in_shape", "out_shape", "groups")
     data = {
         "groups": [{key: group[key] for key in of_group if key in group} for group in groups],

@@ -57,6 +57,7 @@ class GroupRow:
     consumers: tuple[str, ...] = documented("paths of the layers that read them", ())
     producers: tuple[str, ...] = documented("paths of the layers that write them", ())
     pinned: tuple[str, ...] = documented("why they must stay; empty when they may go", ())
+    limits: tuple[str, ...] = documented("what was asked of its layers' widths", ())
 
 
 @dataclass(frozen=True)

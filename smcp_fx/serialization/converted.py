@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx, nn
 from torch.fx.graph_module import _CodeOnlyModule
 
+from smcp_fx.tracing import block_hooks
+from smcp_fx.tracing.as_traced import CalledAsTraced
+from smcp_fx.tracing.carried import without_answers
 from smcp_fx.tracing.graph_pickle import listed, rebuilt
 from smcp_fx.tracing.names import holds_unfit_names
 from smcp_fx.tracing.values import NO_AUTOCAST
@@ -15,7 +19,7 @@ from smcp_fx.tracing.values import NO_AUTOCAST
 _OF_THE_GRAPH = vars(fx.GraphModule(nn.Module(), fx.Graph())).keys() - vars(nn.Module()).keys()
 
 
-class ConvertedModule(fx.GraphModule):
+class ConvertedModule(CalledAsTraced, fx.GraphModule):
     """A `GraphModule` that pickles as a plain one, without this library, if that gives the same graph.
 
     `torch.fx` pickles a graph as code and traces that code again on loading. Tracing freezes what the code asks of a
@@ -30,13 +34,20 @@ class ConvertedModule(fx.GraphModule):
         """Return the number of input and output channels of each module of ``kept``."""
         return {path: (len(ins), len(outs)) for path, (ins, outs) in self.kept.items()}
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As usual, with the hooks of blocks that the graph holds."""
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        return block_hooks.call(self, super().__call__, args, kwargs)
+
     def __reduce__(self) -> Any:
         """Errors: `CheckpointError` for a graph that calls what no module holds by name."""
         self._tracer_cls = None  # the default tracer, whose constructor needs no arguments
         self._graphmodule_cls_name = type(self).__name__
         self.__dict__.pop("_tracer_extras", None)
         if retraces_the_same(self):
-            return super().__reduce__()
+            made, (state, *code) = super().__reduce__()
+            return made, (without_answers(state), *code)
         name = type(self).__name__
         state = {key: value for key, value in vars(self).items() if key not in _OF_THE_GRAPH}
         return _unpickled, (name, listed(self.graph, name)), state

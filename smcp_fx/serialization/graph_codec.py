@@ -19,7 +19,7 @@ from smcp_fx.serialization.safe_operations import LEAF_FUNCTIONS, function_names
 from smcp_fx.serialization.saved_names import check_argument, check_identifier, check_path
 from smcp_fx.storage.value_codec import Special, decode_value, encode_value
 from smcp_fx.tracing.autograd_functions import Applied, applied
-from smcp_fx.tracing.modes import ModeCodeGen, by_mode, with_branches
+from smcp_fx.tracing.modes import ModeCodeGen, by_mode, is_flag, with_branches
 from smcp_fx.tracing.values import NO_AUTOCAST
 
 _OPERATIONS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
@@ -191,7 +191,9 @@ def decode_graph(nodes: list[dict[str, Any]], device: torch.device, own: Own | N
         if node.name != name:
             raise CheckpointError(f"{where}: the name stands for something else in generated code")
         if called is by_mode and not _is_choice(node):
-            raise CheckpointError(f"{where}: it does not choose between two values by a module's mode")
+            raise CheckpointError(
+                f"{where}: it does not choose between two values by a module's mode, or by what a call leaves out"
+            )
         if op == "call_function" and target not in functions() and not isinstance(called, _ALWAYS_LEAVES):
             node.meta["is_wrapped"] = True  # so that it stays a leaf when the loaded model is traced again
         if data.get("autocast", True) is not True:
@@ -209,9 +211,7 @@ def decode_graph(nodes: list[dict[str, Any]], device: torch.device, own: Own | N
 def _is_choice(node: fx.Node) -> bool:
     """Whether a node is `by_mode(flag, evaluated, trained)`, whose generated code names the flag."""
     flag = node.args[0] if len(node.args) == 3 and not node.kwargs else None
-    return (
-        isinstance(flag, fx.Node) and flag.op == "get_attr" and str(flag.target).split(".")[-1] == "training"
-    )
+    return isinstance(flag, fx.Node) and is_flag(flag)
 
 
 def saved_function_names(graph: fx.Graph) -> dict[fx.Node, str]:

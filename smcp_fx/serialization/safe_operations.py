@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from smcp_fx.tracing.constant_values import overwritten
-from smcp_fx.tracing.modes import by_mode
+from smcp_fx.tracing.modes import by_mode, left_out
 
 _FUNCTIONS: dict[ModuleType, str] = {
     torch: (
@@ -223,6 +223,7 @@ _OTHERS: dict[str, Callable[..., Any]] = {
     "builtins.tuple": tuple,
     "collections.OrderedDict": OrderedDict,
     "smcp_fx.tracing.modes.by_mode": by_mode,
+    "smcp_fx.tracing.modes.left_out": left_out,
     "smcp_fx.tracing.constant_values.overwritten": overwritten,
     "torch.finfo": torch.finfo,
     "torch.iinfo": torch.iinfo,

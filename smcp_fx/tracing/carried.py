@@ -9,6 +9,12 @@ from typing import Any
 from torch import fx, nn
 
 _PLAIN = (bool, int, float, str, type(None))
+#: What timm's optimisers ask a model for, and the arguments: its answers are plain data, under the name "answers".
+_ASKED: dict[str, tuple[dict[str, bool], ...]] = {
+    "group_matcher": ({"coarse": False}, {"coarse": True}),
+    "no_weight_decay": ({},),
+}
+_ANSWERS = "answers"
 _OF_GRAPHS = {*vars(fx.GraphModule(nn.Module(), fx.Graph())), *dir(fx.GraphModule), "kept", "widths"}
 #: Where `torch.fx` looks for attributes that copies of a graph module keep.
 _PRESERVED = "_user_preserved_attributes"
@@ -21,11 +27,50 @@ def plain_attributes(model: nn.Module) -> dict[str, Any]:
         if not issubclass(nn.Module, kind):
             own.update(vars(kind))
     own.update(vars(model))
-    return {
+    answers = {name: said for name in _ASKED if (said := _answers(model, name)) is not None}
+    info = getattr(model, "feature_info", None)
+    told = [getattr(info, "info", None), [*(getattr(info, "out_indices", None) or ())]]
+    if told[0] and is_plain(told):  # of a backbone that returns features
+        answers["feature_info"] = told
+    return ({_ANSWERS: answers} if answers else {}) | {
         name: value
         for name, value in own.items()
         if name not in _OF_GRAPHS and not name.startswith("_") and is_plain(value)
     }
+
+
+def _answers(model: nn.Module, name: str) -> list[Any] | None:
+    method = getattr(model, name, None)
+    if not callable(method):
+        return None
+    try:
+        said = [method(**given) for given in _ASKED[name]]
+    except Exception:  # another method of this name
+        return None
+    said = [sorted(one) if isinstance(one, (set, frozenset)) else one for one in said]
+    return said if is_plain(said) else None
+
+
+class Answer:
+    """A method of the original whose answers are known."""
+
+    def __init__(self, said: list[Any], is_set: bool) -> None:
+        self.said, self.is_set = said, is_set
+
+    def __call__(self, coarse: bool = False) -> Any:
+        """As the original's."""
+        said = self.said[coarse] if coarse and len(self.said) > 1 else self.said[0]
+        return set(said) if self.is_set else copy.deepcopy(said)
+
+
+def _answering(name: str, said: list[Any]) -> Any:
+    if name != "feature_info":
+        return Answer(said, name == "no_weight_decay")
+    try:
+        from timm.models import FeatureInfo
+    except ImportError:
+        return None
+    return FeatureInfo(copy.deepcopy(said[0]), tuple(said[1]))
 
 
 def carry(module: fx.GraphModule, attributes: Mapping[str, Any]) -> None:
@@ -35,11 +80,25 @@ def carry(module: fx.GraphModule, attributes: Mapping[str, Any]) -> None:
         if not hasattr(module, name):
             carried[name] = copy.deepcopy(value)
             setattr(module, name, carried[name])
+    for name, said in attributes.get(_ANSWERS, {}).items():
+        if (answering := _answering(name, said)) is not None:
+            carried[name] = answering
+            setattr(module, name, answering)
 
 
 def carried_attributes(module: fx.GraphModule) -> dict[str, Any]:
     """What `carry` set."""
-    return dict(module.meta.get(_PRESERVED, {}))
+    found: dict[str, Any] = module.meta.get(_PRESERVED, {})
+    return {name: value for name, value in found.items() if name not in found.get(_ANSWERS, {})}
+
+
+def without_answers(state: dict[str, Any]) -> dict[str, Any]:
+    """A graph module's attributes without those that only this library or timm can unpickle."""
+    meta = dict(state.get("meta", {}))
+    carried = meta.get(_PRESERVED, {})
+    answers = carried.get(_ANSWERS, {})
+    meta[_PRESERVED] = {name: value for name, value in carried.items() if name not in answers}
+    return {name: meta if name == "meta" else value for name, value in state.items() if name not in answers}
 
 
 def is_plain(value: Any) -> bool:

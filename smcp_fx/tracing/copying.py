@@ -11,10 +11,12 @@ import copy
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 _T = TypeVar("_T")
+#: What a module holds its parts in.
+TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 class _Detached(TorchFunctionMode):
@@ -45,3 +47,13 @@ def deep_copy(value: _T, memo: dict[int, Any] | None = None) -> _T:
 
 def _parameters(value: Any) -> list[Tensor]:
     return list(value.parameters()) if isinstance(value, nn.Module) else []
+
+
+def sharing(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A `GraphModule` of the graph that shares ``owner``'s tables of submodules, parameters and buffers."""
+    module = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(owner).__name__)
+    for table in TABLES:
+        module.__dict__[table] = owner.__dict__[table]
+    module.training = owner.training
+    module.graph = graph
+    return module

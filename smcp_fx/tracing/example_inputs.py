@@ -19,21 +19,29 @@ _SIDES = {1: (32, 64, 224, 299), 2: (32, 64, 224, 299), 3: (16, 32, 112)}
 _FRAMES = 16
 
 
-def as_inputs(example_inputs: Any, model: nn.Module) -> tuple[Any, ...]:
-    """Return the example inputs as a tuple of positional arguments.
+def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
+    """The arguments of forward; none where they are not known, as of a script."""
+    try:
+        return [*inspect.signature(model.forward).parameters.values()]
+    except (TypeError, ValueError):
+        return []
+
+
+def bound_inputs(example_inputs: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the example inputs as positional arguments, and those that ``forward`` takes by name only.
 
     A tuple or list is taken as they are, a dict of the names of ``forward``'s arguments in their order, anything else
     as the one argument. Raises `InputError` for a dict that fits ``forward`` only in part.
     """
     if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs)
+        return tuple(example_inputs), {}
     if not isinstance(example_inputs, Mapping):
-        return (example_inputs,)
+        return (example_inputs,), {}
     signature = inspect.signature(model.forward)
     by_name = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
     only_by_name = all(parameter.kind in by_name for parameter in signature.parameters.values())
     if not only_by_name and not signature.parameters.keys() & example_inputs.keys():
-        return (example_inputs,)  # a model whose one argument is a dict
+        return (example_inputs,), {}  # a model whose one argument is a dict
     try:
         bound = signature.bind(**example_inputs)
     except TypeError as error:
@@ -43,14 +51,21 @@ def as_inputs(example_inputs: Any, model: nn.Module) -> tuple[Any, ...]:
         ) from error
     named = bound.kwargs
     bound.apply_defaults()
+    names = list(signature.parameters)
+    last = max(
+        (names.index(name) for name in example_inputs if name in names and name not in named), default=-1
+    )
+    return bound.args[: last + 1], named
+
+
+def as_inputs(example_inputs: Any, model: nn.Module) -> tuple[Any, ...]:
+    """Return the example inputs as a tuple of positional arguments; `InputError` where that is impossible."""
+    args, named = bound_inputs(example_inputs, model)
     if named:
         raise InputError(
-            f"{type(model).__name__}.forward takes {', '.join(named)} by name only, which cannot be traced: "
-            "wrap the model in one that takes them by position"
+            f"{type(model).__name__}.forward takes {', '.join(named)} by name only; give example_inputs"
         )
-    names = list(signature.parameters)
-    last = max(names.index(name) for name in example_inputs)
-    return bound.args[: last + 1]
+    return args
 
 
 def first_convolution(model: nn.Module) -> Convolution | None:

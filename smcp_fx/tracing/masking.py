@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from smcp_fx.tracing.own_weights import has_hooks
+
 #: Name of the submodule of a prepared model that holds masks, scales, importances and the schedule's place.
 STATE = "smcp"
 #: Key of this library's metadata in `node.meta`.
@@ -125,7 +127,7 @@ def scale_gamma_direct(gamma: Tensor, scale: Tensor) -> Tensor:
 
 def forward_with_weight(module: nn.Module, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Call ``module`` with another tensor in place of its ``weight``."""
-    kind = type(module)
+    kind = type(module) if not has_hooks(module) else None  # they are called with the module
     args = args or (kwargs.pop("input"),)
     if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return module._conv_forward(args[0], weight, module.bias)  # type: ignore[operator]

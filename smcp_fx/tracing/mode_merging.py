@@ -16,11 +16,21 @@ from typing import Any
 from torch import fx, nn
 
 from smcp_fx.errors import TraceError
+from smcp_fx.tracing.block_hooks import merge_notes
+from smcp_fx.tracing.call_forms import Form
 from smcp_fx.tracing.contexts import NO_GRAD, same_gradients
 from smcp_fx.tracing.mode_paths import ModeTrace, Path, Paths
 from smcp_fx.tracing.mode_reads import FRAME, VIA, leaves
 from smcp_fx.tracing.mode_steps import Step, computes, in_steps, returning_other_shapes, same, structure
-from smcp_fx.tracing.modes import by_mode, conditions, is_by_mode, with_branches
+from smcp_fx.tracing.modes import (
+    by_mode,
+    conditions,
+    is_by_mode,
+    is_flag,
+    left_out,
+    owner_of_flag,
+    with_branches,
+)
 from smcp_fx.tracing.values import FROZEN, OPAQUE
 
 
@@ -55,10 +65,15 @@ class _Returned:
 
 
 def merged(
-    model: nn.Module, traces: Sequence[ModeTrace], paths: Paths, values: Callable[[ModeTrace], dict[str, Any]]
+    model: nn.Module,
+    traces: Sequence[ModeTrace],
+    paths: Paths,
+    values: Callable[[ModeTrace], dict[str, Any]],
+    forms: Sequence[Form] = (),
 ) -> fx.Graph:
     """Merge the traces into the first one's graph; ``values`` gives those of a trace's nodes, where they are needed.
 
+    ``forms``: the calls that leave out arguments, of which there are traces, too.
     Raises `UnexplainedError`, with all graphs as they were, where what decided is not known.
     """
     steps = in_steps(model, traces, paths, values)
@@ -68,7 +83,7 @@ def merged(
         if reshaping := returning_other_shapes(traces, paths):
             raise UnexplainedError(reshaping) from None
         raise
-    return _Writer(traces, paths, steps, returned).write()
+    return _Writer(traces, paths, steps, returned, forms).write()
 
 
 # ---- what decides -----------------------------------------------------------------------------------------------
@@ -159,8 +174,14 @@ class _Writer:
     """Writes the steps into the first trace's graph."""
 
     def __init__(
-        self, traces: Sequence[ModeTrace], paths: Paths, steps: list[Step], returned: dict[_Returned, Any]
+        self,
+        traces: Sequence[ModeTrace],
+        paths: Paths,
+        steps: list[Step],
+        returned: dict[_Returned, Any],
+        forms: Sequence[Form],
     ) -> None:
+        self.forms = forms
         self.traces, self.paths, self.steps, self.returned = traces, paths, steps, returned
         self.graph = traces[0].graph
         self._made: dict[Any, fx.Node] = {}
@@ -177,11 +198,12 @@ class _Writer:
                 step.made = node
             before = step.made
             trained = [made for number, made in step.nodes.items() if self.traces[number].modes[""]]
+            merge_notes(step.made, step.nodes.values())
             same_gradients(step.made, trained or list(step.nodes.values()))
             self._fill(step)
         self._keep_effects()
         last = [node for node in self.graph.nodes if node.op == "placeholder"][-1:]
-        for flag in [node for node in self.graph.nodes if _is_flag(node)]:
+        for flag in [node for node in self.graph.nodes if is_flag(node)]:
             if last:
                 last[0].append(flag)
         for node in self.graph.nodes:
@@ -250,7 +272,7 @@ class _Writer:
         if isinstance(value, _Choice):
             evaluated, trained = (self._written(node, side) for side in (value.evaluated, value.trained))
             if evaluated is False and trained is True:
-                return _flag(self.graph, value.flag)
+                return self._flag(value.flag)
             return self._chosen_before(node, value.flag, evaluated, trained)
         if isinstance(value, (tuple, list, dict, slice)):
             return fx.node.map_aggregate(
@@ -263,7 +285,7 @@ class _Writer:
         key = flag, _hashable(evaluated), _hashable(trained)
         if key not in self._made:
             with self.graph.inserting_before(node):
-                chosen = self.graph.call_function(by_mode, (_flag(self.graph, flag), evaluated, trained))
+                chosen = self.graph.call_function(by_mode, (self._flag(flag), evaluated, trained))
             if node.op != "output":
                 chosen.meta = _of_a_choice(node)
             self._made[key] = chosen
@@ -288,7 +310,7 @@ class _Writer:
                 if is_by_mode(node):
                     flag, evaluated, trained = node.args
                     assert isinstance(flag, fx.Node)
-                    mode = trace.modes[str(flag.target).rpartition(".")[0]]
+                    mode = trace.modes[owner_of_flag(flag)]
                     fx.node.map_arg(trained if mode else evaluated, known.add)
                 else:
                     known.update(node.all_input_nodes)
@@ -325,7 +347,7 @@ class _Writer:
             if isinstance(side, tuple):
                 point = side = self._chosen_after(point, node, side[0], side[1:])
             given.append(side)
-        owner = _flag(self.graph, flag)
+        owner = self._flag(flag)
         with self.graph.inserting_after(point):
             chosen = self.graph.call_function(by_mode, (owner, *given))
         chosen.meta = _of_a_choice(node)
@@ -335,9 +357,7 @@ class _Writer:
         """Raise `TraceError` unless the graph runs what each trace has."""
         when = conditions(self.graph.nodes)
         for number, trace in enumerate(self.traces):
-            modes = {
-                n.name: trace.modes[str(n.target).rpartition(".")[0]] for n in self.graph.nodes if _is_flag(n)
-            }
+            modes = {n.name: trace.modes[owner_of_flag(n)] for n in self.graph.nodes if is_flag(n)}
             for step in self.steps:
                 node = step.made
                 assert node is not None
@@ -348,27 +368,25 @@ class _Writer:
                         "in a way that a graph does not hold."
                     )
 
+    def _flag(self, owner: str) -> fx.Node:
+        """The node that reads `training` of a module, or which arguments are left out."""
+        for other in self.graph.nodes:
+            if is_flag(other) and owner_of_flag(other) == owner:
+                found: fx.Node = other
+                return found
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        with self.graph.inserting_before(first):
+            form = next((form for form in self.forms if form.key == owner), None)
+            if form is None:
+                return self.graph.create_node("get_attr", f"{owner}.training" if owner else "training")
+            given = [n for n in self.graph.nodes if n.op == "placeholder"]
+            return self.graph.call_function(left_out, (tuple(given[i] for i in form.places), form.defaults))
+
 
 def _of_a_choice(node: fx.Node) -> dict[str, Any]:
     """What a choice says of itself: it is neither run without gradients nor opaque, whatever it chooses for."""
     return {key: value for key, value in node.meta.items() if key not in (NO_GRAD, OPAQUE, FROZEN)}
 
 
-def _flag(graph: fx.Graph, owner: str) -> fx.Node:
-    """The node that reads `training` of a module."""
-    target = f"{owner}.training" if owner else "training"
-    for other in graph.nodes:
-        if other.op == "get_attr" and other.target == target:
-            found: fx.Node = other
-            return found
-    first = next(n for n in graph.nodes if n.op != "placeholder")
-    with graph.inserting_before(first):
-        return graph.create_node("get_attr", target)
-
-
 def _hashable(tree: Any) -> Any:
     return tree if isinstance(tree, fx.Node) else repr(tree)
-
-
-def _is_flag(node: fx.Node) -> bool:
-    return node.op == "get_attr" and str(node.target).rpartition(".")[2] == "training"

@@ -44,6 +44,10 @@ class ModeTrace:
     values: dict[str, Any] = field(default_factory=dict)
 
 
+class FormsError(TraceError):
+    """The modes can only be told with the calls of one form: arguments cannot be left out as well."""
+
+
 class Paths:
     """What decided on each node of the traces.
 
@@ -249,6 +253,8 @@ class Exploring:
 
     def _couple(self, decisions: set[tuple[str, bool]]) -> None:
         """Require these modules to be in one mode: what they decide together is known only for that."""
+        if any(path.startswith("?") for path in self.traces[0].modes):
+            raise FormsError("there are more combinations of modes and arguments than can be told.")
         flags = {flag for flag, _ in decisions}
         first = min(flags, key=lambda flag: (flag.count("."), flag))
         self.paths.leak(set())

@@ -10,6 +10,8 @@ Operations that only one mode needs run only in that mode: the generated code ha
                 mul = x * noise
             out = mul if flag else x
 
+A call of the graph that leaves out optional arguments runs operations of its own, too: its flag is `left_out`.
+
 Operations that run with autocast switched off are in a ``with`` block that does so.
 """
 
@@ -48,6 +50,19 @@ def by_mode(training: bool, evaluated: Any, trained: Any) -> Any:
     return trained if training else evaluated
 
 
+def left_out(given: tuple[Any, ...], defaults: tuple[Any, ...]) -> bool:
+    """Whether the arguments of a call are all at these defaults: None, a truth value or a string."""
+    return all(
+        value is default or (type(value) is type(default) and value == default)
+        for value, default in zip(given, defaults, strict=True)
+    )
+
+
+def form_key(names: Iterable[str]) -> str:
+    """What stands for leaving out these arguments where flags are named by their modules' paths."""
+    return f"?{','.join(names)}"
+
+
 def require_one_mode(graph: fx.Graph, paths: list[str]) -> None:
     """Let the graph refuse to run where these modules are not all in one mode."""
     names = listed_paths(paths)
@@ -75,6 +90,20 @@ def is_by_mode(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is by_mode
 
 
+def is_flag(node: fx.Node) -> bool:
+    """Whether the node reads a module's mode, or which arguments a call leaves out."""
+    return node.target is left_out or (
+        node.op == "get_attr" and str(node.target).rpartition(".")[2] == "training"
+    )
+
+
+def owner_of_flag(flag: fx.Node) -> str:
+    """The path of the module whose mode a flag reads, or the key of the arguments that are left out."""
+    if flag.target is left_out:
+        return form_key(str(argument.target) for argument in flag.all_input_nodes)
+    return str(flag.target).rpartition(".")[0]
+
+
 def conditions(nodes: Iterable[fx.Node]) -> dict[fx.Node, Condition]:
     """When each node runs: as its users need it; nodes without users, and in both modes, always."""
     found: dict[fx.Node, Condition] = {}
@@ -89,7 +118,7 @@ def conditions(nodes: Iterable[fx.Node]) -> dict[fx.Node, Condition]:
                         wanted |= {case | known for known in found[user]}
             else:
                 wanted |= found[user]
-        always = node.op in ("placeholder", "get_attr", "output")
+        always = node.op in ("placeholder", "get_attr", "output") or node.target is left_out
         found[node] = ALWAYS if always else _simplified(wanted)
     return found
 
@@ -132,10 +161,14 @@ class ModeInterpreter(fx.Interpreter):
     ) -> None:
         super().__init__(module)
         self.when = conditions(module.graph.nodes)
-        self._choice = Choice(self.when, training, modes)
+        told = dict(modes or {})
+        self._asking = [n for n in module.graph.nodes if n.target is left_out and n.name not in told]
+        self._modes = dict.fromkeys((n.name for n in self._asking), False) | told
+        self._choice = Choice(self.when, training, self._modes)
 
     def runs(self, node: fx.Node) -> bool:
-        """Do these modes run this node?"""
+        """Do these modes, and the arguments that are given, run this node?"""
+        self._modes.update((flag.name, self.env[flag]) for flag in self._asking if flag in self.env)
         return self._choice.runs(node)
 
     def run_node(self, n: fx.Node) -> Any:

@@ -59,6 +59,7 @@ _FOREIGN = {
     ("torchvision.ops.drop_block", "drop_block2d"): "dropblock2d",
     ("torchvision.ops.drop_block", "drop_block3d"): "dropblock3d",
     ("smcp_fx.tracing.modes", "by_mode"): "bymode",
+    ("smcp_fx.tracing.modes", "left_out"): "leftout",
     ("smcp_fx.tracing.constant_values", "overwritten"): "overwritten",
     ("torch._ops.torchvision", "roi_align"): "roialign",
     ("torch._ops.torchvision", "roi_pool"): "roipool",

@@ -23,6 +23,7 @@ LAYERS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
 )  # fmt: skip
 _LISTS = ".parametrizations."
+_OTHER_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def own_weight(module: nn.Module, name: str) -> Tensor:
@@ -51,6 +52,18 @@ def _name(hook: Any) -> str:
     if isinstance(hook, BasePruningMethod):
         return str(hook._tensor_name)
     return str(getattr(hook, "name", "")) if callable(getattr(hook, "compute_weight", None)) else ""
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Does a call of the module call hooks beside those that compute its weights, which a graph does itself?"""
+    held = module.__dict__
+    return any(held[kind] for kind in _OTHER_HOOKS) or any(
+        map(_is_other, held["_forward_pre_hooks"].values())
+    )
+
+
+def _is_other(hook: Any) -> bool:
+    return not _name(hook)
 
 
 def is_parametrised_layer(module: nn.Module) -> bool:

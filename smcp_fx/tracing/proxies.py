@@ -78,6 +78,9 @@ class AnsweringProxy(Proxy):
             if name == "data" and self.node.op == "get_attr":
                 self.tracer.create_proxy("call_function", overwritten, (self, value), {})
                 return
+            if name == "requires_grad" and value is True and self.node.op != "get_attr":
+                self.tracer.create_proxy("call_method", "requires_grad_", (self,), {})
+                return
             raise TraceError(
                 f"{express(self.node)}.{name} is assigned, which a graph does not do; write into the tensor "
                 "(`x.copy_(...)`), or use another name"

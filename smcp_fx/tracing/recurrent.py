@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.tracing.operations import is_changed
+from smcp_fx.tracing.own_weights import has_hooks
 from smcp_fx.tracing.values import FROZEN, OPAQUE, TensorInfo
 
 _CELLS = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
@@ -35,6 +36,8 @@ def recurrent(module: nn.Module, weights: list[Tensor], x: Tensor, state: Any = 
     held: Any = module._flat_weights
     module._flat_weights = list(weights)  # type: ignore[assignment]
     try:
+        if has_hooks(module):
+            return module(x) if state is None else module(x, state)
         return type(module).forward(module, x, state)
     finally:
         module._flat_weights = held

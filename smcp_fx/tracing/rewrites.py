@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from smcp_fx.tracing.operations import operation_name, writes_in_place
-from smcp_fx.tracing.traits import Trait, has
 from smcp_fx.tracing.values import TensorInfo
 
 _EXPANSIONS = {"expand", "expandas", "broadcastto", "cat", "repeat", "repeatinterleave", "tile"}
@@ -46,9 +45,8 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
         _of_one(graph, node)
         _without_addend(graph, node)
         _in_steps(model, graph, node)
-        source = node.args[0] if node.op == "call_method" and node.target == "requires_grad_" else None
-        if isinstance(source, fx.Node) and has(operation_name(source, None), Trait.FILLS):
-            node.replace_all_uses_with(source)  # zero states that ask for gradients, which nobody takes
+        if _asks_for_idle_gradients(graph, node):
+            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     for node in graph.nodes:
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -63,6 +61,17 @@ def normalise(model: nn.Module, graph: fx.Graph) -> None:
         if type(module) is nn.Unflatten and isinstance(module.dim, int):
             node.op, node.target = "call_function", torch.unflatten
             node.args = (node.args[0], module.dim, tuple(module.unflattened_size))
+
+
+def _asks_for_idle_gradients(graph: fx.Graph, node: fx.Node) -> bool:
+    """Does `x.requires_grad_()` ask for the gradient of a tensor inside the network, which nobody takes?
+
+    Checkpoints and frozen layers (wav2vec2) ask so. The caller may take an input's, and forward by `autograd.grad`.
+    """
+    source = node.args[0] if node.op == "call_method" and node.target == "requires_grad_" else None
+    wanted = node.kwargs.get("requires_grad", node.args[1] if len(node.args) > 1 else True)
+    taken = any(other.target in (torch.autograd.grad, "backward", "retain_grad") for other in graph.nodes)
+    return isinstance(source, fx.Node) and source.op.startswith("call") and wanted is True and not taken
 
 
 def _gives_a_tensor(node: fx.Node) -> bool:

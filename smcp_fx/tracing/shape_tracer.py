@@ -51,9 +51,10 @@ class KeptOutsideError(FxTraceError):
 class ShapeTracer(AnsweringTracer):
     """The standard tracer for one model and its example inputs; ``assumptions`` lists what was assumed of these."""
 
-    def __init__(self, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, inputs: tuple[Any, ...], fixed: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.inputs = inputs
+        self.fixed = fixed  # the places of inputs that are taken for what they are in the example
         self.gradients = GradientQuestions()
         self.assumptions: list[str] = []
         self.log = ModeLog()
@@ -76,7 +77,7 @@ class ShapeTracer(AnsweringTracer):
             after = Attributes(model)
             before.restore(constants=False)
             other = copy.copy(self)
-            ShapeTracer.__init__(other, self.inputs)
+            ShapeTracer.__init__(other, self.inputs, self.fixed)
             other.gradients = GradientQuestions(answer=True)
             kept = other.trace(root, concrete_args)
             self.gradients.compare((graph, self._constants()), (kept, other._constants()))
@@ -129,6 +130,9 @@ class ShapeTracer(AnsweringTracer):
         for index, argument in enumerate(arguments[1:], start=1):
             if not isinstance(argument, Proxy):
                 continue
+            if index - 1 in self.fixed:
+                arguments[index] = self.inputs[index - 1]
+                continue
             if index <= len(self.inputs):
                 if self.inputs[index - 1] is None:
                     self.nothing(argument)
@@ -148,8 +152,15 @@ class ShapeTracer(AnsweringTracer):
 
     def _arguments_of_decorated(self, root_fn: Any) -> list[Any]:
         """The model and its inputs. (What fx makes of a decorated function takes its code for the one inside.)"""
-        names = [*inspect.signature(root_fn).parameters][1 : len(self.inputs) + 1]
-        return [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in names)]
+        parameters = [*inspect.signature(root_fn).parameters.values()][1 : len(self.inputs) + 1]
+        defaults = [() if p.default is p.empty else (p.default,) for p in parameters]
+        proxies: list[Any] = [
+            self.create_proxy("placeholder", parameter.name, default, {})
+            for parameter, default in zip(parameters, defaults, strict=True)
+        ]
+        for place in self.fixed:
+            proxies[place] = self.inputs[place]
+        return [self.root, *proxies]
 
     def create_arg(self, a: Any) -> Any:
         """Numbers of numpy are plain ones in a graph; what was worked out on the example's shapes is no constant."""

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from smcp_fx.errors import SmcpError, TraceError
 from smcp_fx.tracing.attributes import Attributes
 from smcp_fx.tracing.autograd_functions import functions_kept
+from smcp_fx.tracing.block_hooks import note_call
 from smcp_fx.tracing.buffers import Buffers, WritesBuffersError
 from smcp_fx.tracing.contexts import AutocastError, Contexts
 from smcp_fx.tracing.counts import Counters, Counts, CountsError, paths_of
@@ -56,8 +57,10 @@ class _Tracer(ShapeTracer):
     ``stopped`` is the innermost module in which tracing failed.
     """
 
-    def __init__(self, inputs: tuple[Any, ...], leaves: Leaves, proxy_buffers: bool) -> None:
-        super().__init__(inputs)
+    def __init__(
+        self, inputs: tuple[Any, ...], leaves: Leaves, proxy_buffers: bool, fixed: tuple[int, ...]
+    ) -> None:
+        super().__init__(inputs, fixed)
         self.leaves = leaves
         self.stopped: nn.Module | None = None
         self.contexts = Contexts()
@@ -87,31 +90,32 @@ class _Tracer(ShapeTracer):
         """Remember where tracing stops. Modules that another thread calls meanwhile just run."""
         if self.contexts.elsewhere:
             return forward(*args, **kwargs)
-        outer = self.contexts.path
+        outer, path = self.contexts.path, self._paths.get(m, "")
+        before = self.num_calls.get(path, 0)
         if not self._evaluating and m in self._paths:
-            self.contexts.path = self._paths[m]
+            self.contexts.path = path
         try:
-            if not self._evaluating and is_plain_attention(m, args, kwargs):
-                return self._call_plainly(m, forward_of(m, forward, self._seen), args, kwargs)
-            if not self._evaluating and (
-                is_parametrised_layer(m) or computed_by_hooks(m) or self._is_overwritten(m)
-            ):
-                return self._call_computing(m, forward, args, kwargs)
-            output = super().call_module(m, forward, args, kwargs)
-            path = self._paths.get(m, "")
-            if (
-                m._forward_hooks
-                and not self._evaluating
-                and self._traces_hooks(m)
-                and self.is_leaf_module(m, path)
-            ):
-                self._run_hooks(m, args, kwargs, output)
+            output = self._called(m, forward, args, kwargs)
+            if not self._evaluating:
+                note_call(f"{path}@{before}" if before else path, (args, kwargs), output)
             return output
         except Exception:
             self.stopped = self.stopped or m
             raise
         finally:
             self.contexts.path = outer
+
+    def _called(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._evaluating:
+            return super().call_module(m, forward, args, kwargs)
+        if is_plain_attention(m, args, kwargs):
+            return self._call_plainly(m, forward_of(m, forward, self._seen), args, kwargs)
+        if is_parametrised_layer(m) or computed_by_hooks(m) or self._is_overwritten(m):
+            return self._call_computing(m, forward, args, kwargs)
+        output = super().call_module(m, forward, args, kwargs)
+        if m._forward_hooks and self._traces_hooks(m) and self.is_leaf_module(m, self._paths.get(m, "")):
+            self._run_hooks(m, args, kwargs, output)
+        return output
 
     def _call_plainly(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._looked_into.add(m)
@@ -232,18 +236,22 @@ def fails(model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes]) 
 
 
 def trace_in_mode(
-    model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: Leaves
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    modes: tuple[bool, Modes],
+    leaves: Leaves,
+    fixed: tuple[int, ...] = (),
 ) -> ModeTrace:
-    """Trace the model in these modes.
+    """Trace the model in these modes. ``fixed``: the places of inputs that are what they are in the example.
 
     Raises `CountsError` where its forward counts its calls, and the count changes what it does.
     """
     counts, before = Counts(model), Attributes(model)
-    traced = _trace_so(model, inputs, modes, leaves)
+    traced = _trace_so(model, inputs, modes, leaves, fixed)
     if counters := traced[1]:  # would a later call be traced to something else?
         counts.put(counters)
         try:
-            later = _trace_so(model, inputs, modes, leaves)
+            later = _trace_so(model, inputs, modes, leaves, fixed)
             same = alike(model, traced[0].graph, later[0].graph)
         except TraceError:
             same = False
@@ -254,16 +262,22 @@ def trace_in_mode(
     return traced[0]
 
 
-def _trace_so(model: nn.Module, inputs: tuple[Any, ...], modes: tuple[bool, Modes], leaves: Leaves) -> _Once:
+def _trace_so(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    modes: tuple[bool, Modes],
+    leaves: Leaves,
+    fixed: tuple[int, ...],
+) -> _Once:
     try:
-        return _trace_once(model, inputs, modes, leaves, proxy_buffers=True)
+        return _trace_once(model, inputs, modes, leaves, fixed, proxy_buffers=True)
     except (WritesBuffersError, InitialisesItselfError, RecallsError, AutocastError, HooksError):
         raise
     except TraceError:
         if not any(True for _ in model.buffers()):
             raise
     # Python asks for a buffer's values, which are then fixed.
-    return _trace_once(model, inputs, modes, leaves, proxy_buffers=False)
+    return _trace_once(model, inputs, modes, leaves, fixed, proxy_buffers=False)
 
 
 def _trace_once(
@@ -271,13 +285,14 @@ def _trace_once(
     inputs: tuple[Any, ...],
     modes: tuple[bool, Modes],
     leaves: Leaves,
+    fixed: tuple[int, ...],
     *,
     proxy_buffers: bool,
 ) -> _Once:
     before, counts = Attributes(model), Counts(model)
     _set(model, modes)
     seen = {path: module.training for path, module in model.named_modules()}
-    tracer = _Tracer(inputs, leaves, proxy_buffers)
+    tracer = _Tracer(inputs, leaves, proxy_buffers, fixed)
     buffers, written, flags = Buffers(model), set[str](), Flags(model)
     reads = ReadsOfTraining(model, tracer.log.read, tracer.evaluating)
     try:

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from smcp_fx.errors import InputError, TraceError
 from smcp_fx.tracing.buffers import WritesBuffersError, fill_caches
+from smcp_fx.tracing.call_forms import Form, forms_of
 from smcp_fx.tracing.contexts import (
     AutocastError,
     detach_frozen,
@@ -51,7 +52,7 @@ class Traced:
     ``values`` maps node names to recorded outputs, with a `TensorInfo` in place of each tensor. ``assumptions`` lists
     what the graph assumes about its inputs' shapes, and checks in every call. ``work``: multiply-adds of nodes in the
     example run, for all ``images`` together (0: unknown); ``outside``: those of Python code around the graph.
-    ``returned``: the model's own output; ``given``: the graph's inputs.
+    ``returned``: the model's own output; ``given``: the graph's inputs; ``forms``: the calls that leave out some.
     """
 
     module: fx.GraphModule
@@ -62,12 +63,16 @@ class Traced:
     outside: int = 0
     returned: Any = None
     given: tuple[Any, ...] = ()
+    forms: tuple[Form, ...] = ()
 
 
-def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = ()) -> Traced:
+def trace(
+    model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (), *, options: bool = False
+) -> Traced:
     """Trace the model into a `GraphModule` that shares its parameters; the model's mode is kept.
 
-    ``leaves`` names modules that are called as they are, without looking inside.
+    ``leaves`` names modules that are called as they are, without looking inside. ``options``: also trace calls that
+    leave out optional arguments, as far as the model takes them and one graph can hold them.
     Raises `InputError` when the model itself refuses the inputs, `TraceError` when fx refuses the model or
     the graph computes something else than the model does on the inputs (naming the first module that
     differs).
@@ -77,14 +82,22 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
         with slow_path():
             expected = run_eager(model, inputs)
     except Exception as error:
+        by_name = any(isinstance(given, Mapping) for given in inputs)
         raise InputError(
             f"{type(model).__name__} does not run on the example inputs {_describe(inputs)}: "
-            f"{first_line(error)} Pass inputs of the shape the model was made for."
+            f"{first_line(error)} Pass inputs of the shape the model was made for"
+            + (f", by the names in forward{inspect.signature(model.forward)}." if by_name else ".")
         ) from error
     _require_named(model, inputs)
     training = model.training
+    forms = forms_of(model, inputs) if options else ()
     with forgotten(model, inputs, expected):
-        graph, traces, called = _with_leaves(model, inputs, leaves)
+        try:
+            graph, traces, called = _with_leaves(model, inputs, leaves, forms)
+        except TraceError:
+            if not forms:
+                raise
+            return trace(model, inputs, leaves)
     normalise(model, graph)
     traced = fx.GraphModule(model, graph, class_name=type(model).__name__)
     traced.graph.lint()
@@ -100,6 +113,8 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
         raise _does_not_run(model, error) from error
     if not same_values(expected, found):
         raise _differs(model, traced, inputs, expected)
+    if not all(_takes(model, traced, form.of(inputs)) for form in forms):
+        return trace(model, inputs, leaves)
     pin_layers(traced, without_gradients(graph))
     pin_before_detached(traced)
     drop_expansions(traced, values)
@@ -113,7 +128,18 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...] = (
         images_in(inputs),
         returned=expected,
         given=inputs,
+        forms=forms,
     )
+
+
+def _takes(model: nn.Module, traced: fx.GraphModule, inputs: tuple[Any, ...]) -> bool:
+    """Does the graph compute what the model does where arguments are left out?"""
+    with slow_path():
+        expected = run_eager(model, inputs)
+    try:
+        return same_values(expected, run_eager(traced, inputs))
+    except Exception:  # it may be what the graph does not run
+        return False
 
 
 def _require_traceable(model: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -146,7 +172,7 @@ def _require_named(model: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def _with_leaves(
-    model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...]
+    model: nn.Module, inputs: tuple[Any, ...], leaves: tuple[str, ...], forms: tuple[Form, ...]
 ) -> tuple[fx.Graph, list[ModeTrace], Leaves]:
     """Trace the model, with ``leaves`` and those modules left alone that turn out not to be traceable.
 
@@ -158,7 +184,7 @@ def _with_leaves(
     while True:
         called = Leaves(tuple(why), hooks)
         try:
-            graph, traces = _merged(model, inputs, called)
+            graph, traces = _merged(model, inputs, called, forms)
             break
         except HooksError:
             if hooks:
@@ -254,15 +280,27 @@ def _keep_constants_out_of_the_state(model: nn.Module, traced: fx.GraphModule) -
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def _merged(model: nn.Module, inputs: tuple[Any, ...], leaves: Leaves) -> tuple[fx.Graph, list[ModeTrace]]:
-    """One graph for all modes of the model's modules, and the traces that it was made of."""
+def _merged(
+    model: nn.Module, inputs: tuple[Any, ...], leaves: Leaves, forms: tuple[Form, ...]
+) -> tuple[fx.Graph, list[ModeTrace]]:
+    """One graph for all modes of the model's modules and all forms of calls, and the traces that it was made of."""
+
+    def formed(others: Modes) -> tuple[Form | None, tuple[Any, ...]]:
+        form = next((form for form in forms if others.get(form.key)), None)
+        return form, inputs if form is None else form.of(inputs)
 
     def values(trace: ModeTrace) -> dict[str, Any]:
         normalise(model, trace.graph)
         return _values(model, trace.graph, inputs)
 
     def traced(mode: bool, others: Modes) -> ModeTrace:
-        trace = trace_in_mode(model, inputs, (mode, others), leaves)
+        form, given = formed(others)
+        trace = trace_in_mode(model, given, (mode, others), leaves, () if form is None else form.places)
+        asked = forms if form is None else forms[: forms.index(form) + 1]
+        trace.log.frames[0].reads[:0] = [
+            (0, one.key, one is form) for one in asked
+        ]  # the first that is asked
+        trace.modes = {**trace.modes, **{one.key: one is form for one in forms}}
         if without_gradients(trace.graph):
             normalise(model, trace.graph)
             module = fx.GraphModule(model, with_branches(trace.graph), class_name=type(model).__name__)
@@ -273,13 +311,13 @@ def _merged(model: nn.Module, inputs: tuple[Any, ...], leaves: Leaves) -> tuple[
     with _ONE_AT_A_TIME:
         explored = Exploring(
             traced,
-            lambda mode, others: fails(model, inputs, (mode, others)),
+            lambda mode, others: fails(model, formed(others)[1], (mode, others)),
         )
     while True:
         for trace in explored.traces:
             with_branches(trace.graph)
         try:
-            graph = merged(model, explored.traces, explored.paths, values)
+            graph = merged(model, explored.traces, explored.paths, values, forms)
         except UnexplainedError as error:
             with _ONE_AT_A_TIME:
                 if explored.go_on(error.paths):

@@ -7,7 +7,7 @@ distributions, times T squared so that its gradients keep their size.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 from smcp_fx.config import is_number
 from smcp_fx.errors import InputError
+from smcp_fx.output_kinds import Kinds, Reading, named_tensors, read_outputs, spread, told
+from smcp_fx.pruning.loop_watch import tell
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.wrapping import is_prepared, unwrapped
+from smcp_fx.training.features import Student, hooked, require_modules
 
 
 class Teacher:
@@ -28,15 +31,20 @@ class Teacher:
 
     Args:
         model: the trained network, before `prepare`.
-        temperature: softens both distributions.
-        logits: returns the scores [images, classes, ...] from a model's output; by default the output itself, its
-            entry or attribute ``logits``, or the only tensor of at least two dimensions in it.
+        temperature: softens distributions, both the teacher's and the student's.
+        outputs: what the model's output is, as for `compress`; a warning says what it is taken for otherwise.
+        features: blocks by module path, such as ``["layer2", "layer3"]``: what they give is drawn together, too, on
+            the channels that the student keeps. The student is called through `watch`.
 
     Raises `InputError` for what is no model or a prepared one, and for a temperature that is not positive.
     """
 
     def __init__(
-        self, model: nn.Module, temperature: float = 1.0, logits: Callable[[Any], Tensor] | None = None
+        self,
+        model: nn.Module,
+        temperature: float = 1.0,
+        outputs: Kinds | None = None,
+        features: Sequence[str] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"Teacher needs an nn.Module, not {type(model).__name__}")
@@ -48,30 +56,87 @@ class Teacher:
             raise InputError(f"temperature must be a positive number, not {temperature!r}")
         self.model = deep_copy(unwrapped(model)).requires_grad_(False).eval()
         self.temperature = float(temperature)
-        self._logits = logits or _scores
+        self.readings: dict[str, Reading] = {}
+        self._outputs = outputs
+        if isinstance(features, str):
+            raise InputError(f"features must be a list of module paths, not {features!r}")
+        require_modules(self.model, features)
+        self.features = list(features)
+        self._student: Student | None = None
+
+    def watch(self, student: nn.Module) -> Student:
+        """Return what to call instead of the student, so that its features are seen: ``teacher.watch(smaller)(x)``.
+
+        A prepared model, what `convert` returns, or a module whose named blocks have all of their channels.
+        """
+        self._student = Student(unwrapped(student), self.features)
+        return self._student
 
     def __call__(self, inputs: Any, outputs: Any) -> Tensor:
-        """Return the mean Kullback-Leibler divergence of the student's answers from the teacher's, in nats.
+        """Return how far the student's answers are from the teacher's, a sum over the outputs that count.
+
+        Of class scores it is the mean Kullback-Leibler divergence in nats, as of yes or no; of anything else the
+        squared error relative to the variance of the teacher's answers, as of features.
 
         ``inputs``: what the student was called with: a tensor, a tuple of several, or a dict of keyword inputs.
-        ``outputs``: what it returned. Runs in the caller's `torch.autocast`; the divergence is computed in float32.
+        ``outputs``: what it returned. Runs in the caller's `torch.autocast`; the distance is computed in float32.
 
-        Raises `InputError` where the two have no scores of one shape.
+        Raises `InputError` where the two have not the same outputs.
         """
-        theirs = self._logits(outputs)
-        with torch.no_grad():
-            self.model.to(theirs.device)
-            ours = self._logits(self._answer(inputs))
-        if ours.shape != theirs.shape or ours.dim() < 2:
+        theirs, student = named_tensors(outputs), self._student
+        if self.features and (student is None or not student.found):
             raise InputError(
-                f"the teacher's scores are of shape {tuple(ours.shape)}, the student's of {tuple(theirs.shape)}: "
-                "both must be [images, classes, ...], and the inputs the same"
+                "features are seen where the student is called through the teacher: call = teacher.watch(student), "
+                "then outputs = call(images)"
             )
-        with torch.autocast(theirs.device.type, enabled=False):
-            student, teacher = (
-                F.log_softmax(scores.float() / self.temperature, 1) for scores in (theirs, ours)
+        with torch.no_grad(), hooked(self.model, self.features) as features:
+            if theirs:
+                self.model.to(next(iter(theirs.values())).device)
+            answers = self._answer(inputs)
+        ours, total = named_tensors(answers), []
+        with torch.autocast(next(iter(ours.values())).device.type if ours else "cpu", enabled=False):
+            for name, reading in self._read(answers).items():
+                mine = self._matching(name, theirs, ours[name])
+                total.append(self._distance(reading, reading.scores(mine), reading.scores(ours[name])))
+            if student is not None:
+                total += student.distances(features)
+        return torch.stack(total).sum()
+
+    def _read(self, answers: Any) -> dict[str, Reading]:
+        if not self.readings:
+            self.readings = read_outputs(answers, self._outputs, None, self.model)
+            if not all(reading.given for reading in self.readings.values()):
+                what = told(self.readings, answers)
+                tell(
+                    f"the Teacher's {what}. If that is wrong, say what it is, with Teacher(outputs=).",
+                    UserWarning,
+                )
+        return self.readings
+
+    def _matching(self, name: str, theirs: Mapping[str, Tensor], mine: Tensor) -> Tensor:
+        """The student's tensor of this name; of a lone one that of its shape (GoogLeNet returns more in training)."""
+        found = theirs.get(name)
+        if found is None and len(self.readings) == 1:
+            found = next((tensor for tensor in theirs.values() if tensor.shape == mine.shape), None)
+        if found is None or found.shape != mine.shape:
+            shapes = {name: list(tensor.shape) for name, tensor in theirs.items()}
+            raise InputError(
+                f"the teacher's output{' ' + repr(name) if name else ''} is of shape {list(mine.shape)}, and the "
+                f"student's outputs {shapes} are not: both must be the same for the same inputs. "
+                "Teacher(outputs={name: kind}) names those that count"
             )
-            divergence = F.kl_div(student, teacher, log_target=True, reduction="none").sum(1).mean()
+        return found
+
+    def _distance(self, reading: Reading, student: Tensor, teacher: Tensor) -> Tensor:
+        """The mean over images and positions; both as `Reading.scores` gives them."""
+        if reading.kind == "values":
+            variance = spread(teacher)
+            return (student - teacher).square().mean() / torch.where(variance > 0, variance, 1.0)
+        student, teacher = student / self.temperature, teacher / self.temperature
+        if reading.kind == "binary":  # two classes, whose scores are the logit and zero
+            student, teacher = (torch.stack([t, torch.zeros_like(t)], -1) for t in (student, teacher))
+        logs = student.log_softmax(-1), teacher.log_softmax(-1)
+        divergence = F.kl_div(*logs, log_target=True, reduction="none").sum(-1).mean()
         return divergence * self.temperature**2
 
     def _answer(self, inputs: Any) -> Any:
@@ -80,23 +145,5 @@ class Teacher:
         return self.model(*inputs) if isinstance(inputs, (tuple, list)) else self.model(inputs)
 
     def __repr__(self) -> str:
-        return f"<Teacher: {type(self.model).__name__}, temperature {self.temperature:g}>"
-
-
-def _scores(outputs: Any) -> Tensor:
-    """The scores in an output of a usual form."""
-    if isinstance(outputs, Mapping) and "logits" in outputs:
-        outputs = outputs["logits"]
-    outputs = getattr(outputs, "logits", outputs)
-    if isinstance(outputs, Tensor):
-        return outputs
-    held = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
-    found = (
-        [v for v in held if isinstance(v, Tensor) and v.dim() > 1] if isinstance(held, (tuple, list)) else []
-    )
-    if len(found) != 1:
-        raise InputError(
-            f"the output is a {type(outputs).__name__} in which no one tensor is the scores: give Teacher(..., "
-            "logits=function), which returns them [images, classes, ...]"
-        )
-    return found[0]
+        read = "".join(f", {name} {reading}" for name, reading in self.readings.items())
+        return f"<Teacher: {type(self.model).__name__}, temperature {self.temperature:g}{read}>"

@@ -15,7 +15,7 @@ from smcp_fx.zoo.pretrained import Preprocessing
 AUGMENTATIONS = ("none", "usual", "strong")
 
 #: One in this many unlabelled images is a test image. Chosen, not measured.
-_FOLD = 5
+FOLD = 5
 
 
 def image_folder(
@@ -36,8 +36,8 @@ def image_folder(
             + _absent(root)
         )
     try:
-        train = ImageFolder(str(root / "train"), _training(images, augment), loader=_read_image)
-        test = ImageFolder(str(test_folder), _testing(images), loader=_read_image)
+        train = ImageFolder(str(root / "train"), _training(images, augment), loader=read_image)
+        test = ImageFolder(str(test_folder), _testing(images), loader=read_image)
     except FileNotFoundError as error:
         raise InputError(f"imagefolder:{root}: {error}") from error
     if train.classes != test.classes:
@@ -53,6 +53,14 @@ def _absent(root: Path) -> str:
 
 def plain_images(root: Path, images: Preprocessing | None = None) -> tuple[Dataset[Any], Dataset[Any], int]:
     """Return all images below a folder, every fifth one for testing, and 0 classes; each has the label 0."""
+    files = image_files(root)
+    made = _testing(images or Preprocessing())
+    tests = files[::FOLD]
+    return _Files([f for f in files if f not in set(tests)], made), _Files(tests, made), 0
+
+
+def image_files(root: Path) -> list[str]:
+    """Return all images below a folder; `InputError` for fewer than two."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
     files = sorted(str(path) for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
@@ -60,9 +68,7 @@ def plain_images(root: Path, images: Preprocessing | None = None) -> tuple[Datas
         raise InputError(
             f"images:{root}: there are {len(files)} images below it; two are the least" + _absent(root)
         )
-    made = _testing(images or Preprocessing())
-    tests = files[::_FOLD]
-    return _Files([f for f in files if f not in set(tests)], made), _Files(tests, made), 0
+    return files
 
 
 class _Files(Dataset[Any]):
@@ -73,7 +79,7 @@ class _Files(Dataset[Any]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self.made(_read_image(self.files[index])), 0
+        return self.made(read_image(self.files[index])), 0
 
 
 def _training(images: Preprocessing, augment: str) -> Any:
@@ -103,7 +109,7 @@ def _normalised(images: Preprocessing) -> list[Any]:
     return [v2.ToImage(), values, v2.Normalize(list(images.mean), list(images.std))]
 
 
-def _read_image(path: str) -> Any:
+def read_image(path: str) -> Any:
     """Return the picture in an image file; `InputError` names a file without one."""
     from PIL import Image
 

@@ -39,6 +39,15 @@ class FittedModel:
     notes: tuple[str, ...]
     accuracy: float | None = None
     trained: bool = False
+    inputs: tuple[Tensor, ...] | None = None  # of an ONNX file
+
+    def examples(self, batch: int) -> tuple[Tensor, ...]:
+        """Return random inputs of so many samples."""
+        if self.inputs is None:
+            return (example_images(batch, self.channels, self.size, self.size),)
+        if batch == len(self.inputs[0]):
+            return self.inputs
+        return tuple(tensor[:1].expand(batch, *tensor.shape[1:]).clone() for tensor in self.inputs)
 
 
 def load_model(
@@ -117,9 +126,10 @@ def _classes_of(weights: Weights | None) -> int:
 
 
 def build_model(spec: str, **options: Any) -> nn.Module:
-    """Build ``torchvision:NAME`` (of any task), ``timm:NAME``, ``smcp:NAME`` or ``path/to/file.py:factory``.
+    """Build ``torchvision:NAME`` (of any task), ``timm:NAME``, ``onnx:FILE``, ``smcp:NAME`` or ``file.py:factory``.
 
-    ``smcp:`` names networks of the recipes. ``options`` go to the builder of a named network. Weights are random.
+    ``smcp:`` names networks of the recipes. ``options`` go to the builder of a named network. Weights are random, but
+    for those of a file.
     Raises `InputError` for networks that do not exist or cannot be built.
     """
     kind, _, name = spec.partition(":")
@@ -139,6 +149,14 @@ def build_model(spec: str, **options: Any) -> nn.Module:
         return model
     if kind == "timm" and name:
         return _create_timm(name, **options)
+    if kind == "onnx" and name:
+        from smcp_fx.backends import import_runtime
+
+        read = import_runtime(
+            "smcp_fx.backends.onnx.importing.reading", "--model onnx:", "pip install onnxruntime"
+        )
+        imported: nn.Module = read.from_onnx(name)
+        return imported
     if kind == "smcp" and name:
         from smcp_fx.zoo.networks import build_network
 
@@ -195,7 +213,7 @@ def _from_factory(spec: str, base: Path | None = None) -> nn.Module:
 
         meant = f" (did you mean torchvision:{spec}?)" if spec in models.list_models() else ""
         raise InputError(
-            f"unknown model {spec!r}: give torchvision:NAME, timm:NAME, or path/to/file.py:factory{meant}"
+            f"unknown model {spec!r}: give torchvision:NAME, timm:NAME, onnx:FILE, or path/to/file.py:factory{meant}"
         )
     model = call_factory(spec, base)
     if not isinstance(model, nn.Module):

@@ -16,13 +16,17 @@ from smcp_fx.zoo.weights import Weights
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How images become inputs: ``size`` of a side, center ``crop`` as a share of the side, normalisation."""
+    """How images become inputs: ``size`` of a side, center ``crop`` as a share of the side, normalisation.
+
+    ``order``: of the channels, "rgb" or "bgr".
+    """
 
     size: int = 224
     crop: float = 0.875
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     interpolation: str = "bilinear"
+    order: str = "rgb"
 
 
 def preprocessing_of(spec: str) -> Preprocessing:

@@ -328,3 +328,81 @@ def test_a_model_that_writes_into_its_input_is_compared_on_what_it_was_given(tmp
     x = torch.randn(2, 3, 4, 4)
     model = smcp_fx.convert(smcp_fx.prepare(Halves(), x))
     assert export_onnx(model, x, tmp_path / "model.onnx").exists()
+
+
+class Doubles(nn.Module):
+    """Twice as high and wide, with a state [layers, batch, hidden]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up, self.cell = nn.Conv2d(3, 4, 3, padding=1), nn.PixelShuffle(2), nn.GRU(4, 2, 2)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.conv(x)
+        return self.up(y), self.cell(y.mean((2, 3))[None], state)[1]
+
+
+def shapes_of(path):
+    values = onnx.load(path).graph
+    dims = [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in values.input]
+    return dict(zip((v.name for v in values.input), dims, strict=True))
+
+
+def test_any_axis_stays_open_by_the_inputs_name_or_place(tmp_path):
+    model, given = Doubles().eval(), (torch.randn(1, 3, 4, 4), torch.randn(2, 1, 2))
+    named = {"x": {0: "batch", -1: "width"}, "state": {1: "batch"}}
+    placed = {0: {0: "batch", 3: "width"}, 1: {1: "batch"}}
+    for number, axes in enumerate((named, placed)):
+        path = export_onnx(model, given, tmp_path / f"{number}.onnx", dynamic_axes=axes)
+        assert shapes_of(path) == {"x": ["batch", 3, 4, "width"], "state": [2, "batch", 2]}
+    other = (torch.randn(3, 3, 4, 7), torch.randn(2, 3, 2))
+    found = run_file(path, *(tensor.numpy() for tensor in other))
+    with torch.no_grad():
+        for mine, theirs in zip(found, model(*other), strict=True):
+            assert np.allclose(mine, theirs, atol=1e-6)
+
+
+def test_sides_of_images_stay_open_where_an_outputs_follow(tmp_path):
+    """Networks that ask for an even size, too; those that give classes have their size fixed."""
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = nn.Conv2d(3, 4, 3, 2, 1), nn.ConvTranspose2d(4, 4, 2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, self.up(self.down(x))], 1)
+
+    x, other = torch.randn(2, 3, 8, 8), torch.randn(1, 3, 6, 10)
+    path = export_onnx(Skips(), x, tmp_path / "dense.onnx")
+    assert shapes_of(path) == {"x": ["batch", 3, "height", "width"]}
+    assert run_file(path, other.numpy())[0].shape == (1, 7, 6, 10)
+    fixed = export_onnx(Skips(), x, tmp_path / "fixed.onnx", dynamic_axes={})
+    assert shapes_of(fixed) == {"x": [2, 3, 8, 8]}
+    pooled = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert shapes_of(export_onnx(pooled, x, tmp_path / "pooled.onnx"))["input"] == ["batch", 3, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("axes", "told"),
+    [
+        ({"y": {0: "b"}}, "no input 'y'; give 'input'"),
+        ({"input": {4: "b"}}, r"dynamic_axes\['input'\].*no axis 4"),
+        ({"input": {0: "b", 2: "b"}}, "'b' is 2 in 'input' and 8"),
+        ({"input": {0: 5}}, "5 is no name"),
+        ([0], "must be a dict"),
+    ],
+)
+def test_axes_that_are_not_there_are_named(small, tmp_path, axes, told):
+    with pytest.raises(InputError, match=told):
+        export_onnx(nn.Sequential(small), torch.randn(2, 3, 8, 8), tmp_path / "n.onnx", dynamic_axes=axes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_axis_that_cannot_stay_open_is_told(tmp_path):
+    fixed = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2))
+    with pytest.raises(BackendError, match="fewer axes open in dynamic_axes"):
+        export_onnx(
+            fixed, torch.randn(2, 3, 8, 8), tmp_path / "n.onnx", dynamic_axes={"input": {2: "height"}}
+        )
+    assert list(tmp_path.iterdir()) == []

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import chain, randomise
 from tolerances import assert_close
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import smcp_fx
+from smcp_fx.calibration.batches import each_batch
 from smcp_fx.calibration.gathering import first_order
 from smcp_fx.calibration.objective import Objective
-from smcp_fx.errors import InfeasibleBudgetError, InputError
+from smcp_fx.errors import InfeasibleBudgetError
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
 
@@ -71,13 +74,13 @@ def test_the_target_is_met_and_repair_brings_the_outputs_nearer(labels: bool) ->
     model = randomise(chain(24, 32)).eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     batches = _batches(labels)
-    smaller = smcp_fx.compress(model, batches, target=0.5, config=SMALL)
+    smaller = smcp_fx.compress(model, batches, target=0.5, config=SMALL, outputs="classes")
     assert _flops(smaller) <= 0.5 * _flops(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
     torch.manual_seed(0)
     prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), target=0.5, config=SMALL)
-    smcp_fx.gather_importance(prepared, batches)
+    smcp_fx.gather_importance(prepared, batches, outputs="classes")
     prepared.pruner.solve()
     sliced = smcp_fx.convert(prepared).eval()
     x = torch.randn(64, 3, 8, 8)
@@ -101,7 +104,7 @@ def test_importances_are_the_mean_over_batches_by_autograd() -> None:
     )
     batches = _batches(labels=True)
     prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), config=SMALL)
-    first_order(prepared, batches, Objective())
+    first_order(prepared, batches, Objective(prepared))
     expected = torch.zeros(6)
     for x, y in batches:
         (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), model[2].weight)
@@ -145,10 +148,8 @@ class Outputs(nn.Module):
         return self.outputs(self.net(x))
 
 
-def test_other_outputs_need_a_loss_of_their_own() -> None:
+def test_a_loss_of_ones_own_takes_any_outputs_and_labels() -> None:
     model = randomise(Outputs(lambda y: {"scores": y})).eval()
-    with pytest.raises(InputError, match="give loss="):
-        smcp_fx.compress(model, _batches(labels=True), config=SMALL)
     smcp_fx.compress(
         model,
         _batches(labels=True),
@@ -161,17 +162,24 @@ def test_other_outputs_need_a_loss_of_their_own() -> None:
     ("batches", "options", "said"),
     [
         ([], {}, "no batches"),
-        ([{"x": torch.randn(2, 3, 8, 8)}], {}, "not dicts"),
+        ([{"x": torch.randn(2, 3, 8, 8)}], {}, "by the names in forward"),
         ([torch.randn(2, 4, 8, 8)], {}, "4"),
-        ([(torch.randn(2, 3, 8, 8), "label")], {}, "loss of batch 1"),
+        ([(torch.randn(2, 3, 8, 8), "label")], {}, "labels are a str"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: o}, "one finite number"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: o.sum() * torch.nan}, "one finite number"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: 1 / 0}, "ZeroDivisionError: division by zero"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: torch.ones(())}, "has no gradient"),
         ([torch.zeros(2, 3, 8, 8)], {"loss": lambda o, y: 0 * o.sum()}, "no channel matters"),
         ([torch.full((2, 3, 8, 8), 3e38)], {}, "NaN or infinite"),
+        ([torch.full((2, 3, 8, 8), 3e38)], {"outputs": "classes"}, "NaN or infinite"),
+        ([torch.randn(2, 3, 8, 8)], {"outputs": "boxes"}, "outputs= must be"),
+        ([torch.randn(2, 3, 8, 8)], {"outputs": {"box": "values"}}, "names 'box'; the model's output has ''"),
+        ([torch.randn(2, 3, 8, 8)], {"outputs": "classes:4"}, "along dimension 4"),
+        ([torch.randn(2, 3, 8, 8)], {"outputs": "values", "loss": lambda o, y: o.sum()}, "not both"),
+        ([(torch.randn(2, 3, 8, 8), torch.tensor([1, 5]))], {}, "go from 1 to 5"),
+        ([(torch.randn(2, 3, 8, 8), torch.randn(2, 3))], {}, "do not fit the output"),
         ([torch.randn(2, 3, 8, 8)], {"target": "-3%"}, "target"),
-        (torch.randn(1, 3, 8, 8), {}, "two images or more"),
+        (torch.randn(1, 3, 8, 8), {"outputs": "values"}, "two images or more"),
     ],
 )
 def test_bad_input_is_told(batches: Any, options: dict[str, Any], said: str) -> None:
@@ -181,9 +189,58 @@ def test_bad_input_is_told(batches: Any, options: dict[str, Any], said: str) -> 
 
 def test_a_target_out_of_reach_is_told() -> None:
     with pytest.raises(InfeasibleBudgetError):
-        smcp_fx.compress(randomise(chain(8, 12)).eval(), _batches(labels=False), target=0.001)
+        smcp_fx.compress(
+            randomise(chain(8, 12)).eval(), _batches(labels=False), target=0.001, outputs="values"
+        )
 
 
 def test_batches_that_come_once_are_kept() -> None:
-    smaller = smcp_fx.compress(randomise(chain(8, 12)).eval(), iter(_batches(labels=False)), config=SMALL)
+    smaller = smcp_fx.compress(
+        randomise(chain(8, 12)).eval(), iter(_batches(labels=False)), config=SMALL, outputs="values"
+    )
     assert _flops(smaller) <= 0.5 * _flops(chain(8, 12))
+
+
+def test_uniform_widths_are_taken_where_the_choice_loses_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group is said to be worth nothing, so that the choice ruins it."""
+    module = importlib.import_module("smcp_fx.calibration.compress")
+    torch.manual_seed(0)
+    model, images = randomise(chain(16, 24, 16)).eval(), list(torch.randn(8, 16, 3, 8, 8))
+
+    def wrong(prepared: smcp_fx.PreparedModel, *args: Any, **options: Any) -> None:
+        smcp_fx.gather_importance(prepared, *args, **options)
+        rises = prepared.smcp.rises
+        assert rises is not None
+        prepared.smcp.rises = {n: 0 * r if i == 1 else 1e6 * r for i, (n, r) in enumerate(rises.items())}
+
+    prepared = smcp_fx.prepare(model, images[0], target=0.5, config=SMALL)
+    smcp_fx.gather_importance(prepared, images, outputs="classes")
+    masks = module.uniform_masks(prepared)
+    kept = {name: int(mask.sum()) for name, mask in masks.items()}
+    shares = [kept[name] / mask.numel() for name, mask in masks.items()]
+    assert max(shares) - min(shares) < 1 / 16
+    prepared.set_masks(masks)
+    assert 0.4 < prepared.pruner.present_cost / prepared.pruner.full_cost <= 0.5
+    for name, mask in masks.items():
+        importance = prepared.pruner.importance[name]
+        assert float(importance[mask].min()) > float(importance[~mask].max())
+
+    monkeypatch.setattr(module, "gather_importance", wrong)
+    monkeypatch.setattr(module, "gather_halfway", lambda *args, **options: None)
+    smaller = smcp_fx.compress(model, images, target=0.5, config=SMALL, outputs="classes")
+    widths = [layer.out_channels for layer in smaller.modules() if isinstance(layer, torch.nn.Conv2d)]
+    assert widths[: len(kept)] == list(kept.values())
+
+
+def test_distances_of_outputs_are_divergences_and_relative_errors() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(6, 5), torch.randn(6, 5)
+    (batch,) = each_batch(torch.randn(6, 3))
+    kinds = {"classes": F.kl_div(a.log_softmax(1), b.softmax(1), reduction="batchmean"),
+             "values": (a - b).square().mean() / b.var(0, correction=0).mean()}  # fmt: skip
+    p, q = b.sigmoid(), a.sigmoid()
+    kinds["binary"] = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
+    for kind, expected in kinds.items():
+        found = Objective(torch.nn.Identity(), outputs=kind).distance(a, b, batch)
+        assert abs(found - float(expected)) < 1e-5 * float(expected)
+    assert Objective(torch.nn.Identity(), lambda o, y: o.sum()).distance(a, b, batch) == float(a.sum())

@@ -42,7 +42,7 @@ def _order(model: nn.Module, x: Tensor, labels: Tensor) -> tuple[Elimination, Or
     prepared = smcp_fx.prepare(model, x[:2], config=SMALL)
     elimination = Elimination(prepared, trained_graph(prepared), torch.ones_like(prepared.smcp.keep), 1)
     (batch,) = each_batch([(x, labels)])
-    elimination.add(batch, partial(Objective(), batch=batch))
+    elimination.add(batch, partial(Objective(nn.Identity()), batch=batch))
     name = next(group.name for group in prepared.channels.groups if group.free and group.size == 8)
     order = elimination.order(name)
     assert order is not None and order.rises is not None
@@ -61,7 +61,7 @@ def test_rises_are_the_quadratic_form_of_gradients_by_hand() -> None:
     curvature = Curvature(elimination.whole, {name: order.refits})
     (batch,) = each_batch([(x, labels)])
     counted = torch.tensor([True, True, False, True, False, True])
-    curvature.add(batch, partial(Objective(), batch=batch), counted)
+    curvature.add(batch, partial(Objective(nn.Identity()), batch=batch), counted)
     found = curvature.rises(name)
     assert sorted(found) == sorted(refit.count for refit in order.refits) and len(found) > 2
     for refit in order.refits:
@@ -106,7 +106,7 @@ def test_a_head_that_reads_more_than_there_are_images_is_worth_what_narrowing_it
         features = model[:-1](x)
         model[-1].weight.mul_(6 / (features @ model[-1].weight.T).std())
     prepared = smcp_fx.prepare(model, x[:2], config=SMALL)
-    smcp_fx.gather_importance(prepared, x.split(8))
+    smcp_fx.gather_importance(prepared, x.split(8), outputs="classes")
     rises, masks = prepared.pruner.rises, prepared.pruner.importance
     assert rises is not None
     name = next(group.name for group in prepared.channels.groups if group.free and group.size == 96)

@@ -25,7 +25,7 @@ SMALL = smcp_fx.PruningConfig(multiple=1)
 
 
 def _first_order(prepared: smcp_fx.PreparedModel, batches: Any) -> None:
-    first_order(prepared, batches, Objective())
+    first_order(prepared, batches, Objective(prepared))
 
 
 def _order(model: nn.Module, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def test_importances_are_what_each_channel_adds_to_the_rise_in_the_order_they_go
 def _gathered(batches: list[Any]) -> smcp_fx.PreparedModel:
     torch.manual_seed(0)
     prepared = smcp_fx.prepare(randomise(chain(24, 32, 24)).eval(), torch.randn(2, 3, 8, 8), config=SMALL)
-    smcp_fx.gather_importance(prepared, batches)
+    smcp_fx.gather_importance(prepared, batches, outputs="classes")
     return prepared
 
 
@@ -179,7 +179,7 @@ def test_groups_that_are_not_known_are_told_and_valued_on_the_scale_of_the_other
         smcp_fx.gather_importance(known, [(x, y)])
     assert "1 of 3 groups are valued by first-order importances" in caplog.text
     assert "two" in caplog.text
-    first_order(plain, [(x, y)], Objective())
+    first_order(plain, [(x, y)], Objective(plain))
     rises = known.pruner.rises
     assert rises is not None
     importance = plain.smcp.gathered

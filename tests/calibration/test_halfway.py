@@ -75,14 +75,14 @@ def test_below_halfway_it_is_what_the_halfway_network_says_of_itself() -> None:
 
 def test_labels_that_are_missing_are_drawn_by_the_whole_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here always the likeliest ones, which the batches have as labels."""
-    monkeypatch.setattr(Objective, "drawn", lambda self, scores, batch: scores.argmax(1))
+    monkeypatch.setattr(Objective, "drawn", lambda self, scores, batch: {"": scores.argmax(1)})
     (labelled, batches), (without, _) = _gathered(), _gathered()
     half = copy.deepcopy(labelled)
     half.pruner.solve(0.5)
     with torch.no_grad():
         assert not torch.equal(half(batches[0][0]).argmax(1), batches[0][1])
     smcp_fx.gather_halfway(labelled, batches)
-    smcp_fx.gather_halfway(without, [x for x, _ in batches])
+    smcp_fx.gather_halfway(without, [x for x, _ in batches], outputs="classes")
     one, other = labelled.pruner.rises, without.pruner.rises
     assert one is not None and other is not None
     for name, rises in one.items():

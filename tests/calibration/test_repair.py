@@ -40,9 +40,12 @@ def test_rows_times_matrix_is_the_layer(layer: nn.Module) -> None:
     matrix = consumer.matrix(layer.weight)
     assert torch.equal(consumer.unmatrix(matrix), layer.weight)
     assert layer.bias is not None
-    for inputs, outputs in consumer.rows(x, y, torch.arange(positions)):
-        found = torch.einsum("rgi,gio->rgo", inputs, matrix).flatten(1) + layer.bias
-        assert_close(found.detach(), outputs.flatten(1), "slicing")
+    chosen, images = torch.randperm(positions)[: positions // 2 + 1], torch.tensor([2, 0])
+    apart = (y.flatten(2).transpose(1, 2) if rank else y)[images][:, chosen]
+    for inputs, outputs in consumer.rows(x, y, chosen, images):
+        found = torch.einsum("npgi,gio->npgo", inputs, matrix).flatten(2) + layer.bias
+        assert_close(found.detach(), outputs.flatten(2), "slicing")
+        assert torch.equal(outputs.flatten(2), apart)
 
 
 def test_recalibrate_is_exact_over_all_the_data() -> None:

@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(work: Path, capsys: pytest.C
         (("--precision", "bf16"), "kernels for them compute in no half precision"),
         (
             ("--backend", "torch", "--precision", "int8"),
-            "PyTorch runs a network in the precision that it has",
+            "PyTorch runs networks here in fp32, fp16 or bf16",
         ),
     ):
         assert run(*TRAINED, *flags) == 2

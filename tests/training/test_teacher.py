@@ -31,7 +31,7 @@ def by_hand(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 @pytest.mark.parametrize("shape", [(6, 5), (2, 5, 3, 4)])
 def test_it_is_the_divergence(temperature: float, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    teacher = smcp_fx.Teacher(nn.Identity(), temperature)
+    teacher = smcp_fx.Teacher(nn.Identity(), temperature, "classes")
     ours, theirs = torch.randn(shape).double(), torch.randn(shape).double().requires_grad_()
     found = teacher(ours, theirs)
     expected = by_hand(theirs, ours, temperature)
@@ -45,7 +45,7 @@ def test_it_is_the_divergence(temperature: float, shape: tuple[int, ...]) -> Non
 def test_the_model_is_a_copy_in_eval_mode_and_has_no_gradients() -> None:
     model = network()
     before = copy.deepcopy(model.state_dict())
-    teacher = smcp_fx.Teacher(model)
+    teacher = smcp_fx.Teacher(model, outputs="classes")
     x, _ = batch(0)
     answers = model.eval()(x).detach()
     model.train()
@@ -68,7 +68,7 @@ def test_the_model_is_a_copy_in_eval_mode_and_has_no_gradients() -> None:
         lambda y: (y, y.sum()),
         lambda y: {"loss": y.sum(), "logits": y, "hidden": y[:, :2]},
         lambda y: SimpleNamespace(logits=y, hidden=y[:, :2]),
-        lambda y: namedtuple("Answer", "logits aux")(y, y),
+        lambda y: namedtuple("Answer", "logits aux")(y, y[:, :2]),
         lambda y: {"out": y},
     ],
 )
@@ -78,8 +78,8 @@ def test_scores_are_found_in_outputs_of_usual_forms(outputs: Callable[[Tensor], 
             return outputs(x)
 
     ours, theirs = torch.randn(4, 3), torch.randn(4, 3)
-    found = smcp_fx.Teacher(Wrapped())(ours, outputs(theirs))
-    assert found == smcp_fx.Teacher(nn.Identity())(ours, theirs)
+    found = smcp_fx.Teacher(Wrapped(), outputs="classes")(ours, outputs(theirs))
+    assert found == smcp_fx.Teacher(nn.Identity(), outputs="classes")(ours, theirs)
 
 
 def test_inputs_are_those_of_the_model() -> None:
@@ -88,16 +88,14 @@ def test_inputs_are_those_of_the_model() -> None:
             return a + b, a - b
 
     a, b, theirs = torch.randn(3, 3, 4)
-    teacher = smcp_fx.Teacher(
-        Two(), logits=lambda outputs: outputs[0] if isinstance(outputs, tuple) else outputs
-    )
-    expected = smcp_fx.Teacher(nn.Identity())(a + b, theirs)
+    teacher = smcp_fx.Teacher(Two(), outputs={"0": "classes"})
+    expected = smcp_fx.Teacher(nn.Identity(), outputs="classes")(a + b, theirs)
     assert teacher((a, b), theirs) == teacher({"b": b, "a": a}, theirs) == expected
 
 
 def test_mixed_precision_computes_the_divergence_in_float32() -> None:
     x, labels = batch(1)
-    model, teacher = network(), smcp_fx.Teacher(network())
+    model, teacher = network(), smcp_fx.Teacher(network(), outputs="classes")
     with torch.autocast("cpu", torch.bfloat16):
         outputs = model(x)
         loss = 0.1 * F.cross_entropy(outputs, labels) + 0.9 * teacher(x, outputs)
@@ -111,7 +109,7 @@ def test_a_prepared_model_learns_from_it_as_from_a_loss_by_hand() -> None:
     ended = []
     dense = network().eval()
     for own in (True, False):
-        prepared, teacher = prepared_model(network()), smcp_fx.Teacher(dense)
+        prepared, teacher = prepared_model(network()), smcp_fx.Teacher(dense, outputs="classes")
         optimizer = torch.optim.SGD(prepared.parameters(), lr=0.05)
         for step in range(12):
             x, labels = batch(step)
@@ -149,7 +147,7 @@ def test_the_loop_of_the_commands_learns_from_it(tmp_path: Path) -> None:
         with torch.no_grad():
             for parameter in expected.parameters():
                 parameter -= 0.1 * parameter.grad  # type: ignore[operator]
-        found = trained(teacher=smcp_fx.Teacher(dense), taught=share)
+        found = trained(teacher=smcp_fx.Teacher(dense, outputs="classes"), taught=share)
         assert_close(dict(found.named_parameters()), dict(expected.named_parameters()), "accumulation")
 
 
@@ -159,7 +157,7 @@ def test_it_teaches_under_distributed_data_parallel(tmp_path: Path) -> None:
     try:
         x, _ = batch(0)
         wrapped = nn.parallel.DistributedDataParallel(network())
-        teacher = smcp_fx.Teacher(wrapped)
+        teacher = smcp_fx.Teacher(wrapped, outputs="classes")
         wrapped.module.teacher = teacher  # no submodule
         teacher(x, wrapped(x)).backward()
         assert isinstance(teacher.model, type(network()))
@@ -171,17 +169,62 @@ def test_it_teaches_under_distributed_data_parallel(tmp_path: Path) -> None:
 
 
 def test_what_is_no_teacher_is_refused() -> None:
+    identity = smcp_fx.Teacher(nn.Identity(), outputs="classes")
     for make, said in (
         (lambda: smcp_fx.Teacher("resnet"), "needs an nn.Module, not str"),  # type: ignore[arg-type]
         (lambda: smcp_fx.Teacher(prepared_model()), "before prepare"),
         (lambda: smcp_fx.Teacher(network(), temperature=0), "temperature must be a positive number"),
-        (lambda: smcp_fx.Teacher(nn.Identity())(torch.zeros(2, 3), torch.zeros(2, 4)), r"\(2, 3\).*\(2, 4\)"),
-        (lambda: smcp_fx.Teacher(nn.Identity())(torch.zeros(2), torch.zeros(2)), r"\[images, classes"),
-        (
-            lambda: smcp_fx.Teacher(nn.Identity())(torch.zeros(2, 3), (torch.zeros(2, 3),) * 2),
-            "logits=function",
-        ),
-        (lambda: smcp_fx.Teacher(nn.Identity())(torch.zeros(2, 3), None), "logits=function"),
+        (lambda: identity(torch.zeros(2, 3), torch.zeros(2, 4)), r"\[2, 3\].*\[2, 4\]"),
+        (lambda: smcp_fx.Teacher(nn.Identity(), 1.0, "classes")(*torch.zeros(2, 2)), "along dimension 0"),
+        (lambda: identity(torch.zeros(2, 3), None), "must be the same"),
     ):
         with pytest.raises(InputError, match=said):
             make()
+
+
+def told_of(teacher: smcp_fx.Teacher, x: Any, outputs: Any, said: str) -> Tensor:
+    """Its loss; the warning says what the outputs are taken for, once."""
+    with pytest.warns(UserWarning, match=said):
+        found = teacher(x, outputs)
+    assert torch.equal(teacher(x, outputs), found)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 8), (3, 2, 4, 5)])
+def test_values_are_compared_by_their_squared_error(shape: tuple[int, ...]) -> None:
+    ours, theirs = torch.randn(2, *shape) * 3 + 5
+    found = told_of(smcp_fx.Teacher(nn.Identity()), ours, theirs, "values")
+    expected = (ours - theirs).square().mean() / (ours - ours.mean(0)).square().mean()
+    assert_close(found, expected, "identity")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_yes_or_no_is_compared_by_the_divergence_of_two_classes(temperature: float) -> None:
+    ours, theirs = torch.randn(2, 5, 1, 4, 4)
+    teacher = smcp_fx.Teacher(nn.Identity(), temperature, "binary")
+    expected = by_hand(*(torch.cat([t, 0 * t], 1) for t in (theirs, ours)), temperature)
+    assert_close(teacher(ours, theirs), expected, "identity")
+    if temperature == 1:
+        both = ours.sigmoid(), theirs.sigmoid()
+        found = smcp_fx.Teacher(nn.Identity(), 1.0, "binary")(*both)
+        assert_close(found, expected, "importance")
+
+
+def test_probabilities_are_compared_as_such() -> None:
+    ours, theirs = torch.randn(2, 3, 7, 5)
+    teacher = smcp_fx.Teacher(nn.Identity())
+    found = told_of(teacher, ours.softmax(2), theirs.softmax(2), "probabilities of classes along dimension 2")
+    assert_close(found, by_hand(theirs.mT, ours.mT, 1.0), "identity")
+
+
+def test_the_parts_of_nested_outputs_add_up() -> None:
+    class Detector(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"levels": [{"cls": x, "box": x[:, :4]}], "hidden": x, "step": 3}
+
+    ours, theirs = torch.randn(2, 8, 6)
+    found = told_of(
+        smcp_fx.Teacher(Detector()), ours, Detector()(theirs), "'levels.0.cls'.*left out: 'hidden'"
+    )
+    parts = smcp_fx.Teacher(nn.Identity(), 1.0, "classes"), smcp_fx.Teacher(nn.Identity(), 1.0, "values")
+    assert_close(found, parts[0](ours, theirs) + parts[1](ours[:, :4], theirs[:, :4]), "identity")

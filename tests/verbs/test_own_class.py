@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.errors import InputError
+from smcp_fx.tracing.carried import plain_attributes
 
 
 class Mine(nn.Module):
@@ -24,7 +25,7 @@ class Mine(nn.Module):
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
         self.num_classes = classes
-        self.num_features = 32
+        self.num_features = self.widest = 32
         self.pretrained_cfg: dict[str, Any] = {
             "input_size": (3, 16, 16),
             "mean": (0.5,) * 3,
@@ -162,6 +163,53 @@ def test_a_class_that_computes_something_else_is_refused() -> None:
         smcp_fx.convert(prepared, into=Mine())
 
 
+class Drawing(nn.Module):
+    """Draws in a module, in a function, and in its own forward."""
+
+    def __init__(self, share: float, slope: float = 0.1) -> None:
+        super().__init__()
+        self.share = share
+        self.stem, self.norm = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)
+        self.drop = nn.Dropout(share) if share else nn.Identity()
+        self.act, self.mix, self.head = nn.LeakyReLU(slope), nn.Conv2d(16, 16, 1), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.act(self.norm(self.stem(x))))
+        if self.training and self.share:
+            y = y + self.mix(y) * torch.bernoulli(torch.full((len(y), 1, 1, 1), 1 - self.share))
+        else:
+            y = y + self.mix(y)
+        return self.head(nn.functional.dropout(y, self.share, self.training).mean((2, 3)))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_another_dropout_is_no_other_class(share: float) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    prepared = halved(Drawing(0.1), x)
+    graph = smcp_fx.convert(prepared).eval()
+    fresh = smcp_fx.resize(Drawing(share), graph, x)
+    assert_close(fresh.eval()(x), graph(x), "slicing")
+    assert fresh.share == share
+    assert smcp_fx.convert(prepared, into=Drawing(share)).stem.out_channels < 16
+    with pytest.raises(InputError, match=r"'act.negative_slope' is 0.3 here, and 0.1 in the smaller"):
+        smcp_fx.resize(Drawing(share, slope=0.3), graph, x)
+
+
+def test_what_does_not_draw_is_compared_in_train_mode() -> None:
+    class Other(nn.Conv2d):
+        """Another function in training."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2 if self.training else 1)
+
+    x, other = torch.randn(2, 3, 8, 8), Drawing(0.5)
+    other.mix = Other(16, 16, 1)
+    with pytest.raises(
+        InputError, match="something else at these widths than the smaller model, in train mode"
+    ):
+        smcp_fx.resize(other, smcp_fx.convert(halved(Drawing(0.1), x)), x)
+
+
 def test_kept_says_which_channels_of_which_module() -> None:
     model, x = Mine(), torch.randn(2, 3, 16, 16)
     smaller = smcp_fx.convert(halved(model, x))
@@ -186,7 +234,8 @@ def test_what_is_known_of_the_model_is_carried_on(tmp_path: Path) -> None:
     for one in (smaller, copy.deepcopy(smaller), smcp_fx.load(tmp_path / "s.safetensors"), pickled):
         assert one.num_classes == 32 and one.kind == "mine" and one.names == ("cat", "dog")
         assert one.pretrained_cfg == Mine(32).pretrained_cfg
-        assert not hasattr(one, "num_features")  # 32 no longer
+        assert one.num_features == smaller.head.in_features == 16  # 32 no longer
+        assert not hasattr(one, "widest")
         assert one.kept == smaller.kept
     timm_data = pytest.importorskip("timm.data")
     assert timm_data.resolve_data_config(model=smaller)["mean"] == (0.5, 0.5, 0.5)
@@ -231,3 +280,44 @@ def test_annotations_as_text_do_not_stop_torchscript(kind: type[nn.Module]) -> N
     x = torch.randn(2, 3, 16, 16)
     smaller = smcp_fx.convert(halved(kind(), x)).eval()
     assert_close(torch.jit.script(smaller)(x), smaller(x), "slicing")
+
+
+def test_timms_parts_know_the_new_widths(tmp_path: Path) -> None:
+    """Layer decay, `reset_classifier`, `num_features` and `feature_info`, of the graphs and of the own class."""
+    timm = pytest.importorskip("timm")
+    from timm.optim import create_optimizer_v2
+
+    def groups(model: nn.Module) -> list[tuple[int, float]]:
+        optimizer = create_optimizer_v2(model, opt="sgd", lr=0.1, weight_decay=0.1, layer_decay=0.5)
+        return [(len(group["params"]), group["lr_scale"]) for group in optimizer.param_groups]
+
+    x = torch.randn(2, 3, 32, 32)
+    model = timm.create_model("test_convnext.r160_in1k", num_classes=10)
+    prepared = halved(model, x)
+    smaller = smcp_fx.convert(prepared)
+    own = smcp_fx.convert(prepared, into=model)
+    smcp_fx.save(smaller, tmp_path / "s.safetensors")
+    loaded = smcp_fx.load(tmp_path / "s.safetensors")
+    for one in (prepared, smaller, copy.deepcopy(smaller), loaded, own):
+        assert groups(one) == groups(model)
+    torch.save(smaller, tmp_path / "s.pt")
+    width = smaller.widths()["head.fc"][0]
+    assert width < model.num_features
+    for one in (smaller, loaded, own, torch.load(tmp_path / "s.pt", weights_only=False)):
+        assert one.num_features == width
+        assert one.feature_info[-1]["num_chs"] == width
+        assert [info["module"] for info in one.feature_info] == [
+            info["module"] for info in model.feature_info
+        ]
+    own.reset_classifier(4)
+    assert own.eval()(x).shape == (2, 4)
+    vit = timm.create_model("test_vit.r160_in1k")
+    assert set(plain_attributes(vit)["answers"]["no_weight_decay"][0]) == vit.no_weight_decay()
+
+
+def test_a_timm_backbone_says_what_its_features_are() -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("test_resnet.r160_in1k", features_only=True, out_indices=(1, 3))
+    smaller = smcp_fx.convert(halved(model, torch.randn(2, 3, 32, 32)))
+    assert smaller.feature_info.channels() == model.feature_info.channels()
+    assert copy.deepcopy(smaller).feature_info.reduction() == model.feature_info.reduction()

@@ -98,7 +98,7 @@ def timed(options: argparse.Namespace, step: Callable[[], None]) -> float:
 
 
 def times(options: argparse.Namespace) -> dict[str, list[float]]:
-    steps = {name: stepper(options, name) for name in VARIANTS}
+    steps = {name: stepper(options, name) for name in options.variants}
     for step in steps.values():
         for _ in range(options.warmup):
             step()
@@ -128,11 +128,13 @@ def solve_seconds(options: argparse.Namespace) -> float:
 
 
 def peak(options: argparse.Namespace, name: str) -> float:
-    """Peak memory of three steps of one variant, in MiB; in this process, which should be a fresh one.
+    """Peak memory of three steps of one variant, in MiB; in this process, which on a CPU should be a fresh one.
 
     What the process holds between two steps beside the training's tensors (code, compiled or not, the traced
     graph) is not counted, nor what tracing, `prepare` and compiling took for a while.
     """
+    gc.collect()
+    before = torch.cuda.memory_allocated() if options.device == "cuda" else 0
     step = stepper(options, name)
     for _ in range(2):
         step()
@@ -147,7 +149,7 @@ def peak(options: argparse.Namespace, name: str) -> float:
     for _ in range(3):
         step()
     if options.device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
     return _status("VmHWM") - code  # ru_maxrss would start from the parent's
 
 
@@ -168,11 +170,13 @@ def _status(field: str) -> float:
         return next(int(line.split()[1]) for line in file if line.startswith(field)) / 2**10
 
 
-def peaks() -> dict[str, float]:
-    """`peak` of every variant, each in a process of its own, where memory that is freed goes back at once."""
+def peaks(options: argparse.Namespace) -> dict[str, float]:
+    """`peak` of every variant; on a CPU in processes of their own, where memory that is freed goes back at once."""
+    if options.device == "cuda":
+        return {name: peak(options, name) for name in options.variants}
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     found = {}
-    for name in VARIANTS:
+    for name in options.variants:
         command = [sys.executable, __file__, *sys.argv[1:], "--peak-of", name]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         found[name] = float(done.stdout.split()[-1])
@@ -189,8 +193,9 @@ def masked_mib(options: argparse.Namespace) -> float:
 def print_variants(found: dict[str, list[float]], memory: dict[str, float]) -> dict[str, dict[str, Any]]:
     """Print a line a variant, its times over the plain model's; return the numbers."""
     table: dict[str, dict[str, Any]] = {}
-    for name, what in VARIANTS.items():
-        ratios = sorted(a / b for a, b in zip(found[name], found["plain"], strict=True))
+    plain = next(iter(found.values()))
+    for name in found:
+        ratios = sorted(a / b for a, b in zip(found[name], plain, strict=True))
         quarter = len(ratios) // 4
         table[name] = {
             "ms": statistics.median(found[name]) * 1e3,
@@ -202,7 +207,7 @@ def print_variants(found: dict[str, list[float]], memory: dict[str, float]) -> d
         extra = f"  {row['peak_mib']:8.0f} MiB" if memory else ""
         print(
             f"{row['ms']:9.2f} ms  {row['ratio']:.3f} ({ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}){extra}  "
-            f"{what}"
+            f"{VARIANTS[name]}"
         )
     return table
 
@@ -223,6 +228,8 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=1, help="steps timed at a time")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS),
+                        help="the first is what others are held against (default: all)")  # fmt: skip
     parser.add_argument("--no-memory", action="store_true", help="measure times alone")
     parser.add_argument("--json", help="write the numbers to this file, too")
     parser.add_argument("--peak-of", choices=list(VARIANTS), help=argparse.SUPPRESS)
@@ -234,9 +241,9 @@ def main() -> None:
         print(peak(options, options.peak_of))
         return
     found = times(options)
-    memory = {} if options.no_memory else peaks()
+    memory = {} if options.no_memory else peaks(options)
     solve = solve_seconds(options)
-    plain = found["plain"]
+    plain = found[options.variants[0]]
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {options.threads} thread"
     print(
         f"{options.model}, {options.side} x {options.side}, batch {options.batch}, {options.dtype}"

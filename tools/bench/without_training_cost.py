@@ -53,9 +53,9 @@ def main() -> None:
     with timed("prepare"):
         prepared = smcp_fx.prepare(model, images[:2], target=arguments.target)
     with timed("gather_importance"):
-        smcp_fx.gather_importance(prepared, batches)
+        smcp_fx.gather_importance(prepared, batches, outputs="classes")
     with timed("gather_halfway"):
-        smcp_fx.gather_halfway(prepared, batches)
+        smcp_fx.gather_halfway(prepared, batches, outputs="classes")
     with timed("solve"):
         prepared.pruner.solve()
     with timed("convert"):

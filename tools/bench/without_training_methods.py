@@ -66,7 +66,7 @@ class Setting:
             pruner = prepared.pruner
             smallest = (1 + 1e-6) * pruner.smallest_cost()
             pruner.target = max(self.target * pruner.full_cost, smallest)
-            smcp_fx.gather_halfway(prepared, self.batches, self._loss)
+            smcp_fx.gather_halfway(prepared, self.batches, self._loss, outputs=self._kinds)
             self._halfway[key] = prepared
         return self._halfway[key]
 
@@ -78,13 +78,17 @@ class Setting:
     def _gathered(self, cost: str | smcp_fx.LatencyCost) -> smcp_fx.PreparedModel:
         torch.manual_seed(self.seed)
         prepared = smcp_fx.prepare(self.model, self.example, target=0.5, cost=cost)
-        smcp_fx.gather_importance(prepared, self.batches, self._loss)
+        smcp_fx.gather_importance(prepared, self.batches, self._loss, outputs=self._kinds)
         return prepared
 
     @property
     def _loss(self) -> Callable[[Tensor, Tensor], Tensor] | None:
         """None where labels are to be drawn."""
         return self.loss if isinstance(self.batches[0], tuple) else None
+
+    @property
+    def _kinds(self) -> str | None:
+        return "classes" if self._loss is None else None
 
     @cached_property
     def free(self) -> smcp_fx.PreparedModel:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -257,7 +258,7 @@ def _description_of(engine: Path) -> dict[str, Any]:
 
 def _write(path: Path, content: Any) -> None:
     """Write a file beside its place and rename it, so that it is whole or not there."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(content)

@@ -59,6 +59,6 @@ def train(
             total_steps=effort.steps,
             checkpoint=Path(folder) / "end.safetensors",
             seed=effort.seed,
-            teacher=(teacher or smcp_fx.Teacher(setting.model)) if effort.taught else None,
+            teacher=(teacher or smcp_fx.Teacher(setting.model, outputs="classes")) if effort.taught else None,
             taught=effort.taught,
         ).run()

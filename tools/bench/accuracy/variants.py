@@ -28,7 +28,7 @@ class StageTeacher(smcp_fx.Teacher):
     """A teacher of inner outputs as well: of the last batch norm of each width, where both keep the channel."""
 
     def __init__(self, dense: nn.Module, smaller: nn.Module, kept: Kept) -> None:
-        super().__init__(dense)
+        super().__init__(dense, outputs="classes")
         last = {m.num_features: name for name, m in dense.named_modules() if isinstance(m, nn.BatchNorm2d)}
         self._kept = {name: kept[name][1] for name in last.values()}
         self._told: dict[tuple[bool, str], Tensor] = {}

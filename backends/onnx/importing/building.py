@@ -1,0 +1,326 @@
+"""Builds the graph of a network: folds what is constant, and knows each value's sizes at two examples."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from smcp_fx.backends.onnx.importing.call import Call
+from smcp_fx.backends.onnx.importing.file import MOST_ELEMENTS, OnnxFile
+from smcp_fx.backends.onnx.importing.interface import Shapes
+from smcp_fx.backends.onnx.importing.sizes import Size, SizeArray
+from smcp_fx.errors import InputError
+
+#: Most elements that are computed while a file is read, of constants: 1 GiB of float32.
+_MOST_CONSTANT = 2**28
+
+
+class SizesError(InputError):
+    """Values of these sizes do not go through the network; others may."""
+
+
+class Builder:
+    """A graph, the modules and tensors that it reads, and what each value of the file is there.
+
+    A value is a tensor where it is constant, an `fx.Node`, a `SizeArray`, or a list of values (a sequence).
+    """
+
+    def __init__(self, file: OnnxFile, shapes: tuple[Shapes, Shapes], opened: bool = False) -> None:
+        self.file = file
+        self._batches = (shapes[0][0][0], shapes[1][0][0]) if opened else None
+        self.graph = fx.Graph()
+        self.root = nn.Module()
+        self.values: dict[str, Any] = {"": None}
+        self.examples: dict[fx.Node, tuple[Any, Any]] = {}
+        self.shared: dict[int, tuple[Tensor, nn.Parameter]] = {}  # weights of layers
+        self._named: dict[int, tuple[str, Tensor]] = {}  # constants that the file names
+        self._placed: dict[int, fx.Node] = {}  # constants that the graph reads
+        self._paths: set[str] = set()
+        for index, port in enumerate(file.interface.inputs):
+            node = self.graph.placeholder(identifier(port.name))
+            at = tuple(torch.empty(shape[index], dtype=port.dtype, device="meta") for shape in shapes)
+            self.examples[node] = (at[0], at[1])
+            self.values[port.name] = node
+        self.first = self.values[file.interface.inputs[0].name]
+
+    # ---- what rules emit ----------------------------------------------------------------------------------
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function: now if all its arguments are constant, in the graph otherwise."""
+        given = (args, kwargs)
+        if not self._varies(given):
+            return self._folded(function, args, kwargs)
+        at = [self._at(function, given, which) for which in (0, 1)]
+        return self._added("call_function", function, given, at)
+
+    def method(self, name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a tensor's method."""
+
+        def function(tensor: Tensor, *rest: Any, **named: Any) -> Any:
+            return getattr(tensor, name)(*rest, **named)
+
+        given = ((owner, *args), kwargs)
+        if not self._varies(given):
+            return self._folded(function, (owner, *args), kwargs)
+        at = [self._at(function, given, which) for which in (0, 1)]
+        return self._added("call_method", name, given, at)
+
+    def module(self, path: str, module: nn.Module, *args: Any) -> fx.Node:
+        """Call a module, put at this path or one like it."""
+        tensors = {
+            name: torch.empty_like(value, device="meta")
+            for name, value in (*module.named_parameters(), *module.named_buffers())
+        }
+
+        def function(*rest: Any) -> Any:
+            return torch.func.functional_call(module, tensors, rest)
+
+        at = [self._at(function, (args, {}), which) for which in (0, 1)]
+        return self._added("call_module", self.place(path, module.eval()), (args, {}), at)
+
+    def given_examples(
+        self, function: Callable[..., Any], args: tuple[Any, ...], at: tuple[Any, Any]
+    ) -> fx.Node:
+        """Call a function in the graph whose result's sizes depend on data: these stand for them."""
+        return self._added("call_function", function, (args, {}), list(at))
+
+    def item(self, node: fx.Node, index: int) -> Any:
+        """Return an element of what a node returns."""
+        return self.call(operator.getitem, node, index)
+
+    def full(self, sizes: Sequence[Any], value: float | bool, dtype: torch.dtype) -> Any:
+        """Return a tensor of one value, on the device of the first input."""
+        if not self._varies((tuple(sizes), {})):
+            return self._folded(torch.full, (tuple(sizes), value), {"dtype": dtype})
+        return self.method("new_full", self.first, tuple(sizes), value, dtype=dtype)
+
+    def tensor(self, sizes: SizeArray) -> fx.Node:
+        """Return sizes as a tensor, on the device of the first input."""
+        nested = sizes.values.tolist()
+        return self.call(torch.tensor, nested, dtype=sizes.dtype, device=self.device)  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> fx.Node:
+        """The device of the first input, for what makes tensors."""
+        node = self.graph.call_function(getattr, (self.first, "device"))
+        self.examples[node] = (torch.device("meta"),) * 2
+        return node
+
+    # ---- what rules ask -----------------------------------------------------------------------------------
+
+    def shapes(self, value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return a tensor's sizes at both examples."""
+        if isinstance(value, fx.Node):
+            at = self.examples[value]
+            return tuple(at[0].shape), tuple(at[1].shape)
+        if isinstance(value, SizeArray):
+            return (value.values.shape,) * 2
+        return (tuple(value.shape),) * 2
+
+    def rank(self, value: Any) -> int | None:
+        """Return how many axes a value has; None for what is no tensor."""
+        if value is None or isinstance(value, (list, int)):
+            return None
+        if isinstance(value, fx.Node) and not isinstance(self.examples[value][0], Tensor):
+            return None
+        return len(self.shapes(value)[0])
+
+    def dtype(self, value: Any) -> torch.dtype:
+        """Return a value's type."""
+        found: torch.dtype = (self.examples[value][0] if isinstance(value, fx.Node) else value).dtype
+        return found
+
+    def size(self, value: Any, axis: int) -> Any:
+        """Return a size of a tensor: a number if both examples agree, else a `Size`."""
+        at = tuple(shape[axis] for shape in self.shapes(value))
+        if at[0] == at[1]:
+            return at[0]
+        return Size(self.graph.call_method("size", (value, axis)), (at[0], at[1]))
+
+    def has_opened_batch(self, value: Any) -> bool:
+        """Is a value's first axis the batch that the file fixes to one sample, and that was opened?"""
+        at = self.shapes(value)
+        return self._batches is not None and bool(at[0]) and (at[0][0], at[1][0]) == self._batches
+
+    def sizes(self, call: Call, position: int) -> list[Any]:
+        """Return the numbers and sizes that a shape holds; `InputError` where it follows from data."""
+        value = call.input(position)
+        if isinstance(value, SizeArray):
+            return value.flat
+        return [int(size) for size in call.constant(position).reshape(-1)]
+
+    # ---- constants, modules and names ---------------------------------------------------------------------
+
+    def name(self, tensor: Tensor, name: str) -> Tensor:
+        """Remember the file's name of a constant."""
+        self._named[id(tensor)] = (name, tensor)
+        return tensor
+
+    def name_of(self, value: Any) -> str:
+        """Return the file's name of a constant; "" if it has none."""
+        return self._named[id(value)][0] if id(value) in self._named else ""
+
+    def place(self, path: str, what: nn.Module | Tensor) -> str:
+        """Put a module or tensor at a path, or at one like it that is free; return the path."""
+        *folders, last = path.split(".")
+        owner, found = self.root, ""
+        for folder in folders:
+            while f"{found}{folder}" in self._paths or (
+                hasattr(owner, folder) and folder not in owner._modules
+            ):
+                folder += "_"  # a layer, or a name that modules have for themselves
+            if folder not in owner._modules:
+                owner.add_module(folder, nn.Module())
+            owner, found = owner.get_submodule(folder), f"{found}{folder}."
+        free, number = last, 1
+        while hasattr(owner, free):
+            number += 1
+            free = f"{last}_{number}"
+        if isinstance(what, nn.Module):
+            owner.add_module(free, what)
+        elif isinstance(what, nn.Parameter):
+            owner.register_parameter(free, what)
+        else:
+            owner.register_buffer(free, what)
+        self._paths.add(found + free)
+        return found + free
+
+    def make_room(self, path: str) -> None:
+        """Take away a folder of weights that one node each reads, for the layer that is made of them."""
+        owner, _, last = path.rpartition(".")
+        folder = self.root.get_submodule(owner)._modules.get(last) if self._is_folder(owner) else None
+        if folder is None or path in self._paths or list(folder.children()):
+            return
+        names = [f"{path}.{name}" for name in folder._parameters]
+        readers = [node for node in self.graph.nodes if node.op == "get_attr" and node.target in names]
+        if all(len(node.users) == 1 for node in readers):
+            del self.root.get_submodule(owner)._modules[last]
+            self._paths -= set(names)
+
+    def _is_folder(self, path: str) -> bool:
+        try:
+            self.root.get_submodule(path)
+        except AttributeError:
+            return False
+        return True
+
+    def placed(self, tensor: Tensor) -> fx.Node:
+        """Return the node that reads a constant: a parameter where the file names it and it is no integer."""
+        if id(tensor) not in self._placed:
+            name = self.name_of(tensor)
+            weight = bool(name) and tensor.is_floating_point() and tensor.numel() > 1
+            held = nn.Parameter(tensor) if weight else tensor
+            path = self.place(attribute_path(name) or "constant", held)
+            node = self.graph.get_attr(path)
+            meta = torch.empty_like(tensor, device="meta")
+            self.examples[node] = (meta, meta)
+            self._placed[id(tensor)] = node
+            self._named.setdefault(id(tensor), ("", tensor))  # keeps it, and so its id
+        return self._placed[id(tensor)]
+
+    # ---- inside -------------------------------------------------------------------------------------------
+
+    def _varies(self, given: Any) -> bool:
+        found = []
+        map_all(given, lambda leaf: found.append(leaf) if isinstance(leaf, (fx.Node, Size)) else None)
+        return bool(found)
+
+    def _at(self, function: Callable[..., Any], given: Any, which: int) -> Any:
+        def example(leaf: Any) -> Any:
+            if isinstance(leaf, fx.Node):
+                return self.examples[leaf][which]
+            if isinstance(leaf, Size):
+                return leaf.at[which]
+            return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+        args, kwargs = map_all(given, example)
+        try:
+            with torch.device("meta"), torch.no_grad():
+                found = function(*args, **kwargs)
+        except InputError:
+            raise
+        except Exception as error:
+            told = [tuple(leaf.shape) for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise SizesError(f"values of sizes {told} do not go through it: {first}") from error
+        self._check_size(found, MOST_ELEMENTS)
+        return found
+
+    def _check_size(self, found: Any, most: int) -> None:
+        for leaf in pytree.tree_leaves(found):
+            if isinstance(leaf, Tensor) and leaf.numel() > most:
+                raise SizesError(f"it makes a value of sizes {tuple(leaf.shape)}: more than {most} elements")
+
+    def _folded(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            self._check_size(self._at(function, (args, kwargs), 0), _MOST_CONSTANT)
+        except SizesError as error:
+            if "elements" in str(error):
+                raise
+        try:
+            with torch.no_grad():
+                return function(*args, **kwargs)
+        except Exception as error:
+            raise InputError(f"constants do not go through it: {error}") from error
+
+    def _added(self, op: str, target: Any, given: Any, at: Sequence[Any]) -> fx.Node:
+        def argument(leaf: Any) -> Any:
+            if isinstance(leaf, Size):
+                return leaf.node
+            return self.placed(leaf) if isinstance(leaf, Tensor) else leaf
+
+        args, kwargs = map_all(given, argument)
+        node = self.graph.create_node(op, target, args, kwargs)
+        self.examples[node] = (at[0], at[1])
+        return node
+
+
+def map_all(given: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to all leaves of nested tuples, lists, dicts and slices."""
+    return map_aggregate(given, function)
+
+
+def elements(shape: Sequence[int]) -> int:
+    """Return how many elements a shape has."""
+    return math.prod(shape)
+
+
+def identifier(name: str) -> str:
+    """Return a name of the file as one that Python takes."""
+    plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
+    return f"_{plain}" if not plain or plain[0].isdigit() else plain
+
+
+def attribute_path(name: str) -> str:
+    """Return a name of the file as a path of modules and attributes; "" if nothing is left of it."""
+    parts = [re.sub(r"\W+", "_", part, flags=re.ASCII).strip("_") for part in re.split(r"[./]+|::", name)]
+    return ".".join(part for part in parts if part)
+
+
+def module_path(call: Call, weight: str) -> str:
+    """Return the path of a layer: that of its weight, or what the node's name tells of the modules it was in.
+
+    TorchScript's exporter writes /layer1/layer1.0/conv1/Conv for layer1.0.conv1.
+    """
+    for ending in (".weight", ".w_0", "_weight", ".W"):
+        if weight.endswith(ending) and "::" not in weight:
+            return attribute_path(weight.removesuffix(ending))
+    if call.proto.name.startswith("/"):
+        found: list[str] = []
+        for part in call.proto.name.split("/")[1:-1]:
+            found = (
+                [part] if found and part.startswith(f"{found[-1]}.") and len(found) == 1 else [*found, part]
+            )
+            if len(found) > 1 and found[-1].startswith(f"{found[-2]}."):
+                found = [*found[:-2], found[-1]]
+        if path := attribute_path(".".join(found)):
+            return path
+    return attribute_path(call.name) or call.kind.lower()

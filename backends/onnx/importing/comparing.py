@@ -1,0 +1,155 @@
+"""The file in ONNX Runtime beside the module: equal outputs, or an error that names the first node that differs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor, fx
+
+from smcp_fx.backends.base import Array, to_arrays
+from smcp_fx.backends.onnx.checking import ROUNDED, TOLERANCES, flatten_outputs, largest_difference
+from smcp_fx.backends.onnx.importing.file import OnnxFile
+from smcp_fx.backends.onnx.importing.network import VALUE
+from smcp_fx.backends.onnxruntime.session import create_session, run_session, session_options
+from smcp_fx.errors import BackendError, InputError
+
+#: So many intermediate values are computed in a run while the first one that differs is sought.
+_AT_A_TIME = 64
+#: Two ways to add differ by no more than so many times what one is off the exact result. Chosen, not measured.
+_ROUNDINGS = 10
+
+
+def compare(file: OnnxFile, module: fx.GraphModule, inputs: Sequence[tuple[Tensor, ...]]) -> None:
+    """Raise `BackendError` where ONNX Runtime computes something else from the file than the module does."""
+    session = create_session(file.path, session_options(exact=True))
+    for given in inputs:
+        found = run_session(session, _feed(file, given))
+        expected = _run(module, given)
+        if any(_differs(file, a, b) for a, b in zip(found, expected, strict=True)):
+            rounding = _rounding(module, given, expected)
+            if rounding is None or any(
+                _differs(file, a, b, r) for a, b, r in zip(found, expected, rounding, strict=True)
+            ):
+                raise BackendError(_told(file, module, given, found, expected))
+
+
+def opens_the_batch(file: OnnxFile, module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
+    """Does a module that takes several samples compute for each what ONNX Runtime computes from it alone?"""
+    session = create_session(file.path, session_options(exact=True))
+    rows = [tuple(tensor[i : i + 1] for tensor in inputs) for i in range(inputs[0].shape[0])]
+    alone = [run_session(session, _feed(file, row)) for row in rows]
+    try:
+        together = _run(module, inputs)
+    except InputError:
+        return False
+    return all(
+        all(a.ndim and a.shape[0] == 1 for a in some) and not _differs(file, np.concatenate(some), b)
+        for some, b in zip(zip(*alone, strict=True), together, strict=True)
+    )
+
+
+def _run(module: fx.GraphModule, given: tuple[Tensor, ...]) -> list[Array]:
+    try:
+        with torch.no_grad():
+            # Not by the module's own call, which prints the code that fails.
+            return [np.asarray(a) for a in to_arrays(flatten_outputs(fx.Interpreter(module).run(*given)))]
+    except Exception as error:
+        shapes = [tuple(tensor.shape) for tensor in given]
+        raise InputError(f"the imported network fails on inputs of shapes {shapes}: {error}") from error
+
+
+def _rounding(module: fx.GraphModule, given: tuple[Tensor, ...], single: list[Array]) -> list[float] | None:
+    """How far the outputs in float32 are off those in double, of their scale; None where that cannot be computed."""
+    try:
+        doubled = tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in given)
+        exact = _run(copy.deepcopy(module).double(), doubled)
+    except InputError:
+        return None
+    return [largest_difference(a, b)[0] for a, b in zip(single, exact, strict=True)]
+
+
+def _feed(file: OnnxFile, given: tuple[Tensor, ...]) -> dict[str, Array]:
+    return {
+        port.name: tensor.numpy().astype(onnx.helper.tensor_dtype_to_np_dtype(port.kind))
+        for port, tensor in zip(file.interface.inputs, given, strict=True)
+    }
+
+
+def _differs(file: OnnxFile, found: Array, expected: Array, rounding: float = 0.0) -> bool:
+    if found.shape != expected.shape:
+        return True
+    kind = "float16" if file.half else str(expected.dtype)
+    allowed = max(TOLERANCES.get(kind, 0.0), _ROUNDINGS * rounding)
+    relative, absolute, *_ = largest_difference(found, expected)
+    return not (relative <= allowed or absolute <= ROUNDED.get(kind, 0.0))
+
+
+def _told(
+    file: OnnxFile,
+    module: fx.GraphModule,
+    given: tuple[Tensor, ...],
+    found: list[Array],
+    expected: list[Array],
+) -> str:
+    """Say which output differs, and which node is the first."""
+    names = [port.name for port in file.interface.outputs]
+    name, a, b = next(
+        (name, a, b) for name, a, b in zip(names, found, expected, strict=True) if _differs(file, a, b)
+    )
+    how = (
+        f"by {largest_difference(a, b)[0]:.3g} of its scale"
+        if a.shape == b.shape
+        else f"in its sizes: {a.shape} in ONNX Runtime, {b.shape} here"
+    )
+    first = _first_difference(file, module, given)
+    told = f"The first node that differs is {first}" if first else "No node before it differs"
+    return f"{file.path}: output {name!r} of the imported network differs {how}. {told}."
+
+
+def _first_difference(file: OnnxFile, module: fx.GraphModule, given: tuple[Tensor, ...]) -> str:
+    """Run both with all values as outputs, some at a time, and return the node that makes the first that differs."""
+    here = _Recorder(module)
+    with torch.no_grad():
+        here.run(*given)
+    makers = {name: node for node in file.graph.node for name in node.output}
+    names = [name for name in makers if name in here.values]
+    for start in range(0, len(names), _AT_A_TIME):
+        some = names[start : start + _AT_A_TIME]
+        for name, value in zip(some, _values(file, some, given), strict=True):
+            if _differs(file, np.asarray(value), np.asarray(here.values[name])):
+                return f"{makers[name].name or name!r} ({makers[name].op_type})"
+    return ""
+
+
+class _Recorder(fx.Interpreter):
+    """Keeps the tensors that are values of the file."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.values: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if VALUE in n.meta and isinstance(result, Tensor):
+            self.values[n.meta[VALUE]] = result.numpy().copy()
+        return result
+
+
+def _values(file: OnnxFile, names: list[str], given: tuple[Tensor, ...]) -> list[Array]:
+    """What ONNX Runtime computes of these values."""
+    model = onnx.ModelProto()
+    model.CopyFrom(file.model)
+    del model.graph.output[:]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    scratch = file.path.with_name(f".{file.path.name}.values")
+    try:
+        scratch.write_bytes(model.SerializeToString())
+        session = create_session(scratch, session_options(exact=True))
+    finally:
+        scratch.unlink(missing_ok=True)
+    return run_session(session, _feed(file, given))

@@ -1,0 +1,210 @@
+"""Operators that compute each element by itself: one line each where torch has the operator."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from smcp_fx.backends.onnx.importing.building import Builder
+from smcp_fx.backends.onnx.importing.call import Call
+from smcp_fx.backends.onnx.importing.interface import DTYPES
+from smcp_fx.backends.onnx.importing.sizes import SizeArray
+
+Rule = Callable[[Builder, Call], Any]
+
+_UNARY: dict[str, Callable[..., Any]] = {
+    "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh,
+    "Atan": torch.atan, "Atanh": torch.atanh, "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh,
+    "Erf": torch.erf, "Exp": torch.exp, "Floor": torch.floor, "HardSwish": F.hardswish, "IsNaN": torch.isnan,
+    "Log": torch.log, "Mish": F.mish, "Neg": torch.neg, "Not": torch.logical_not, "Reciprocal": torch.reciprocal,
+    "Relu": F.relu, "Round": torch.round, "Sigmoid": torch.sigmoid, "Sign": torch.sign, "Sin": torch.sin,
+    "Sinh": torch.sinh, "Softplus": F.softplus, "Softsign": F.softsign, "Sqrt": torch.sqrt, "Tan": torch.tan,
+    "Tanh": torch.tanh, "IsInf": torch.isinf,
+}  # fmt: skip
+_BINARY: dict[str, Callable[..., Any]] = {
+    "Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Pow": operator.pow, "Equal": operator.eq,
+    "Greater": operator.gt, "GreaterOrEqual": operator.ge, "Less": operator.lt, "LessOrEqual": operator.le,
+    "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor,
+}  # fmt: skip
+#: These take tensors only, so that numbers stay tensors.
+_TENSORS = frozenset({"And", "Or", "Xor"})
+_SIXTH = 1 / 6
+
+
+def scalar(value: Any) -> Any:
+    """Return a constant of one element as a number, which broadcasts the same."""
+    if isinstance(value, SizeArray) and value.values.size == 1:
+        return value.flat[0]
+    if isinstance(value, Tensor) and value.numel() == 1 and value.dtype is not torch.bool:
+        return value.item()
+    return value
+
+
+def _unary(function: Callable[..., Any]) -> Rule:
+    return lambda b, call: b.call(function, call.inputs[0])
+
+
+def operands(b: Builder, call: Call) -> list[Any]:
+    """Return the inputs with numbers for constants of one element, where the other one is a tensor of higher rank."""
+    long = [isinstance(v, SizeArray) and v.values.size > 1 for v in call.inputs]
+    values = [b.tensor(v) if several else v for v, several in zip(call.inputs, long, strict=True)]
+    ranks = [b.rank(value) or 0 for value in values]
+    if not any(isinstance(value, fx.Node) for value in values):
+        return [scalar(v) if isinstance(v, SizeArray) else v for v in values]
+    highest = max(rank for rank, value in zip(ranks, values, strict=True) if isinstance(value, fx.Node))
+    return [
+        scalar(v) if not isinstance(v, fx.Node) and rank <= highest else v
+        for rank, v in zip(ranks, values, strict=True)
+    ]
+
+
+def _binary(function: Callable[..., Any]) -> Rule:
+    def apply(b: Builder, call: Call) -> Any:
+        given = call.inputs if call.kind in _TENSORS else operands(b, call)
+        return b.call(function, *given)
+
+    return apply
+
+
+def _div(b: Builder, call: Call) -> Any:
+    left, right = operands(b, call)
+    whole = not b.dtype(call.inputs[0]).is_floating_point
+    return (
+        b.call(torch.div, left, right, rounding_mode="trunc")
+        if whole
+        else b.call(operator.truediv, left, right)
+    )
+
+
+def _mod(b: Builder, call: Call) -> Any:
+    return b.call(torch.fmod if call.attribute("fmod", 0) else torch.remainder, *operands(b, call))
+
+
+def _folded(function: Callable[..., Any]) -> Rule:
+    """Of several operands: two by two."""
+    return lambda b, call: reduce(lambda left, right: b.call(function, left, right), call.inputs)
+
+
+def _sum(b: Builder, call: Call) -> Any:
+    return reduce(lambda left, right: b.call(operator.add, left, right), call.inputs)
+
+
+def _mean(b: Builder, call: Call) -> Any:
+    return b.call(operator.truediv, _sum(b, call), len(call.inputs))
+
+
+def _clip(b: Builder, call: Call) -> Any:
+    lower, upper = (
+        float(call.attributes[name]) if name in call.attributes else scalar(call.input(position))
+        for name, position in (("min", 1), ("max", 2))
+    )
+    x = call.inputs[0]
+    if isinstance(lower, (int, float)) and lower <= torch.finfo(torch.float32).min:
+        lower = None
+    if isinstance(upper, (int, float)) and upper >= torch.finfo(torch.float32).max:
+        upper = None
+    if lower is None and upper is None:
+        return x
+    if lower == 0 and (upper is None or upper == 6):
+        return b.call(F.relu if upper is None else F.relu6, x)
+    return b.call(torch.clamp, x, lower, upper)
+
+
+def _hard_sigmoid(b: Builder, call: Call) -> Any:
+    slope, offset = call.attribute("alpha", 0.2), call.attribute("beta", 0.5)
+    x = call.inputs[0]
+    if math.isclose(slope, _SIXTH, rel_tol=1e-6) and offset == 0.5:
+        return b.call(F.hardsigmoid, x)
+    return b.call(torch.clamp, b.call(operator.add, b.call(operator.mul, x, slope), offset), 0.0, 1.0)
+
+
+def _prelu(b: Builder, call: Call) -> Any:
+    x, slope = call.inputs
+    if isinstance(slope, Tensor) and slope.numel() == 1:
+        return b.call(F.leaky_relu, x, slope.item())
+    if (
+        isinstance(slope, Tensor)
+        and call.rank
+        and slope.dim() == call.rank - 1
+        and slope.numel() == slope.shape[0]
+    ):
+        flat = b.name(slope.reshape(-1), b.name_of(slope))
+        return b.call(F.prelu, x, flat)
+    positive = b.call(F.relu, x)
+    return b.call(operator.add, positive, b.call(operator.mul, b.call(operator.sub, x, positive), slope))
+
+
+def _gelu(b: Builder, call: Call) -> Any:
+    return b.call(F.gelu, call.inputs[0], approximate=call.attribute("approximate", "none"))
+
+
+def _with(function: Callable[..., Any], **defaults: float) -> Rule:
+    """Of one operand and attributes that the function takes by position, in this order."""
+    return lambda b, call: b.call(
+        function, call.inputs[0], *(call.attribute(name, value) for name, value in defaults.items())
+    )
+
+
+def _selu(b: Builder, call: Call) -> Any:
+    alpha, gamma = call.attribute("alpha", 1.6732632423543772), call.attribute("gamma", 1.0507009873554805)
+    if math.isclose(alpha, 1.6732632423543772, rel_tol=1e-6) and math.isclose(
+        gamma, 1.0507009873554805, rel_tol=1e-6
+    ):
+        return b.call(F.selu, call.inputs[0])
+    return b.call(operator.mul, b.call(F.elu, call.inputs[0], alpha), gamma)
+
+
+def _cast(b: Builder, call: Call) -> Any:
+    to = call.attribute("to", 0)
+    if to not in DTYPES:
+        raise call.refused("a cast to a type that cannot be imported")
+    x = call.inputs[0]
+    return x if b.dtype(x) == DTYPES[to] else b.method("to", x, DTYPES[to])
+
+
+def _cast_like(b: Builder, call: Call) -> Any:
+    x, kind = call.inputs[0], b.dtype(call.inputs[1])
+    return x if b.dtype(x) == kind else b.method("to", x, kind)
+
+
+def _where(b: Builder, call: Call) -> Any:
+    condition, *chosen = call.inputs
+    if (
+        isinstance(condition, Tensor)
+        and condition.numel() == 1
+        and not any(b.shapes(value) != b.shapes(chosen[0]) for value in chosen)
+    ):
+        return chosen[0] if bool(condition) else chosen[1]
+    return b.call(torch.where, condition, *chosen)
+
+
+ELEMENTWISE: dict[str, Rule] = {
+    **{name: _unary(function) for name, function in _UNARY.items()},
+    **{name: _binary(function) for name, function in _BINARY.items()},
+    "Div": _div,
+    "Mod": _mod,
+    "Max": _folded(torch.maximum),
+    "Min": _folded(torch.minimum),
+    "Sum": _sum,
+    "Mean": _mean,
+    "Clip": _clip,
+    "HardSigmoid": _hard_sigmoid,
+    "PRelu": _prelu,
+    "Gelu": _gelu,
+    "LeakyRelu": _with(F.leaky_relu, alpha=0.01),
+    "Elu": _with(F.elu, alpha=1.0),
+    "Celu": _with(F.celu, alpha=1.0),
+    "Selu": _selu,
+    "Cast": _cast,
+    "CastLike": _cast_like,
+    "Where": _where,
+    "Identity": lambda b, call: call.inputs[0],
+    "Dropout": lambda b, call: call.inputs[0],
+}

@@ -1,0 +1,161 @@
+"""An ONNX file, read with suspicion: its graph, its tensors, and what it calls its inputs and outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, inliner, numpy_helper
+from torch import Tensor
+
+from smcp_fx.backends.onnx.importing.interface import DTYPES, Interface, interface_of
+from smcp_fx.errors import InputError
+
+#: protobuf reads no message that is longer.
+_LARGEST_FILE = 2**31 - 1
+#: Most elements of one tensor, read or computed: 8 GiB of float32.
+MOST_ELEMENTS = 2**31
+#: ai.onnx has had these shapes of operators since then.
+_OLDEST_OPSET = 7
+_QUANTISED = frozenset(
+    "QuantizeLinear DequantizeLinear DynamicQuantizeLinear ConvInteger MatMulInteger QLinearConv QLinearMatMul "
+    "DynamicQuantizeLSTM DynamicQuantizeMatMul MatMulIntegerToFloat QAttention QGemm QLinearAdd MatMulNBits".split()
+)
+_DOMAINS = ("", "ai.onnx")
+
+
+@dataclass(frozen=True)
+class OnnxFile:
+    """A file's model, its functions inlined; weights in other files are not loaded before they are asked for."""
+
+    path: Path
+    model: onnx.ModelProto
+
+    @property
+    def graph(self) -> onnx.GraphProto:
+        """The main graph."""
+        return self.model.graph
+
+    @cached_property
+    def opset(self) -> int:
+        """The version of ONNX's own operators."""
+        return max(int(entry.version) for entry in self.model.opset_import if entry.domain in _DOMAINS)
+
+    @cached_property
+    def interface(self) -> Interface:
+        """Names, types and axes of inputs and outputs, and the metadata."""
+        return interface_of(self.path, self.model)
+
+    @cached_property
+    def half(self) -> bool:
+        """Are there values in half precision?"""
+        kinds = {tensor.data_type for tensor in self.graph.initializer}
+        kinds |= {port.kind for port in (*self.interface.inputs, *self.interface.outputs)}
+        return bool(kinds & {TensorProto.FLOAT16, TensorProto.BFLOAT16})
+
+    def refused(self, why: str) -> InputError:
+        """The error for a file that cannot be used."""
+        return InputError(f"{self.path}: {why}")
+
+    def tensor(self, proto: TensorProto) -> Tensor:
+        """Return a tensor of the file; half precision is widened to float32. `InputError` for what is no tensor."""
+        kind = DTYPES.get(proto.data_type)
+        if kind is None:
+            name = (
+                TensorProto.DataType.Name(proto.data_type) if proto.data_type in _KINDS else proto.data_type
+            )
+            raise self.refused(f"tensor {proto.name!r} is of type {name}, which cannot be imported")
+        count = math.prod(proto.dims)
+        if any(size < 0 for size in proto.dims) or count > MOST_ELEMENTS:
+            raise self.refused(f"tensor {proto.name!r} is said to be of sizes {list(proto.dims)}")
+        try:
+            array = self._external(proto, count) if proto.external_data else numpy_helper.to_array(proto)
+        except (ValueError, TypeError, OSError) as error:
+            raise self.refused(f"tensor {proto.name!r} cannot be read: {error}") from error
+        if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+            array = array.astype(np.int64)
+        elif array.dtype.kind not in "biufc":  # bfloat16
+            array = array.astype(np.float32)
+        return torch.tensor(array).to(kind)
+
+    def _external(self, proto: TensorProto, count: int) -> np.ndarray[Any, Any]:
+        """Read a tensor of a file beside this one, and of no other folder."""
+        told = {entry.key: entry.value for entry in proto.external_data}
+        location, folder = told.get("location", ""), self.path.parent.resolve()
+        data = folder / location
+        if not location or Path(location).is_absolute() or not data.resolve().is_relative_to(folder):
+            raise self.refused(
+                f"tensor {proto.name!r} is to be read from {location!r}, outside the file's folder: put the data "
+                "beside the file, not a link to it"
+            )
+        if not data.is_file():
+            raise self.refused(f"its weights {location!r} are not beside it: both files are needed")
+        kind = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(proto.data_type))
+        offset, length = int(told.get("offset", 0)), int(told.get("length", count * kind.itemsize))
+        if offset < 0 or length != count * kind.itemsize or offset + length > data.stat().st_size:
+            raise self.refused(
+                f"tensor {proto.name!r} of sizes {list(proto.dims)} does not fit {location!r} at {offset}: the data "
+                "is cut off, or of another file"
+            )
+        return np.fromfile(data, kind, count, offset=offset).reshape(tuple(proto.dims))
+
+
+def read_onnx(path: Path | str) -> OnnxFile:
+    """Read a file; `InputError` for one that is none, is quantised, or has operators of other domains."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: there is no such file")
+    if path.stat().st_size > _LARGEST_FILE:
+        raise InputError(
+            f"{path} is larger than 2 GiB, which no ONNX file is: weights go into a file beside it"
+        )
+    try:
+        model = onnx.load_model_from_string(path.read_bytes())
+    except Exception as error:
+        raise InputError(f"{path} cannot be read as ONNX: {error}") from error
+    file = OnnxFile(path, model)
+    if not model.graph.node or not any(entry.domain in _DOMAINS for entry in model.opset_import):
+        raise file.refused("it holds no network")
+    if model.functions:
+        try:
+            file = OnnxFile(path, inliner.inline_local_functions(model))
+        except Exception as error:
+            raise file.refused(f"its functions cannot be inlined: {error}") from error
+    _check_operators(file)
+    if file.opset < _OLDEST_OPSET:
+        raise file.refused(f"opset {file.opset} is too old: export it again, in {_OLDEST_OPSET} or later")
+    return file
+
+
+def _check_operators(file: OnnxFile) -> None:
+    kinds = {(node.domain, node.op_type) for node in _nodes(file.graph)}
+    quantised = sorted(kind for _, kind in kinds if kind in _QUANTISED)
+    if quantised:
+        raise file.refused(
+            f"the file is quantised ({', '.join(quantised)}), and integers cannot be pruned: prune the float file "
+            "that it was made from, then smcp-compile --precision int8 quantises the smaller one"
+        )
+    foreign = sorted(f"{kind} of {domain}" for domain, kind in kinds if domain not in _DOMAINS)
+    if foreign:
+        raise file.refused(
+            f"it has operators that are not ONNX's own ({', '.join(foreign[:4])}): export the file without a "
+            "runtime's optimisations, in plain ONNX"
+        )
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                yield from _nodes(inner)
+
+
+_KINDS = frozenset(TensorProto.DataType.values())

@@ -1,0 +1,154 @@
+"""What an ONNX file calls its inputs and outputs, which axes are open, and example inputs of two sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import onnx
+import torch
+from onnx import TensorProto
+from torch import Tensor
+
+from smcp_fx.errors import InputError
+
+#: PyTorch's types of a file's; half precision is computed in float32, and unsigned integers in int64.
+DTYPES: dict[int, torch.dtype] = {
+    TensorProto.FLOAT: torch.float32,
+    TensorProto.FLOAT16: torch.float32,
+    TensorProto.BFLOAT16: torch.float32,
+    TensorProto.DOUBLE: torch.float64,
+    TensorProto.INT64: torch.int64,
+    TensorProto.INT32: torch.int32,
+    TensorProto.INT16: torch.int16,
+    TensorProto.INT8: torch.int8,
+    TensorProto.UINT8: torch.uint8,
+    TensorProto.UINT16: torch.int64,
+    TensorProto.UINT32: torch.int64,
+    TensorProto.UINT64: torch.int64,
+    TensorProto.BOOL: torch.bool,
+}
+#: Pairs of sizes that are tried for open axes other than the batch; the pairs of an image's height may be one size.
+#: They differ by more than a network's stride, so that a size that follows from them differs, too.
+_PAIRS = ((64, 160), (224, 480), (32, 96), (640, 960))
+_HEIGHTS = (48, 32, 64, 80, 224)
+_BATCHES = (2, 3)
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output: its name, element type in the file, and sizes: numbers, or names where they are open."""
+
+    name: str
+    kind: int
+    sizes: tuple[int | str, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its type in PyTorch."""
+        return DTYPES[self.kind]
+
+    @property
+    def half(self) -> bool:
+        """Is it in half precision in the file?"""
+        return self.kind in (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+    @property
+    def open_axes(self) -> dict[int, str]:
+        """Axis: its name, of those that are open."""
+        return {axis: size for axis, size in enumerate(self.sizes) if isinstance(size, str)}
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The inputs, outputs, metadata and opset of a file."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    metadata: Mapping[str, str]
+    opset: int
+
+    def pairs_of_shapes(self) -> Iterator[tuple[Shapes, Shapes]]:
+        """Yield shapes of all inputs at two sizes, the likeliest first; one pair where nothing is open."""
+        for heights, widths in _open_sizes():
+            shapes: list[Shapes] = []
+            for which in (0, 1):
+                known: dict[str, int] = {}
+                sizes = []
+                for port in self.inputs:
+                    for axis, name in port.open_axes.items():
+                        known.setdefault(name, _size(port, axis, which, heights, widths))
+                    sizes.append(tuple(known[s] if isinstance(s, str) else s for s in port.sizes))
+                shapes.append(tuple(sizes))
+            yield shapes[0], shapes[1]
+            if shapes[0] == shapes[1]:
+                return
+
+    def opened(self) -> Interface | None:
+        """Return the interface with an open batch where the file fixes it to one sample; None elsewhere."""
+        if any(not port.sizes or port.sizes[0] != 1 for port in self.inputs):
+            return None
+        inputs = tuple(replace(port, sizes=("batch", *port.sizes[1:])) for port in self.inputs)
+        return replace(self, inputs=inputs)
+
+    def pairs_from(self, shapes: Shapes) -> Iterator[tuple[Shapes, Shapes]]:
+        """Yield these shapes beside others with open axes twice as large, or less where the network takes no such."""
+        for enlarged in (
+            lambda axis: True,
+            lambda axis: axis == 0,
+            lambda axis: axis != 0,
+            lambda axis: False,
+        ):
+            other = []
+            for port, shape in zip(self.inputs, shapes, strict=True):
+                other.append(
+                    tuple(2 * s if a in port.open_axes and enlarged(a) else s for a, s in enumerate(shape))
+                )
+            yield shapes, tuple(other)
+
+    def random_inputs(self, shapes: Shapes, seed: int = 0) -> tuple[Tensor, ...]:
+        """Return inputs of these shapes: normally distributed; integers are zeros and ones."""
+        generator = torch.Generator().manual_seed(seed)
+        return tuple(
+            torch.randn(shape, generator=generator).to(port.dtype)
+            if port.dtype.is_floating_point
+            else torch.randint(0, 2, shape, generator=generator).to(port.dtype)
+            for port, shape in zip(self.inputs, shapes, strict=True)
+        )
+
+
+def _open_sizes() -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    yield from ((pair, pair) for pair in _PAIRS)
+    yield from (((height, height), pair) for height in _HEIGHTS for pair in (_PAIRS[0], _PAIRS[1]))
+
+
+def _size(port: Port, axis: int, which: int, heights: tuple[int, int], widths: tuple[int, int]) -> int:
+    if axis == 0 and len(port.sizes) > 1:
+        return _BATCHES[which]
+    is_height = axis == len(port.sizes) - 2 and len(port.sizes) >= 4
+    return (heights if is_height else widths)[which]
+
+
+def interface_of(path: Path, model: onnx.ModelProto) -> Interface:
+    """Return the file's interface; `InputError` for inputs that are no tensors of known types."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = tuple(_port(path, v) for v in model.graph.input if v.name not in weights)
+    outputs = tuple(_port(path, v) for v in model.graph.output)
+    if not inputs or not outputs:
+        raise InputError(f"{path}: the network has no {'outputs' if inputs else 'inputs'}")
+    opset = max(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    return Interface(inputs, outputs, {p.key: p.value for p in model.metadata_props}, opset)
+
+
+def _port(path: Path, value: onnx.ValueInfoProto) -> Port:
+    kind = value.type.tensor_type
+    if kind.elem_type not in DTYPES:
+        raise InputError(f"{path}: input or output {value.name!r} is no tensor of numbers")
+    sizes: list[int | str] = []
+    for axis, dim in enumerate(kind.shape.dim):
+        named = dim.dim_param if dim.dim_param not in ("", "?", "-1", "None") else f"{value.name}_{axis}"
+        sizes.append(dim.dim_value if dim.dim_value > 0 else named)
+    return Port(value.name, kind.elem_type, tuple(sizes))

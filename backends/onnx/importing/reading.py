@@ -1,0 +1,114 @@
+"""`from_onnx`: a file as a plain PyTorch network, compared in ONNX Runtime before it is returned."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, fx
+
+from smcp_fx.backends.onnx.importing.building import SizesError
+from smcp_fx.backends.onnx.importing.comparing import compare, opens_the_batch
+from smcp_fx.backends.onnx.importing.file import OnnxFile, read_onnx
+from smcp_fx.backends.onnx.importing.interface import Interface, Shapes
+from smcp_fx.backends.onnx.importing.network import build_network, finished
+from smcp_fx.backends.onnx.importing.patterns import recognise
+from smcp_fx.errors import InputError
+
+#: The key of a module's `meta` under which its file's `Interface` is.
+INTERFACE = "onnx"
+
+Examples = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None
+
+
+def from_onnx(path: Path | str, example_inputs: Examples = None) -> fx.GraphModule:
+    """Return an ONNX file as a graph module of torch.nn modules; as `smcp_fx.from_onnx`."""
+    file = read_onnx(path)
+    given = None if example_inputs is None else _as_tuple(file.interface, example_inputs)
+    module, shapes = _built(file, given)
+    inputs = [file.interface.random_inputs(sizes, seed) for seed, sizes in enumerate(dict.fromkeys(shapes))]
+    if given is not None:
+        inputs[0] = given
+    compare(file, module, inputs)
+    larger = _with_open_batch(file, inputs[0])
+    module = larger or module
+    module.meta[INTERFACE] = file.interface
+    module.__dict__["example_input_array"] = inputs[0]
+    return module
+
+
+def _built(file: OnnxFile, given: tuple[Tensor, ...] | None) -> tuple[fx.GraphModule, tuple[Shapes, Shapes]]:
+    """Build the network at the first pair of sizes that it takes."""
+    first: SizesError | None = None
+    interface = file.interface
+    pairs: Iterator[tuple[Shapes, Shapes]]
+    if given is None:
+        pairs = interface.pairs_of_shapes()
+    else:
+        pairs = interface.pairs_from(tuple(tuple(tensor.shape) for tensor in given))
+    for shapes in pairs:
+        try:
+            return _network(file, shapes), shapes
+        except SizesError as error:
+            first = first or error
+    cure = (
+        "No size that was tried for its open axes fits: give from_onnx example_inputs"
+        if given is None
+        else "The example inputs do not fit the network"
+    )
+    raise InputError(f"{first}. {cure}.")
+
+
+def _network(file: OnnxFile, shapes: tuple[Shapes, Shapes], opened: bool = False) -> fx.GraphModule:
+    builder, outputs = build_network(file, shapes, opened)
+    recognise(builder, outputs)
+    return finished(builder, outputs)
+
+
+def _with_open_batch(file: OnnxFile, given: tuple[Tensor, ...]) -> fx.GraphModule | None:
+    """Return the network of a file for one sample as one for several, if that computes the same for each."""
+    opened = file.interface.opened()
+    if opened is None:
+        return None
+    shapes = tuple(tuple((batch, *tensor.shape[1:]) for tensor in given) for batch in (2, 3))
+    with contextlib.suppress(InputError):
+        module = _network(file, (shapes[0], shapes[1]), True)
+        compare(file, module, [given])
+        if opens_the_batch(file, module, opened.random_inputs(shapes[0])):
+            return module
+    return None
+
+
+def _as_tuple(interface: Interface, given: Any) -> tuple[Tensor, ...]:
+    """Return example inputs in the file's order and types; `InputError` where they do not fit."""
+    names = [port.name for port in interface.inputs]
+    if isinstance(given, Mapping):
+        if set(given) != set(names):
+            raise InputError(
+                f"example_inputs must be of {', '.join(names)}, not {', '.join(map(str, given))}"
+            )
+        given = [given[name] for name in names]
+    inputs = (given,) if isinstance(given, Tensor) else tuple(given)
+    if len(inputs) != len(names) or not all(isinstance(tensor, Tensor) for tensor in inputs):
+        raise InputError(f"example_inputs must be {len(names)} tensors, for {', '.join(names)}")
+    for port, tensor in zip(interface.inputs, inputs, strict=True):
+        fits = len(port.sizes) in (0, tensor.dim()) and all(
+            isinstance(size, str) or size == own for size, own in zip(port.sizes, tensor.shape, strict=False)
+        )
+        if not fits:
+            raise InputError(
+                f"example_inputs: {port.name!r} is of sizes {list(port.sizes)} in the file, and the tensor given of "
+                f"{list(tensor.shape)}"
+            )
+    return tuple(tensor.to(port.dtype) for port, tensor in zip(interface.inputs, inputs, strict=True))
+
+
+def inputs_of(path: Path | str, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    """Return random inputs of these sizes, given without the batch; `InputError` where they are not the file's."""
+    interface = read_onnx(path).interface
+    if len(shapes) != len(interface.inputs) or any(min(shape, default=1) < 1 for shape in shapes):
+        raise InputError(f"{path} has {len(interface.inputs)} inputs; sizes of {len(shapes)} are given")
+    batches = [2 if 0 in port.open_axes else 1 for port in interface.inputs]
+    return interface.random_inputs(tuple((n, *shape) for n, shape in zip(batches, shapes, strict=True)))

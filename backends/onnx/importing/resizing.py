@@ -1,0 +1,88 @@
+"""Resize and Upsample as `interpolate`, where torch computes the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from smcp_fx.backends.onnx.importing.building import Builder
+from smcp_fx.backends.onnx.importing.call import Call
+from smcp_fx.backends.onnx.importing.elementwise import Rule
+from smcp_fx.backends.onnx.importing.sizes import SizeArray
+
+_LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
+#: torch computes cubic interpolation with this coefficient only.
+_CUBIC = -0.75
+
+
+def _resize(b: Builder, call: Call) -> Any:
+    x, rank = call.inputs[0], call.rank or 0
+    if rank not in _LINEAR:
+        raise call.refused(f"a value of rank {rank}")
+    way = call.attribute("mode", "nearest")
+    at = call.attribute("coordinate_transformation_mode", "half_pixel")
+    scales, sizes = _scales(b, call), b.sizes(call, 3) if call.has(3) else None
+    if call.attributes.get("axes"):
+        raise call.refused("a resize of some axes")
+    options: dict[str, Any] = {}
+    if way == "nearest":
+        whole = scales is not None and all(scale == int(scale) for scale in scales[2:])
+        floor = call.attribute("nearest_mode", "round_prefer_floor") == "floor"
+        if not (at == "asymmetric" and (floor or whole)) and not (
+            whole and at in ("half_pixel", "pytorch_half_pixel")
+        ):
+            options["mode"] = "nearest-exact"
+        else:
+            options["mode"] = "nearest"
+    elif way in ("linear", "cubic"):
+        if at not in ("half_pixel", "pytorch_half_pixel", "align_corners"):
+            raise call.refused(f"{way} interpolation at coordinates {at!r}")
+        if way == "cubic" and (rank != 4 or abs(call.attribute("cubic_coeff_a", _CUBIC) - _CUBIC) > 1e-6):
+            raise call.refused(f"cubic interpolation with coefficient {call.attribute('cubic_coeff_a')}")
+        options = {
+            "mode": _LINEAR[rank] if way == "linear" else "bicubic",
+            "align_corners": at == "align_corners",
+        }
+        if call.attribute("antialias", 0):
+            options["antialias"] = True
+    else:
+        raise call.refused(f"mode {way!r}")
+    if scales is not None:
+        if any(scale != 1 for scale in scales[:2]):
+            raise call.refused("a resize of images or channels")
+        if all(scale == 1 for scale in scales):
+            return x
+        return b.call(F.interpolate, x, scale_factor=tuple(scales[2:]), **options)
+    assert sizes is not None
+    return b.call(F.interpolate, x, size=tuple(sizes[2:]), **options)
+
+
+def _scales(b: Builder, call: Call) -> list[float] | None:
+    """Return the factors of a resize; None where it has sizes."""
+    if "scales" in call.attributes:
+        return [float(scale) for scale in call.attributes["scales"]]
+    position = 1 if call.kind == "Upsample" or (call.opset < 11 and call.kind == "Resize") else 2
+    if not call.has(position):
+        return None
+    value = call.input(position)
+    if isinstance(value, SizeArray):
+        raise call.refused("factors that follow from open sizes")
+    if isinstance(value, Tensor) and value.numel() == 0:
+        return None
+    return [float(scale) for scale in call.constant(position)]
+
+
+def _upsample(b: Builder, call: Call) -> Any:
+    scales = _scales(b, call)
+    if scales is None or any(scale != 1 for scale in scales[:2]) or (call.rank or 0) not in _LINEAR:
+        raise call.refused("an upsampling that is not of images")
+    if call.attribute("mode", "nearest") != "nearest":
+        raise call.refused(
+            "Upsample with interpolation, whose coordinates torch has not: export it in opset 11 or later"
+        )
+    return b.call(F.interpolate, call.inputs[0], scale_factor=tuple(scales[2:]), mode="nearest")
+
+
+RESIZING: dict[str, Rule] = {"Resize": _resize, "Upsample": _upsample}

@@ -1,0 +1,263 @@
+"""What the tensors of a model's output are: scores of classes, yes or no, or values.
+
+The shape does not tell: [32, 10] may be ten classes or ten coordinates. What tells, in this order: the user
+(``outputs=``), labels, and what can be measured (probabilities sum to one). What the model says of itself
+(``num_classes``, a field called ``logits``) is evidence, and without any an output counts as values. A reading that
+nobody gave is told to the user.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from smcp_fx.errors import InputError
+
+Kind = Literal["classes", "binary", "values"]
+#: One kind for the whole output, or by the name of each tensor that counts.
+Kinds = str | Mapping[str, str]
+
+#: Fields of outputs that are no answers, where there are others.
+_BESIDE = re.compile(r"loss|hidden|attention|past|cache|aux")
+_SCORES = re.compile(r"logits|cls|class")
+#: How far probabilities may be from a sum of one, by type.
+_SUM = {torch.float64: 1e-3, torch.float32: 1e-3}
+_HALF_SUM = 3e-2
+_LEAST_PROBABILITY = 1e-8
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What one tensor is taken for: class scores along ``dim``, the logits of yes or no, or values.
+
+    ``probabilities``: it holds these instead of scores. ``why``: what tells so; "" where nothing does. ``given``: the
+    user or labels tell. ``shape``: of the tensor that was read.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...]
+    dim: int = 1
+    probabilities: bool = False
+    why: str = ""
+    given: bool = False
+
+    def scores(self, tensor: Tensor) -> Tensor:
+        """The tensor as real numbers to compute with: classes' scores in the last dimension, or logits, or values."""
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        tensor = tensor if tensor.dtype == torch.float64 else tensor.float()
+        if self.kind == "classes":
+            tensor = tensor.movedim(self.dim, -1)
+            return tensor.clamp_min(_LEAST_PROBABILITY).log() if self.probabilities else tensor
+        if self.kind == "binary" and self.probabilities:
+            return tensor.clamp(_LEAST_PROBABILITY, 1 - 1e-7).logit()
+        return tensor
+
+    def __str__(self) -> str:
+        scores = "probabilities" if self.probabilities else "scores"
+        what = {
+            "classes": f"{scores} of classes along dimension {self.dim}",
+            "binary": f"{'probabilities' if self.probabilities else 'logits'} of yes or no",
+            "values": "values, whose squared error counts relative to their variance",
+        }[self.kind]
+        return f"{list(self.shape)}: {what}" + f" ({self.why})" * bool(self.why)
+
+
+def named_tensors(outputs: Any) -> dict[str, Tensor]:
+    """The tensors of real and complex numbers, one or more dimensions, in nested tuples, lists, dicts and objects.
+
+    By the path to them; "" is the output itself.
+    """
+    return {
+        name: tensor
+        for name, tensor in _tensors(outputs, "")
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dim() and tensor.numel()
+    }
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    parts: Mapping[Any, Any] = {}
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        parts = value
+    elif isinstance(value, (list, tuple)):
+        parts = dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    elif not isinstance(value, type):
+        parts = getattr(value, "__dict__", {})
+    for key, part in parts.items():
+        yield from _tensors(part, f"{name}.{key}" if name else str(key))
+
+
+def read_outputs(
+    outputs: Any, named: Kinds | None = None, labels: Any = None, model: Any = None
+) -> dict[str, Reading]:
+    """Read each tensor that counts in a model's output.
+
+    Args:
+        outputs: what the model returned.
+        named: the kind of the output, or of each tensor that counts by name; "classes:2" names the dimension.
+        labels: those of the batch, or None.
+        model: is asked for ``num_classes``, ``num_labels`` and transformers' ``config``.
+
+    Raises `InputError` for outputs without such tensors, for names and kinds that do not fit, and for labels that fit
+    no output.
+    """
+    tensors = named_tensors(outputs)
+    if not tensors:
+        raise InputError(
+            f"the output is a {type(outputs).__name__} that holds no tensor of numbers: give loss=, a function of "
+            "(outputs, labels)"
+        )
+    if isinstance(named, Mapping):
+        if unknown := set(named) - set(tensors):
+            raise InputError(f"outputs= names {_told(unknown)}; the model's output has {_told(tensors)}")
+        return {name: _named(tensors[name], kind) for name, kind in named.items()}
+    answers = {name: t for name, t in tensors.items() if not _BESIDE.search(name)} or tensors
+    if named is not None:
+        return {name: _named(tensor, named) for name, tensor in answers.items()}
+    if labels is not None:
+        given = labels_of(answers, labels)
+        return {name: _by_label(name, tensor, given[name]) for name, tensor in answers.items()}
+    return {name: _measured(tensor) or _said(name, tensor, model) for name, tensor in answers.items()}
+
+
+def labels_of(names: Collection[str], labels: Any) -> dict[str, Tensor]:
+    """The label of each output; raises `InputError` where they are not arranged like the outputs."""
+    found = dict(_tensors(labels, ""))
+    if len(names) == len(found) == 1:
+        return dict(zip(names, found.values(), strict=True))
+    if not set(names) <= set(found):
+        shown = f"a {type(labels).__name__}" if not found else f"tensors {_told(found)}"
+        raise InputError(
+            f"the labels are {shown}, the outputs {_told(names)}: give loss=, a function of (outputs, labels), or "
+            "leave the labels away"
+        )
+    return found
+
+
+def told(readings: Mapping[str, Reading], outputs: Any) -> str:
+    """What is taken for what, and what is left out, in words."""
+    taken = "; ".join(f"{repr(name) + ' ' if name else ''}{reading}" for name, reading in readings.items())
+    rest = named_tensors(outputs).keys() - readings.keys()
+    return f"output {taken}" + f"; left out: {_told(rest)}" * bool(rest)
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """The variance of a tensor's elements over its first dimension (images), of a single image over all of them.
+
+    At least 1e-4 of their mean square: images alike, or outputs that hardly change, are no reason for huge weights.
+    """
+    tensor = tensor.detach()
+    variance = tensor.var(0, correction=0).mean() if tensor.shape[0] > 1 else tensor.var(correction=0)
+    return torch.maximum(variance, 1e-4 * tensor.square().mean())
+
+
+def _named(tensor: Tensor, text: Any) -> Reading:
+    kind, _, dim = str(text).partition(":")
+    shape = tuple(tensor.shape)
+    if kind not in get_args(Kind) or (dim and (kind != "classes" or not dim.lstrip("-").isdigit())):
+        raise InputError(
+            "outputs= must be 'classes', 'binary' or 'values' ('classes:2' for classes along dimension 2), or a dict "
+            f"of such kinds by name, not {text!r}"
+        )
+    if kind == "binary":
+        within = bool((tensor >= 0).all() and (tensor <= 1).all())
+        return Reading("binary", shape, probabilities=within, given=True)
+    if kind == "values":
+        return Reading("values", shape, given=True)
+    found = _measured(tensor)
+    along = int(dim) if dim else found.dim if found is not None else _class_dim(tensor)
+    if not 1 - tensor.dim() <= along < tensor.dim() or not along or tensor.shape[along] < 2:
+        raise InputError(
+            f"outputs= names classes along dimension {along}, but the output is of shape {list(shape)}"
+            + ": one number is 'binary' or 'values'" * (tensor.shape[-1] == 1)
+        )
+    along %= tensor.dim()
+    probable = found is not None and found.dim == along and found.probabilities
+    return Reading("classes", shape, along, probable, given=True)
+
+
+def _class_dim(tensor: Tensor) -> int:
+    """The usual one: [b, c], [b, t, c], [b, c, h, w]."""
+    return min(1, tensor.dim() - 1) if tensor.dim() != 3 else 2
+
+
+def _measured(tensor: Tensor) -> Reading | None:
+    """Probabilities, or their logarithms, where they sum to one along one dimension."""
+    if tensor.is_complex() or tensor.dim() < 2:
+        return None
+    positive, negative = bool((tensor >= 0).all()), bool((tensor <= 0).all())
+    if positive == negative:
+        return None
+    values = tensor.float() if positive else tensor.float().exp()
+    tolerance = _SUM.get(tensor.dtype, _HALF_SUM)
+    dims = [d for d in range(1, tensor.dim()) if tensor.shape[d] > 1]
+    found = [d for d in dims if bool(((values.sum(d) - 1).abs() < tolerance).all())]
+    if len(found) != 1:
+        return None
+    return Reading("classes", tuple(tensor.shape), found[0], positive, "they sum to one")
+
+
+def _said(name: str, tensor: Tensor, model: Any) -> Reading:
+    """What the model says of itself."""
+    shape, config = tuple(tensor.shape), getattr(model, "config", None)
+    problem = getattr(config, "problem_type", None)
+    if problem == "regression":
+        return Reading("values", shape, why="the model's config says regression")
+    if problem == "multi_label_classification":
+        return Reading("binary", shape, why="the model's config says several labels")
+    dims = [_class_dim(tensor), *range(1, tensor.dim())]
+    for holder, attribute in ((model, "num_classes"), (model, "num_labels"), (config, "num_labels")):
+        number = getattr(holder, attribute, None)
+        if isinstance(number, int) and number > 1:
+            for dim in dims:
+                if tensor.shape[dim] == number:
+                    return Reading("classes", shape, dim, why=f"the model's {attribute} is {number}")
+    if _SCORES.search(name.rpartition(".")[2]) and tensor.dim() > 1 and tensor.shape[dims[0]] > 1:
+        return Reading("classes", shape, dims[0], why="by its name")
+    return Reading("values", shape)
+
+
+def _by_label(name: str, tensor: Tensor, label: Tensor) -> Reading:
+    """Integers are classes; numbers of the output's own shape are probabilities, yes or no, or values."""
+    shape, measured = tuple(tensor.shape), _measured(tensor)
+    probable = measured is not None and measured.probabilities
+    whole = not label.is_floating_point() and not label.is_complex()
+    if whole and label.dtype != torch.bool:
+        dims = [_class_dim(tensor), *range(1, tensor.dim())]
+        for dim in [d for d in dims if d and tensor.shape[d] > 1]:
+            if tuple(label.shape) in (_without(shape, dim), _without(shape, dim, 1)):
+                same = measured is not None and measured.dim == dim
+                return Reading("classes", shape, dim, probable and same, "labels are whole numbers", True)
+    if _squeezed(label.shape) == _squeezed(shape):
+        truth = bool(((label == 0) | (label == 1)).all())
+        soft = _measured(label.float()) if label.dim() > 1 and label.shape == tensor.shape else None
+        if soft is not None and soft.probabilities:
+            same = measured is not None and measured.dim == soft.dim
+            return Reading("classes", shape, soft.dim, probable and same, "labels sum to one", True)
+        if truth:
+            within = bool((tensor >= 0).all() and (tensor <= 1).all())
+            return Reading("binary", shape, probabilities=within, why="labels are 0 and 1")
+        return Reading("values", shape, why="labels are numbers of its shape, and are not used")
+    raise InputError(
+        f"the labels, {label.dtype} of shape {list(label.shape)}, do not fit the output"
+        f"{' ' + repr(name) if name else ''} of shape {list(shape)}: give loss=, a function of (outputs, labels), or "
+        "leave the labels away"
+    )
+
+
+def _without(shape: tuple[int, ...], dim: int, *instead: int) -> tuple[int, ...]:
+    return (*shape[:dim], *instead, *shape[dim + 1 :])
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:1], *(size for size in shape[1:] if size != 1))
+
+
+def _told(names: Any) -> str:
+    return ", ".join(repr(name) for name in sorted(names)) or "none"

@@ -1,0 +1,90 @@
+"""Calls of a model that leave out optional arguments of the example: traced too, and part of the same graph.
+
+    forward(self, x, targets=None)      example (x, targets)      also traced: (x)
+
+A graph runs the operations of the call that it gets: its flag `left_out` tells them apart, as `training` does modes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from torch import fx, nn
+
+from smcp_fx.tracing.example_inputs import parameters_of
+from smcp_fx.tracing.example_runs import run_eager
+from smcp_fx.tracing.modes import form_key, is_by_mode, left_out
+
+#: Of more arguments than this, only all together may be left out.
+_MOST = 2
+
+
+@dataclass(frozen=True)
+class Form:
+    """A call that leaves these arguments of the example at their defaults."""
+
+    places: tuple[int, ...]
+    names: tuple[str, ...]
+    defaults: tuple[Any, ...]
+
+    @property
+    def key(self) -> str:
+        """What stands for it among the flags of modules."""
+        return form_key(self.names)
+
+    def of(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The example inputs in this form."""
+        defaults = dict(zip(self.places, self.defaults, strict=True))
+        return tuple(defaults.get(place, given) for place, given in enumerate(inputs))
+
+
+def is_option(default: Any) -> bool:
+    """May forward ask whether an argument is this default, and do something else then? Numbers are computed with."""
+    return default is None or type(default) in (bool, str)
+
+
+def is_default(given: Any, default: Any) -> bool:
+    """Is an argument the default?"""
+    return given is default or (
+        type(given) is type(default) and is_option(default) and bool(given == default)
+    )
+
+
+def forms_of(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Form, ...]:
+    """The calls that leave out optional arguments of the example and that the model takes, those of most first."""
+    parameters = parameters_of(model)
+    options = [
+        (place, parameter.name, parameter.default)
+        for place, (parameter, given) in enumerate(zip(parameters, inputs, strict=False))
+        if is_option(parameter.default) and not is_default(given, parameter.default)
+    ]
+    few = len(options) <= _MOST
+    counts = range(len(options), 0 if few else len(options) - 1, -1) if options else ()
+    forms = [Form(*zip(*chosen, strict=True)) for count in counts for chosen in combinations(options, count)]
+    return tuple(form for form in forms if _runs(model, form.of(inputs)))
+
+
+def may_pin(graph: fx.Graph) -> bool:
+    """May calls that leave out arguments keep channels that the example's call would let go?
+
+    Not where they run a part of its operations, and return a part of its tensors.
+    """
+    for node in graph.nodes:
+        if not (is_by_mode(node) and node.args[0].target is left_out and node.users):
+            continue
+        given, without = set[fx.Node](), set[fx.Node]()
+        fx.node.map_arg(node.args[1], given.add)
+        fx.node.map_arg(node.args[2], without.add)
+        if not without <= given or any(user.op != "output" for user in node.users):
+            return True
+    return False
+
+
+def _runs(model: nn.Module, inputs: tuple[Any, ...]) -> bool:
+    try:
+        run_eager(model, inputs)
+    except Exception:  # whatever a model says where an argument is missing
+        return False
+    return True

