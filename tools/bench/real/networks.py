@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from real import lines, tones
+from real import lines
 from real.things import Things
 from real.things import right as named
 
@@ -141,32 +141,8 @@ def classifier(folder: Path, images: int, tests: int) -> Subject:
     )  # fmt: skip
 
 
-def crepe(size: str, folder: Path, images: int, tests: int) -> Subject:
-    """CREPE: the pitch of synthesised voices, right within half a semitone."""
-    model = tones.crepe(folder, size)
-    calibration = tones.draw("calibration", images, _CALIBRATION)[0]
-    test, truth = tones.draw("test", tests, _TEST)
-    return Subject(
-        model,
-        calibration,
-        test,
-        truth,
-        32,
-        "classifier",
-        _either,
-        lambda s: s[..., 1].argmax(-1),
-        tones.right,
-    )
-
-
 def _logarithm(probabilities: Tensor) -> Tensor:
     return probabilities.clamp_min(1e-8).log()
-
-
-def _either(probabilities: Tensor) -> Tensor:
-    """Of probabilities that stand for themselves: the logarithms of no and yes, [..., 2]."""
-    p = probabilities.clamp(1e-6, 1 - 1e-6)
-    return torch.stack([(1 - p).log(), p.log()], -1)
 
 
 def _last(model: nn.Module) -> str:
@@ -187,6 +163,4 @@ SUBJECTS: dict[str, Callable[[Path, int, int], Subject]] = {
     "EfficientNet-Lite0": lite0,
     "PP-OCRv4 recogniser": recogniser,
     "PP-OCR classifier": classifier,
-    "CREPE tiny": partial(crepe, "tiny"),
-    "CREPE full": partial(crepe, "full"),
 }

