@@ -172,7 +172,7 @@ def _worth(lines: Lines, network: str, file: Path) -> Iterator[str]:
             line(panel.x(first), panel.y(first + off), panel.x(last), panel.y(last + off), "baseline")
         )
     for measured, estimate, one in found:
-        kind = round(4 * one["count"] / one["size"])
+        kind = round(4 * one["share"])
         tip = f"{one['group']}, {one['count']} of {one['size']}: {estimate:.4g} estimated, {measured:.4g} measured"
         body.append(
             dot(panel.x(math.log10(measured)), panel.y(math.log10(estimate)), 3.6, f"mark s{3 - kind}", tip)

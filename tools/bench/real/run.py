@@ -31,7 +31,7 @@ from torch import Tensor
 from without_training_methods import METHODS, WIDTHS, Setting
 
 from real.networks import SUBJECTS, Judged, Subject
-from smcp_fx.calibration.elimination import Elimination, Refit
+from smcp_fx.calibration.elimination import _STOPS, Elimination, Order, Refit
 from smcp_fx.calibration.gathering import _weigh
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.calibration.progress import Stretch
@@ -146,15 +146,14 @@ def worth(prepared: Prepared) -> Iterator[dict[str, Any]]:
 
     The estimate is what `smcp_fx.gather_importance` gives the group before anything is narrowed.
     """
-    subject, ours = prepared.subject, prepared.setting.free
-    batches, state = prepared.setting.batches, ours.smcp
-    elimination = Elimination(ours, trained_graph(ours), torch.ones_like(state.keep), len(batches))
-    orders = _weigh(elimination, state, batches, Objective(prepared.setting.loss), Stretch(None))
+    subject = prepared.subject
+    elimination, orders = weighed(prepared.setting)
     tests = subject.test[:WORTH_IMAGES].split(subject.batch)
     for group, order in orders.items():
         size = order.units.numel()
         for refit in order.refits if order.rises is not None else ():
-            if refit.count in [max(1, round(share * size)) for share in _WORTH_AT]:
+            share = min(_STOPS, key=lambda stop: abs(stop - refit.count / size))
+            if share in _WORTH_AT:
                 found = [
                     torch.nn.functional.kl_div(
                         _refitted(elimination, refit, x, subject), dense, reduction="sum", log_target=True
@@ -163,9 +162,17 @@ def worth(prepared: Prepared) -> Iterator[dict[str, Any]]:
                 ]
                 measured = float(torch.stack(found).sum()) / sum(len(x) for x in tests)
                 yield {
-                    "group": group, "size": size, "count": refit.count, "measured": measured,
+                    "group": group, "size": size, "count": refit.count, "share": share, "measured": measured,
                     "estimate": float(order.rises[refit.count]),
                 }  # fmt: skip
+
+
+def weighed(setting: Setting) -> tuple[Elimination, dict[str, Order]]:
+    """The whole network, and the orders in which groups go, with their rises, as `gather_importance` finds them."""
+    prepared, batches = setting.free, setting.batches
+    everything = torch.ones_like(prepared.smcp.keep)
+    elimination = Elimination(prepared, trained_graph(prepared), everything, len(batches))
+    return elimination, _weigh(elimination, prepared.smcp, batches, Objective(setting.loss), Stretch(None))
 
 
 @torch.no_grad()
