@@ -31,8 +31,8 @@ ABOUT = {
     ),
     "PP-OCRv4 recogniser": (
         "lines read right",
-        "The text recogniser of PP-OCRv4, 6,625 characters (PyPI `rapidocr-onnxruntime`, from its ONNX file). Lines of "
-        "English words and numbers in fonts of Debian. Right: the whole line, but for spaces.",
+        "The text recogniser of PP-OCRv4, 6,625 characters (PyPI `rapidocr-onnxruntime`, from its ONNX file). Lines "
+        "of English words and numbers in fonts of Debian. Right: the whole line, but for spaces.",
     ),
     "PP-OCR classifier": (
         "orientations right",
@@ -88,7 +88,8 @@ def _network(lines: Lines, network: str, results: Path) -> Iterator[str]:
     if good:
         low, high = wilson(ones(good[0]["dense_right"], good[0]["tests"]))
         yield f"## {network}: {good[0]['dense']:.1%} before\n"
-        yield f"{ABOUT[network][1]} {good[0]['tests']} test images; the dense network's interval is {_span(low, high)}.\n"
+        about = f"{ABOUT[network][1]} {good[0]['tests']} test images"
+        yield f"{about}; the dense network's interval is {_span(low, high)}.\n"
         for cost, words in _COSTS.items():
             mine = [one for one in runs if one["cost"] == cost]
             if mine:

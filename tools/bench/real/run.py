@@ -4,6 +4,7 @@
     PYTHONPATH=tools/bench python -m real.run FOLDER --record RECORD.jsonl
     PYTHONPATH=tools/bench python -m real.run FOLDER --record RECORD.jsonl --cost "latency 1" --targets 0.8 0.65 0.5
     PYTHONPATH=tools/bench python -m real.run FOLDER --record RECORD.jsonl --worth
+    PYTHONPATH=tools/bench python -m real.report RECORD.jsonl FOLDER_OF_PAGES
 
 All methods see the same images, and labels that are drawn from the dense network's predictions: nobody sees a true
 one. "latency 1" and "latency 16" are ONNX Runtime's for so many images (`pretrained/latency.py`). Every run is a line
