@@ -22,9 +22,7 @@ from smcp_fx.errors import MachineBusyError
 
 #: Seconds between two tries on a busy machine.
 _WAIT = 20.0
-_PACKAGES = (
-    "smcp_fx", "torch", "torchvision", "scikit-learn", "torch-pruning", "onnxruntime", "onnxslim", "onnx2torch"
-)  # fmt: skip
+_PACKAGES = ("smcp_fx", "torch", "torchvision", "scikit-learn", "torch-pruning", "onnxruntime")
 
 
 class UnavailableError(Exception):

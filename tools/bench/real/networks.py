@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import smcp_fx
 from real import lines
 from real.things import Things
 from real.things import right as named
@@ -41,7 +42,7 @@ class Judged:
 class Subject:
     """A network, and what it is judged by.
 
-    ``batch``: images at a time; ``example``: inputs to trace it with; ``head``: the path of its last layer.
+    ``batch``: images at a time; ``head``: the path of its last layer.
     ``scores`` turns outputs into logarithms of probabilities [images, ..., classes], ``answer`` these into what is
     compared, [images, ...], and ``right`` tells of each image whether the answer is the ``truth``.
     """
@@ -55,13 +56,6 @@ class Subject:
     scores: Callable[[Tensor], Tensor]
     answer: Callable[[Tensor], Tensor]
     right: Callable[[Sequence[Any], Tensor], list[bool]]
-    #: Whether a file or a graph takes this number of images only.
-    fixed: bool = False
-
-    @property
-    def example(self) -> Tensor:
-        """Inputs to trace the network with."""
-        return self.images[: self.batch if self.fixed else 2]
 
     @torch.no_grad()
     def labels(self, seed: int) -> Tensor:
@@ -109,21 +103,20 @@ def lite0(folder: Path, images: int, tests: int) -> Subject:
 
 def recogniser(folder: Path, images: int, tests: int) -> Subject:
     """PP-OCRv4's text recogniser, English and Chinese, from its ONNX file: lines of text."""
-    file, batch = folder / _RAPID / "ch_PP-OCRv4_rec_infer.onnx", 8
-    model, about = from_onnx(file, (batch, 3, lines.HEIGHT, lines.WIDTH))
+    file = folder / _RAPID / "ch_PP-OCRv4_rec_infer.onnx"
+    model, about = _from_onnx(file, 3, lines.HEIGHT, lines.WIDTH)
     characters = ["", *about["character"].splitlines(), " "]
     calibration = lines.Lines(folder, "calibration").draw(images, _CALIBRATION)[0]
     test, truth = lines.Lines(folder, "test").draw(tests, _TEST)
     return Subject(
-        model, calibration, test, truth, batch, _last(model), _logarithm, lambda s: s.argmax(-1),
-        partial(lines.right, characters), fixed=True,
+        model, calibration, test, truth, 8, _last(model), _logarithm, lambda s: s.argmax(-1),
+        partial(lines.right, characters)
     )  # fmt: skip
 
 
 def classifier(folder: Path, images: int, tests: int) -> Subject:
     """PP-OCR's classifier of lines that are upside down, from its ONNX file: half of the lines are."""
-    file, batch = folder / _RAPID / "ch_ppocr_mobile_v2.0_cls_infer.onnx", 8
-    model, _ = from_onnx(file, (batch, 3, 48, 192))
+    model, _ = _from_onnx(folder / _RAPID / "ch_ppocr_mobile_v2.0_cls_infer.onnx", 3, 48, 192)
 
     def drawn(part: str, count: int, seed: int) -> tuple[Tensor, list[bool]]:
         found, _ = lines.Lines(folder, part).draw(count, seed)
@@ -136,8 +129,8 @@ def classifier(folder: Path, images: int, tests: int) -> Subject:
 
     test, truth = drawn("test", tests, _TEST)
     return Subject(
-        model, drawn("calibration", images, _CALIBRATION)[0], test, truth, batch, _last(model), _logarithm,
-        lambda s: s.argmax(-1), lambda t, a: [bool(y) == x for x, y in zip(t, a.tolist(), strict=True)], fixed=True,
+        model, drawn("calibration", images, _CALIBRATION)[0], test, truth, 8, _last(model), _logarithm,
+        lambda s: s.argmax(-1), lambda t, a: [bool(y) == x for x, y in zip(t, a.tolist(), strict=True)]
     )  # fmt: skip
 
 
@@ -150,12 +143,11 @@ def _last(model: nn.Module) -> str:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)][-1]
 
 
-def from_onnx(file: Path, shape: tuple[int, ...]) -> tuple[nn.Module, dict[str, str]]:
-    """Return an ONNX file's network for inputs of a shape, by onnxslim and onnx2torch, and what the file says."""
-    onnx, slim, convert = (importlib.import_module(name) for name in ("onnx", "onnxslim", "onnx2torch"))
-    about = {entry.key: entry.value for entry in onnx.load(str(file)).metadata_props}
-    sizes = "x:" + ",".join(map(str, shape))
-    return convert.convert(slim.slim(str(file), input_shapes=[sizes])).eval(), about
+def _from_onnx(file: Path, *shape: int) -> tuple[nn.Module, dict[str, str]]:
+    """Return an ONNX file's network, compared on images of a shape, and what the file says of itself."""
+    about = importlib.import_module("onnx").load(str(file)).metadata_props
+    model = smcp_fx.from_onnx(file, torch.zeros(2, *shape))
+    return model, {entry.key: entry.value for entry in about}
 
 
 #: Networks by name: from a folder and numbers of images to calibrate and to test by.

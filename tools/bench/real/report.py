@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 from records import Record, fill, table
 
-from real.run import COMPARED
+from real.run import COMPARED, OURS
 from smcp_fx.report.svg import Panel, dot, line, text
 from smcp_fx.report.trade_off import Point, Series, svg_file, trade_off
 
 Line = dict[str, Any]
 Lines = Sequence[Line]
-OURS, UNIFORM = COMPARED[:2]
 _Z = 1.959964
 #: What is tested, by network: a heading's end, what is right, and what there is to read about the task.
 ABOUT = {
@@ -48,7 +47,8 @@ What networks with published weights keep when they are pruned without training
 ([the guide](../guides/without_training.md)). These have little width to spare: expect less than of
 [networks trained for a benchmark](accuracy.md).
 
-All methods see the same calibration images and no true label: labels are drawn from the dense network's predictions.
+All methods see the same calibration images and no true label. **Ours** is `smcp_fx.compress` of the images alone;
+rivals get labels that are drawn from the dense network's predictions.
 Calibration and test have no thing, place or font in common. *Right* is by true labels of the test images;
 *agreement* is how often the answer is the dense network's; the *divergence* from its predictions is in nats
 (Kullback-Leibler, a mean over images, summed over what one image tells). Intervals are 95% ones over test images

@@ -5,12 +5,12 @@
     PYTHONPATH=tools/bench python -m real.run FOLDER --record RECORD.jsonl --cost "latency 1" --targets 0.8 0.65 0.5
     PYTHONPATH=tools/bench python -m real.run FOLDER --record RECORD.jsonl --worth
 
-All methods see the same images, and labels that are drawn from the dense network's predictions: nobody sees a true
-one. "latency 1" and "latency 16" are ONNX Runtime's for so many images (`pretrained/latency.py`). Every run is a line
-of JSON the moment it is done; a run that the record holds is not repeated. `--worth` compares the estimated worth of
-each group with what narrowing it alone does. Set OMP_NUM_THREADS=1. Of rivals, torch-pruning 1.6.1 is needed; of
-networks in ONNX files, onnxslim and onnx2torch. On Linux, MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184
-MALLOC_TOP_PAD_=268435456 halves the time.
+All methods see the same images, and none a true label: ours is `smcp_fx.compress` of the images alone, rivals get
+labels that are drawn from the dense network's predictions. "latency 1" and "latency 16" are ONNX Runtime's for so
+many images (`pretrained/latency.py`). Every run is a line of JSON the moment it is done; a run that the record holds
+is not repeated. `--worth` compares the estimated worth of each group with what narrowing it alone does. Rivals need
+torch-pruning 1.6.1. Set OMP_NUM_THREADS=1; on Linux MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_=17179869184 and
+MALLOC_TOP_PAD_=268435456 halve the time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from typing import Any
 import torch
 from pretrained.command import UnavailableError, run_cases, versions
 from pretrained.latency import Stopwatch
+from pretrained.torch_pruning_path import flops
 from records import Record
 from torch import Tensor
 from without_training_methods import METHODS, WIDTHS, Setting
 
+import smcp_fx
 from real.networks import SUBJECTS, Judged, Subject
 from smcp_fx.calibration.elimination import _STOPS, Elimination, Order, Refit
 from smcp_fx.calibration.gathering import _weigh
@@ -38,9 +40,10 @@ from smcp_fx.calibration.progress import Stretch
 from smcp_fx.calibration.readers import Run, watching
 from smcp_fx.prepare import trained_graph
 
+OURS = "ours"
 #: Those that are run, in this order.
 COMPARED = (
-    "ours",
+    OURS,
     "uniform, eliminated and repaired",
     "Torch-Pruning, uniform L2",
     "Torch-Pruning, isomorphic",
@@ -122,7 +125,7 @@ class Prepared:
         """The network and images as the methods take them."""
         subject = self.subject
         cost = "flops" if self.watch is None else self.watch.cost
-        example = subject.example if self.watch is None else self.watch.inputs[0]
+        example = None if self.watch is None else self.watch.inputs[0]
         labels = subject.labels(self._case.seed)
         return Setting(
             subject.model, subject.images, labels, self._case.seed, cost, example, subject.batch, subject.loss,
@@ -132,13 +135,23 @@ class Prepared:
     def smaller(self, case: Case) -> tuple[torch.nn.Module, float, float]:
         """A method's network, its share of the cost, and that share's standard error."""
         self.setting.target = case.target
+        reduce = partial(_compressed if case.method == OURS else METHODS[case.method], self.setting)
         if self.watch is None:
-            return *METHODS[case.method](self.setting, case.target), 0.0
-        reduce = partial(WIDTHS[case.method], self.setting)
-        aim = self.watch.aim(replace(case, network=self.watch.name), case.method, reduce)
-        model, _ = METHODS[case.method](self.setting, aim)
+            return *reduce(case.target), 0.0
+        aim = self.watch.aim(
+            replace(case, network=self.watch.name), case.method, partial(WIDTHS[case.method], self.setting)
+        )
+        model, _ = reduce(aim)
         measured = self.watch.share(model)
         return model, measured.fraction, measured.error
+
+
+def _compressed(setting: Setting, target: float) -> tuple[torch.nn.Module, float]:
+    """What `smcp_fx.compress` makes of the network and the images alone."""
+    model = smcp_fx.compress(
+        setting.model, setting.images, target=target, cost=setting.cost, outputs="classes"
+    )
+    return model, flops(model, setting.example) / flops(setting.model, setting.example)
 
 
 def worth(prepared: Prepared) -> Iterator[dict[str, Any]]:
@@ -172,7 +185,9 @@ def weighed(setting: Setting) -> tuple[Elimination, dict[str, Order]]:
     prepared, batches = setting.free, setting.batches
     everything = torch.ones_like(prepared.smcp.keep)
     elimination = Elimination(prepared, trained_graph(prepared), everything, len(batches))
-    return elimination, _weigh(elimination, prepared.smcp, batches, Objective(setting.loss), Stretch(None))
+    return elimination, _weigh(
+        elimination, prepared.smcp, batches, Objective(prepared, setting.loss), Stretch(None)
+    )
 
 
 @torch.no_grad()
@@ -218,7 +233,7 @@ def run(arguments: argparse.Namespace) -> None:
     for network in arguments.networks:
         key = {"network": network, "images": arguments.images}
         if not record.find("worth", **key):
-            case = Case("real", network, "ours", "flops", 0.5, arguments.images, WORTH_IMAGES, arguments.seed)
+            case = Case("real", network, OURS, "flops", 0.5, arguments.images, WORTH_IMAGES, arguments.seed)
             for line in list(worth(bench.prepared(case))):
                 record.add("worth", **key, tests=WORTH_IMAGES, **line, versions=versions())
             print(f"{network}: {len(record.find('worth', **key))} lines", flush=True)
