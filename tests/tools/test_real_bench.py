@@ -12,9 +12,8 @@ import pytest
 import scipy.stats
 import torch
 from PIL import Image, ImageFont
+from tolerances import assert_close
 from torch import Tensor, nn
-
-from tests.tolerances import assert_close
 
 _PATH = sys.path[:]
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
