@@ -42,7 +42,6 @@ from smcp_fx.tracing.other_sizes import at_another_size
 from smcp_fx.tracing.output_types import keep_output_types
 from smcp_fx.tracing.own_modes import own_modes
 from smcp_fx.tracing.positional import positional
-from smcp_fx.tracing.scripts import without_scripts
 from smcp_fx.tracing.sentences import listed_paths
 from smcp_fx.tracing.tracer import Traced, trace
 from smcp_fx.tracing.wrapping import unwrapped
@@ -121,7 +120,7 @@ def _prepared(
     config: PruningConfig,
     leaves: Sequence[str],
 ) -> PreparedModel:
-    own = without_scripts(deep_copy(model), inputs, leaves)
+    own = deep_copy(model)
     _check_names(model)
     traced, joined = trace_parts(own, inputs, leaves, options=True)
     channels = _channels(traced, config)

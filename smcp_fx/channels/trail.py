@@ -96,8 +96,7 @@ class Call:
     def unknown(self) -> str:
         """Why its channels stay if nothing is known about it."""
         if isinstance(self.module, torch.jit.ScriptModule):
-            why = "is compiled by torch.jit, and its script cannot be written as Python"
-            return f"{self.node.name!r} {why}: prepare the model before it is compiled"
+            return f"{self.node.name!r} is compiled by torch.jit: prepare the model that it was made from"
         return f"operation {readable_name(self.node)!r} has no channel rule"
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:

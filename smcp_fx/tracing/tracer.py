@@ -146,10 +146,9 @@ def _require_traceable(model: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Raise `InputError` for compiled models, which have no Python to trace, and for empty inputs."""
     scripted = isinstance(model, torch.jit.ScriptModule)
     if scripted or isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        why = "torch.jit, and its script cannot be written as Python" if scripted else "torch.compile"
         raise InputError(
-            f"the model is compiled by {why}: prepare the model that it was made from, and compile what convert "
-            "returns."
+            f"the model is compiled by {'torch.jit' if scripted else 'torch.compile'}: prepare the model that it was "
+            "made from, and compile what convert returns."
         )
     for given in inputs:
         if isinstance(given, Tensor) and not given.numel():

@@ -105,7 +105,7 @@ class Printing(nn.Linear):
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script`:FutureWarning", "ignore:`torch.jit.script`:DeprecationWarning"
 )
-def test_scripted_modules_that_are_not_read_are_left_alone() -> None:
+def test_scripted_modules_are_left_alone() -> None:
     """They take no hooks, and cannot be looked into."""
 
     class Asks(nn.Module):
