@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 #: Modules at the top of the package: those that import nothing of ours, and those that users call.
 CONTRACTS = {"errors", "config", "cost_model", "schedule", "texts", "output_kinds"}
 VERBS = {
+    "analysis",
     "prepare",
     "summaries",
     "prepared",
@@ -59,7 +60,7 @@ MAY_IMPORT = {
     "recipes": "training report zoo latency backends verbs serialization pruning allocation storage",
     "integrations": "verbs pruning tracing",
     "__main__": "",
-    "cli": "recipes compiler inspection zoo latency backends blocks channels tracing storage",
+    "cli": "recipes compiler inspection verbs zoo latency backends blocks channels tracing storage",
 }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from smcp_fx.backends import PRECISIONS, backend_names, get_backend
 from smcp_fx.cli.flags import add_backend_options, fractions, own_options
+from smcp_fx.config import PruningConfig
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
@@ -107,11 +108,9 @@ def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
 
 def network_of(arguments: argparse.Namespace) -> Network:
     """Return the network that the options name."""
+    from smcp_fx.analysis import analyse
     from smcp_fx.blocks.cutting import cut
-    from smcp_fx.channels import build
     from smcp_fx.tracing.example_inputs import shape_of_text
-    from smcp_fx.tracing.other_sizes import at_another_size
-    from smcp_fx.tracing.tracer import trace
     from smcp_fx.zoo.models import build_model, example_images
 
     if arguments.batch < 1 or arguments.multiple < 1:
@@ -123,7 +122,6 @@ def network_of(arguments: argparse.Namespace) -> Network:
         raise InputError(f"--input-size {arguments.input_size!r}: {error}") from error
     if shape[0] != arguments.batch:
         raise InputError(f"--input-size {arguments.input_size!r} includes a batch: give that as --batch")
-    traced = trace(model, (example_images(*shape),))
-    other = at_another_size(traced)
-    channels = build(traced.module, traced.values, multiple=arguments.multiple, other=other)
-    return Network(traced, channels, cut(traced, channels))
+    config = PruningConfig(multiple=arguments.multiple)
+    found = analyse(model, (example_images(*shape),), config=config)
+    return Network(found.traced, found.channels, cut(found.traced, found.channels))
