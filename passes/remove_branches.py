@@ -22,9 +22,9 @@ from smcp_fx.errors import PassError
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.constants import Constants, NoValueError
 from smcp_fx.passes.movement_rewrites import SPLITS
+from smcp_fx.tracing.aliases import memory_of_model
 from smcp_fx.tracing.constant_values import ancestors
 from smcp_fx.tracing.masking import META, Constant, mark_of
-from smcp_fx.tracing.memory import memory_of_model
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 

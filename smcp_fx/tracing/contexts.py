@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import TraceError
-from smcp_fx.tracing.memory import memory_of_model
+from smcp_fx.tracing.aliases import memory_of_model
 from smcp_fx.tracing.mode_reads import made_beside, returned_instead
 from smcp_fx.tracing.modes import ModeInterpreter
 from smcp_fx.tracing.operations import operation_name, readable_name, writes_in_place

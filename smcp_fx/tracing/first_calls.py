@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import TraceError
 from smcp_fx.tracing.copying import deep_copy
-from smcp_fx.tracing.memory import memory_of_model
+from smcp_fx.tracing.aliases import memory_of_model
 from smcp_fx.tracing.operations import writes_in_place
 from smcp_fx.tracing.sentences import listed_paths
 

@@ -29,6 +29,8 @@ class Trait(Flag):
     DRAWN = auto()
     #: Returns the operand itself, always or in some mode or for some type.
     SAME = auto()
+    #: Of those that do not move: the result is the operand's memory, seen in another way.
+    VIEWS = auto()
 
 
 _NAMES = {
@@ -67,6 +69,10 @@ _NAMES = {
         alphadropout asarray astensor bfloat16 bool byte detach double dropblock2d dropblock3d dropout dropout1d
         dropout2d dropout3d featurealphadropout float half identity int long pos positive short stochasticdepth
         to type typeas
+    """,
+    Trait.VIEWS: """
+        adjoint asstrided dsplit einsum hsplit imag meshgrid ravel real resolveconj resolveneg unfold viewascomplex
+        viewasreal vsplit
     """,
 }
 
