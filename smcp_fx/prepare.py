@@ -31,7 +31,6 @@ from smcp_fx.regions import run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.serialization.converted import ConvertedModule
 from smcp_fx.tracing.as_traced import CALL, call_of
-from smcp_fx.tracing.buffers import keep_in_state
 from smcp_fx.tracing.carried import carried_attributes, carry, plain_attributes
 from smcp_fx.tracing.copying import deep_copy, sharing
 from smcp_fx.tracing.example_inputs import default_inputs
@@ -40,6 +39,7 @@ from smcp_fx.tracing.output_types import keep_output_types
 from smcp_fx.tracing.own_modes import own_modes
 from smcp_fx.tracing.positional import positional
 from smcp_fx.tracing.sentences import listed_paths
+from smcp_fx.tracing.state_keys import keep_in_state
 from smcp_fx.tracing.wrapping import unwrapped
 
 __all__ = ["ConvertedModule", "PreparedModel", "convert", "prepare"]

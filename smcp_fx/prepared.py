@@ -22,12 +22,12 @@ from smcp_fx.schedule import Schedule
 from smcp_fx.summaries import model_summary, share_of
 from smcp_fx.tracing import block_hooks
 from smcp_fx.tracing.as_traced import CalledAsTraced
-from smcp_fx.tracing.buffers import keep_in_state
 from smcp_fx.tracing.call_forms import Form
 from smcp_fx.tracing.carried import carried_attributes, carry
 from smcp_fx.tracing.copying import deep_copy
 from smcp_fx.tracing.masking import STATE
 from smcp_fx.tracing.own_modes import set_own_modes
+from smcp_fx.tracing.state_keys import keep_in_state
 from smcp_fx.tracing.wrapping import without_wrappers
 
 

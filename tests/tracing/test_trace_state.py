@@ -153,7 +153,7 @@ def counted(net: nn.Module, f: Tensor) -> Tensor:
 def test_a_counter_that_decides_on_what_is_computed_goes_on_counting() -> None:
     model = Net(counted)
     prepared = smcp_fx.prepare(model, image())
-    assert "counts up" in prepared.untraced[""]
+    assert "counts its calls" in prepared.untraced[""]
     same(model, prepared, image())
 
 
