@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import fx
 
+from smcp_fx.masking.masks import META, Constant
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.remove_branches import delete, joined_tensors
 from smcp_fx.tracing.aliases import sources
-from smcp_fx.tracing.masking import META, Constant
 from smcp_fx.tracing.operations import operation_name, operation_of, writes_in_place
 from smcp_fx.tracing.traits import Trait, has
 

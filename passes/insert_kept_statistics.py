@@ -14,11 +14,11 @@ from torch import fx
 
 from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.trail import Mix
+from smcp_fx.masking.kept_statistics import BEFORE, IN_PLACE_OF, as_it_was, module_over_kept
+from smcp_fx.masking.masks import META, STATE, Mark, mark_of
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.passes.weight_products import require_buffer
 from smcp_fx.tracing.aliases import origins
-from smcp_fx.tracing.kept_statistics import BEFORE, IN_PLACE_OF, as_it_was, module_over_kept
-from smcp_fx.tracing.masking import META, STATE, Mark, mark_of
 from smcp_fx.tracing.operations import operation_name, writes_in_place
 
 

@@ -14,7 +14,16 @@ from smcp_fx.analysis import analyse
 from smcp_fx.config import PruningConfig
 from smcp_fx.costs.binding import CostModel, bind
 from smcp_fx.errors import InputError, TraceError
+from smcp_fx.interface.as_traced import CALL, call_of
+from smcp_fx.interface.carried import carried_attributes, carry, plain_attributes
+from smcp_fx.interface.example_inputs import default_inputs
+from smcp_fx.interface.output_types import keep_output_types
+from smcp_fx.interface.own_modes import own_modes
+from smcp_fx.interface.positional import positional
+from smcp_fx.interface.state_keys import keep_in_state
+from smcp_fx.interface.wrapping import unwrapped
 from smcp_fx.kept_channels import Cut, kept_channels, note_cut, still_true
+from smcp_fx.masking.masks import META, STATE
 from smcp_fx.outcomes import in_mode
 from smcp_fx.own_class import resize
 from smcp_fx.passes.base import run_pipeline
@@ -30,17 +39,8 @@ from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.serialization.converted import ConvertedModule
-from smcp_fx.tracing.as_traced import CALL, call_of
-from smcp_fx.tracing.carried import carried_attributes, carry, plain_attributes
 from smcp_fx.tracing.copying import deep_copy, sharing
-from smcp_fx.tracing.example_inputs import default_inputs
-from smcp_fx.tracing.masking import META, STATE
-from smcp_fx.tracing.output_types import keep_output_types
-from smcp_fx.tracing.own_modes import own_modes
-from smcp_fx.tracing.positional import positional
 from smcp_fx.tracing.sentences import listed_paths
-from smcp_fx.tracing.state_keys import keep_in_state
-from smcp_fx.tracing.wrapping import unwrapped
 
 __all__ = ["ConvertedModule", "PreparedModel", "convert", "prepare"]
 

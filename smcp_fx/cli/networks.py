@@ -110,7 +110,7 @@ def network_of(arguments: argparse.Namespace) -> Network:
     """Return the network that the options name."""
     from smcp_fx.analysis import analyse
     from smcp_fx.blocks.cutting import cut
-    from smcp_fx.tracing.example_inputs import shape_of_text
+    from smcp_fx.interface.example_inputs import shape_of_text
     from smcp_fx.zoo.models import build_model, example_images
 
     if arguments.batch < 1 or arguments.multiple < 1:

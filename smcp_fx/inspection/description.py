@@ -15,7 +15,7 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.groups import Group
 from smcp_fx.channels.trail import Layer
 from smcp_fx.config import PruningConfig
-from smcp_fx.tracing.example_inputs import default_inputs, first_convolution, shape_of_text
+from smcp_fx.interface.example_inputs import default_inputs, first_convolution, shape_of_text
 from smcp_fx.zoo.models import build_model, example_images
 
 #: Image sides that known architectures were made for, tried before the smallest that works.

@@ -11,8 +11,9 @@ from pass_models import IMAGE, change, kinds, traced
 from torch import nn
 
 import smcp_fx
+from smcp_fx.masking.masks import scale_gamma, scale_gamma_direct
 from smcp_fx.passes.insert_batch_norm_scalers import InsertBatchNormScalers
-from smcp_fx.tracing.masking import forward_with_weight, scale_gamma, scale_gamma_direct
+from smcp_fx.tracing.own_weights import forward_with_weight
 
 
 @pytest.mark.parametrize(("gradient", "function"), [("chain", scale_gamma), ("direct", scale_gamma_direct)])

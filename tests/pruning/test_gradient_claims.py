@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.tracing.masking import soft_mask
+from smcp_fx.masking.masks import soft_mask
 
 WIDTH = 512
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import smcp_fx
 from smcp_fx.pruning.importance import TaylorImportance
-from smcp_fx.tracing.masking import forward_with_weight
+from smcp_fx.tracing.own_weights import forward_with_weight
 
 # ---- optimisers and what surrounds them --------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import smcp_fx
 from smcp_fx.errors import InputError, TraceError
-from smcp_fx.tracing.example_inputs import as_inputs
+from smcp_fx.interface.example_inputs import as_inputs
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.tracing.tracer import trace
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.errors import InputError
-from smcp_fx.tracing.carried import plain_attributes
+from smcp_fx.interface.carried import plain_attributes
 
 
 class Mine(nn.Module):

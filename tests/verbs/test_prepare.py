@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.errors import CheckpointError, InputError
-from smcp_fx.tracing.masking import META
+from smcp_fx.masking.masks import META
 
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 ONE = smcp_fx.PruningConfig(multiple=1, batch_norm_scaling=True)

@@ -13,14 +13,8 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.tracing.masking import (
-    computed_mask,
-    forward_with_weight,
-    hard_mask,
-    scale_gamma,
-    scale_gamma_direct,
-    soft_mask,
-)
+from smcp_fx.masking.masks import computed_mask, hard_mask, scale_gamma, scale_gamma_direct, soft_mask
+from smcp_fx.tracing.own_weights import forward_with_weight
 
 MASK = torch.tensor([True, False, True, True, False]).view(1, 5, 1, 1)
 
