@@ -15,17 +15,17 @@ class Trait(Flag):
     MOVES = auto()
     #: Of those that move: the result is always a tensor of its own.
     COPIES = auto()
-    #: Of those that move: puts elements into other dimensions, so that which channels meet may follow from sizes.
+    #: Of those that move: merges or splits dimensions, so that sizes may decide which channels meet.
     REGROUPS = auto()
     #: Puts several tensors into one.
     JOINS = auto()
     #: Adds elements at the ends of dimensions.
     PADS = auto()
-    #: Computes each element from those that broadcasting brings to its place.
+    #: Computes each element from the operands' elements at the same place, after broadcasting.
     ELEMENTWISE = auto()
     #: Makes a tensor of one value, of the sizes given.
     FILLS = auto()
-    #: Of element-wise ones: the values are drawn, or are no values at all.
+    #: Of element-wise ones: the result is random or uninitialised.
     DRAWN = auto()
     #: Returns the operand itself, always or in some mode or for some type.
     SAME = auto()
