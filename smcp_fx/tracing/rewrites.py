@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from smcp_fx.tracing.constant_values import ancestors
 from smcp_fx.tracing.operations import operation_name, operation_of, writes_in_place
 from smcp_fx.tracing.values import TensorInfo
 
@@ -299,14 +300,7 @@ def add_computed_biases(traced: fx.GraphModule, values: dict[str, Any]) -> None:
 
 def _is_constant(node: fx.Node) -> bool:
     """Does the node follow from parameters alone?"""
-    known, todo = {node}, [node]
-    while todo:
-        one = todo.pop()
-        if one.op not in ("get_attr", "call_function", "call_method"):
-            return False
-        todo += [source for source in one.all_input_nodes if source not in known]
-        known.update(one.all_input_nodes)
-    return True
+    return all(one.op in ("get_attr", "call_function", "call_method") for one in ancestors(node))
 
 
 def _broadcast(values: list[Any]) -> tuple[int, ...] | None:
