@@ -12,23 +12,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from smcp_fx.report.bars import channel_bars
 from smcp_fx.report.formats import milliseconds, percent
 from smcp_fx.report.schema import LayerRow
-from smcp_fx.report.svg import Markup, element, line, picture, rect, text
+from smcp_fx.report.svg import line, picture, rect, text
+from smcp_fx.report.trade_off import as_file
 from smcp_fx.texts import significant
 
 ASSETS = Path(__file__).parents[1] / "docs" / "assets"
-_STYLE = (
-    "svg{--paper:#fcfcfb;--ink:#15181d;--soft:#59616e;--grey:#c3c8d0;--blue:#1d5fc4}"
-    'text{font:15px system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",Arial,sans-serif;fill:var(--soft)}'
-    ".bold{font-weight:650;fill:var(--ink)}.number{font-size:20px;font-weight:650;fill:var(--ink)}.note{font-size:14px}"
-    ".wide text{font-size:12px}.wide .label{fill:var(--ink)}.paper{fill:var(--paper)}.bar-dense{fill:var(--grey)}"
-    ".bar-pruned{fill:var(--blue)}.grid{stroke:var(--grey);stroke-opacity:.5}.baseline{stroke:var(--soft)}"
-    ".target{stroke:var(--ink);stroke-width:1.5;stroke-dasharray:4 3}"
-    "@media (prefers-color-scheme:dark)"
-    "{svg{--paper:#101317;--ink:#e8ebef;--soft:#9ba5b3;--grey:#4a525e;--blue:#74abff}}"
-)
 
 
 def headline(report: dict[str, Any]) -> Markup:
@@ -67,19 +60,6 @@ def _told(report: dict[str, Any]) -> str:
     return f"{_name(report)} on the digits: {sides[0]} before, {sides[1]} after"
 
 
-def _file(drawing: Markup) -> str:
-    """An SVG file of its own: name space, style and paper."""
-    head, _, rest = drawing.partition("</title>")
-    style = element("style", Markup(_STYLE)) + rect(0, 0, 2000, 2000, "paper")
-    return (
-        head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-        + "</title>"
-        + style
-        + rest
-        + "\n"
-    )
-
-
 def main() -> None:
     """Draw both."""
     parser = argparse.ArgumentParser(
@@ -89,8 +69,8 @@ def main() -> None:
     report = json.loads((parser.parse_args().folder / "report.json").read_text(encoding="utf-8"))
     kept = channel_bars([LayerRow(**row) for row in report["layers"]])
     assert kept is not None
-    (ASSETS / "headline.svg").write_text(_file(headline(report)), encoding="utf-8")
-    (ASSETS / "kept_channels.svg").write_text(_file(kept), encoding="utf-8")
+    (ASSETS / "headline.svg").write_text(as_file(headline(report), 15) + "\n", encoding="utf-8")
+    (ASSETS / "kept_channels.svg").write_text(as_file(kept) + "\n", encoding="utf-8")
     print(_told(report))
 
 
