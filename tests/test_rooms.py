@@ -49,8 +49,7 @@ MAY_IMPORT = {
     "serialization": "regions tracing storage",
     "verbs": "pruning serialization regions passes costs channels tracing storage",
     "calibration": "verbs regions pruning passes costs tracing",
-    "smcp_fx": "training calibration verbs serialization latency pruning allocation knapsack regions channels "
-    "backends",
+    "smcp_fx": "training calibration verbs serialization latency pruning regions backends",
     "training": "verbs pruning tracing",
     "report": "storage",
     "zoo": "backends tracing",
