@@ -3,8 +3,9 @@
     python tools/bench/stability.py --seeds 5 --out stability.jsonl
     python tools/bench/stability.py --show stability.jsonl
 
-For every run: the share of units whose mask changes at each solve after the ramp (median, worst), cost over target
-and importance kept over its bound at every solve, and test accuracy when pruning stops and after the cooldown.
+Run it where the selection of masks or a default of `MethodConfig` changes: the table in docs/explanations/method.md
+is its. For every run: the share of units whose mask changes at each solve after the ramp (median, worst), cost over
+target and importance kept over its bound at every solve, and test accuracy when pruning stops and after the cooldown.
 The record has one JSON line a run, and a run that it holds already is not repeated.
 """
 
