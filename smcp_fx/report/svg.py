@@ -33,7 +33,9 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
-def text(x: float, y: float, content: str, class_: str, anchor: str | None = None, **more: object) -> Markup:
+def text(
+    x: float, y: float, content: str, class_: str | None, anchor: str | None = None, **more: object
+) -> Markup:
     """Return a line of text whose baseline is at ``y``."""
     return element("text", content, x=x, y=y, class_=class_, text_anchor=anchor, **more)
 

@@ -49,6 +49,8 @@ _LOOKS = {
     "curve": "fill:none;stroke:own;stroke-width:1.6;stroke-opacity:.75",
     "whisker": "stroke:own;stroke-width:1.3;stroke-opacity:.6",
     "mark": "fill:own;stroke:paper",
+    "series": "fill:own;font-weight:650",
+    "outline": "fill:none;stroke:ink;stroke-width:1.5",
 }
 _MARKS = ("circle", "square", "diamond")
 
