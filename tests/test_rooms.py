@@ -52,8 +52,7 @@ MAY_IMPORT = {
     "serialization": "regions interface tracing storage",
     "verbs": "pruning serialization regions passes costs channels interface masking tracing storage",
     "calibration": "verbs regions pruning passes costs interface masking tracing",
-    "smcp_fx": "training calibration verbs serialization latency pruning allocation knapsack regions channels "
-    "backends",
+    "smcp_fx": "training calibration verbs serialization latency pruning regions backends",
     "training": "verbs pruning interface tracing",
     "report": "storage",
     "zoo": "backends interface tracing",

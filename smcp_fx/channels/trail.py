@@ -178,7 +178,7 @@ class Mix:
     """An operation that mixes the channels of an operand, and can be restricted to the kept ones.
 
     ``operand``: its position among the node's arguments; ``labels``: the operand's, of size 1 where they are uniform;
-    ``form``: how it is restricted (`tracing.kept_statistics.BEFORE`), or "instead" if another function replaces it;
+    ``form``: how it is restricted (`masking.kept_statistics.BEFORE`), or "instead" if another function replaces it;
     ``options``: further arguments of that function.
     """
 
