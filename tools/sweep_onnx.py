@@ -39,6 +39,8 @@ _TIMM = (
     "vit_tiny_patch16_224", "convnext_atto", "ghostnet_100", "levit_128s", "edgenext_xx_small", "poolformer_s12",
     "mixer_s32_224", "repvgg_a0", "efficientformerv2_s0", "mobilevit_xxs", "gmlp_ti16_224", "res2net50_14w_8s",
 )  # fmt: skip
+#: What these names hold takes images of no other size.
+_OF_224 = ("224", "levit", "efficientformer", "swin")
 #: Target of the pruning, a share of the FLOPs; inputs that it is repaired on; seconds of one file.
 TARGET, _BATCHES, _LIMIT = 0.7, 2, 900
 
@@ -109,9 +111,9 @@ def _given(file: Path) -> tuple[Maker, bool]:
 def makers() -> dict[str, tuple[Maker, bool]]:
     """Return what writes each file into a folder, by name, and whether the file is pruned."""
     found: dict[str, tuple[Maker, bool]] = {}
-    for library, names in (("torchvision", _TORCHVISION), ("timm", _TIMM)):
+    for library, names, ways in (("torchvision", _TORCHVISION, _WAYS), ("timm", _TIMM, _WAYS[:2])):
         for name in names:
-            for index, (exporter, opset) in enumerate(_WAYS):
+            for index, (exporter, opset) in enumerate(ways):
                 key = f"{library}:{name} {exporter} {opset}"
                 found[key] = (_exported(f"{library}:{name}", exporter, opset), index < 2)
     for key in ("tagger", "unet", "half", "external"):
@@ -127,9 +129,7 @@ def _exported(spec: str, exporter: str, opset: int) -> Maker:
 
         model = build_model(spec).eval()
         randomise(model)
-        return export(
-            model, 224 if spec.startswith("timm:") or "swin" in spec else 128, folder, exporter, opset
-        )
+        return export(model, 224 if any(part in spec for part in _OF_224) else 128, folder, exporter, opset)
 
     return write
 
