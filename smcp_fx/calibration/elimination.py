@@ -32,7 +32,7 @@ from smcp_fx.prepared import PreparedModel
 
 #: Added to each variance: at least this share of the inputs' mean variance, and so many times the rounding of their
 #: mean square. Chosen, not measured.
-_RIDGE, _ROUNDINGS = 1e-3, 16
+_RIDGE, _ROUNDINGS = 1e-3, 4
 #: One in this many of the remaining channels goes at a time, but at least one. Chosen, not measured.
 _AT_ONCE = 32
 #: Shares of a group at which its readers' fitted weights are kept.
@@ -240,7 +240,10 @@ def _part(reader: Reader, mine: Tensor, images: int) -> _Part:
     tiny = torch.finfo(torch.float64).tiny ** 0.5
     spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)
     square = reader.gram.xx.diagonal(dim1=-2, dim2=-1).mean(-1) / reader.gram.count
-    rounding = _ROUNDINGS * torch.finfo(reader.consumer.weight.dtype).eps * square
+    # Rounding of random sign in each entry of a matrix is a matrix whose norm grows with the root of its size.
+    rounding = (
+        _ROUNDINGS * torch.finfo(reader.consumer.weight.dtype).eps * square * covariance.shape[-1] ** 0.5
+    )
     share = _shrinkage(covariance, reader.gram.count).clamp(min=_RIDGE)
     ridge = (share * spread.clamp(min=0) + rounding).clamp(min=tiny)[:, None, None]
     if images and reader.squares is not None:
