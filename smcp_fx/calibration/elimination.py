@@ -32,7 +32,9 @@ from smcp_fx.prepared import PreparedModel
 
 #: Added to each variance: at least this share of the inputs' mean variance, and so many times the rounding of their
 #: mean square. Chosen, not measured.
-_RIDGE, _ROUNDINGS = 1e-3, 4
+_RIDGE, _ROUNDINGS = 1e-3, 16
+#: Larger ridges that are tried where that is too small.
+_TRIES = 12
 #: One in this many of the remaining channels goes at a time, but at least one. Chosen, not measured.
 _AT_ONCE = 32
 #: Shares of a group at which its readers' fitted weights are kept.
@@ -240,10 +242,7 @@ def _part(reader: Reader, mine: Tensor, images: int) -> _Part:
     tiny = torch.finfo(torch.float64).tiny ** 0.5
     spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)
     square = reader.gram.xx.diagonal(dim1=-2, dim2=-1).mean(-1) / reader.gram.count
-    # Rounding of random sign in each entry of a matrix is a matrix whose norm grows with the root of its size.
-    rounding = (
-        _ROUNDINGS * torch.finfo(reader.consumer.weight.dtype).eps * square * covariance.shape[-1] ** 0.5
-    )
+    rounding = _ROUNDINGS * torch.finfo(reader.consumer.weight.dtype).eps * square
     share = _shrinkage(covariance, reader.gram.count).clamp(min=_RIDGE)
     ridge = (share * spread.clamp(min=0) + rounding).clamp(min=tiny)[:, None, None]
     if images and reader.squares is not None:
@@ -252,8 +251,18 @@ def _part(reader: Reader, mine: Tensor, images: int) -> _Part:
         variance = (weight * (covariance @ weight)).sum(1, keepdim=True)
         heed = 1 / (variance + ridge * weight.square().sum(1, keepdim=True)).clamp(min=tiny)
     covariance.diagonal(dim1=-2, dim2=-1).add_(ridge[..., 0])
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
-    return _Part(reader, found[0].cpu(), found[1], inverse, weight, heed)
+    return _Part(reader, found[0].cpu(), found[1], _inverse(covariance, rounding), weight, heed)
+
+
+def _inverse(covariance: Tensor, rounding: Tensor) -> Tensor:
+    """Return the inverse; where products rounded more than estimated, [groups], with a larger ridge."""
+    for _ in range(_TRIES):
+        factor, failed = torch.linalg.cholesky_ex(covariance)
+        if not bool(failed.any()):
+            return torch.cholesky_inverse(factor)
+        rounding = 4 * rounding
+        covariance = covariance + torch.diag_embed(rounding[:, None].expand(covariance.shape[:-1]))
+    return torch.cholesky_inverse(torch.linalg.cholesky(covariance))
 
 
 def _shrinkage(covariance: Tensor, rows: int) -> Tensor:
