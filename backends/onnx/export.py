@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,16 +94,13 @@ def export_onnx(
     if precision is not None:
         model, inputs = in_precision(model, inputs, precision)
 
-    def write(axes: Axes) -> Path:
-        proto = _model_proto(model, inputs, axes, opset)
+    def finish(proto: onnx.ModelProto) -> None:
         name_values(proto, names, output_names)
         for key, value in {"producer": "smcp_fx", **(metadata or {})}.items():
             proto.metadata_props.add(key=key, value=value if isinstance(value, str) else json.dumps(value))
-        with _replacing(path) as scratch:
-            scratch.write_bytes(_serialise(proto))
-            if check:
-                compare_with_module(scratch, model, [inputs, *_at_other_sizes(model, inputs, axes)])
-        return path
+
+    def write(axes: Axes) -> Path:
+        return write_checked(model, inputs, path, axes, opset, finish, check)
 
     if dynamic_axes is not None:
         if not dynamic_batch:
@@ -118,6 +115,25 @@ def export_onnx(
         with contextlib.suppress(BackendError):  # nobody asked for it
             return write(images)
     return write(batch_axes(inputs))
+
+
+def write_checked(
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    path: Path,
+    axes: Axes,
+    opset: int | None,
+    finish: Callable[[onnx.ModelProto], None],
+    check: bool = True,
+) -> Path:
+    """Write a model with these open axes, as `export_onnx` does; ``finish`` names what is in it. Returns the path."""
+    proto = _model_proto(model, inputs, axes, opset)
+    finish(proto)
+    with _replacing(path) as scratch:
+        scratch.write_bytes(_serialise(proto))
+        if check:
+            compare_with_module(scratch, model, [inputs, *_at_other_sizes(model, inputs, axes)])
+    return path
 
 
 def _at_other_sizes(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) -> list[tuple[Tensor, ...]]:
@@ -239,7 +255,8 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
     single = {
         n for tensor, own in zip(inputs, axes, strict=True) for a, n in own.items() if tensor.shape[a] < 2
     }
-    inputs = resized(inputs, axes, dict.fromkeys(single, 2))
+    # Copies: torch.export marks a tensor's open axes on the tensor, for a second export of it, too.
+    inputs = tuple(tensor.clone() for tensor in resized(inputs, axes, dict.fromkeys(single, 2)))
     try:
         with FourDimensionalAttention():
             return torch.export.export(

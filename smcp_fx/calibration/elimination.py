@@ -33,6 +33,8 @@ from smcp_fx.prepared import PreparedModel
 #: Added to each variance: at least this share of the inputs' mean variance, and so many times the rounding of their
 #: mean square. Chosen, not measured.
 _RIDGE, _ROUNDINGS = 1e-3, 16
+#: Larger ridges that are tried where that is too small.
+_TRIES = 12
 #: One in this many of the remaining channels goes at a time, but at least one. Chosen, not measured.
 _AT_ONCE = 32
 #: Shares of a group at which its readers' fitted weights are kept.
@@ -249,8 +251,18 @@ def _part(reader: Reader, mine: Tensor, images: int) -> _Part:
         variance = (weight * (covariance @ weight)).sum(1, keepdim=True)
         heed = 1 / (variance + ridge * weight.square().sum(1, keepdim=True)).clamp(min=tiny)
     covariance.diagonal(dim1=-2, dim2=-1).add_(ridge[..., 0])
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
-    return _Part(reader, found[0].cpu(), found[1], inverse, weight, heed)
+    return _Part(reader, found[0].cpu(), found[1], _inverse(covariance, rounding), weight, heed)
+
+
+def _inverse(covariance: Tensor, rounding: Tensor) -> Tensor:
+    """Return the inverse; where products rounded more than estimated, [groups], with a larger ridge."""
+    for _ in range(_TRIES):
+        factor, failed = torch.linalg.cholesky_ex(covariance)
+        if not bool(failed.any()):
+            return torch.cholesky_inverse(factor)
+        rounding = 4 * rounding
+        covariance = covariance + torch.diag_embed(rounding[:, None].expand(covariance.shape[:-1]))
+    return torch.cholesky_inverse(torch.linalg.cholesky(covariance))
 
 
 def _shrinkage(covariance: Tensor, rows: int) -> Tensor:

@@ -15,8 +15,8 @@ from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.groups import Group
 from smcp_fx.channels.trail import Layer
 from smcp_fx.config import PruningConfig
-from smcp_fx.interface.example_inputs import default_inputs, first_convolution, shape_of_text
-from smcp_fx.zoo.models import build_model, example_images
+from smcp_fx.interface.example_inputs import default_inputs, first_convolution
+from smcp_fx.zoo.models import network_and_inputs
 
 #: Image sides that known architectures were made for, tried before the smallest that works.
 _SIDES = {1: (224,), 2: (224, 299), 3: (112,)}
@@ -47,11 +47,11 @@ def inspect_model(
     """Build a model, trace it and derive its channel graph.
 
     ``spec`` as `build_model` takes it; ``input_size``: "160" (a side), "3x160x160" (one input without its batch)
-    or "4x3x160x160". Raises `InputError` for models and sizes that do not fit, `TraceError` for models that
-    cannot be traced, not even in parts.
+    or "4x3x160x160"; of an ONNX file as for `read_network`. Raises `InputError` for models and sizes that do not fit,
+    `TraceError` for models that cannot be traced, not even in parts.
     """
-    model = build_model(spec)
-    inputs = _inputs(model, input_size)
+    model, given = network_and_inputs(spec, input_size)
+    inputs = given or _usual_inputs(model)
     found = analyse(model, inputs, config=PruningConfig(multiple=multiple, exclude=exclude, widths=widths))
     shapes = tuple(tuple(value.shape) for value in inputs if isinstance(value, Tensor))
     regions = () if found.joined is None else tuple(region.path for region in found.joined.regions)
@@ -59,9 +59,7 @@ def inspect_model(
     return Inspection(spec, shapes, found.channels, regions, untraced)
 
 
-def _inputs(model: nn.Module, size: str | None) -> tuple[Any, ...]:
-    if size is not None:
-        return (example_images(*shape_of_text(model, size)),)
+def _usual_inputs(model: nn.Module) -> tuple[Any, ...]:
     first = first_convolution(model)
     return default_inputs(model, () if first is None else _SIDES[len(first.kernel_size)])
 
