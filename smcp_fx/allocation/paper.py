@@ -61,7 +61,7 @@ def paper_choice(
     """Return the optimal choice of the linearised problem.
 
     Its capacity is wrong where neighbours move far: no choice fits, or one that costs more than the budget. Then the
-    capacity is the largest found at which the true cost is within the budget; without one, the choice is the cheapest.
+    capacity is the largest found at which the true cost is within the budget; without one, the cheapest is taken.
     """
     # imported here: only this method needs the knapsack solver and torch
     from smcp_fx.knapsack import solve_knapsack
