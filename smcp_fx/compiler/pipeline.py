@@ -128,6 +128,8 @@ class _Compilation:
             fitted.model.to(self.device)
             if not data.classes:
                 data = data.labelled_by(fitted.model, fitted.channels, fitted.size)
+                if fitted.inputs is None:
+                    self.tell.note(f"the network's {data.classes} outputs are taken for scores of classes")
             tested = fitted.trained and data.labelled
             found = dense_accuracy(fitted, data, self.tell) if tested else 1.0
             phases = Phases(settings, fitted, data, self.tell, found)
