@@ -21,7 +21,10 @@ from smcp_fx.tracing.values import held, is_continuous
 
 
 class FoldComputedWeights(GraphPass):
-    """Stores each computed weight where the channel graph has named it."""
+    """Stores each computed weight where the channel graph has named it; those of ``cosines`` only if asked."""
+
+    def __init__(self, cosines: bool = False) -> None:
+        self.cosines = cosines
 
     def apply(self, module: fx.GraphModule) -> PassResult:
         """Fold, and drop what nothing reads any more."""
@@ -36,7 +39,7 @@ class FoldComputedWeights(GraphPass):
             values[node] = value
             return tuple(value.shape)
 
-        every = computed_weights(module, shape_of, (*EVERY_MASK, *SCALES.values()))
+        every = computed_weights(module, shape_of, (*EVERY_MASK, *SCALES.values()), cosines=self.cosines)
         learning = {
             found.name: any(held(module, name).requires_grad for name in found.sources) for found in every
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -214,7 +215,8 @@ def _reason(model: nn.Module, like: nn.Module, inputs: tuple[Any, ...], where: s
     for path, module in model.named_modules():
         if path and path not in called and isinstance(module, LAYERS):
             return (
-                f"Forward computes with the weight of {path!r} itself, which depends on the width.{_ADVICE}"
+                f"Forward computes with the weight of {path!r} itself: the smaller model may hold the result, which "
+                f"forward would compute with once more.{_ADVICE}"
             )
     return (
         "Its forward takes channels by position or by their number, or this instance was made with other options "
@@ -333,7 +335,8 @@ def _outputs(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
         if path and not isinstance(module, torch.jit.ScriptModule)
     ]
     try:
-        with torch.no_grad(), in_mode(model, False), unchanged(model):
+        with torch.no_grad(), in_mode(model, False), unchanged(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a graph, which does not call all of them
             model(*inputs)
     finally:
         for hook in hooks:

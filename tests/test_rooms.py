@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "recipes": "training report zoo latency backends verbs serialization pruning allocation storage",
     "integrations": "verbs pruning interface",
     "__main__": "",
-    "cli": "recipes compiler inspection verbs zoo latency backends blocks channels interface tracing storage",
+    "cli": "recipes compiler inspection verbs zoo latency backends blocks channels tracing storage",
 }
 
 

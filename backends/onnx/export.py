@@ -37,10 +37,11 @@ from smcp_fx.backends.onnx.clean import clean_model
 from smcp_fx.backends.onnx.naming import name_axes, name_values
 from smcp_fx.backends.onnx.opset import lower_opset
 from smcp_fx.backends.onnx.refusals import explain
-from smcp_fx.errors import BackendError, InputError
-from smcp_fx.interface.positional import flattened
+from smcp_fx.errors import BackendError, InputError, SmcpError
+from smcp_fx.interface.positional import flattened, returning_tensors
 from smcp_fx.interface.wrapping import is_prepared
 from smcp_fx.storage.files import check_replaceable
+from smcp_fx.tracing.example_runs import first_line
 from smcp_fx.tracing.modes import left_out
 from smcp_fx.tracing.names import any_names
 
@@ -91,6 +92,9 @@ def export_onnx(
         raise BackendError(f"cannot write {path}: {error.strerror}") from error
     model, inputs, known = flattened(model, example_inputs)
     names = known if input_names is None else input_names
+    with eval_mode(model):
+        model, fields = returning_tensors(model, inputs)
+    output_names = fields if output_names is None else output_names
     if precision is not None:
         model, inputs = in_precision(model, inputs, precision)
 
@@ -266,10 +270,24 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
                 strict=False,
             )
     except Exception as error:
+        _require_runs(model, inputs)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BackendError(
             f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}."
             f"{_fewer(model, axes)}"
+        ) from error
+
+
+def _require_runs(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Raise `InputError` where the model does not take the example inputs, and its own errors of the call."""
+    try:
+        model(*(tensor.clone() for tensor in inputs))
+    except SmcpError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
+        raise InputError(
+            f"{type(model).__name__} does not run on the example inputs {shapes}: {first_line(error)}"
         ) from error
 
 

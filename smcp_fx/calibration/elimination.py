@@ -159,7 +159,7 @@ class Elimination:
 
         with watching(self.whole, self.readers, see), torch.set_grad_enabled(loss is not None):
             outputs = run_batch(self.whole, batch)
-        if loss is None:
+        if loss is None or not gradients:
             return
         loss(outputs).backward()  # type: ignore[no-untyped-call]
         for reader, mine in gradients.items():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from smcp_fx.errors import InputError
+from smcp_fx.tracing.call_forms import parameters_of
 from smcp_fx.tracing.example_runs import first_line, run_eager
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -26,6 +27,12 @@ def bound_inputs(example_inputs: Any, model: nn.Module) -> tuple[tuple[Any, ...]
     as the one argument. Raises `InputError` for a dict that fits ``forward`` only in part.
     """
     if isinstance(example_inputs, (tuple, list)):
+        needed = [p for p in parameters_of(model) if p.kind == p.KEYWORD_ONLY and p.default is p.empty]
+        if needed:
+            raise InputError(
+                f"{type(model).__name__}.forward takes {', '.join(p.name for p in needed)} by name only: pass the "
+                "example inputs as a dict by the names of its arguments"
+            )
         return tuple(example_inputs), {}
     if not isinstance(example_inputs, Mapping):
         return (example_inputs,), {}

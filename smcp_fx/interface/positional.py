@@ -13,11 +13,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError
 from smcp_fx.interface.example_inputs import bound_inputs
+from smcp_fx.output_kinds import tensors_in
 from smcp_fx.tracing.call_forms import parameters_of
 
 #: Arguments of a call: by position, and by name.
@@ -80,6 +82,25 @@ def flattened(
     return _taking(model, names, rebuilt), tuple(values[place] for place in tensors), names
 
 
+def returning_tensors(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[nn.Module, list[str] | None]:
+    """The model with a tuple for its output, and names for these tensors, where it returns objects (dataclasses).
+
+    The model itself, and no names, where it returns tensors in tuples, lists and dicts, or what torch knows.
+    """
+    try:
+        with torch.no_grad():
+            outputs = model(*(tensor.clone() for tensor in inputs))
+    except Exception:  # told where it is exported
+        return model, None
+    found = dict(tensors_in(outputs))
+    if len(found) == sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(outputs)):
+        return model, None
+    taken = _names(model, len(inputs))
+    same = lambda values: (values, {})  # noqa: E731
+    names = [re.sub(r"\W+", "_", name) for name in found]
+    return _taking(model, taken, same, lambda given: tuple(dict(tensors_in(given)).values())), names
+
+
 def _names(model: nn.Module, count: int) -> list[str]:
     """The names of the first arguments of forward; "*" and the name for each of those that have none."""
     found: list[str] = []
@@ -91,14 +112,22 @@ def _names(model: nn.Module, count: int) -> list[str]:
     return [*found, *(f"input_{i}" for i in range(len(found), count))][:count]
 
 
-def _taking(model: nn.Module, names: list[str], rebuilt: Callable[[tuple[Any, ...]], Call]) -> nn.Module:
-    """The model with a forward of these arguments, from which ``rebuilt`` makes those of its own."""
+def _taking(
+    model: nn.Module,
+    names: list[str],
+    rebuilt: Callable[[tuple[Any, ...]], Call],
+    returned: Callable[[Any], Any] = lambda outputs: outputs,
+) -> nn.Module:
+    """The model with a forward of these arguments, from which ``rebuilt`` makes those of its own.
+
+    ``returned``: what it returns of the model's outputs.
+    """
     held = dict(vars(model))
     own = held.pop("forward", None)  # of an instance
 
     def call(self: nn.Module, *values: Any) -> Any:
         args, named = rebuilt(values)
-        return own(*args, **named) if own is not None else type(model).forward(self, *args, **named)
+        return returned(own(*args, **named) if own is not None else type(model).forward(self, *args, **named))
 
     space: dict[str, Any] = {"_call": call}
     listed = ", ".join(re.sub(r"\W", "_", name) for name in names)

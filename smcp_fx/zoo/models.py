@@ -248,8 +248,11 @@ def _fit(model: nn.Module, spec: str, data: ImageData, sizes: Sequence[int] | No
         except Exception as error:
             reasons.append(f"{size}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             continue
-        if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[1] < data.classes:
+        if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[1] < max(data.classes, 2):
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise InputError(f"{spec} is not a classifier of {data.classes} classes: its output is {shape}")
+            raise InputError(
+                f"{spec} is not a classifier{f' of {data.classes} classes' * bool(data.classes)}: its output is "
+                f"{shape}. smcp_fx.compress(model, images) takes any output"
+            )
         return channels, size
     raise InputError(f"{spec} runs at none of the image sizes tried ({'; '.join(reasons[:3])})")

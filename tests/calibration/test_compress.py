@@ -245,3 +245,26 @@ def test_distances_of_outputs_are_divergences_and_relative_errors() -> None:
         found = Objective(torch.nn.Identity(), outputs=kind).distance(a, b, batch)
         assert abs(found - float(expected)) < 1e-5 * float(expected)
     assert Objective(torch.nn.Identity(), lambda o, y: o.sum()).distance(a, b, batch) == float(a.sum())
+
+
+class Tagger(nn.Module):
+    """Numbers in, so that nothing before the recurrent layer, which cannot be fitted, has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.cell, self.head = (
+            nn.Embedding(9, 8),
+            nn.GRU(8, 8, batch_first=True),
+            nn.Linear(8, 3),
+        )
+
+    def forward(self, words: Tensor) -> Tensor:
+        tags: Tensor = self.head(self.cell(self.embedding(words))[0])
+        return tags
+
+
+def test_networks_whose_groups_cannot_be_fitted_are_valued_by_gradients() -> None:
+    model, words = Tagger(), torch.randint(9, (6, 5))
+    smaller = smcp_fx.compress(model, [words] * 2, target=0.5, outputs="classes", config=SMALL)
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (model, smaller)]
+    assert sizes[1] < 0.7 * sizes[0]
