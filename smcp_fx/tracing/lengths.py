@@ -179,7 +179,7 @@ class Sizes:
 
     def _asked_size(self, node: fx.Node) -> tuple[fx.Node | None, int]:
         """The tensor and dimension whose size the node is, as of `x.size(1)` and `x.shape[1]`; None of another."""
-        source, place = (*node.args, None, None)[:2]
+        source, place = _first_two(node)
         tensor, dims = None, range(0)
         if node.target is operator.getitem:
             tensor, dims = self._dims(source)
@@ -190,9 +190,9 @@ class Sizes:
 
     def _dims(self, node: Any) -> tuple[fx.Node | None, range]:
         """The tensor whose sizes the node holds, and of which dimensions: `x.shape`, `x.size()`, `x.shape[1:]`."""
-        source, index = (*node.args, None, None)[:2] if isinstance(node, fx.Node) else (None, None)
-        if source is None:
+        if not isinstance(node, fx.Node):
             return None, range(0)
+        source, index = _first_two(node)
         if (node.target is getattr and index == "shape") or (node.target == "size" and index is None):
             return source, range(len(self.value(node)))
         if node.target is operator.getitem and isinstance(index, slice) and _slices(index):
@@ -246,6 +246,10 @@ def _slices(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     edges = [edge for part in parts if isinstance(part, slice) for edge in (part.start, part.stop, part.step)]
     return all(isinstance(part, slice) for part in parts) and all(type(e) in (int, type(None)) for e in edges)
+
+
+def _first_two(node: fx.Node) -> tuple[Any, Any]:
+    return (*node.args, None, None)[:2]  # type: ignore[return-value]
 
 
 def _source(node: fx.Node) -> Any:
