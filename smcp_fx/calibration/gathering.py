@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.calibration.batches import MEMORY, Batch, again, device_of, each_batch, number_of, run_batch
+from smcp_fx.calibration.candidates import FOLD
 from smcp_fx.calibration.curvature import Curvature, corrected
 from smcp_fx.calibration.elimination import Elimination, Order
 from smcp_fx.calibration.objective import Loss, Objective
@@ -32,8 +33,6 @@ _logger = logging.getLogger(__name__)
 
 #: Shares of the time after which inputs are gathered, and channels in order; the rest is for rises. Estimates.
 _SHARES = (0.5, 0.7)
-#: One image in so many is held out of the fits, to tell what they raise the loss by. Chosen, not measured.
-FOLD = 4
 
 
 def gather_importance(
