@@ -78,7 +78,7 @@ def gather_importance(
     elimination = Elimination(
         prepared, trained_graph(prepared), torch.ones_like(state.keep), number_of(batches)
     )
-    orders = _weigh(elimination, state, batches, objective, weighing)
+    orders = weigh(elimination, state, batches, objective, weighing)
     if orders and all(order.rises is not None and not order.rises.any() for order in orders.values()):
         raise InputError(
             "no channel matters to the loss of these batches: are all inputs, or all outputs, zero? Or are the "
@@ -141,7 +141,7 @@ def gather_halfway(
     repair(network[1], prepared, batches, progress=repairing)
     elimination = Elimination(prepared, network, there, number_of(batches))
     objective = Objective(prepared, loss, outputs, quiet=True)
-    orders = _weigh(elimination, state, batches, objective, weighing, trained_graph(prepared)[1])
+    orders = weigh(elimination, state, batches, objective, weighing, trained_graph(prepared)[1])
     for name, order in orders.items():
         mine = state.of_group(state.remembered, name)
         mine[order.units.to(mine.device)] = mine.sort().values[mine.numel() - order.units.numel() :]
@@ -149,7 +149,7 @@ def gather_halfway(
     state.rises = _joined(before, found, {name: int(state.of_group(there, name).sum()) for name in before})
 
 
-def _weigh(
+def weigh(
     elimination: Elimination,
     state: PruningState,
     batches: Any,

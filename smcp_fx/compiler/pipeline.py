@@ -14,6 +14,8 @@ from torch import nn
 from smcp_fx.backends import Backend, Engine, get_backend
 from smcp_fx.backends.layers import blocks_beside_layers
 from smcp_fx.calibration import gather_halfway, gather_importance
+from smcp_fx.calibration.candidates import solve_best
+from smcp_fx.calibration.objective import Objective
 from smcp_fx.compiler.calibrating import (
     Repaired,
     calibration_batches,
