@@ -38,7 +38,7 @@ _TRIES = 12
 #: One in this many of the remaining channels goes at a time, but at least one. Chosen, not measured.
 _AT_ONCE = 32
 #: Shares of a group at which its readers' fitted weights are kept.
-_STOPS = (0.9, 0.75, 0.5, 0.25)
+STOPS = (0.9, 0.75, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Elimination:
             return None
         alive, gone = self._state.of_group(self._there, group).clone(), []
         size, counts, rises, refits = alive.numel(), [int(alive.sum())], [0.0], list[Refit]()
-        stops = [max(1, round(share * counts[0])) for share in _STOPS]
+        stops = [max(1, round(share * counts[0])) for share in STOPS]
         while left := int(alive.sum()):
             costs = torch.zeros(size, dtype=torch.float64)
             for part in parts:
