@@ -270,7 +270,7 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
                 strict=False,
             )
     except Exception as error:
-        _require_runs(model, inputs)
+        _require_runs(model, inputs, given)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BackendError(
             f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}."
@@ -278,16 +278,15 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
         ) from error
 
 
-def _require_runs(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """Raise `InputError` where the model does not take the example inputs, and its own errors of the call."""
+def _require_runs(model: nn.Module, inputs: tuple[Tensor, ...], given: list[tuple[int, ...]]) -> None:
+    """Raise `InputError` where the model does not take inputs like the ``given`` ones, and its errors of the call."""
     try:
         model(*(tensor.clone() for tensor in inputs))
     except SmcpError:
         raise
     except Exception as error:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
         raise InputError(
-            f"{type(model).__name__} does not run on the example inputs {shapes}: {first_line(error)}"
+            f"{type(model).__name__} does not run on example inputs of shapes {given}: {first_line(error)}"
         ) from error
 
 

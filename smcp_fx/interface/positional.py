@@ -96,9 +96,12 @@ def returning_tensors(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[nn.
     if len(found) == sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(outputs)):
         return model, None
     taken = _names(model, len(inputs))
-    same = lambda values: (values, {})  # noqa: E731
+
+    def values_of(given: Any) -> tuple[Tensor, ...]:
+        return tuple(dict(tensors_in(given)).values())
+
     names = [re.sub(r"\W+", "_", name) for name in found]
-    return _taking(model, taken, same, lambda given: tuple(dict(tensors_in(given)).values())), names
+    return _taking(model, taken, lambda values: (values, {}), values_of), names
 
 
 def _names(model: nn.Module, count: int) -> list[str]:

@@ -61,7 +61,7 @@ def test_a_call_that_was_not_traced_is_told_as_such(tmp_path: Path) -> None:
     smaller = converted(Losing(), X)
     with pytest.raises(AssumptionError, match="traced with labels=None"):
         smcp_fx.export_onnx(smaller, (X, T), tmp_path / "loss.onnx")
-    with pytest.raises(InputError, match="does not run on the example inputs"):
+    with pytest.raises(InputError, match="does not run on example inputs"):
         smcp_fx.export_onnx(smaller, X[:, :2], tmp_path / "loss.onnx")
 
 
