@@ -13,9 +13,9 @@ import torch
 from torch import fx, nn
 
 from smcp_fx.channels.computed_weights import ComputedWeight, computed_weights
+from smcp_fx.masking.masks import EVERY_MASK, SCALES
 from smcp_fx.passes.base import GraphPass, PassResult
 from smcp_fx.tracing.constant_values import ancestors, computed_value
-from smcp_fx.tracing.masking import EVERY_MASK, SCALES
 from smcp_fx.tracing.own_weights import settle
 from smcp_fx.tracing.values import held, is_continuous
 

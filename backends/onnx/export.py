@@ -38,11 +38,11 @@ from smcp_fx.backends.onnx.naming import name_axes, name_values
 from smcp_fx.backends.onnx.opset import lower_opset
 from smcp_fx.backends.onnx.refusals import explain
 from smcp_fx.errors import BackendError, InputError
+from smcp_fx.interface.positional import flattened
+from smcp_fx.interface.wrapping import is_prepared
 from smcp_fx.storage.files import check_replaceable
 from smcp_fx.tracing.modes import left_out
 from smcp_fx.tracing.names import any_names
-from smcp_fx.tracing.positional import flattened
-from smcp_fx.tracing.wrapping import is_prepared
 
 DEFAULT_OPSET = 20
 OLDEST_OPSET = 17

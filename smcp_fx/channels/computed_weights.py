@@ -17,10 +17,10 @@ import torch
 from torch import fx, nn
 
 from smcp_fx.channels.weight_views import factors, is_layer, is_question, weight_and_bias, weight_view
+from smcp_fx.masking.masks import STATE
+from smcp_fx.tracing.aliases import memory_of_model, written_buffers
 from smcp_fx.tracing.autograd_functions import Applied
 from smcp_fx.tracing.constant_values import ancestors, computed_value
-from smcp_fx.tracing.masking import STATE
-from smcp_fx.tracing.memory import memory_of_model, written_buffers
 from smcp_fx.tracing.modes import is_by_mode
 from smcp_fx.tracing.operations import operation_name, operation_of, writes_in_place
 from smcp_fx.tracing.own_weights import own_weight, owner_of

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from smcp_fx.backends import PRECISIONS, backend_names, get_backend
 from smcp_fx.cli.flags import add_backend_options, fractions, own_options
+from smcp_fx.config import PruningConfig
 from smcp_fx.errors import InputError
 
 if TYPE_CHECKING:
@@ -108,10 +109,8 @@ def blocks_of(arguments: argparse.Namespace) -> list[FusedBlock]:
 
 def network_of(arguments: argparse.Namespace) -> Network:
     """Return the network that the options name."""
+    from smcp_fx.analysis import analyse
     from smcp_fx.blocks.cutting import cut
-    from smcp_fx.channels import build
-    from smcp_fx.tracing.other_sizes import at_another_size
-    from smcp_fx.tracing.tracer import trace
     from smcp_fx.zoo.models import network_and_inputs
 
     if arguments.batch < 1 or arguments.multiple < 1:
@@ -121,7 +120,5 @@ def network_of(arguments: argparse.Namespace) -> Network:
     assert inputs is not None
     if len(inputs[0]) != arguments.batch:
         raise InputError(f"--input-size {arguments.input_size!r} includes a batch: give that as --batch")
-    traced = trace(model, inputs)
-    other = at_another_size(traced)
-    channels = build(traced.module, traced.values, multiple=arguments.multiple, other=other)
-    return Network(traced, channels, cut(traced, channels))
+    found = analyse(model, inputs, config=PruningConfig(multiple=arguments.multiple))
+    return Network(found.traced, found.channels, cut(found.traced, found.channels))

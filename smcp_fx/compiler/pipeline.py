@@ -71,8 +71,8 @@ def compile_model(
     config, usual = config or PruningConfig(), PruningConfig()
     for name in _LEARNT:
         if getattr(config, name) != getattr(usual, name) and not settings.masks:
-            given = f"--{name} {getattr(config, name)}"
-            raise InputError(f"{given} is of masks that are learnt: give --prune during, too")
+            given = f"{name}={getattr(config, name)!r}"
+            raise InputError(f"{given} is of masks that are learnt: set prune='during', too")
     run = _Compilation(placed(settings), config, console or Console())
     return run.go()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from smcp_fx.backends import PRECISIONS, backend_names
-from smcp_fx.config import PruningConfig, option
+from smcp_fx.config import MethodConfig, PruningConfig, option
 from smcp_fx.costs.binding import absolute_target
 from smcp_fx.errors import InputError
 from smcp_fx.output_kinds import Kinds
@@ -294,5 +294,6 @@ _FREE = {"resume", "overwrite", "out", "allow_missed"}
 def as_record(settings: CompileSettings, config: PruningConfig) -> dict[str, Any]:
     """Return the settings that a resumed run must share, as JSON values."""
     chosen = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in _FREE}
-    record: dict[str, Any] = json.loads(json.dumps({"settings": chosen, "config": asdict(config)}))
+    method = {f.name: getattr(config, f.name) for f in fields(MethodConfig)}
+    record: dict[str, Any] = json.loads(json.dumps({"settings": chosen, "config": method}))
     return record

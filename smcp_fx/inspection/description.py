@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.channels import ChannelGraph, build
+from smcp_fx.analysis import analyse
+from smcp_fx.channels import ChannelGraph
 from smcp_fx.channels.groups import Group
-from smcp_fx.channels.limits import limit_widths
 from smcp_fx.channels.trail import Layer
-from smcp_fx.prepare import trace_parts
-from smcp_fx.tracing.example_inputs import default_inputs, first_convolution
-from smcp_fx.tracing.other_sizes import at_another_size
+from smcp_fx.config import PruningConfig
+from smcp_fx.interface.example_inputs import default_inputs, first_convolution
 from smcp_fx.zoo.models import network_and_inputs
 
 #: Image sides that known architectures were made for, tried before the smallest that works.
@@ -53,14 +52,11 @@ def inspect_model(
     """
     model, given = network_and_inputs(spec, input_size)
     inputs = given or _usual_inputs(model)
-    traced, joined = trace_parts(model, inputs)
-    other = at_another_size(traced)
-    channels = build(traced.module, traced.values, multiple=multiple, exclude=exclude, other=other)
-    limit_widths(channels, widths)
+    found = analyse(model, inputs, config=PruningConfig(multiple=multiple, exclude=exclude, widths=widths))
     shapes = tuple(tuple(value.shape) for value in inputs if isinstance(value, Tensor))
-    if joined is None:
-        return Inspection(spec, shapes, channels)
-    return Inspection(spec, shapes, channels, tuple(r.path for r in joined.regions), joined.stopped)
+    regions = () if found.joined is None else tuple(region.path for region in found.joined.regions)
+    untraced = {} if found.joined is None else found.joined.stopped
+    return Inspection(spec, shapes, found.channels, regions, untraced)
 
 
 def _usual_inputs(model: nn.Module) -> tuple[Any, ...]:

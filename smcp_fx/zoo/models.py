@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.errors import InputError
-from smcp_fx.tracing.example_inputs import first_convolution, shape_of_text
+from smcp_fx.interface.example_inputs import first_convolution, shape_of_text
 from smcp_fx.tracing.example_runs import run_eager
 from smcp_fx.zoo.data import ImageData, call_factory
 from smcp_fx.zoo.onnx_file import examples_of, read_network

@@ -17,6 +17,7 @@ import smcp_fx
 from smcp_fx.calibration.batches import each_batch
 from smcp_fx.calibration.gathering import first_order
 from smcp_fx.calibration.objective import Objective
+from smcp_fx.config import MethodConfig
 from smcp_fx.errors import InfeasibleBudgetError
 
 SMALL = smcp_fx.PruningConfig(multiple=1)
@@ -118,7 +119,7 @@ def test_a_solve_without_a_schedule_takes_the_best_choice() -> None:
     """Masks that change little are for training: there is none here, whatever the tolerance."""
     model, batches, found = randomise(chain(24, 32, 24)).eval(), _batches(labels=True), []
     for tolerance in (0.0, 0.5):
-        config = smcp_fx.PruningConfig(multiple=1, tolerance=tolerance)
+        config = MethodConfig(multiple=1, tolerance=tolerance)
         prepared = smcp_fx.prepare(model, torch.randn(2, 3, 8, 8), target=0.4, config=config)
         smcp_fx.gather_importance(prepared, batches)
         prepared.pruner.solve()

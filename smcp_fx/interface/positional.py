@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import InputError
-from smcp_fx.tracing.example_inputs import bound_inputs, parameters_of
+from smcp_fx.interface.example_inputs import bound_inputs
+from smcp_fx.tracing.call_forms import parameters_of
 
 #: Arguments of a call: by position, and by name.
 Call = tuple[tuple[Any, ...], dict[str, Any]]

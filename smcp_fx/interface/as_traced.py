@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smcp_fx.errors import AssumptionError, InputError
-from smcp_fx.tracing.call_forms import Form, is_default, is_option
-from smcp_fx.tracing.carried import is_plain
-from smcp_fx.tracing.example_inputs import parameters_of
+from smcp_fx.interface.carried import is_plain
+from smcp_fx.tracing.call_forms import Form, is_default, is_option, parameters_of
 from smcp_fx.tracing.sentences import TAKEN
 
 #: The attribute of a graph that says how it was traced: ``fixed`` {argument: its default}, of those that the example

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smcp_fx.errors import InputError
-from smcp_fx.tracing.example_inputs import as_inputs, first_convolution, image_shape, shape_of_text
+from smcp_fx.interface.example_inputs import as_inputs, first_convolution, image_shape, shape_of_text
 
 IMAGES = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 8, 3), nn.Conv1d(1, 1, 1))
 VIDEOS, SERIES, LINEAR = nn.Conv3d(2, 8, 3), nn.Conv1d(5, 8, 3), nn.Linear(7, 2)

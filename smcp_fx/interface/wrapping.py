@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from smcp_fx.tracing.masking import STATE
+from smcp_fx.masking.masks import STATE
 
 #: What `torch.compile` and other wrappers of parts put into names, and `DistributedDataParallel` before them.
 INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

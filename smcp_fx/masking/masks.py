@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
-
-from smcp_fx.tracing.own_weights import has_hooks
+from torch import Tensor, fx
 
 #: Name of the submodule of a prepared model that holds masks, scales, importances and the schedule's place.
 STATE = "smcp"
@@ -123,32 +120,6 @@ def scale_gamma(gamma: Tensor, scale: Tensor) -> Tensor:
 def scale_gamma_direct(gamma: Tensor, scale: Tensor) -> Tensor:
     """Return ``gamma * scale``; ``gamma`` gets the gradient over ``scale``, as if it had been scaled itself."""
     return _DirectScale.apply(gamma, scale)  # type: ignore[no-any-return]
-
-
-def forward_with_weight(module: nn.Module, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Call ``module`` with another tensor in place of its ``weight``."""
-    kind = type(module) if not has_hooks(module) else None  # they are called with the module
-    args = args or (kwargs.pop("input"),)
-    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-        return module._conv_forward(args[0], weight, module.bias)  # type: ignore[operator]
-    if kind is nn.Linear:
-        return F.linear(args[0], weight, module.bias)  # type: ignore[arg-type]
-    if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and _is_usual(module):
-        return _batch_norm(module, weight, args[0])
-    return torch.func.functional_call(module, {"weight": weight}, args, kwargs)
-
-
-def _is_usual(norm: Any) -> bool:
-    return norm.track_running_stats and norm.running_mean is not None and norm.momentum is not None
-
-
-def _batch_norm(norm: Any, weight: Tensor, x: Tensor) -> Tensor:
-    """Run a usual batch norm's forward without the cost of `functional_call`."""
-    norm._check_input_dim(x)
-    if norm.training and norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-    statistics = norm.running_mean, norm.running_var
-    return F.batch_norm(x, *statistics, weight, norm.bias, norm.training, norm.momentum, norm.eps)
 
 
 MASKS = {"soft": soft_mask, "permanent": hard_mask}

@@ -13,7 +13,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.tracing import kept_statistics as kept
+from smcp_fx.masking import kept_statistics as kept
 
 KEPT = torch.tensor([True, False, True, True, False, True, False, True])
 Pair = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]

@@ -13,14 +13,9 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 import smcp_fx
-from smcp_fx.tracing.masking import (
-    computed_mask,
-    forward_with_weight,
-    hard_mask,
-    scale_gamma,
-    scale_gamma_direct,
-    soft_mask,
-)
+from smcp_fx.config import MethodConfig
+from smcp_fx.masking.masks import computed_mask, hard_mask, scale_gamma, scale_gamma_direct, soft_mask
+from smcp_fx.tracing.own_weights import forward_with_weight
 
 MASK = torch.tensor([True, False, True, True, False]).view(1, 5, 1, 1)
 
@@ -126,7 +121,7 @@ def gradients(mode: Any) -> tuple[smcp_fx.PreparedModel, dict[str, Tensor]]:
     torch.manual_seed(1)
     model = randomise(chain(6, 8)).double().eval()
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    config = smcp_fx.PruningConfig(multiple=1, mask=mode, batch_norm_scaling=False)
+    config = MethodConfig(multiple=1, mask=mode, batch_norm_scaling=False)
     prepared = smcp_fx.prepare(model, x, config=config)
     prepared.set_masks({"0.0": torch.arange(6) < 4})
     prepared(x).square().sum().backward()

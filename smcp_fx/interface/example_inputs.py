@@ -19,14 +19,6 @@ _SIDES = {1: (32, 64, 224, 299), 2: (32, 64, 224, 299), 3: (16, 32, 112)}
 _FRAMES = 16
 
 
-def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
-    """The arguments of forward; none where they are not known, as of a script."""
-    try:
-        return [*inspect.signature(model.forward).parameters.values()]
-    except (TypeError, ValueError):
-        return []
-
-
 def bound_inputs(example_inputs: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the example inputs as positional arguments, and those that ``forward`` takes by name only.
 
