@@ -99,10 +99,13 @@ class _Prepared:
     def __call__(self, file: str) -> Tensor:
         sizes = self.example.shape[:2] if self.last else self.example.shape[1:]
         picture = read_image(file).convert("L" if self.channels == 1 else "RGB")
-        values = np.asarray(picture.resize(tuple(reversed(sizes)), resample=2), np.float32)
+        values: Any = np.asarray(picture.resize(tuple(reversed(sizes)), resample=2), np.float32)
         values = values.reshape(*sizes, self.channels)[..., :: -1 if self.images.order == "bgr" else 1]
         if self.example.is_floating_point():
-            mean, std = (np.resize(np.float32(v), self.channels) for v in (self.images.mean, self.images.std))
+            mean, std = (
+                np.resize(np.asarray(given, np.float32), self.channels)
+                for given in (self.images.mean, self.images.std)
+            )
             values = (values / 255 - mean) / std
         arranged = values if self.last else values.transpose(2, 0, 1)
         return torch.from_numpy(arranged.copy()).to(self.example.dtype)

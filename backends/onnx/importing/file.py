@@ -83,8 +83,8 @@ class OnnxFile:
     def beside(self, proto: TensorProto) -> Path:
         """Return the file that a tensor lies in, beside this one; `InputError` where that is elsewhere or missing."""
         told = {entry.key: entry.value for entry in proto.external_data}
-        location, folder = told.get("location", ""), self.path.parent.resolve()
-        data = folder / location
+        location, folder = str(told.get("location", "")), self.path.parent.resolve()
+        data: Path = folder / location
         if not location or Path(location).is_absolute() or not data.resolve().is_relative_to(folder):
             raise self.refused(
                 f"tensor {proto.name!r} is to be read from {location!r}, outside the file's folder: put the data "
