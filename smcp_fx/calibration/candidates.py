@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from smcp_fx.calibration.batches import Batch, device_of, each_batch, number_of, run_batch
-from smcp_fx.calibration.objective import Objective
+from smcp_fx.calibration.batches import MEMORY, Batch, again, device_of, each_batch, number_of, run_batch
+from smcp_fx.calibration.objective import Loss, Objective
 from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.repair import repair
 from smcp_fx.cost_model import NetworkCost
 from smcp_fx.outcomes import in_mode
+from smcp_fx.output_kinds import Kinds
 from smcp_fx.prepare import convert, trained_graph
 from smcp_fx.prepared import PreparedModel
 from smcp_fx.pruning.worth import Floats
@@ -38,14 +39,28 @@ _LEAST = 1e-9
 
 
 def solve_best(
-    prepared: PreparedModel, batches: Any, objective: Objective, progress: Progress | None = None
+    prepared: PreparedModel,
+    batches: Any,
+    loss: Loss | None = None,
+    *,
+    outputs: Kinds | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Solve for masks by worths trusted wholly, by half or not at all, whichever held-out images prefer.
 
-    Leaves the rises that were taken as the model's own, so that a further solve goes by them, too.
+    Leaves the rises that were taken as the model's own, so that a further solve goes by them, too. Solves once where
+    no rises are known, or nothing need go.
+
+    Args:
+        batches: as for `gather_importance`; fewer than four are judged by what they are repaired with.
+        loss: as for `gather_importance`.
+        outputs: as for `gather_importance`.
+        progress: as for `gather_importance`.
+
+    Raises what `repair` and `Pruner.solve` raise.
     """
-    pruner, state = prepared.pruner, prepared.smcp
-    rises = state.rises
+    pruner, state, batches = prepared.pruner, prepared.smcp, again(batches)
+    objective, rises = Objective(prepared, loss, outputs, quiet=True), state.rises
     if rises is None or pruner.target >= pruner.full_cost * pruner.correction:
         pruner.solve()
         return
@@ -92,9 +107,14 @@ class _Judge:
 
     def __init__(self, prepared: PreparedModel, batches: Any, objective: Objective) -> None:
         self._prepared, self._objective = prepared, objective
-        every = number_of(batches)
-        self._fit = _Batches(batches, held=False) if every >= FOLD else batches
-        self._held = _Batches(batches, held=True) if every >= FOLD else batches
+        enough = number_of(batches) >= FOLD
+        self._fit = _Others(batches) if enough else batches
+        # A loader that shuffles gives others each time: all candidates are judged by the same.
+        self._held, size = list[Batch](), 0
+        for batch in each_batch(batches):
+            if (batch.number % FOLD == 0 or not enough) and size < MEMORY:
+                self._held.append(batch)
+                size += batch.nbytes
 
     @torch.no_grad()
     def distance(self, progress: Progress) -> float:
@@ -103,7 +123,7 @@ class _Judge:
         repair(network, self._prepared, self._fit, progress=progress)
         whole, device, total, images = trained_graph(self._prepared)[1], device_of(network), 0.0, 0
         with in_mode(network, False), in_mode(whole, False):
-            for batch in each_batch(self._held):
+            for batch in self._held:
                 batch = batch.to(device)
                 wanted = run_batch(whole, batch)
                 away = self._apart(network, batch, wanted) - self._objective.distance(wanted, wanted, batch)
@@ -114,13 +134,11 @@ class _Judge:
         return self._objective.distance(run_batch(network, batch), wanted, batch)
 
 
-class _Batches:
-    """Every fourth batch, or all others."""
+class _Others:
+    """All batches but every fourth."""
 
-    def __init__(self, batches: Any, held: bool) -> None:
-        self._batches, self._held = batches, held
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(self._batches, 1):
-            if (number % FOLD == 0) == self._held:
-                yield batch
+        return (batch for number, batch in enumerate(self._batches, 1) if number % FOLD)

@@ -9,7 +9,7 @@ from torch import nn
 from smcp_fx.calibration.batches import again, device_of, each_batch
 from smcp_fx.calibration.candidates import solve_best
 from smcp_fx.calibration.gathering import gather_halfway, gather_importance
-from smcp_fx.calibration.objective import Loss, Objective
+from smcp_fx.calibration.objective import Loss
 from smcp_fx.calibration.progress import Progress, Stretch
 from smcp_fx.calibration.repair import repair
 from smcp_fx.config import PruningConfig
@@ -32,9 +32,9 @@ def compress(
 ) -> ConvertedModule:
     """Return a smaller model that computes nearly the same, from a trained one and a few hundred images.
 
-    `prepare`, `gather_importance`, `gather_halfway`, ``prepared.pruner.solve()``, `convert` and `repair` in one; call
-    them yourself to see what each did. What channels are said to be worth is trusted as far as images held out bear
-    it out: nearly uniform widths are tried, too (`smcp_fx.calibration.candidates`).
+    `prepare`, `gather_importance`, `gather_halfway`, `solve_best`, `convert` and `repair` in one; call them yourself
+    to see what each did. What channels are said to be worth is trusted as far as images held out bear it out: nearly
+    uniform widths are tried, too (`smcp_fx.calibration.candidates`).
 
     Args:
         model: trained; it stays as it was.
@@ -58,7 +58,7 @@ def compress(
     whole, halfway, solving, repairing = Stretch(progress).split(0.2, 0.45, 0.85)
     gather_importance(prepared, batches, loss, outputs=outputs, progress=whole)
     gather_halfway(prepared, batches, loss, outputs=outputs, progress=halfway)
-    solve_best(prepared, batches, Objective(prepared, loss, outputs, quiet=True), solving)
+    solve_best(prepared, batches, loss, outputs=outputs, progress=solving)
     smaller = convert(prepared)
     repair(smaller, prepared, batches, progress=repairing)
     return smaller

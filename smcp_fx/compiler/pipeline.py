@@ -13,9 +13,7 @@ from torch import nn
 
 from smcp_fx.backends import Backend, Engine, get_backend
 from smcp_fx.backends.layers import blocks_beside_layers
-from smcp_fx.calibration import gather_halfway, gather_importance
-from smcp_fx.calibration.candidates import solve_best
-from smcp_fx.calibration.objective import Objective
+from smcp_fx.calibration import gather_halfway, gather_importance, solve_best
 from smcp_fx.compiler.calibrating import (
     Repaired,
     calibration_batches,
@@ -347,8 +345,7 @@ class _Compilation:
         name = f"gathering importances from {images} images"
         with self.tell.stage(name), self.tell.bar(name) as tick:
             gather_importance(prepared, batches, outputs=kinds, progress=tick)
-        points, objective = [], Objective(prepared, outputs=kinds, quiet=True)
-        state, whole = prepared.smcp, pruner.rises
+        points, state, whole = [], prepared.smcp, pruner.rises
         targets = sorted(settings.targets, reverse=True) or [corrector.fraction]
         for target in targets:
             if len(targets) > 1:
@@ -360,7 +357,7 @@ class _Compilation:
             with self.tell.stage(name), self.tell.bar(name) as tick:
                 gather_halfway(prepared, batches, outputs=kinds, progress=tick)
             with self.tell.stage("solving"), self.tell.bar("solving") as tick:
-                solve_best(prepared, batches, objective, tick)
+                solve_best(prepared, batches, outputs=kinds, progress=tick)
                 if corrects:
                     corrector.fit()
                 self._tell_rows(prepared, "solving")

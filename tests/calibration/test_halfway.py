@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import smcp_fx
-from smcp_fx.calibration import gather_halfway
+from smcp_fx.calibration import gather_halfway, solve_best
 from smcp_fx.calibration.batches import each_batch, number_of
-from smcp_fx.calibration.candidates import solve_best
 from smcp_fx.calibration.objective import Objective
 from smcp_fx.errors import InfeasibleBudgetError
 
@@ -94,7 +93,7 @@ def test_labels_that_are_missing_are_drawn_by_the_whole_network(monkeypatch: pyt
 def test_what_is_left_rests_on_both_gathers() -> None:
     prepared, batches = _gathered()
     gather_halfway(prepared, batches)
-    solve_best(prepared, batches, Objective(prepared, quiet=True))
+    solve_best(prepared, batches)
     assert prepared.pruner.present_cost <= 0.25 * prepared.pruner.full_cost
     smaller = smcp_fx.compress(_model(), batches, target=0.25, config=SMALL)
     expected = smcp_fx.convert(prepared)
