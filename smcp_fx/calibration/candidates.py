@@ -45,8 +45,8 @@ def solve_best(
     *,
     outputs: Kinds | None = None,
     progress: Progress | None = None,
-) -> None:
-    """Solve for masks by worths trusted wholly, by half or not at all, whichever held-out images prefer.
+) -> float:
+    """Solve for masks by worths trusted wholly, by half or not at all, and return which (1, 1/2, 0).
 
     Leaves the rises that were taken as the model's own, so that a further solve goes by them, too. Solves once where
     no rises are known, or nothing need go.
@@ -63,7 +63,7 @@ def solve_best(
     objective, rises = Objective(prepared, loss, outputs, quiet=True), state.rises
     if rises is None or pruner.target >= pruner.full_cost * pruner.correction:
         pruner.solve()
-        return
+        return 1.0
     judge, best = _Judge(prepared, batches, objective), None
     for trust, told in zip(_TRUST, Stretch(progress).split(1 / 3, 2 / 3), strict=True):
         state.rises = drawn(rises, pruner.cost, trust)
@@ -73,10 +73,11 @@ def solve_best(
             continue
         found = judge.distance(told)
         if best is None or found < _CLEARLY * best[0]:
-            best = found, masks, state.rises
+            best = found, masks, state.rises, trust
     assert best is not None
     state.rises = best[2]
     pruner.solve()
+    return best[3]
 
 
 def drawn(rises: Mapping[str, Floats], cost: NetworkCost, trust: float) -> dict[str, Floats]:

@@ -235,7 +235,9 @@ def test_rises_are_drawn_to_those_of_uniform_widths() -> None:
         mean = np.sqrt(none[name] * whole[name])[: curve.size // 2] / half[name][: curve.size // 2]
         assert np.allclose(mean, mean[0], rtol=1e-3)
         assert (np.diff(half[name]) <= 0).all() and half[name][-1] == 0
+    before = {name: curve.copy() for name, curve in rises.items()}
     prepared.smcp.rises = none
+    assert all((rises[name] == curve).all() for name, curve in before.items())
     for target in (0.7, 0.5, 0.3):
         prepared.pruner.solve(target)
         shares = [count / cost.permitted[name][-1] for name, count in prepared.pruner.counts.items()]

@@ -93,7 +93,7 @@ def test_labels_that_are_missing_are_drawn_by_the_whole_network(monkeypatch: pyt
 def test_what_is_left_rests_on_both_gathers() -> None:
     prepared, batches = _gathered()
     gather_halfway(prepared, batches)
-    solve_best(prepared, batches)
+    assert solve_best(prepared, batches) in (0.0, 0.5, 1.0)
     assert prepared.pruner.present_cost <= 0.25 * prepared.pruner.full_cost
     smaller = smcp_fx.compress(_model(), batches, target=0.25, config=SMALL)
     expected = smcp_fx.convert(prepared)
