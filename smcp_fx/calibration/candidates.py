@@ -64,7 +64,7 @@ def solve_best(
     if rises is None or pruner.target >= pruner.full_cost * pruner.correction:
         pruner.solve()
         return 1.0
-    judge, best = _Judge(prepared, batches, objective), None
+    judge, best, solves = _Judge(prepared, batches, objective), None, len(pruner.history)
     for trust, told in zip(_TRUST, Stretch(progress).split(1 / 3, 2 / 3), strict=True):
         state.rises = drawn(rises, pruner.cost, trust)
         pruner.solve()
@@ -77,6 +77,7 @@ def solve_best(
     assert best is not None
     state.rises = best[2]
     pruner.solve()
+    del pruner.history[solves:-1]  # those of the tries
     return best[3]
 
 

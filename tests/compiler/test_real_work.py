@@ -61,7 +61,7 @@ def test_a_collapse_is_told(
         (("--pretrained",), "--pretrained knows the weights of torchvision:NAME and timm:NAME"),
         (("--pretrained", "--weights", "good.pth"), "give one of them"),
         (("--workers", "-1"), "--workers must be from 0 to"),
-        (("--input-size", "0"), "--input-size must be at least 1"),
+        (("--input-size", "0"), "--input-size must be a side of at least 1 pixel"),
     ],
 )
 def test_bad_input(work: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], said: str) -> None:
