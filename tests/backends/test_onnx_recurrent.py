@@ -90,8 +90,8 @@ def test_states_of_zeros_and_one_sequence(tmp_path: Path) -> None:
             self.rnn = nn.LSTM(4, 6, 2, batch_first=True)
 
         def forward(self, x: Tensor) -> Tensor:
-            state = torch.zeros(2, x.size(0), 6).to(x)
-            whole = self.rnn(x, (state, torch.zeros_like(state)))[0]
+            state = torch.zeros(2, x.size(0), 6)
+            whole = self.rnn(x, (state, state))[0]
             return whole + self.rnn(x[0])[0]
 
     model, x = Begins().eval(), torch.randn(3, 7, 4)
