@@ -36,6 +36,7 @@ from smcp_fx.backends.onnx.checking import compare_with_module, eval_mode
 from smcp_fx.backends.onnx.clean import clean_model
 from smcp_fx.backends.onnx.naming import name_axes, name_values
 from smcp_fx.backends.onnx.opset import lower_opset
+from smcp_fx.backends.onnx.recurrent import TRANSLATIONS, WholeRecurrentLayers, fold_weights
 from smcp_fx.backends.onnx.refusals import explain
 from smcp_fx.errors import BackendError, InputError, SmcpError
 from smcp_fx.interface.positional import flattened, returning_tensors
@@ -44,6 +45,7 @@ from smcp_fx.storage.files import check_replaceable
 from smcp_fx.tracing.example_runs import first_line
 from smcp_fx.tracing.modes import left_out
 from smcp_fx.tracing.names import any_names
+from smcp_fx.tracing.recurrent import projects
 
 DEFAULT_OPSET = 20
 OLDEST_OPSET = 17
@@ -166,8 +168,9 @@ def _fewer(model: nn.Module, axes: Axes) -> str:
             " If the network only works for one batch size, pass dynamic_batch=False; if an input has its batch on "
             "another axis, dynamic_axes={'x': {0: 'batch'}, 'state': {1: 'batch'}}."
         )
-    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    steps = " Recurrent layers are written step by step, for one number of steps." if recurrent else ""
+    steps = ""
+    if any(projects(module) for module in model.modules()):
+        steps = " Recurrent layers with a projection are written step by step, for one number of steps."
     return f"{steps} Leave fewer axes open in dynamic_axes."
 
 
@@ -198,7 +201,11 @@ def _model_proto(
         program = _export_program(model, inputs, axes)
         try:
             exported = torch.onnx.export(
-                program, dynamo=True, opset_version=max(opset, _EXPORTER_OPSET), verbose=False
+                program,
+                dynamo=True,
+                opset_version=max(opset, _EXPORTER_OPSET),
+                verbose=False,
+                custom_translation_table=TRANSLATIONS,
             )
         except Exception as error:
             fixed = " Try dynamic_batch=False, which makes all sizes constants." if any(axes) else ""
@@ -206,6 +213,7 @@ def _model_proto(
         if exported is None:  # pragma: no cover - the dynamo exporter always returns a program
             raise BackendError("torch.onnx.export returned no program")
         proto = exported.model_proto
+        fold_weights(proto)
         clean_model(proto)
         name_axes(proto, axes)
         if opset < _EXPORTER_OPSET:
@@ -262,7 +270,7 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
     # Copies: torch.export marks a tensor's open axes on the tensor, for a second export of it, too.
     inputs = tuple(tensor.clone() for tensor in resized(inputs, axes, dict.fromkeys(single, 2)))
     try:
-        with FourDimensionalAttention():
+        with FourDimensionalAttention(), WholeRecurrentLayers():
             return torch.export.export(
                 _plain_class(model),
                 inputs,
