@@ -54,10 +54,12 @@ def repair(
     joined, part = prepared.plan.traced.joined, smaller if fresh is graph else sharing(smaller, graph.graph)
     assert isinstance(part, fx.GraphModule)
     whole, whole_model = trained_graph(prepared)
-    keep = prepared.smcp.units_kept().cpu() | ~prepared.channels.free_units
+    keep = prepared.smcp.units_kept() | ~prepared.channels.free_units
+    trained = prepared.smcp.units_kept(prepared.smcp.trained) | ~prepared.channels.free_units
     with torch.no_grad(), in_mode(smaller, False), in_mode(whole_model, False), _unless_it_fails(smaller):
         used = [entering(whole_model, joined, one) for one in _fitting(batches, device_of(smaller))]
-        return SideBySide(part, whole, used, Sliced(prepared.channels, keep)).run(progress)
+        kept, shared = (Sliced(prepared.channels, units) for units in (keep, keep & trained))
+        return SideBySide(part, whole, used, kept, shared).run(progress)
 
 
 def _alike(smaller: nn.Module, fresh: nn.Module) -> bool:

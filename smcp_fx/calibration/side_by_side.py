@@ -7,7 +7,6 @@ inputs in the two networks, so that errors do not add up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,14 +81,22 @@ class RepairReport:
 
 
 class SideBySide:
-    """One pass through both graphs."""
+    """One pass through both graphs.
+
+    ``kept``: less the channels that the smaller one lacks; ``shared``: less those that only one of them has.
+    """
 
     def __init__(
-        self, smaller: fx.GraphModule, whole: fx.GraphModule, batches: list[Batch], kept: Sliced
+        self,
+        smaller: fx.GraphModule,
+        whole: fx.GraphModule,
+        batches: list[Batch],
+        kept: Sliced,
+        shared: Sliced,
     ) -> None:
         self.smaller, self.whole = Frontier(smaller, []), Frontier(whole, [])
         self.waiting = batches[::-1]
-        self.kept = kept
+        self.kept, self.shared = kept, shared
         self.images = sum(batch.images for batch in batches)
         needs = [frontier.still_to_hold(batches[0]) for frontier in (self.smaller, self.whole)]
         #: Peak bytes of one image's values from each node on, both networks together.
@@ -129,39 +136,59 @@ class SideBySide:
         return RepairReport(tuple(self.report), tuple(self.set), self.images)
 
     def _exact(self) -> set[fx.Node]:
-        """Return the nodes that nothing removed reaches: they compute what the whole network's do."""
-        labels, sliced, exact = self.kept.channels.trail.labels, set[fx.Node](), set[fx.Node]()
+        """Return the nodes that compute what the whole network's do: no unit that only one of both has reaches them.
+
+        A layer or norm that is fitted in one of its uses changes in the others, too.
+        """
+        labels, narrower = self.kept.channels.trail.labels, set[fx.Node]()
         for node in self.smaller.nodes:
             leaves = (leaf for leaf in pytree.tree_leaves(labels.get(node.name)) if isinstance(leaf, Tensor))
-            if node.op != "get_attr" and not all(bool(self.kept.kept(leaf).all()) for leaf in leaves):
-                sliced.add(node)
-            inputs = node.all_input_nodes
-            if exact.issuperset(inputs) and sliced.isdisjoint(inputs) and self._unscaled(node):
-                exact.add(node)
-        return {node for node in exact if exact.issuperset(use.node for use in self._uses(node))}
-
-    def _uses(self, node: fx.Node) -> Sequence[Consumer] | Sequence[Normalisation]:
-        return self.layers.get(node) or self.norms.get(node) or ()
+            if node.op != "get_attr" and not all(bool(self.shared.kept(leaf).all()) for leaf in leaves):
+                narrower.add(node)
+        together = [
+            {use.node for use in uses}
+            for uses in (*self.layers.values(), *self.norms.values())
+            if len(uses) > 1
+        ]
+        changed = set[fx.Node]()
+        while True:
+            exact = set[fx.Node]()
+            for node in self.smaller.nodes:
+                inputs = node.all_input_nodes
+                if (
+                    node not in changed
+                    and exact.issuperset(inputs)
+                    and narrower.isdisjoint(inputs)
+                    and self._unscaled(node)
+                ):
+                    exact.add(node)
+            fitted = [
+                nodes for nodes in together if not exact.issuperset(nodes) and not exact.isdisjoint(nodes)
+            ]
+            if not fitted:
+                return exact
+            changed.update(*fitted)
 
     def _unscaled(self, node: fx.Node) -> bool:
-        """Whether a node is no batch norm whose weight and bias are not the whole network's."""
+        """Whether a node is no batch norm that batch-norm scalers have changed."""
         for norm in self.norms.get(node, ()):
             whole = self.norms_whole.get(norm.node.name)
-            for mine, other in (
-                () if whole is None else ((norm.weight, whole.weight), (norm.bias, whole.bias))
-            ):
-                if (
-                    mine is not None
-                    and other is not None
-                    and not torch.equal(mine, self._kept_of(other, node))
-                ):
+            for mine, other in self._affine(norm, whole) if whole is not None else ():
+                if not torch.equal(mine, other):
                     return False
         return True
 
-    def _kept_of(self, values: Tensor, node: fx.Node) -> Tensor:
-        """Return what is left of one value for each channel of a node's output."""
-        axis = self.kept.axis(self.kept.channels.trail.labels[node.name])
-        return values if axis is None else values.index_select(0, axis[1].to(values.device))
+    def _affine(self, norm: Normalisation, whole: Normalisation) -> list[tuple[Tensor, Tensor]]:
+        """Return the norm's weight and bias, if it has them, each with what is left of the whole network's."""
+        pairs = ((norm.weight, whole.weight), (norm.bias, whole.bias))
+        return [
+            (mine, self._left(other, norm)) for mine, other in pairs if mine is not None and other is not None
+        ]
+
+    def _left(self, value: Tensor, norm: Normalisation) -> Tensor:
+        """Return what is left of one number for each channel of the whole network's norm."""
+        axis = self.kept.axis(self.kept.channels.trail.labels[norm.node.name])
+        return value if axis is None else value.index_select(0, axis[1].to(value.device))
 
     def _admit(self, node: fx.Node) -> None:
         """Add as many batches as fit into memory from here on: early layers of large images get few."""
@@ -288,14 +315,9 @@ class SideBySide:
             return
         here = self._moments(self.smaller, norms)
         there = self._moments(self.whole, wholes)
-        axis = self.kept.axis(self.kept.channels.trail.labels[first.node.name])
-
-        def less(value: Tensor) -> Tensor:
-            return value if axis is None else value.index_select(0, axis[1].to(value.device))
-
-        mean = less(wholes[0].mean.double() - there.mean) + here.mean
-        growth = (here.variance + first.eps) / (less(there.variance) + first.eps)
-        variance = (less(wholes[0].variance.double()) + first.eps) * growth - first.eps
+        mean = self._left(wholes[0].mean.double() - there.mean, first) + here.mean
+        growth = (here.variance + first.eps) / (self._left(there.variance, first) + first.eps)
+        variance = (self._left(wholes[0].variance.double(), first) + first.eps) * growth - first.eps
         if not all(bool(torch.isfinite(value.to(first.mean)).all()) for value in (mean, variance)):
             raise InputError(
                 f"what reaches batch norm {first.path!r} has a mean or variance that is not finite in "
@@ -303,9 +325,8 @@ class SideBySide:
             )
         first.mean.copy_(mean)
         first.variance.copy_(variance.clamp(min=0))
-        for mine, other in ((first.weight, wholes[0].weight), (first.bias, wholes[0].bias)):
-            if mine is not None and other is not None:
-                mine.copy_(less(other))
+        for mine, other in self._affine(first, wholes[0]):
+            mine.copy_(other)
         self.set.append(first.path)
 
     def _moments(self, frontier: Frontier, norms: list[Normalisation]) -> Moments:

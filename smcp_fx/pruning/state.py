@@ -270,9 +270,12 @@ class PruningState(nn.Module):
             self.refresh()
         return super().train(mode)
 
-    def units_kept(self) -> Tensor:
-        """Return a bool for every unit of the channel graph, on the CPU, as `SliceChannels` takes it."""
-        padded = torch.cat([self.keep.cpu(), torch.ones(1, dtype=torch.bool)])
+    def units_kept(self, keep: Tensor | None = None) -> Tensor:
+        """Return a bool for every unit of the channel graph, on the CPU, as `SliceChannels` takes it.
+
+        ``keep`` [units]: instead of the present one.
+        """
+        padded = torch.cat([(self.keep if keep is None else keep).cpu(), torch.ones(1, dtype=torch.bool)])
         return padded[self._place]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:

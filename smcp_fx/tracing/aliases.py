@@ -96,6 +96,8 @@ def memory_of_model(model: nn.Module, graph: fx.Graph) -> dict[fx.Node, str]:
         if node.op == "get_attr":
             if isinstance(held(model, str(node.target)), Tensor):
                 found[node] = str(node.target)
+        elif found.keys().isdisjoint(node.all_input_nodes):  # nearly all nodes, told soonest
+            continue
         elif known := [found[source] for source in sources(node, model) if source in found]:
             found[node] = known[0]
     return found

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.calibration.consumers import by_weight
+from smcp_fx.calibration.side_by_side import SideBySide
 from smcp_fx.errors import InputError
 
 LAYERS = [
@@ -106,6 +107,61 @@ def test_labels_dicts_and_generators_are_taken() -> None:
         smcp_fx.recalibrate(norm, batches)
         found.append(norm[0].running_mean.clone())  # type: ignore[union-attr,operator]
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+class _Twice(nn.Module):
+    """One convolution before and behind layers that are narrowed: fitted behind, it has changed before as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
+        self.wide, self.narrow, self.head = nn.Conv2d(8, 24, 3), nn.Conv2d(24, 8, 1), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.first(x)).relu()
+        return self.head(self.twice(self.narrow(self.wide(x).relu())).relu())
+
+
+def _returned(prepared: smcp_fx.PreparedModel) -> None:
+    """Train a step under masks, and take all but one away: the weights have never seen what returns."""
+    every = {name: torch.ones_like(mask) for name, mask in prepared.masks.items()}
+    every[list(prepared.smcp.free_masks())[-1]][-1] = False
+    prepared.set_masks(random_masks(prepared, 0, 0.5))
+    with torch.enable_grad():
+        prepared.train()(torch.randn(16, 3, 8, 8).double()).square().mean().backward()
+    prepared.pruner.step()
+    prepared.set_masks(every)
+    prepared.eval()
+
+
+def _one_group(prepared: smcp_fx.PreparedModel) -> None:
+    """Narrow the widest group, which stands in the middle; what comes before it computes what it did."""
+    name, mask = max(prepared.smcp.free_masks().items(), key=lambda entry: entry[1].numel())
+    prepared.set_masks({name: torch.arange(mask.numel()) % 6 == 0})
+
+
+@pytest.mark.parametrize("narrowed", [_one_group, _returned])
+@pytest.mark.parametrize("model", [lambda: chain(16, 24, 12), _Twice], ids=["chain", "twice"])
+@torch.no_grad()
+def test_layers_that_nothing_removed_reaches_need_no_fit(
+    model: Any, narrowed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a repair that fits every layer."""
+    torch.manual_seed(0)
+    prepared = _prepared(model())
+    narrowed(prepared)
+    x, found, changed = torch.randn(48, 3, 8, 8).double(), [], []
+    for every in (False, True):
+        if every:
+            monkeypatch.setattr(SideBySide, "_exact", lambda self: set())
+        smaller = smcp_fx.convert(prepared).eval()
+        before = smaller(x)
+        report = smcp_fx.repair(smaller, prepared, x)
+        changed.append([layer.path for layer in report.layers if layer.repaired])
+        found.append(smaller(x))
+        assert float((found[-1] - before).norm()) > 1e-3 * float(before.norm())
+    assert changed[0] == changed[1]
+    assert_close(found[0], found[1], "regression")
 
 
 def _normed() -> nn.Module:
