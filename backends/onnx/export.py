@@ -45,7 +45,6 @@ from smcp_fx.storage.files import check_replaceable
 from smcp_fx.tracing.example_runs import first_line
 from smcp_fx.tracing.modes import left_out
 from smcp_fx.tracing.names import any_names
-from smcp_fx.tracing.recurrent import projects
 
 DEFAULT_OPSET = 20
 OLDEST_OPSET = 17
@@ -150,7 +149,7 @@ def _at_other_sizes(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
     if other is None:
         raise BackendError(
             f"{type(model).__name__} takes no other sizes of {_listed(axes)}, which would stay open; no file written."
-            f"{_fewer(model, axes)}"
+            f"{_fewer(axes)}"
         )
     return [other]
 
@@ -159,7 +158,7 @@ def _listed(axes: Axes) -> str:
     return ", ".join(dict.fromkeys(repr(name) for own in axes for name in own.values()))
 
 
-def _fewer(model: nn.Module, axes: Axes) -> str:
+def _fewer(axes: Axes) -> str:
     """What to do where open axes are at fault."""
     if not any(axes):
         return ""
@@ -168,10 +167,7 @@ def _fewer(model: nn.Module, axes: Axes) -> str:
             " If the network only works for one batch size, pass dynamic_batch=False; if an input has its batch on "
             "another axis, dynamic_axes={'x': {0: 'batch'}, 'state': {1: 'batch'}}."
         )
-    steps = ""
-    if any(projects(module) for module in model.modules()):
-        steps = " Recurrent layers with a projection are written step by step, for one number of steps."
-    return f"{steps} Leave fewer axes open in dynamic_axes."
+    return " Leave fewer axes open in dynamic_axes."
 
 
 def export_model_proto(
@@ -277,12 +273,14 @@ def _export_program(model: nn.Module, inputs: tuple[Tensor, ...], axes: Axes) ->
                 dynamic_shapes=shapes,
                 strict=False,
             )
+    except SmcpError:
+        raise
     except Exception as error:
         _require_runs(model, inputs, given)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BackendError(
             f"torch.export cannot capture {type(model).__name__} on inputs of shapes {given}: {first}."
-            f"{_fewer(model, axes)}"
+            f"{_fewer(axes)}"
         ) from error
 
 

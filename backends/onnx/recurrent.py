@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from smcp_fx.backends.onnx.clean import constant_tensors
+from smcp_fx.errors import BackendError
 
 #: By PyTorch's function: the operator, the places of ONNX's gates among PyTorch's, and attributes.
 _KINDS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
@@ -50,7 +51,8 @@ def _shapes(
 class WholeRecurrentLayers(TorchFunctionMode):
     """While entered, `torch.export` sees recurrent layers whole.
 
-    Layers with a projection, on packed sequences and in double precision, which ONNX Runtime lacks, go step by step.
+    Left to the exporter are those on packed sequences, in double precision, which ONNX Runtime's operators lack, and
+    with dropout in training. Raises `BackendError` for those with a projection.
     """
 
     def __torch_function__(
@@ -63,7 +65,10 @@ class WholeRecurrentLayers(TorchFunctionMode):
         if not isinstance(biases, bool) or x.dtype == torch.float64 or (dropout and training):
             return function(*args)
         if len(weights) != layers * (1 + bidirectional) * (4 if biases else 2):
-            return function(*args)
+            raise BackendError(
+                "ONNX's LSTM has no projection (proj_size): put a linear layer behind an LSTM without one, and train "
+                "that, or export what stands before and behind"
+            )
         states = list(states) if kind == "lstm" else [states]
         found = torch.ops.smcp_fx.recurrent(
             x, states, list(weights), kind, biases, layers, bidirectional, batch_first

@@ -145,11 +145,8 @@ class SideBySide:
             leaves = (leaf for leaf in pytree.tree_leaves(labels.get(node.name)) if isinstance(leaf, Tensor))
             if node.op != "get_attr" and not all(bool(self.shared.kept(leaf).all()) for leaf in leaves):
                 narrower.add(node)
-        together = [
-            {use.node for use in uses}
-            for uses in (*self.layers.values(), *self.norms.values())
-            if len(uses) > 1
-        ]
+        together = [{use.node for use in uses} for uses in self.layers.values()]
+        together += [{use.node for use in uses} for uses in self.norms.values()]
         changed = set[fx.Node]()
         while True:
             exact = set[fx.Node]()

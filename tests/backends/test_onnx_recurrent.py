@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import smcp_fx
 from smcp_fx.backends.onnx.export import export_onnx
+from smcp_fx.errors import BackendError
 
 OPEN = {"x": {0: "batch", 1: "time"}}
 
@@ -131,3 +132,8 @@ def test_half_precision(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = [value.half() for value in model(x)]
     assert_close(run(path, x.half()), expected, "identity")
+
+
+def test_a_projection_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="no projection"):
+        export_onnx(nn.LSTM(4, 6, proj_size=2), torch.randn(5, 2, 4), tmp_path / "y.onnx")
