@@ -29,6 +29,8 @@ _SCORES = re.compile(r"logits|cls|class")
 _SUM = {torch.float64: 1e-3, torch.float32: 1e-3}
 _HALF_SUM = 3e-2
 _LEAST_PROBABILITY = 1e-8
+#: So many names are told.
+_SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +140,10 @@ def labels_of(names: Collection[str], labels: Any) -> dict[str, Tensor]:
     if len(names) == len(found) == 1:
         return dict(zip(names, found.values(), strict=True))
     if not set(names) <= set(found):
-        shown = f"a {type(labels).__name__}" if not found else f"tensors {_told(found)}"
+        shown = _told(found) if found else f"a {type(labels).__name__} without tensors"
         raise InputError(
-            f"the labels are {shown}, the outputs {_told(names)}: give loss=, a function of (outputs, labels), or "
-            "leave the labels away"
+            f"the labels are {shown}, the outputs {_told(names)}: give labels as tensors, arranged like the outputs; "
+            "or loss=, a function of (outputs, labels); or leave the labels away"
         )
     return found
 
@@ -232,14 +234,11 @@ def _by_label(name: str, tensor: Tensor, label: Tensor) -> Reading:
     """Integers are classes; numbers of the output's own shape are probabilities, yes or no, or values."""
     shape, measured = tuple(tensor.shape), _measured(tensor)
     probable = measured is not None and measured.probabilities
-    whole = not label.is_floating_point() and not label.is_complex()
-    if whole and label.dtype != torch.bool:
-        dims = [_class_dim(tensor), *range(1, tensor.dim())]
-        for dim in [d for d in dims if d and tensor.shape[d] > 1]:
-            if tuple(label.shape) in (_without(shape, dim), _without(shape, dim, 1)):
-                same = measured is not None and measured.dim == dim
-                return Reading("classes", shape, dim, probable and same, "labels are whole numbers", True)
-    if _squeezed(label.shape) == _squeezed(shape):
+    for dim in [d for d in (_class_dim(tensor), *range(1, tensor.dim())) if d and tensor.shape[d] > 1]:
+        if numbers_fit(label, shape, dim):
+            same = measured is not None and measured.dim == dim
+            return Reading("classes", shape, dim, probable and same, "labels are whole numbers", True)
+    if answers_fit(label, shape):
         truth = bool(((label == 0) | (label == 1)).all())
         soft = _measured(label.float()) if label.dim() > 1 and label.shape == tensor.shape else None
         if soft is not None and soft.probabilities:
@@ -248,7 +247,23 @@ def _by_label(name: str, tensor: Tensor, label: Tensor) -> Reading:
         if truth:
             return Reading("binary", shape, probabilities=_is_share(tensor), why="labels are 0 and 1")
         return Reading("values", shape, why="labels are numbers of its shape, and are not used")
-    raise InputError(
+    raise InputError(misfit(name, shape, label))
+
+
+def numbers_fit(label: Tensor, shape: tuple[int, ...], dim: int) -> bool:
+    """Whether labels are numbers of classes, one for each position of an output with classes along ``dim``."""
+    whole = not label.is_floating_point() and not label.is_complex() and label.dtype != torch.bool
+    return whole and tuple(label.shape) in (_without(shape, dim), _without(shape, dim, 1))
+
+
+def answers_fit(label: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether there is a label for each number of an output, up to dimensions of one."""
+    return _squeezed(label.shape) == _squeezed(shape)
+
+
+def misfit(name: str, shape: tuple[int, ...], label: Tensor) -> str:
+    """What is wrong with labels that are not those of an output, in words."""
+    return (
         f"the labels, {label.dtype} of shape {list(label.shape)}, do not fit the output"
         f"{' ' + repr(name) if name else ''} of shape {list(shape)}: give loss=, a function of (outputs, labels), or "
         "leave the labels away"
@@ -267,5 +282,6 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:1], *(size for size in shape[1:] if size != 1))
 
 
-def _told(names: Any) -> str:
-    return ", ".join(repr(name) for name in sorted(names)) or "none"
+def _told(names: Collection[str]) -> str:
+    shown = [repr(name) if name else "one tensor" for name in sorted(names)]
+    return ", ".join(shown[:_SHOWN] + [f"{len(shown) - _SHOWN} more"] * (len(shown) > _SHOWN)) or "none"

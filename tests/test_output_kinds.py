@@ -116,7 +116,7 @@ def test_it_is_told_in_plain_words() -> None:
         (normal(4, 5), None, "cat", "labels are a str"),
         (normal(4, 5), None, normal(4, 3), "do not fit"),
         (normal(4, 5), None, normal(3, 5), "do not fit"),
-        ((normal(4, 5), normal(4, 2)), None, torch.arange(4), "labels are tensors ''"),
+        ((normal(4, 5), normal(4, 2)), None, torch.arange(4), "labels are one tensor, the outputs .0., .1."),
     ],
 )
 def test_what_does_not_fit_is_refused(outputs: Any, named: Any, labels: Any, said: str) -> None:

@@ -153,6 +153,16 @@ def refused(model: nn.Module, batch: Batch, error: Exception) -> InputError:
     return InputError(f"{batch} does not go through {type(model).__name__}: {first_line(error)}")
 
 
+def require_finite_gradients(batch: Batch, values: Iterable[Tensor]) -> None:
+    """Raise `InputError`, naming the batch, where what was computed from its gradients is not finite."""
+    if not all(bool(torch.isfinite(value).all()) for value in values):
+        raise InputError(
+            f"{batch} gives gradients that are not finite: look for NaN in the activations, and for square roots, "
+            "norms or logarithms of zero in the model and in loss= (labels that are the network's own outputs give "
+            "such zeros: leave them away)"
+        )
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's first tensor is."""
     first = next((t for tensors in (model.parameters(), model.buffers()) for t in tensors), None)

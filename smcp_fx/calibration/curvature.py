@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.calibration.batches import Batch, run_batch
+from smcp_fx.calibration.batches import Batch, require_finite_gradients, run_batch
 from smcp_fx.calibration.elimination import Order, Refit
 from smcp_fx.calibration.readers import Reader, Run, watching
 
@@ -62,6 +62,7 @@ class Curvature:
         with watching(self._network, list(self._changes), see), torch.enable_grad():
             outputs = run_batch(self._network, batch)
         loss(outputs).backward()  # type: ignore[no-untyped-call]
+        require_finite_gradients(batch, found.values())
         images = int(counted.sum())
         self._images += images
         for key, sums in found.items():

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from smcp_fx.calibration.batches import Batch, run_batch
+from smcp_fx.calibration.batches import Batch, require_finite_gradients, run_batch
 from smcp_fx.calibration.layer_rows import LEAST_ROWS, ROWS_PER_INPUT, some_of
 from smcp_fx.calibration.readers import Reader, Run, readers_of, watching
 from smcp_fx.calibration.regression import Gram
@@ -161,10 +161,16 @@ class Elimination:
             outputs = run_batch(self.whole, batch)
         if loss is None or not gradients:
             return
-        loss(outputs).backward()  # type: ignore[no-untyped-call]
+        value = loss(outputs)
+        for mine in gradients.values():
+            mine.clear()  # of what the loss itself differentiates
+        value.backward()  # type: ignore[no-untyped-call]
         for reader, mine in gradients.items():
             total = torch.stack([reader.consumer.squares(g) for g in mine]).sum(0) * batch.images**2
             reader.squares = total if reader.squares is None else reader.squares + total
+        require_finite_gradients(
+            batch, [reader.squares for reader in gradients if reader.squares is not None]
+        )
         self._images += batch.images
 
     @torch.no_grad()

@@ -12,7 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from smcp_fx.calibration.batches import MEMORY, Batch, again, device_of, each_batch, number_of, run_batch
+from smcp_fx.calibration.batches import (
+    MEMORY,
+    Batch,
+    again,
+    device_of,
+    each_batch,
+    number_of,
+    require_finite_gradients,
+    run_batch,
+)
 from smcp_fx.calibration.candidates import FOLD
 from smcp_fx.calibration.curvature import Curvature, corrected
 from smcp_fx.calibration.elimination import Elimination, Order
@@ -264,10 +273,7 @@ def first_order(
                 objective(run_batch(prepared, batch), batch).backward()  # type: ignore[no-untyped-call]
                 units = importance(prepared)
                 # The mean of all so far; one that is not finite is told, instead of left out.
-                if not bool(torch.isfinite(units).all()):
-                    raise InputError(
-                        f"{batch} gives gradients that are not finite: look for NaN in the activations"
-                    )
+                require_finite_gradients(batch, [units])
                 state.gather(
                     units, torch.ones((), dtype=torch.bool, device=units.device), 1 - 1 / batch.number
                 )

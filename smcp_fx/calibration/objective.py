@@ -27,7 +27,18 @@ from torch import Tensor, nn
 
 from smcp_fx.calibration.batches import Batch
 from smcp_fx.errors import InputError, SmcpError
-from smcp_fx.output_kinds import Kinds, Reading, labels_of, named_tensors, read_outputs, spread, told
+from smcp_fx.output_kinds import (
+    Kinds,
+    Reading,
+    answers_fit,
+    labels_of,
+    misfit,
+    named_tensors,
+    numbers_fit,
+    read_outputs,
+    spread,
+    told,
+)
 from smcp_fx.pruning.loop_watch import tell
 from smcp_fx.tracing.example_runs import first_line
 
@@ -35,6 +46,10 @@ Loss = Callable[[Any, Any], Tensor]
 #: A loss is at its minimum where `cancelled` is below. Measured on ten small networks: at most 1e-5 where labels are
 #: the network's own outputs, 1e-4 after training to convergence, 0.09 and more after usual training.
 _ROUNDING = 1e-4
+#: How far soft labels may be from a sum of one.
+_SUM = 3e-2
+#: The number of no class, as in `torch.nn.functional.cross_entropy`.
+_NO_CLASS = -100
 
 
 class Objective:
@@ -107,13 +122,14 @@ class Objective:
                 f"the loss of {batch} has no gradient: it must be computed from the outputs, by torch"
             )
         own = self._loss is not None or bool(named_tensors(batch.labels))  # numbers of classes are no outputs
-        if own and self._checks and cancelled(value, outputs) < _ROUNDING:
+        slope = cancelled(value, outputs) if own and self._checks else 1.0
+        if slope < _ROUNDING:
             raise InputError(
                 f"the gradient of the loss of {batch} is no more than rounding: the loss is at its minimum at this "
                 "network, as it is where the labels are its own outputs. Leave the labels and loss= away: what "
                 "channels are worth is then told by the outputs alone"
             )
-        self._checks = False
+        self._checks &= math.isinf(slope)  # this batch told nothing: the next one does
         return value
 
     @torch.no_grad()
@@ -170,6 +186,7 @@ class Objective:
             return (scores * _signs(scores)).sum() * (self._scales[name] / batch.images)
         assert labels is not None
         if reading.kind == "binary":
+            _require_fit(answers_fit(labels, tensor.shape), name, tensor, labels, batch)
             labels = labels.reshape(scores.shape).to(scores.dtype)
             if batch.labels is not None:
                 _require_within(labels, 1, "yes or no", batch)
@@ -177,11 +194,19 @@ class Objective:
                 scores.numel() / batch.images
             )
         rows = scores.flatten(0, -2)
-        if labels.is_floating_point() or labels.shape == tensor.shape:  # probabilities of classes
+        if labels.shape == tensor.shape:  # probabilities of classes
             targets = labels.movedim(reading.dim, -1).reshape(rows.shape).to(rows.dtype)
+            if batch.labels is not None:
+                _require_shares(labels, reading.dim, batch)
         else:
+            _require_fit(numbers_fit(labels, tensor.shape, reading.dim), name, tensor, labels, batch)
             targets = labels.reshape(rows.shape[:1]).long()
-            _require_within(targets[targets != -100], rows.shape[1] - 1, f"{rows.shape[1]} classes", batch)
+            counted = targets[targets != _NO_CLASS]
+            if not counted.numel():
+                raise InputError(
+                    f"all labels of {batch} are {_NO_CLASS}, which counts for nothing: leave it away"
+                )
+            _require_within(counted, rows.shape[1] - 1, f"{rows.shape[1]} classes", batch)
         return F.cross_entropy(rows, targets) * math.sqrt(rows.shape[0] / batch.images)
 
     def read(self, outputs: Any, batch: Batch) -> dict[str, Reading]:
@@ -219,6 +244,8 @@ class Objective:
 def cancelled(value: Tensor, outputs: Any) -> float:
     """Return how small a loss's gradient is against what does not cancel; 1 or so away from its minimum.
 
+    Infinite where both are zero, as of a margin that is kept.
+
     Held against it is the gradient for weights of the outputs that are as large as the loss's own, here and a
     standard deviation away, with random signs. Takes two more backward passes.
     """
@@ -235,7 +262,7 @@ def cancelled(value: Tensor, outputs: Any) -> float:
     learning = _learning(value)
     own = _norm(slopes(value, learning))
     other = _norm(slopes(tensors, learning, weights))
-    return own / other if other else 1.0
+    return own / other if other else math.inf
 
 
 def _signs(like: Tensor) -> Tensor:
@@ -245,6 +272,21 @@ def _signs(like: Tensor) -> Tensor:
 def _require_finite(values: Tensor, batch: Batch) -> None:
     if not bool(torch.isfinite(values.detach()).all()):
         raise InputError(f"the model's outputs for {batch} are NaN or infinite: look at its activations")
+
+
+def _require_fit(fits: bool, name: str, tensor: Tensor, labels: Tensor, batch: Batch) -> None:
+    if not fits:
+        raise InputError(f"{batch}: {misfit(name, tuple(tensor.shape), labels)}")
+
+
+def _require_shares(labels: Tensor, dim: int, batch: Batch) -> None:
+    """Labels of the output's own shape are probabilities of its classes, or something else altogether."""
+    if not bool((labels >= 0).all()) or not bool(((labels.float().sum(dim) - 1).abs() < _SUM).all()):
+        raise InputError(
+            f"the labels of {batch} do not sum to one over the classes, dimension {dim} of the output: are they "
+            "values, or yes or no (several at a time)? Say so with outputs=, or give loss=, a function of "
+            "(outputs, labels)"
+        )
 
 
 def _require_within(labels: Tensor, most: float, what: str, batch: Batch) -> None:

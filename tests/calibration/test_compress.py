@@ -176,7 +176,11 @@ def test_a_loss_of_ones_own_takes_any_outputs_and_labels() -> None:
         ([torch.full((2, 3, 8, 8), 3e38)], {}, "NaN or infinite"),
         ([torch.full((2, 3, 8, 8), 3e38)], {"outputs": "classes"}, "NaN or infinite"),
         ([torch.randn(2, 3, 8, 8)], {"outputs": "boxes"}, "outputs= must be"),
-        ([torch.randn(2, 3, 8, 8)], {"outputs": {"box": "values"}}, "names 'box'; the model's output has ''"),
+        (
+            [torch.randn(2, 3, 8, 8)],
+            {"outputs": {"box": "values"}},
+            "names 'box'; the model's output has one tensor",
+        ),
         ([torch.randn(2, 3, 8, 8)], {"outputs": "classes:4"}, "along dimension 4"),
         ([torch.randn(2, 3, 8, 8)], {"outputs": "values", "loss": lambda o, y: o.sum()}, "not both"),
         ([(torch.randn(2, 3, 8, 8), torch.tensor([1, 5]))], {}, "go from 1 to 5"),

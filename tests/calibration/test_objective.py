@@ -119,6 +119,24 @@ def test_given_labels_are_used_as_what_they_are() -> None:
         Objective(nn.Identity())(both, _first([(batch, {"cls": numbers, "box": torch.randn(4, 5)})]))
 
 
+MISFITS: dict[str, tuple[str, Tensor, str]] = {
+    "coordinates": ("classes", torch.randn(4, 5), "do not sum to one.*outputs="),
+    "several labels": ("classes", torch.tensor([[1, 1, 0, 0, 0]] * 4), "do not sum to one.*outputs="),
+    "numbers as floats": ("classes", torch.ones(4), "float32.*do not fit"),
+    "numbers too many": ("classes", torch.ones(5).long(), "do not fit"),
+    "transposed": ("binary", torch.ones(5, 4), "do not fit"),
+    "nothing that counts": ("classes", torch.full((4,), -100), "leave it away"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_labels_that_do_not_fit_a_named_output_are_refused(name: str) -> None:
+    kind, labels, said = MISFITS[name]
+    objective = Objective(nn.Identity(), outputs=kind)
+    with pytest.raises(InputError, match=f"(?s){said}"):
+        objective(torch.randn(4, 5, requires_grad=True), _first([(torch.randn(4, 3), labels)]))
+
+
 def test_one_number_an_image_must_be_named() -> None:
     batch, numbers = _first(torch.randn(4, 3)), torch.randn(4, 1, requires_grad=True)
     with pytest.raises(InputError, match=r"a value, or the score of yes or no.*outputs='values'.*loss="):
@@ -157,3 +175,42 @@ def test_a_loss_at_its_minimum_is_refused_with_the_cure(name: str) -> None:
     assert cancelled(value, outputs) > 1e-3
     with pytest.raises(InputError, match=r"own outputs\. Leave the labels and loss= away"):
         smcp_fx.compress(model, [(x, own)], loss=OWN[name])
+
+
+def test_a_first_batch_without_any_gradient_does_not_end_the_check() -> None:
+    torch.manual_seed(0)
+    outputs = torch.randn(6, 5, requires_grad=True)
+    kept, own = outputs.detach() - 3, outputs.detach()
+    objective = Objective(nn.Identity(), lambda o, y: F.relu(y - o).sum() + F.mse_loss(o, y) * (y == o).all())
+    assert not objective(outputs, _first([(own, kept)])).detach().any()
+    with pytest.raises(InputError, match="no more than rounding"):
+        objective(outputs, _first([(own, own)]))
+
+
+@pytest.mark.parametrize("images", [12, 48])
+def test_gradients_that_are_not_finite_are_refused_with_the_cure(images: int) -> None:
+    """Also of a batch whose images are all held out."""
+    torch.manual_seed(0)
+    model, x = randomise(chain(8, 12)).eval(), torch.randn(images, 3, 8, 8)
+    labels = [torch.ones(12, 5) for _ in range(images // 12)]
+    labels[-1] = torch.zeros(12, 5)
+    with pytest.raises(InputError, match=rf"batch {images // 12} .*not finite.*norms.*loss="):
+        smcp_fx.compress(
+            model,
+            list(zip(x.split(12), labels, strict=True)),
+            loss=lambda o, y: (o * y).square().sum().sqrt(),
+            config=smcp_fx.PruningConfig(multiple=1),
+        )
+
+
+def test_a_loss_of_ones_own_tells_the_same_as_the_labels() -> None:
+    """The check of a loss differentiates, too: none of that is gathered."""
+    torch.manual_seed(0)
+    model, x, rises = randomise(chain(8, 12)).eval(), torch.randn(12, 3, 8, 8), []
+    for loss in (None, F.cross_entropy):
+        prepared = smcp_fx.prepare(model, x, config=smcp_fx.PruningConfig(multiple=1))
+        smcp_fx.gather_importance(prepared, [(x, torch.arange(12) % 5)], loss)
+        rises.append(prepared.smcp.rises)
+    first, second = rises
+    assert first is not None and second is not None
+    assert all((first[name] == second[name]).all() for name in first)
