@@ -101,8 +101,12 @@ class Student:
         return self._masks[1]
 
     def distances(self, teacher: Mapping[str, Any]) -> list[Tensor]:
-        """Return each block's squared error relative to the variance of what the teacher's gives."""
-        return [_distance(name, self.found[name], teacher[name], self.kept(name)) for name in self.names]
+        """Return each block's squared error relative to the variance of what the teacher's gives.
+
+        What was found counts once: the next outputs need a call of their own.
+        """
+        found, self.found = self.found, {}
+        return [_distance(name, found[name], teacher[name], self.kept(name)) for name in self.names]
 
 
 def require_modules(model: nn.Module, names: Sequence[str]) -> None:

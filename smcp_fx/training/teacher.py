@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smcp_fx.config import is_number
-from smcp_fx.errors import InputError
+from smcp_fx.errors import InputError, SmcpError
 from smcp_fx.interface.wrapping import is_prepared, unwrapped
 from smcp_fx.output_kinds import Kinds, Reading, named_tensors, read_outputs, spread, told
 from smcp_fx.pruning.loop_watch import tell
 from smcp_fx.tracing.copying import deep_copy
+from smcp_fx.tracing.example_runs import first_line
 from smcp_fx.training.features import Student, hooked, require_modules
 
 
@@ -69,6 +70,8 @@ class Teacher:
 
         A prepared model, what `convert` returns, or a module whose named blocks have all of their channels.
         """
+        if not isinstance(student, nn.Module):
+            raise InputError(f"watch needs an nn.Module, not {type(student).__name__}")
         self._student = Student(unwrapped(student), self.features)
         return self._student
 
@@ -81,7 +84,7 @@ class Teacher:
         ``inputs``: what the student was called with: a tensor, a tuple of several, or a dict of keyword inputs.
         ``outputs``: what it returned. Runs in the caller's `torch.autocast`; the distance is computed in float32.
 
-        Raises `InputError` where the two have not the same outputs.
+        Raises `InputError` where the two have not the same outputs, and for inputs that the teacher does not take.
         """
         theirs, student = named_tensors(outputs), self._student
         if self.features and (student is None or not student.found):
@@ -140,9 +143,17 @@ class Teacher:
         return divergence * self.temperature**2
 
     def _answer(self, inputs: Any) -> Any:
-        if isinstance(inputs, Mapping):
-            return self.model(**inputs)
-        return self.model(*inputs) if isinstance(inputs, (tuple, list)) else self.model(inputs)
+        try:
+            if isinstance(inputs, Mapping):
+                return self.model(**inputs)
+            return self.model(*inputs) if isinstance(inputs, (tuple, list)) else self.model(inputs)
+        except (SmcpError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise InputError(
+                f"the teacher, a {type(self.model).__name__}, does not take these inputs ({first_line(error)}). Give "
+                "what the student was called with, and what it returned: teacher(inputs, outputs)"
+            ) from error
 
     def __repr__(self) -> str:
         read = "".join(f", {name} {reading}" for name, reading in self.readings.items())

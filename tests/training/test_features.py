@@ -111,6 +111,9 @@ def test_what_cannot_be_seen_is_told() -> None:
     teacher = smcp_fx.Teacher(model, outputs="classes", features=NAMES)
     with pytest.raises(InputError, match=r"teacher\.watch"):
         teacher(x, smaller(x))
+    teacher(x, teacher.watch(smaller)(x))
+    with pytest.raises(InputError, match=r"teacher\.watch"):  # not what the call before it gave
+        teacher(x, smaller(x))
     joined = nn.Sequential(Joined(), nn.Conv2d(16, 5, 1))
     graph = smcp_fx.prepare(joined, x, config=SMALL)
     other = smcp_fx.Teacher(joined, outputs="values", features=["0"])
