@@ -177,7 +177,10 @@ def test_what_is_no_teacher_is_refused() -> None:
         (lambda: identity(torch.zeros(2, 3), torch.zeros(2, 4)), r"\[2, 3\].*\[2, 4\]"),
         (lambda: smcp_fx.Teacher(nn.Identity(), 1.0, "classes")(*torch.zeros(2, 2)), "along dimension 0"),
         (lambda: identity(torch.zeros(2, 3), None), "must be the same"),
-        (lambda: smcp_fx.Teacher(network())(torch.zeros(2, 3), None), r"does not take.*teacher\(inputs, outputs\)"),
+        (
+            lambda: smcp_fx.Teacher(network())(torch.zeros(2, 3), None),
+            r"does not take.*teacher\(inputs, outputs\)",
+        ),
         (lambda: identity.watch("resnet"), "watch needs an nn.Module, not str"),  # type: ignore[arg-type]
     ):
         with pytest.raises(InputError, match=said):
