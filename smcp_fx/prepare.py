@@ -242,13 +242,14 @@ def convert(prepared: nn.Module, *, into: nn.Module | None = None, check: bool =
 
 def _example_for(model: nn.Module, prepared: PreparedModel) -> Any:
     """The example inputs as the original's class takes them: by name what it takes by name only."""
-    inputs = prepared.plan.example_inputs
+    inputs, signature = prepared.plan.example_inputs, inspect.signature(model.forward)
+    names = [str(node.target) for node in prepared.graph.nodes if node.op == "placeholder"]
     try:
-        inspect.signature(model.forward).bind(*inputs)
+        by_place = [*signature.bind(*inputs).arguments]
     except TypeError:
-        names = [str(node.target) for node in prepared.graph.nodes if node.op == "placeholder"]
         return dict(zip(names, inputs, strict=True))
-    return inputs
+    elsewhere = by_place != names and set(names) <= signature.parameters.keys()  # others come before
+    return dict(zip(names, inputs, strict=True)) if elsewhere else inputs
 
 
 def sliced(prepared: PreparedModel) -> nn.Module:

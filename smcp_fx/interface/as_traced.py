@@ -78,7 +78,9 @@ class CalledAsTraced(nn.Module):
         except TypeError as error:
             told_of = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in own)
             raise InputError(
-                f"{type(self).__name__} does not take this call: {error}. It was traced as forward({told_of})"
+                f"{type(self).__name__} does not take this call: {error}. It was traced as forward({told_of}): "
+                "prepare the model with an example of such a call, or call the class itself: convert(prepared, "
+                "into=model) has its whole forward"
             ) from None
         given = bound.arguments
         for parameter in own:

@@ -9,6 +9,7 @@ modules: torch.export would read a graph node by node.)
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -38,10 +39,11 @@ def positional(model: nn.Module, example_inputs: Any) -> tuple[nn.Module, tuple[
         return model, args
     names = [*(f"{n[1:]}_{i}" if n.startswith("*") else n for i, n in enumerate(names)), *named]
     split = len(args)
-    return (
-        _taking(model, names, lambda values: (values[:split], dict(zip(named, values[split:], strict=True)))),
-        (*args, *named.values()),
+    taking = _taking(
+        model, names, lambda values: (values[:split], dict(zip(named, values[split:], strict=True)))
     )
+    type(taking).forward.__signature__ = _signature(model, names)  # type: ignore[attr-defined]
+    return taking, (*args, *named.values())
 
 
 def flattened(
@@ -113,6 +115,23 @@ def _names(model: nn.Module, count: int) -> list[str]:
         elif parameter.kind == parameter.VAR_POSITIONAL:
             found += [f"*{parameter.name}"] * (count - len(found))
     return [*found, *(f"input_{i}" for i in range(len(found), count))][:count]
+
+
+def _signature(model: nn.Module, names: list[str]) -> inspect.Signature:
+    """Of a forward of these arguments, with the defaults that the model's own have; those it leaves out come last.
+
+    One without a default behind it takes an argument's own away.
+    """
+    sort, none = inspect.Parameter, inspect.Parameter.empty
+    own = {p.name: p for p in parameters_of(model) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    defaults = [own[name].default if name in own else none for name in names]
+    first = max((place for place, default in enumerate(defaults) if default is none), default=-1)
+    taken = [
+        sort(re.sub(r"\W", "_", name), sort.POSITIONAL_OR_KEYWORD, default=none if place < first else default)
+        for place, (name, default) in enumerate(zip(names, defaults, strict=True))
+    ]
+    left = [p.replace(kind=sort.KEYWORD_ONLY) for name, p in own.items() if name not in names]
+    return inspect.Signature([sort("self", sort.POSITIONAL_OR_KEYWORD), *taken, *left])
 
 
 def _taking(

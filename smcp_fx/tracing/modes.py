@@ -58,8 +58,8 @@ def left_out(given: tuple[Any, ...], defaults: tuple[Any, ...]) -> bool:
         value is default or (type(value) is type(default) and value == default)
         for value, default in zip(given, defaults, strict=True)
     )
-    caller = sys._getframe(1).f_code.co_filename
-    if found and torch.compiler.is_exporting() and caller == fx.interpreter.__file__:
+    exporting = found and torch.compiler.is_exporting()  # torch.compile cannot look at frames
+    if exporting and sys._getframe(1).f_code.co_filename == fx.interpreter.__file__:
         raise InputError(
             "torch.export runs a graph's nodes one by one, also those of calls with arguments that this call leaves "
             "out. Export torch.nn.Sequential(model) instead, or what convert(prepared, into=model) returns"

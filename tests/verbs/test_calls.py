@@ -156,6 +156,33 @@ class ByName(Network):
         return self.scores(torch.cat([x, other, *more.values()])) * scale
 
 
+class OptionsByName(Network):
+    def forward(
+        self, x: Tensor, doubled: bool = False, *, targets: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
+        scores = self.scores(x) * (2 if doubled else scale)
+        return scores if targets is None else F.cross_entropy(scores, targets)
+
+
+def test_options_by_name_may_be_left_out_and_keep_their_defaults() -> None:
+    prepared = pruned(OptionsByName(), {"x": X, "targets": T}).eval()
+    converted, own = smcp_fx.convert(prepared), smcp_fx.convert(prepared, into=OptionsByName())
+    for call in ({"targets": T}, {}, {"targets": None}, {"targets": T, "scale": 1.0}):
+        assert_close(converted(X, **call), prepared(X, **call), "slicing")
+        assert_close(own(X, **call), prepared(X, **call), "slicing")
+    compiled = torch.compile(converted, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), converted(X))
+    for module in (prepared, converted):
+        with pytest.raises(
+            AssumptionError, match=r"traced with scale=1\.0, its default, and is called with scale=2"
+        ):
+            module(X, scale=2.0)
+    required = smcp_fx.prepare(ByName(), {"x": X, "other": Z})
+    assert torch.equal(required.eval()(X, other=Z, scale=1.0), required(X, other=Z))
+    with pytest.raises(InputError, match="prepare the model with an example of such a call"):
+        required(X)
+
+
 class Several(Network):
     def forward(self, *images: Tensor) -> Tensor:
         return self.scores(images[0] - images[1])
