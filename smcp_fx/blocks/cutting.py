@@ -76,6 +76,9 @@ def _with_single_inputs(graph: fx.Graph, traced: Traced) -> fx.Graph:
                 copied[node] = made.placeholder(node.name)
                 continue
         copied[node] = made.node_copy(node, copied.__getitem__)
+    for part in reversed([copied[node] for node in graph.nodes if node in parts]):
+        if part.op != "placeholder" and not part.users:  # a dict in a dict, say, is no operation
+            made.erase_node(part)
     return with_branches(made) if parts else graph
 
 

@@ -364,3 +364,24 @@ class _Shapes(fx.Interpreter):
         if isinstance(value, torch.Tensor):
             self.found[n.name] = value.shape
         return value
+
+
+class _TwoImages(nn.Module):
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Linear(8, 2)
+        self.nested = nested
+
+    def forward(self, first: Any, second: Any = None) -> torch.Tensor:
+        x, y = (first["x"], first["more"][0]["y"]) if self.nested else (first, second)
+        both: torch.Tensor = self.head((self.one(x) + self.two(y)).mean((2, 3)))
+        return both
+
+
+def test_tensors_in_lists_and_dicts_are_inputs_like_others() -> None:
+    x, y = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8)
+    found = []
+    for nested, inputs in ((True, ({"x": x, "more": [{"y": y}]},)), (False, (x, y))):
+        traced = trace(_TwoImages(nested), inputs)
+        found.append([b.signature for b in cut(traced, build(traced.module, traced.values))])
+    assert found[0] == found[1]
