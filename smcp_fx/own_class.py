@@ -204,13 +204,16 @@ _ADVICE = (
 
 def _reason(model: nn.Module, like: nn.Module, inputs: tuple[Any, ...], where: str | None) -> str:
     """The cause and the cure: an option of the module at fault, or weights that forward reads itself; or neither."""
-    one, other = (vars(dict(m.named_modules())[where]) if where else {} for m in (model, like))
-    for name, value in one.items():
-        if type(value) is float and type(other.get(name)) is float and value != other[name]:
-            return (
-                f"{f'{where}.{name}'!r} is {value:g} here, and {other[name]:g} in the smaller model: make the "
-                "instance with the options of the model that was pruned."
-            )
+    ours, theirs = (dict(m.named_modules()) for m in (model, like))
+    drawing = set[str]() if where else _drawing(model, inputs) | _drawing(like, inputs)
+    for path in [where] if where else [path for path in ours if path in theirs and path not in drawing]:
+        other = vars(theirs[path])
+        for name, value in vars(ours[path]).items():
+            if type(value) is float and type(other.get(name)) is float and value != other[name]:
+                return (
+                    f"{f'{path}.{name}'!r} is {value:g} here, and {other[name]:g} in the smaller model: make the "
+                    "instance with the options of the model that was pruned."
+                )
     called = _outputs(model, inputs).keys()
     for path, module in model.named_modules():
         if path and path not in called and isinstance(module, LAYERS):
@@ -303,7 +306,8 @@ def _run(
         there = like.state_dict() if isinstance(like, nn.Module) else like
         gone = [name for name, tensor in model.state_dict().items() if name not in there and tensor.dim()]
         reason = (
-            f"The smaller model holds what forward computes from {gone[0]!r}, and not that itself"
+            f"The smaller model has no {gone[0]!r}: it holds what forward computes from it, or was made from another "
+            "model than this one"
             if gone
             else "Forward takes channels by number or position there"
         )

@@ -74,7 +74,8 @@ def given_axes(
         if not isinstance(place, int) or isinstance(place, bool) or not 0 <= place < len(inputs):
             raise InputError(
                 f"dynamic_axes: the model has no input {key!r}; give "
-                f"{', '.join(map(repr, known))}, or a place from 0 to {len(inputs) - 1}"
+                f"{', '.join(map(repr, known))}, or a place from 0 to {len(inputs) - 1} (axes of outputs follow; "
+                "output_names= names these)"
             )
         if isinstance(axes, (str, int)) or not isinstance(axes, (Mapping, Sequence)):
             raise InputError(

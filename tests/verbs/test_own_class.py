@@ -194,6 +194,10 @@ def test_another_dropout_is_no_other_class(share: float) -> None:
     assert smcp_fx.convert(prepared, into=Drawing(share)).stem.out_channels < 16
     with pytest.raises(InputError, match=r"'act.negative_slope' is 0.3 here, and 0.1 in the smaller"):
         smcp_fx.resize(Drawing(share, slope=0.3), graph, x)
+    fresh = Drawing(share)
+    fresh.norm.momentum = 0.5  # shows in a buffer alone
+    with pytest.raises(InputError, match=r"train mode.*'norm.momentum' is 0.5 here, and 0.1 in the smaller"):
+        smcp_fx.resize(fresh, graph, x)
 
 
 def test_what_does_not_draw_is_compared_in_train_mode() -> None:
