@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from smcp_fx.channels import ChannelGraph
@@ -26,7 +25,7 @@ from smcp_fx.pruning.state import PruningState
 from smcp_fx.regions import Joined, run_by_graphs
 from smcp_fx.schedule import Schedule
 from smcp_fx.summaries import model_summary, share_of
-from smcp_fx.tracing import block_hooks
+from smcp_fx.tracing.block_hooks import CalledWithHooks
 from smcp_fx.tracing.call_forms import Form
 from smcp_fx.tracing.copying import deep_copy
 
@@ -144,7 +143,7 @@ class PreparedModel(CalledAsTraced):
         )
 
 
-class PreparedGraph(PreparedModel, fx.GraphModule):
+class PreparedGraph(CalledWithHooks, PreparedModel, fx.GraphModule):
     """A model that was traced as a whole."""
 
     def __init__(
@@ -156,12 +155,6 @@ class PreparedGraph(PreparedModel, fx.GraphModule):
         self.pruner = Pruner(
             self, plan.channels, state, plan.cost, plan.target, plan.config, plan.schedule, plan.asked
         )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As a prepared model's, with the hooks of blocks that the graph holds."""
-        if torch.compiler.is_compiling():
-            return super().__call__(*args, **kwargs)
-        return block_hooks.call(self, super().__call__, args, kwargs)
 
     def train(self, mode: bool = True) -> PreparedGraph:
         """As the original's."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx, nn
 from torch.fx.graph_module import _CodeOnlyModule
 
 from smcp_fx.interface.as_traced import CalledAsTraced
 from smcp_fx.interface.carried import without_answers
-from smcp_fx.tracing import block_hooks
+from smcp_fx.tracing.block_hooks import CalledWithHooks
 from smcp_fx.tracing.graph_pickle import listed, rebuilt
 from smcp_fx.tracing.names import holds_unfit_names
 from smcp_fx.tracing.values import NO_AUTOCAST
@@ -19,7 +18,7 @@ from smcp_fx.tracing.values import NO_AUTOCAST
 _OF_THE_GRAPH = vars(fx.GraphModule(nn.Module(), fx.Graph())).keys() - vars(nn.Module()).keys()
 
 
-class ConvertedModule(CalledAsTraced, fx.GraphModule):
+class ConvertedModule(CalledWithHooks, CalledAsTraced, fx.GraphModule):
     """A `GraphModule` that pickles as a plain one, without this library, if that gives the same graph.
 
     `torch.fx` pickles a graph as code and traces that code again on loading. Tracing freezes what the code asks of a
@@ -33,12 +32,6 @@ class ConvertedModule(CalledAsTraced, fx.GraphModule):
     def widths(self) -> dict[str, tuple[int, int]]:
         """Return the number of input and output channels of each module of ``kept``."""
         return {path: (len(ins), len(outs)) for path, (ins, outs) in self.kept.items()}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As usual, with the hooks of blocks that the graph holds."""
-        if torch.compiler.is_compiling():
-            return super().__call__(*args, **kwargs)
-        return block_hooks.call(self, super().__call__, args, kwargs)
 
     def __reduce__(self) -> Any:
         """Errors: `CheckpointError` for a graph that calls what no module holds by name."""

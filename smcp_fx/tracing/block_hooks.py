@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.fx.proxy import Proxy
 from torch.utils import _pytree as pytree
@@ -143,6 +144,25 @@ def call(module: fx.GraphModule, run: Callable[..., Any], args: Any, kwargs: Any
         vars(module).pop("forward", None)
 
 
+class CalledWithHooks(nn.Module):
+    """A graph module whose calls run the hooks of blocks that the graph holds."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As usual; warns of hooks that cannot be called, as those of blocks where torch compiles or exports."""
+        if torch.compiler.is_compiling():
+            self._tell_of_hooks()
+            return super().__call__(*args, **kwargs)
+        assert isinstance(self, fx.GraphModule)
+        return call(self, super().__call__, args, kwargs)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _tell_of_hooks(self) -> bool:
+        assert isinstance(self, fx.GraphModule)
+        if blocks := _hooked(self, ""):
+            _warn_of(list(blocks), "torch.compile and torch.export take the graph without these blocks", 4)
+        return bool(blocks)
+
+
 def _hooked(module: fx.GraphModule, root: str) -> dict[str, nn.Module]:
     """The modules with hooks that the graph does not call."""
     if not any(has_hooks(part) for part in module.modules() if part is not module):
@@ -166,13 +186,16 @@ def _rewired(owner: fx.GraphModule, blocks: dict[str, nn.Module]) -> fx.GraphMod
     rewiring = _Rewiring(owner, blocks)
     made = rewiring.of(owner.graph)
     if lost := [path for path in blocks if path not in rewiring.called or path in rewiring.broken]:
-        warnings.warn(
-            f"hooks on {', '.join(map(repr, lost[:4]))}{' and more' * (len(lost) > 4)} are not called: the graph "
-            "does not hold these as blocks of their own. Use convert(prepared, into=model), whose modules run as "
-            "the original's, or a hook on a layer inside.",
-            stacklevel=6,
-        )
+        _warn_of(lost, "the graph does not hold these as blocks of their own", 7)
     return made
+
+
+def _warn_of(paths: list[str], why: str, stacklevel: int) -> None:
+    warnings.warn(
+        f"hooks on {', '.join(map(repr, paths[:4]))}{' and more' * (len(paths) > 4)} are not called: {why}. Use "
+        "convert(prepared, into=model), whose modules run as the original's, or a hook on a layer inside.",
+        stacklevel=stacklevel,
+    )
 
 
 class _Rewiring:

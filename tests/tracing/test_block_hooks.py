@@ -133,12 +133,19 @@ def test_hooks_that_cannot_be_called_are_named(tmp_path: Path) -> None:
         nn.Sequential(nn.Conv2d(3, 8, 1), nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU())),
         torch.randn(1, 3, 4, 4),
     )
-    smcp_fx.save(smcp_fx.convert(smcp_fx.prepare(model, x)), tmp_path / "s.safetensors")
+    prepared = smcp_fx.prepare(model, x)
+    smcp_fx.save(smcp_fx.convert(prepared), tmp_path / "s.safetensors")
     loaded = smcp_fx.load(tmp_path / "s.safetensors")
     loaded.get_submodule("1").register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match=r"hooks on '1' are not called.*convert\(prepared, into=model\)"):
         loaded(x)
     loaded(x)  # it was told
+    for graph in (prepared, smcp_fx.convert(prepared)):
+        hook = graph.get_submodule("1").register_forward_hook(lambda *_: None)
+        with pytest.warns(UserWarning, match=r"hooks on '1' are not called: torch\.compile"):
+            torch.compile(graph, backend="eager", fullgraph=True)(x)
+        hook.remove()
+        torch.compile(graph, backend="eager", fullgraph=True)(x)
 
 
 def test_a_layers_own_hooks_run_where_its_weight_is_masked() -> None:
