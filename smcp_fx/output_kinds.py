@@ -95,6 +95,8 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         parts = value
     elif isinstance(value, (list, tuple)):
         parts = dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif not isinstance(value, type):
         parts = getattr(value, "__dict__", {})
     for key, part in parts.items():

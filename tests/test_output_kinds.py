@@ -20,6 +20,12 @@ class Answer:
     boxes: list[Tensor]
 
 
+@dataclass(slots=True)
+class Slots:
+    a: Tensor
+    b: dict[str, Tensor]
+
+
 def normal(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 
@@ -32,6 +38,7 @@ def test_tensors_are_named_by_the_path_to_them() -> None:
     assert list(found) == ["a.0", "a.1.1.b", "c.logits", "c.boxes.0"]
     assert list(named_tensors(x)) == [""]
     assert list(named_tensors(SimpleNamespace(y=x, n=3))) == ["y"]
+    assert list(named_tensors(Slots(x, {"c": x}))) == ["a", "b.c"]
 
 
 CASES: dict[str, tuple[Tensor, Tensor | None, Any]] = {

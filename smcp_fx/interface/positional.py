@@ -85,17 +85,19 @@ def flattened(
 
 
 def returning_tensors(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[nn.Module, list[str] | None]:
-    """The model with a tuple for its output, and names for these tensors, where it returns objects (dataclasses).
+    """The model with a tuple for its output, and names for these tensors, where it returns more than these.
 
-    The model itself, and no names, where it returns tensors in tuples, lists and dicts, or what torch knows.
+    (Dataclasses, numbers, strings.) The model itself, and no names, where it returns tensors in tuples, lists and
+    dicts, or what torch knows.
     """
     try:
         with torch.no_grad():
             outputs = model(*(tensor.clone() for tensor in inputs))
     except Exception:  # told where it is exported
         return model, None
-    found = dict(tensors_in(outputs))
-    if len(found) == sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(outputs)):
+    found, leaves = dict(tensors_in(outputs)), pytree.tree_leaves(outputs)
+    known = all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
+    if not found or (known and len(found) == sum(leaf is not None for leaf in leaves)):
         return model, None
     taken = _names(model, len(inputs))
 

@@ -52,9 +52,17 @@ def converted(model: nn.Module, *inputs: Tensor) -> nn.Module:
     return smcp_fx.convert(smcp_fx.prepare(model.eval(), inputs), check=False)
 
 
-def test_fields_of_objects_are_outputs_of_the_file(tmp_path: Path) -> None:
-    file = smcp_fx.export_onnx(converted(Answering(), X), X, tmp_path / "answer.onnx")
-    assert [output.name for output in onnx.load(file).graph.output] == ["logits"]
+class Mixed(Answering):
+    """What is no tensor beside what is."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        return {"scores": self.scores(x), "classes": 5, "loss": labels, "name": "digits"}
+
+
+@pytest.mark.parametrize(("model", "name"), [(Answering, "logits"), (Mixed, "scores")])
+def test_tensors_of_objects_are_outputs_of_the_file(model: Any, name: str, tmp_path: Path) -> None:
+    file = smcp_fx.export_onnx(converted(model(), X), X, tmp_path / "answer.onnx")
+    assert [output.name for output in onnx.load(file).graph.output] == [name]
 
 
 def test_a_call_that_was_not_traced_is_told_as_such(tmp_path: Path) -> None:
