@@ -67,6 +67,8 @@ class Objective:
     ) -> None:
         if loss is not None and outputs is not None:
             raise InputError("give loss= or outputs=, not both: a loss of your own needs no kinds of outputs")
+        if loss is not None and not callable(loss):
+            raise InputError(f"loss must be a function of (outputs, labels), not {loss!r}")
         self._model, self._loss, self._outputs, self._quiet = model, loss, outputs, quiet
         self._readings: dict[str, Reading] | None = None
         self._scales: dict[str, float] = {}

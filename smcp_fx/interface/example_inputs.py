@@ -46,7 +46,8 @@ def bound_inputs(example_inputs: Any, model: nn.Module) -> tuple[tuple[Any, ...]
     except TypeError as error:
         raise InputError(
             f"the example inputs {', '.join(map(str, example_inputs))} do not fit "
-            f"{type(model).__name__}.forward{signature}: {error}"
+            f"{type(model).__name__}.forward{signature}: {error}. In batches, labels go beside the inputs: "
+            "(inputs, labels)"
         ) from error
     named = bound.kwargs
     bound.apply_defaults()

@@ -81,7 +81,7 @@ def trace(
         by_name = any(isinstance(given, Mapping) for given in inputs)
         raise InputError(
             f"{type(model).__name__} does not run on the example inputs {_describe(inputs)}: "
-            f"{first_line(error)} Pass inputs of the shape the model was made for"
+            f"{first_line(error)} Pass inputs of the shape and type the model was made for"
             + (f", by the names in forward{inspect.signature(model.forward)}." if by_name else ".")
         ) from error
     _require_named(model, inputs)

@@ -168,6 +168,8 @@ def test_a_loss_of_ones_own_takes_any_outputs_and_labels() -> None:
         ([{"x": torch.randn(2, 3, 8, 8)}], {}, "by the names in forward"),
         ([torch.randn(2, 4, 8, 8)], {}, "4"),
         ([(torch.randn(2, 3, 8, 8), "label")], {}, "labels are a str"),
+        ([torch.randn(2, 3, 8, 8)], {"loss": "mse"}, "loss must be a function of .outputs, labels."),
+        ([{"input": torch.randn(2, 3, 8, 8), "label": torch.ones(2)}], {}, "labels go beside the inputs"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: o}, "one finite number"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: o.sum() * torch.nan}, "one finite number"),
         ([torch.randn(2, 3, 8, 8)], {"loss": lambda o, y: 1 / 0}, "ZeroDivisionError: division by zero"),
